@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, cast
+from types import ModuleType
+from typing import Generic, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,7 @@ def pad_to_bucket(
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
     """Pad a checked prompt with zeros, up to the length that its program is compiled for."""
     fill = bucket(prompt.shape[1]) - prompt.shape[1]
-    numpy: Any = jnp if traced(prompt) else np
+    numpy: ModuleType = jnp if traced(prompt) else np
     prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
     return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
@@ -170,14 +171,12 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
 
     ValueError where shape or dtype are wrong, or a known value is; traced values are not checked.
     """
-    tokens: Any = prompt
-    if not traced(tokens):
-        try:
-            tokens = np.asarray(tokens)
-        except ValueError:
-            raise ValueError(
-                "prompt has rows of several lengths: fill them up to one, and give `lengths`"
-            ) from None
+    try:
+        tokens = _on_host(prompt)
+    except ValueError:
+        raise ValueError(
+            "prompt has rows of several lengths: fill them up to one, and give `lengths`"
+        ) from None
     if tokens.dtype.kind in "SU":
         raise ValueError("prompt is text: must be token ids; load(FOLDER).generate takes a text")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
@@ -188,7 +187,7 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
     rows, columns = tokens.shape
     if lengths is None:
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
-    counts: Any = lengths if traced(lengths) else np.asarray(lengths)
+    counts = _on_host(lengths)
     if counts.shape != (rows,):
         raise ValueError(f"lengths have shape {counts.shape}: must be ({rows},)")
     if not jnp.issubdtype(counts.dtype, jnp.integer):
@@ -199,6 +198,11 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
         raise ValueError(f"lengths are {counts.tolist()}: must be from 1 to {columns}")
     tokens = np.where(np.arange(columns)[None] < counts[:, None], tokens, 0)
     return as_int32("prompt", tokens), counts
+
+
+def _on_host(values: Prompt | PerRow) -> Array:
+    """Return known values as NumPy's array, traced ones as they are."""
+    return values if isinstance(values, jax.core.Tracer) else np.asarray(values)
 
 
 def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
@@ -271,7 +275,7 @@ def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  #
     """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
-    given: Any = limits if traced(limits) else np.asarray(limits)
+    given = _on_host(limits)
     if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"limits are {given.dtype}{list(given.shape)}: must be integers [{rows}]")
     if traced(given):

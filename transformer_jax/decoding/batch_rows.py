@@ -8,7 +8,7 @@ request takes the row of one that has ended. A `PagedCache`, whose pages are all
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def write_rows(
         y = y if y.dtype == x.dtype else y.astype(x.dtype)  # keys of random numbers have no astype
         return x.at[rows].set(y, mode="drop")
 
-    def write(state: Any, rows: jax.Array, new: Any) -> Any:
+    def write(state: State, rows: jax.Array, new: State) -> State:
         return jax.tree.map(partial(write_leaf, rows), state, new)
 
     return by_compiler(write, [state, rows, new], jax.tree.map(split, state))

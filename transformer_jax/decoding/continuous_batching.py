@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
+from types import ModuleType
 from typing import Any, Generic, Literal, Never, TypeAlias
 
 import jax
@@ -179,7 +180,7 @@ def admit(
         taken = places[jax.device_get(slots.active)[places]].tolist()
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
-    numpy: Any = jnp if traced(limits) else np
+    numpy: ModuleType = jnp if traced(limits) else np
     prompts = _check_prompts(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
     if len(prompts.lengths) != len(places):
         raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
@@ -312,8 +313,8 @@ class Request:
     prompt: Sequence[int] | np.ndarray  # i32[P]
     num_tokens: int
     key: jax.Array | None = None
-    id: Any = None
-    state: Any = None
+    id: Any = None  # of the caller's own type, which comes back
+    state: Any = None  # of the model's own type
 
 
 End = Literal["stop", "length", "nonfinite", "refused"]
@@ -333,7 +334,7 @@ class Completion:
         error: why it was refused.
     """
 
-    id: Any
+    id: Any  # as in the request
     tokens: np.ndarray  # i32[n]
     log_probs: np.ndarray  # f32[n]
     end: End | None
@@ -569,7 +570,7 @@ def _pad_prompts(
     """Pad prompts to their bucket, or to the capacity of a slot where that is shorter."""
     columns = tokens.shape[1]
     width = min(bucket(columns), capacity)
-    numpy: Any = jnp if traced(tokens) else np
+    numpy: ModuleType = jnp if traced(tokens) else np
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
     if traced(tokens, lengths, limits):
         placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
@@ -593,9 +594,9 @@ def _check_same_kind(held: State, state: State, rows: int) -> None:
             )
 
 
-def _check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Any:  # [R]
+def _check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
     """Return the rows as an array; ValueError where they are not different slots."""
-    numpy: Any = jnp if traced(rows) else np
+    numpy: ModuleType = jnp if traced(rows) else np
     places = numpy.atleast_1d(rows)
     count = len(slots.active)
     if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):

@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.checks import check_count, check_factor, check_finite
 from transformer_jax.shown import short_repr
@@ -394,16 +395,16 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
         raise ValueError(f"token {max(tokens)} of {processor!r}: must be in 0..{vocab - 1}")
 
 
-def as_tuple(name: str, ids: Any) -> tuple[Any, ...]:
+def as_tuple(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
     """Return one token id, also as an array without axes, or several of them as a tuple."""
-    if getattr(ids, "ndim", None) == 0:
+    if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
         raise ValueError(f"{name} is {ids!r}: must be a token id or several")
-    return (ids,) if isinstance(ids, Integral) else tuple(ids)
+    return tuple(ids) if isinstance(ids, Iterable) else (ids,)
 
 
-def as_token_ids(name: str, tokens: Sequence[Any]) -> tuple[int, ...]:
+def as_token_ids(name: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens as ints; ValueError where there are none, or one is no token id."""
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:

@@ -174,18 +174,18 @@ class PromptLookup(Proposer):
         return Proposal(jnp.where(start > 0, copied, -1)), proposer_state
 
 
-class _DraftState(NamedTuple):
+class _DraftState(NamedTuple, Generic[State]):
     """Hold a draft model's state between turns."""
 
-    state: Any
+    state: State
     pending: jax.Array  # bool[B]; True: the token before the newest was not read either
 
 
-class _DraftTurn(NamedTuple):
+class _DraftTurn(NamedTuple, Generic[State]):
     """Hold a draft model's state within a turn."""
 
-    before: Any
-    after: Any
+    before: State
+    after: State
     pending: jax.Array  # bool[B]
     tokens: jax.Array  # i32[B, num_draft + 1]; what it has read since `before`
     valid: jax.Array  # bool[B, num_draft + 1]

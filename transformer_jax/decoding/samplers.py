@@ -21,7 +21,7 @@ import math
 import sys
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -280,11 +280,11 @@ class Sample:
         return jnp.where(finite, _as_float32(processed), jnp.nan)
 
 
-def _check_order(key: Any, logits: Any) -> None:
+def _check_order(key: object, logits: object) -> None:
     """Raise ValueError where a sampler's two arguments stand in the other order."""
-    dtype: Any = getattr(logits, "dtype", None)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise ValueError(f"logits is {logits.dtype}: a sampler is called with (key, logits)")
+    dtype = getattr(logits, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(f"logits is {dtype}: a sampler is called with (key, logits)")
 
 
 def as_threefry(key: jax.Array) -> jax.Array:  # key[...]

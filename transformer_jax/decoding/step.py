@@ -34,13 +34,12 @@ from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder, EncoderDecoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import shapes_of
+from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 
 Params: TypeAlias = Any
-"""A model's parameters: any pytree of arrays. Decoding hands them to the step as they are."""
-
-PyTree: TypeAlias = Any
-"""A pytree of arrays whose structure is the model's own."""
+"""A model's parameters: any pytree of arrays, whose type a step of one's own may narrow. Decoding
+hands them to the step as they are."""
 
 
 class Step(Generic[State]):
@@ -50,7 +49,7 @@ class Step(Generic[State]):
     the call gives. It is hashable: equal steps share their compiled programs.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # a class with a call of its own must not take these from a base, which has other logits
         for name in ("read", "attend", "look"):
@@ -190,7 +189,7 @@ StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
 class FunctionStep(Step[State]):
     """Run a plain function as a step."""
 
-    function: Callable[..., tuple[jax.Array, Any]]
+    function: Callable[..., tuple[jax.Array, State]]
 
     def __call__(
         self, params: Params, tokens: jax.Array, state: State, *, valid: jax.Array | None = None
@@ -211,13 +210,18 @@ class AppliedStep(Step[State]):
         tokens: jax.Array,  # i32[B, T]
         state: State,
         valid: jax.Array | None,  # bool[B, T]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return what the model is called with beside parameters and tokens."""
         raise NotImplementedError
 
     def _apply(
-        self, params: Params, tokens: jax.Array, state: State, valid: Any, **more: Any
-    ) -> Any:
+        self,
+        params: Params,
+        tokens: jax.Array,
+        state: State,
+        valid: jax.Array | None,
+        **more: object,
+    ) -> Any:  # logits, the new state, and what else the model's method returns
         given = self.arguments(tokens, state, valid) | more
         if self.edit:
             given["edit"] = dict(self.edit)
@@ -275,7 +279,7 @@ class ModelStep(AppliedStep[ModelCache]):
 
     def arguments(
         self, tokens: jax.Array, state: ModelCache, valid: jax.Array | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the cache, and the positions after what it holds."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         return dict(positions=next_positions(state.length, valid), cache=state)
@@ -334,7 +338,8 @@ class ModelStep(AppliedStep[ModelCache]):
         config, layers = self.model.config, state.layers
         limit = room_of(config, state)
         for i, window in enumerate(config.windows):
-            layer: Any = layers if isinstance(layers, KVCache) else layers[i]
+            layer = layers if isinstance(layers, KVCache) else layers[i]
+            assert isinstance(layer, KVCache)
             capacity = layer.positions.shape[-1]
             slots = capacity - layer.sinks
             wraps = limit is None or capacity < limit
@@ -355,7 +360,7 @@ class RecurrentStep(AppliedStep[RecurrentState]):
 
     def arguments(
         self, tokens: jax.Array, state: RecurrentState, valid: jax.Array | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the state, and which tokens are no padding."""
         return dict(state=state, valid=valid)
 
@@ -391,7 +396,7 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
 
     def arguments(
         self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the state, and which tokens are no padding."""
         return dict(state=state, valid=valid)
 
@@ -407,7 +412,7 @@ def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> i
     return shapes_of(step, params, tokens, state)[0].shape[-1]
 
 
-def as_step(step: Any) -> Step[Any]:
+def as_step(step: StepLike[State]) -> Step[State]:
     """Return a step as it is, or of a function; ValueError where this is a model or a config."""
     name = type(step).__name__
     if isinstance(step, nn.Module):
@@ -428,7 +433,7 @@ def as_step(step: Any) -> Step[Any]:
     return FunctionStep(step)
 
 
-def check_given(params: Any, state: Any) -> None:
+def check_given(params: object, state: object) -> None:
     """Raise ValueError where a model or a config stands in the place of parameters or a state."""
     if isinstance(params, Mapping) and list(params) == ["params"]:
         raise ValueError("params is {'params': ...}: must be what is in it, variables['params']")
@@ -440,7 +445,7 @@ def check_given(params: Any, state: Any) -> None:
         raise ValueError(f"state is {_named(state)}: {rule}")
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """Return a number, a word or a key as it is written, of anything else its type."""
     if isinstance(value, str | int | float | type | None):
         return repr(value)

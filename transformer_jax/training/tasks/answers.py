@@ -53,12 +53,13 @@ class PrefixStep(ModelStep):
         tokens: jax.Array,  # i32[B, T]
         state: ModelCache,
         valid: jax.Array | None,  # bool[B, T]
-    ) -> dict[str, PyTree]:
+    ) -> dict[str, object]:
         """Return what the model is called with: of a prompt, with the mask of a prefix."""
         given = super().arguments(tokens, state, valid)
         if tokens.shape[1] > 1:
-            lengths = given["positions"].max(axis=1) + 1
-            given["mask"] = Causal() | Prefix(lengths)
+            positions = given["positions"]
+            assert isinstance(positions, jax.Array)
+            given["mask"] = Causal() | Prefix(positions.max(axis=1) + 1)
         return given
 
 
