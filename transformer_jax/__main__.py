@@ -14,6 +14,9 @@ COMMANDS = {
     "train": "train a model for a task; in a checkout also `python train.py`",
     "generate": "write, answer or translate with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
+    "attention": "draw what each token of a text looks at, in every layer and head",
+    "tokens": "show the pieces of a text that a model reads, with their ids",
+    "nearest": "list the words whose vectors are nearest to that of a word",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
     "plot": "compare runs: their losses, a table and a picture",
     "plan": "say what a step takes on hardware that need not be attached",
@@ -21,7 +24,7 @@ COMMANDS = {
 }
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 
-RUN_PROGRAMS = "generate", "evaluate"
+RUN_PROGRAMS = "generate", "evaluate", "attention"
 """The commands that run a model, whose programs are kept for the next time; train says itself."""
 
 USAGE = "\n".join(

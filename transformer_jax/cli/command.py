@@ -16,6 +16,12 @@ from transformer_jax.config.fields import nearest
 
 if TYPE_CHECKING:
     from transformer_jax.text.text_model import TextModel
+    from transformer_jax.tokenizers.trained import Tokenizer
+    from transformer_jax.use.language_model import LanguageModel
+
+
+MASKS = "[MASK]", "_"
+"""How a prompt spells a token that a masked model fills."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +66,51 @@ def add_run(parser: Parser) -> None:
         "--init-from", metavar="FOLDER_OR_ID",
         help="of --run with lora: where the model is now that it began from, if that has moved",
     )  # fmt: skip
+
+
+def add_model(parser: Parser) -> None:
+    """Add the flags that name a run, and the one that names a published model instead."""
+    add_run(parser)
+    parser.add_argument("--model", metavar="FOLDER_OR_ID", help="a published model instead")
+
+
+def load_either(name: str, arguments: argparse.Namespace) -> LanguageModel:
+    """Load the run or the published model that the flags of `add_model` name.
+
+    ConfigError unless they name one of them, and for a flag that the other alone reads.
+    """
+    check_either(arguments)
+    from transformer_jax.use.language_model import LanguageModel, load
+
+    if arguments.run is not None:
+        return LanguageModel(load_run(name, arguments), arguments.run)
+    return load(arguments.model, dtype="float32")
+
+
+def check_either(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError unless the flags name a run or a model, and for a run's flags with it."""
+    if (arguments.run is None) == (arguments.model is None):
+        raise ConfigError("run and model: give one of them")
+    for name in ("checkpoint", "init_from"):
+        if arguments.model is not None and getattr(arguments, name) is not None:
+            raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs run")
+
+
+def say_unknown(
+    name: str, tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()
+) -> None:
+    """Say in a line which words of the texts, but for masks, have no token of their own."""
+    from transformer_jax.tokenizers.special import plain
+    from transformer_jax.tokenizers.trained import WordTokenizer
+
+    words = plain(tokenizer)
+    text = " ".join(texts)
+    for mask in masks:
+        text = text.replace(mask, " ")
+    if isinstance(words, WordTokenizer) and (unknown := words.unknown(text)):
+        named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        rule = "not among the words of the training text, read as <unk>"
+        print(f"{name}: unknown words: {len(unknown)} ({named}): {rule}", file=sys.stderr)
 
 
 def run(

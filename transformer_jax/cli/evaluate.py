@@ -2,15 +2,24 @@
 
 python -m transformer_jax evaluate --run RUN --data FILE
 python -m transformer_jax evaluate --model FOLDER_OR_ID --data FILE
+python -m transformer_jax evaluate --run RUN --prompt TEXT
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from transformer_jax.cli.command import Parser, add_run, load_run, run
+from transformer_jax.cli.command import (
+    Parser,
+    add_model,
+    check_either,
+    load_either,
+    run,
+    say_unknown,
+)
 from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError
 
@@ -21,44 +30,77 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    if (arguments.run is None) == (arguments.model is None):
-        raise ConfigError("run and model: give one of them")
-    for name in ("checkpoint", "init_from"):
-        if arguments.model is not None and getattr(arguments, name) is not None:
-            raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs run")
+    check_either(arguments)
     if arguments.run is not None and arguments.context is not None:
         raise ConfigError(f"context is {arguments.context}: needs model, a run has its own")
-    if arguments.data is None:
-        raise ConfigError("data is None: the file to judge the model on is needed")
+    if (arguments.data is None) == (arguments.prompt is None):
+        raise ConfigError(
+            "data and prompt: give one of them, a file or a text to judge the model on"
+        )
+    if arguments.prompt is not None:
+        _score(arguments)
+        return
+    if arguments.target is not None:
+        raise ConfigError(f"target is {arguments.target!r}: needs prompt")
     options = {
         name: getattr(arguments, name) for name in ("targets", "examples", "beams", "context")
     }
     for name, value in options.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
-    from transformer_jax.checkpoints.run_folder import json_text
     from transformer_jax.training.progress import DecodingLine
     from transformer_jax.use import evaluation
-    from transformer_jax.use.language_model import LanguageModel, load
 
-    if arguments.run is not None:
-        model = LanguageModel(load_run("evaluate", arguments), arguments.run)
-    else:
-        model = load(arguments.model, dtype="float32")
+    model = load_either("evaluate", arguments)
     found = evaluation.evaluate(model, arguments.data, **options, report=DecodingLine())
     if (hint := missing_metrics(found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
+    _print(arguments, found)
+
+
+def _score(arguments: argparse.Namespace) -> None:
+    """Print how likely a model finds a text, or the class that it gives it."""
+    for name in ("targets", "examples", "beams", "context"):
+        if (value := getattr(arguments, name)) is not None:
+            raise ConfigError(f"{name} is {value!r}: needs data")
+    model = load_either("evaluate", arguments)
+    text: Any = arguments.prompt
+    if arguments.target is not None:
+        text = text, arguments.target
+    elif model.kind == "targets":
+        rule = f"{model.instead()}: its target is needed"
+        raise ConfigError(f"target is None: {rule}")
+    say_unknown("evaluate", model.tokenizers.of_source, [arguments.prompt])
+    if model.kind == "labels":
+        if arguments.target is not None:
+            raise ConfigError(f"target is {arguments.target!r}: {model.instead()}")
+        label, probability = model.classify(text)
+        _print(arguments, {"label": label, "probability": probability})
+        return
+    score = model.score(text)
+    _print(arguments, {
+        "tokens": score.num_tokens, "nats": score.nats,
+        "nats_per_token": score.nats / score.num_tokens, "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+    })  # fmt: skip
+
+
+def _print(arguments: argparse.Namespace, found: Mapping[str, float | str]) -> None:
+    from transformer_jax.checkpoints.run_folder import json_text
+
     width = max(map(len, found))
-    lines = "\n".join(f"{name:{width}}  {value:.6g}" for name, value in found.items())
-    print(json_text(found, indent=1) if arguments.json else lines)
+    shown = {name: v if isinstance(v, str) else f"{v:.6g}" for name, v in found.items()}
+    lines = "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())
+    print(json_text(dict(found), indent=1) if arguments.json else lines)
 
 
 def _parser() -> Parser:
     parser = Parser("evaluate", "Judge a model on a file that it has not seen.")
     add = parser.add_argument
-    add_run(parser)
-    add("--model", metavar="FOLDER_OR_ID", help="a published decoder or encoder instead")
+    add_model(parser)
     add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
+    add("--prompt", metavar="TEXT", help="one text instead: its perplexity, or its class")
+    add("--target", metavar="TEXT", help="of --prompt, of pairs: the target, which is scored")
     add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
     add(
         "--examples",

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from transformer_jax.cli.command import Parser, add_run, load_run, run
+from transformer_jax.cli.command import MASKS, Parser, add_run, load_run, run, say_unknown
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformer_jax.decoding.logit_processors import HistoryProcessor
     from transformer_jax.decoding.samplers import Processor, Sample
     from transformer_jax.text.text_model import TextModel
-    from transformer_jax.tokenizers.trained import Tokenizer
     from transformer_jax.use.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -69,10 +68,15 @@ def _write(arguments: argparse.Namespace) -> None:
         texts = _prompts(arguments.prompts, every_line=model.kind in _ANSWERED)
     elif not arguments.prompt and model.kind in _ANSWERED:
         raise ConfigError(f"prompt is '': {_named(model)} needs one, or prompts")
-    masks = ("[MASK]", "_") if model.kind == "masks" else ()
-    _say_unknown(model.tokenizers.of_source, texts, masks)
-    if model.kind in ("masks", "labels") or (model.kind == "targets" and model.task is not None):
+    masks = MASKS if model.kind == "masks" else ()
+    say_unknown("generate", model.tokenizers.of_source, texts, masks)
+    ranked = arguments.beams and (arguments.samples or arguments.length_penalty is not None)
+    of_pairs = model.kind == "targets" and model.task is not None
+    if model.kind in ("masks", "labels") or (of_pairs and not ranked):
         _answer(arguments, model, texts)
+        return
+    if of_pairs:
+        _search(arguments, model, texts, {})
         return
     import jax
 
@@ -97,16 +101,21 @@ def _named(model: LanguageModel) -> str:
 def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
     """Raise ConfigError for a flag that a model of its kind does not read."""
     common, run = ("prompt", "prompts", "checkpoint"), model.task is not None
-    flags: tuple[str, ...] | None = {"masks": common, "labels": common}.get(model.kind)
+    flags: tuple[str, ...] | None = {
+        "masks": (*common, "samples"), "labels": common
+    }.get(model.kind)  # fmt: skip
     if model.kind == "signals":
         flags = "prompts", "checkpoint"
     elif model.kind == "targets" and run:
-        flags = (*common, "beams", "tokens")
+        flags = (*common, "beams", "samples", "length_penalty", "tokens")
     if flags is not None:
         own = "run", "model", "init_from", "debug", "dtype", "weights", "max_len"
         for name, value in vars(arguments).items():
             if name not in (*own, *flags) and value not in (None, False):
                 raise ConfigError(f"{name} is {value!r}: {_named(model)} reads {', '.join(flags)}")
+    if model.kind == "targets" and run and arguments.samples and not arguments.beams:
+        rule = "it draws nothing, and shows several targets of --beams alone"
+        raise ConfigError(f"samples is {arguments.samples}: {_named(model)}: {rule}")
     if model.kind == "targets" and not run:
         for name in ("lookup", "chat", "slots"):
             if getattr(arguments, name):
@@ -127,21 +136,11 @@ def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str
         found = model.generate(texts, arguments.tokens, beams=arguments.beams or beams)
     for text in found:
         print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
+    if model.kind == "masks" and arguments.prompts is None:
+        from transformer_jax.tokenizers.pieces import marked
 
-
-def _say_unknown(tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()) -> None:
-    """Say in a line which words of the texts, but for masks, have no token of their own."""
-    from transformer_jax.tokenizers.special import plain
-    from transformer_jax.tokenizers.trained import WordTokenizer
-
-    words = plain(tokenizer)
-    text = " ".join(texts)
-    for mask in masks:
-        text = text.replace(mask, " ")
-    if isinstance(words, WordTokenizer) and (unknown := words.unknown(text)):
-        named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        rule = "not among the words of the training text, read as <unk>"
-        print(f"generate: unknown words: {len(unknown)} ({named}): {rule}", file=sys.stderr)
+        for likely in model.candidates(texts[0], count=arguments.samples or 5):
+            print("  " + "  ".join(f"{marked(text)} {p:.3f}" for text, p in likely))
 
 
 def _hear_or_see(arguments: argparse.Namespace, model: LanguageModel) -> None:
@@ -232,7 +231,7 @@ def _search(
             count = _fitting(count, model.room(ids), model.config)
         found = model.search(
             read, count, beams=arguments.beams, results=arguments.samples or 1,
-            length_penalty=arguments.length_penalty or 0.0, **given,
+            length_penalty=arguments.length_penalty, **given,
         )  # fmt: skip
         for score, written in found:
             written = written.removeprefix(" ") if arguments.chat else written
@@ -407,13 +406,13 @@ def _parser() -> Parser:
     add("--ban", metavar="TEXT", help="never generate the tokens of this text")
     add("--force", metavar="TEXT", help="begin with this text")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    text = "N texts; the prompt is read once; of a run, only of task language"
+    text = "N texts drawn after one prompt; of --beams, the best N; of a [MASK], its N likeliest"
     add("--samples", type=int, metavar="N", help=text)
     text = "search with N beams; shows the best, or --samples of them"
     add("--beams", type=int, metavar="N", help=text)
     add(
         "--length-penalty", type=float, metavar="A",
-        help="of a beam search: log p is divided by length^A; default: 0",
+        help="of a beam search: log p is divided by length^A; default: 0, of a run on pairs 1",
     )  # fmt: skip
     add("--lookup", type=int, metavar="N", help="propose N tokens at a time from the text so far")
     add("--prompts", metavar="FILE", help="continue every line of a file, or of - standard input")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,24 @@ import numpy as np
 
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
+from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.special import encode_text, encoder_frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.masked import masked_ids
-from transformer_jax.use.reading import Reader, token_texts
+from transformer_jax.use.attention_picture import Maps, draw_maps
+from transformer_jax.use.reading import Reader
 from transformer_jax.use.scores import pair_batch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Part = Literal["self", "cross", "encoder"]
 
 
 @short_repr
@@ -32,10 +38,14 @@ class AttentionWeights:
 
     Attributes:
         tokens: the text of each token that is read, special ones by their names.
-        weights: f32[L, N, T, T], that of key token s for query token t at [layer, head, t, s].
+        weights: f32[L, N, T, T], that of key token s for query token t at [layer, head, t, s]; of a
+            recurrent model, whose tokens do not attend to each other, without layers.
         source_tokens: the text of each token of the source, where an encoder reads one.
-        cross: f32[L, N, T, S], in an encoder-decoder those of the source's tokens for the target's.
+        cross: f32[L, N, T, S], in an encoder-decoder those of the source's tokens for the target's;
+            a recurrent one has one layer and one head of them.
         encoder: f32[L, N, S, S], in an encoder-decoder those of the source's tokens for each other.
+        written: the text of the token that an encoder-decoder writes after each of `tokens`: row t
+            of `cross` holds the weights that it is written by.
     """
 
     tokens: list[str]
@@ -43,13 +53,65 @@ class AttentionWeights:
     source_tokens: list[str] | None = None
     cross: np.ndarray | None = None  # f32[L, N, T, S]
     encoder: np.ndarray | None = None  # f32[L, N, S, S]
+    written: list[str] | None = None
+
+    def plot(
+        self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
+    ) -> Figure:
+        """Draw a map for each layer and head: rows look at columns, darker is more.
+
+        Rows of "cross" are the tokens that are written. `plot().savefig("map.png")` writes the
+        picture. A map that is alone is large, and its numbers stand in it.
+
+        Args:
+            part: "self", "cross" or "encoder": one kind of weights; None is all.
+            layer: one layer, from 0 on; None is all.
+            head: one head, from 0 on; None is all.
+
+        Raises:
+            ConfigError: if these weights have no such part, layer or head, or matplotlib is not
+                installed.
+        """
+        every: dict[str, Maps] = {}
+        source = self.source_tokens or []
+        if self.cross is not None:
+            title = "cross-attention: what is written looks at the source"
+            every["cross"] = _maps(title, self.cross, self.written or self.tokens, source)
+        if len(self.weights):
+            every["self"] = _maps("self-attention", self.weights, self.tokens, self.tokens)
+        if self.encoder is not None:
+            every["encoder"] = _maps("self-attention of the encoder", self.encoder, source, source)
+        if part is not None and part not in every:
+            rule = f"must be {' or '.join(map(repr, every))}"
+            raise ConfigError(f"part is {part!r}: {rule}, which this model has")
+        drawn = list(every.values()) if part is None else [every[part]]
+        return draw_maps([_chosen(maps, layer, head) for maps in drawn])
+
+
+def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) -> Maps:
+    return Maps(title, weights, rows, columns, *map(range, weights.shape[:2]))
+
+
+def _chosen(maps: Maps, layer: int | None, head: int | None) -> Maps:
+    """Return the maps of one layer, and of one head; ConfigError for one that is not there."""
+    for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
+        if index is None:
+            continue
+        count = maps.weights.shape[axis]
+        if type(index) is not int or not 0 <= index < count:
+            what = maps.title.partition(":")[0]
+            raise ConfigError(f"{name} is {index!r}: must be 0 to {count - 1} in {what}")
+        kept: dict[str, Any] = {f"{name}s": [index], "weights": maps.weights.take([index], axis)}
+        maps = maps._replace(**kept)
+    return maps
 
 
 def attention_weights(model: Reader, text: Any) -> AttentionWeights:
     """Return the weights of what `LanguageModel.attend` takes."""
     config = model.config
-    if not isinstance(config, ModelConfig) or config.inputs is not None:
-        rule = "has no blocks over tokens; model.apply(..., capture=places(config)) looks inside"
+    transformer = isinstance(config, ModelConfig) and config.inputs is None
+    if not transformer and getattr(config, "attention", None) is None:
+        rule = "has no attention over tokens; model.apply(..., capture=places(config)) looks inside"
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
     pairs = model.kind == "targets"
     if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
@@ -76,41 +138,46 @@ def attention_weights(model: Reader, text: Any) -> AttentionWeights:
     if not text:
         raise DataError("text is '': must have at least one token")
     ids = model.known(ids.astype(np.int32), "the text")
-    limited = (
-        config.positions is None or config.positions.absolute or config.kind != "encoder-decoder"
-    )
-    if limited and len(ids) > config.max_len:
-        raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {config.max_len}")
+    if isinstance(config, ModelConfig):
+        positions = config.positions
+        limited = positions is None or positions.absolute or config.kind != "encoder-decoder"
+        if limited and len(ids) > (most := config.max_len):
+            raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
     prefix = None if prefix is None else prefix[None]
     source_row = None if source is None else np.asarray(source)[None]
     found = _weights(config, model.params, ids[None], source_row, prefix)
-    own = [f"block_{i}/attention/weights" for i in range(config.decoder_layers)]
-    if config.kind == "encoder":
-        own = [f"block_{i}/attention/weights" for i in range(config.num_layers)]
-    weights = _stacked(found, own)
     labels = token_texts(tokenizer, ids)
+    of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
+    if isinstance(config, ModelConfig):
+        depth = config.num_layers if config.kind == "encoder" else config.decoder_layers
+        of_blocks = _stacked(found, "block_{}/attention/weights", depth)
     if source is None:
-        return AttentionWeights(labels, weights)
-    of_source = token_texts(model.tokenizers.of_source, np.asarray(source))
-    cross = _stacked(found, [name.replace("attention", "cross_attention") for name in own])
-    names = [f"encoder/block_{i}/attention/weights" for i in range(config.num_layers)]
-    return AttentionWeights(labels, weights, of_source, cross, _stacked(found, names))
+        return AttentionWeights(labels, of_blocks)
+    if isinstance(config, ModelConfig):
+        cross = _stacked(found, "block_{}/cross_attention/weights", config.decoder_layers)
+        encoder = _stacked(found, "encoder/block_{}/attention/weights", config.num_layers)
+    else:
+        cross = np.asarray(found["attention/weights"], np.float32)[None]
+    return AttentionWeights(
+        labels, of_blocks, token_texts(model.tokenizers.of_source, np.asarray(source)), cross,
+        encoder, token_texts(tokenizer, np.asarray(example.labels)),
+    )  # fmt: skip
 
 
-def _stacked(found: dict[str, jax.Array], names: Sequence[str]) -> np.ndarray:  # [L, N, T, S]
-    return np.stack([np.asarray(found[name], np.float32)[0] for name in names])
+def _stacked(found: dict[str, jax.Array], name: str, depth: int) -> np.ndarray:  # [L, N, T, S]
+    return np.stack([np.asarray(found[name.format(i)], np.float32)[0] for i in range(depth)])
 
 
 @program(static=("config",))
 def _weights(
-    config: ModelConfig,
+    config: AnyModelConfig,
     params: Params,
     tokens: Array,
     source: Array | None,
     prefix: Array | None,
 ) -> dict[str, jax.Array]:
     """Return the weights of all layers by their places."""
-    capture = tuple(name for name in places(config) if name.endswith("/weights"))
+    capture = tuple(name for name in places(config) if name.endswith("attention/weights"))
     given: dict[str, Any] = {} if source is None else {"source": source}
     if prefix is not None:
         given["mask"] = Causal() | Padding(jnp.asarray(prefix))

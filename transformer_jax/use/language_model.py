@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError, DType, Learned, ModelConfig
+from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import bucket
@@ -39,11 +39,12 @@ from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.tasks.answers import answer_sources
+from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
-from transformer_jax.training.tasks.masked import fill_masks
+from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
 from transformer_jax.use.evaluation import evaluate
+from transformer_jax.use.nearest import nearest_words
 from transformer_jax.use.reading import Conversation, Reader, published_run
 from transformer_jax.use.scores import Scored, score_text
 
@@ -173,7 +174,9 @@ class LanguageModel(Reader):
             given |= {"num_tokens": num_tokens, "beams": beams, "samples": samples, "stop": stop}
             given |= {"key": None if key is None else "a key"}
             self._refuse(given, "each mask is filled with its likeliest token")
-            return _as_given([self._filled(text) for text in texts], is_list, stream)
+            run = self._masked_run()
+            filled = [fill_masks(run, self.tokenizers, self.params, text) for text in texts]
+            return _as_given(filled, is_list, stream)
         if self.kind == "targets" and self.model.run is not None:
             self._refuse(given | {"samples": samples}, "it takes the likeliest tokens, or beams")
             found = answer_sources(
@@ -263,7 +266,7 @@ class LanguageModel(Reader):
         *,
         beams: int,
         results: int = 1,
-        length_penalty: float = 0.0,
+        length_penalty: float | None = None,
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> list[tuple[float, str]]:
@@ -272,32 +275,39 @@ class LanguageModel(Reader):
         Args:
             prompt: a text, or i32[P], the ids of one.
             num_tokens: the most tokens that are written, at least 1; None is 400, or as many as
-                fit.
+                fit; of a run on pairs as many as it was trained on.
             beams: texts that are followed side by side, at least 1.
             results: how many texts are returned, from 1 to beams.
-            length_penalty: alpha of score = log p / length^alpha; 0 favours short texts.
-            processors: what changes the logits before tokens are compared.
+            length_penalty: alpha of score = log p / length^alpha; 0 favours short texts. None is 0,
+                and of a run on pairs 1, by which its task judges.
+            processors: what changes the logits before tokens are compared; not of a run on pairs.
             cache_dtype: of the keys and values that are kept; None is the compute dtype.
 
         Returns:
             Pairs of a score and a text, best first.
 
         Raises:
-            ConfigError: if the model writes no text after a prompt, as one of a run on pairs.
+            ConfigError: if the model writes no text after a prompt.
             ValueError: if an argument is wrong, or no token fits after the prompt.
         """
         if num_tokens is not None:
             check_count("num_tokens", num_tokens, 1)
         if not isinstance(prompt, str | np.ndarray):
             raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
-        of_pairs = self.kind == "targets" and self.model.run is not None
         of_chat = self.kind == "chat" and not isinstance(prompt, str)
-        if of_pairs or not (of_chat or self.kind in ("text", "targets")):
-            rule = "; with beams= it gives the best one" if of_pairs else ""
-            raise ConfigError(f"search: {self.instead()}{rule}")
+        if not (of_chat or self.kind in ("text", "targets")):
+            raise ConfigError(f"search: {self.instead()}")
+        if self.kind == "targets" and self.model.run is not None:
+            ruled_out = {"processors": tuple(processors), "cache_dtype": cache_dtype}
+            self._refuse(ruled_out, "its targets are searched without")
+            return search_targets(
+                self.model.run, self.tokenizers, self.params, str(prompt), beams=beams,
+                results=results, num_tokens=num_tokens,
+                length_penalty=1.0 if length_penalty is None else length_penalty,
+            )  # fmt: skip
         given: dict[str, Any] = dict(
-            beams=beams, results=results, length_penalty=length_penalty, cache_dtype=cache_dtype,
-            stop_ids=self.model.stop_ids,
+            beams=beams, results=results, length_penalty=length_penalty or 0.0,
+            cache_dtype=cache_dtype, stop_ids=self.model.stop_ids,
         )  # fmt: skip
         own = (*self.model.processors, *completion.check_processors(processors))
         if self.kind == "targets":
@@ -357,13 +367,76 @@ class LanguageModel(Reader):
         """Return the attention weights of every layer and head, with the tokens as labels.
 
         Args:
-            text: of an encoder-decoder, and of a run on pairs, `(source, target)`.
+            text: a text; of an encoder-decoder, and of a run on pairs, `(source, target)`, or a
+                source, whose target is what the model writes.
+
+        Returns:
+            Weights with their tokens; their `plot()` is a picture.
 
         Raises:
-            ConfigError: if the model has no blocks.
+            ConfigError: if the model has no attention over tokens.
             ValueError: if the text is longer than the model reads.
         """
+        if self.kind == "targets" and isinstance(text, str):
+            text = text, self.generate(text)
         return attention_weights(self, text)
+
+    def nearest(
+        self,
+        word: str,
+        *,
+        minus: str | Sequence[str] = (),
+        plus: str | Sequence[str] = (),
+        count: int = 10,
+    ) -> list[tuple[str, float]]:
+        """Return the tokens whose vectors point most nearly where that of a word does.
+
+        e is the input embedding, the vector of each token that the model reads (of an
+        encoder-decoder with two vocabularies, those of the sources), and u = e / |e|. With words
+        to take away and to add (Mikolov et al. 2013), the direction is
+
+            x = u(word) - sum of u(minus) + sum of u(plus)
+            cos(x, e(w)) = x . e(w) / (|x| |e(w)|)
+
+        A word is looked up as it stands after another one, with its space, if the tokenizer has
+        that as one token.
+
+        Args:
+            word: a word that is one token.
+            minus: a word or several, whose vectors are taken away.
+            plus: a word or several, whose vectors are added.
+            count: how many tokens are returned, at least 1.
+
+        Returns:
+            Pairs of a token's text and its cosine, the largest first, without the given words and
+            special tokens.
+
+        Raises:
+            ConfigError: if the model has no vectors of tokens.
+            ValueError: if a word is several tokens, or none, and so has no vector.
+        """
+        away, added = ([one] if isinstance(one, str) else list(one) for one in (minus, plus))
+        return nearest_words(self, word, away, added, count)
+
+    def candidates(self, text: str, *, count: int = 5) -> list[list[tuple[str, float]]]:
+        """Return for each `[MASK]` (or `_`) of a text its likeliest tokens and their probabilities.
+
+        Args:
+            text: a text with masks.
+            count: how many tokens are returned for each mask, at least 1.
+
+        Returns:
+            For each mask pairs of a token's text and p = softmax(logits) over all tokens of the
+            model, the likeliest first.
+
+        Raises:
+            ConfigError: if the model fills no masks.
+            ValueError: if the text has no mask, or is longer than the model reads.
+        """
+        if self.kind != "masks":
+            raise ConfigError(f"candidates: {self.instead()}")
+        check_count("count", count, 1)
+        return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count)
 
     def classify(self, text: str | Sequence[str]) -> Any:
         """Return the likeliest class of a text and its probability.
@@ -467,12 +540,11 @@ class LanguageModel(Reader):
         longest = max(map(len, prompts))
         return shortened(self.config, longest + count), self.params, self.tokenizer
 
-    def _filled(self, text: str) -> str:
-        run = self.model.run
-        if run is None:
-            assert isinstance(self.config, ModelConfig)
-            run = published_run(self.config, self.name)
-        return fill_masks(run, self.tokenizers, self.params, text)
+    def _masked_run(self) -> TrainConfig:
+        if self.model.run is not None:
+            return self.model.run
+        assert isinstance(self.config, ModelConfig)
+        return published_run(self.config, self.name)
 
     def _source(self, text: str) -> np.ndarray:  # i32[S]
         assert isinstance(self.tokenizer, PretrainedTokenizer)

@@ -27,7 +27,7 @@ from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import plain, special_ids
+from transformer_jax.tokenizers.special import plain
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.chat import check_messages
@@ -189,15 +189,3 @@ def checked_messages(messages: Conversation) -> list[Message]:
         if message["role"] == "user" and not said:
             raise DataError(f"messages[{n}] has content {said!r}: must not be empty")
     return list(messages)
-
-
-def token_texts(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
-    r"""Return the text of each token; of a special one its name, of a part of a character \\xNN."""
-    own = plain(tokenizer)
-    names = {i: f"<{name}>" for name, i in special_ids(tokenizer).items()}
-    if isinstance(own, PretrainedTokenizer):
-        names = {i: name for i, name in names.items() if i >= own.vocab_size}
-    return [
-        names[i] if i in names else own.to_bytes([i]).decode("utf-8", "backslashreplace")
-        for i in map(int, ids)
-    ]

@@ -14,6 +14,7 @@ from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.text.completion import longest_text
+from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
 from transformer_jax.tokenizers.trained import WordTokenizer
@@ -23,7 +24,7 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.training.tasks.chat import check_messages
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn
-from transformer_jax.use.reading import Reader, checked_messages, token_texts
+from transformer_jax.use.reading import Reader, checked_messages
 
 Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 

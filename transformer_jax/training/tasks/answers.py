@@ -136,15 +136,14 @@ def _encoded(config: TrainConfig, tokenizers: Tokenizers, text: str) -> np.ndarr
     return ids.astype(np.int32)
 
 
-def _write(
+def _start(
     config: TrainConfig,
     tokenizers: Tokenizers,
     params: Params,
     rows: Sequence[np.ndarray],
-    beams: int,
     num_tokens: int | None,
-) -> list[np.ndarray]:
-    """Return the ids that are written after each row, up to their end."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what `generate` and `beam_search` go on from: arguments in order, and by name."""
     model, tokenizer = config.model, tokenizers.tokenizer
     tokens, valid = stack_rows(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -174,20 +173,63 @@ def _write(
             step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
         prompt, prompts["lengths"] = tokens, lengths
         state = init_decode_state(model, params, len(rows), capacity)
+    named = dict(num_tokens=count, stop=stop, processors=processors, **prompts)
+    return (step, params, prompt, state), named
+
+
+def _write(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    rows: Sequence[np.ndarray],
+    beams: int,
+    num_tokens: int | None,
+) -> list[np.ndarray]:
+    """Return the ids that are written after each row, up to their end."""
+    start, named = _start(config, tokenizers, params, rows, num_tokens)
     if beams == 1:
-        out = generate(
-            step, params, prompt, state, num_tokens=count, stop=stop, processors=processors,
-            **prompts,
-        )  # fmt: skip
-        written = out.rows()
+        written = generate(*start, **named).rows()
     else:
-        best = beam_search(
-            step, params, prompt, state, num_tokens=count, num_beams=beams, stop=stop,
-            processors=processors, length_penalty=LengthPenalty(1.0), **prompts,
-        )  # fmt: skip
+        best = beam_search(*start, num_beams=beams, length_penalty=LengthPenalty(1.0), **named)
         sizes = np.asarray(best.lengths)[:, 0]
         written = [row[:n] for row, n in zip(np.asarray(best.tokens)[:, 0], sizes, strict=True)]
-    return [row[~np.isin(row, stop) & (row >= 0)] for row in written]
+    return [_without_ends(row, named["stop"]) for row in written]
+
+
+def _without_ends(row: np.ndarray, stop: Sequence[int]) -> np.ndarray:
+    return row[~np.isin(row, stop) & (row >= 0)]
+
+
+def search_targets(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    source: str,
+    *,
+    beams: int,
+    results: int = 1,
+    num_tokens: int | None = None,
+    length_penalty: float = 1.0,
+) -> list[tuple[float, str]]:
+    """Return the best targets of a source that a beam search finds, and their scores.
+
+    A score is log p / n^length_penalty, of the n tokens of a target with its end.
+    """
+    row = _encoded(config, tokenizers, source)
+    start, named = _start(config, tokenizers, params, [row], num_tokens)
+    found = beam_search(
+        *start, num_beams=beams, num_results=results,
+        length_penalty=LengthPenalty(length_penalty), **named,
+    )  # fmt: skip
+    rows = zip(
+        *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
+    )
+    begins = model_shape(config.model) == "encoder-decoder"
+    return [
+        (float(score), _text(tokenizers.tokenizer, _without_ends(ids[:n], named["stop"]), begins))
+        for score, ids, n in rows
+        if n
+    ]
 
 
 @program(static=("model", "batch", "capacity"))

@@ -20,6 +20,7 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
+from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -249,23 +250,53 @@ def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
     return frame(tokenizer).around(np.array(ids, np.int32))
 
 
-def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
-    """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
-
-    DataError where there is none.
-    """
+def _read(
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
+    """Return the tokens of a text, which are masks, and the logits there; DataError without any."""
     tokenizer = tokenizers.tokenizer
-    own, mask = plain(tokenizer), special_ids(tokenizer)["mask"]
     tokens = masked_ids(tokenizer, text)
-    if mask not in tokens:
+    masks = tokens == special_ids(tokenizer)["mask"]
+    if not masks.any():
         raise DataError(f"prompt is {text!r:.60}: must have a [MASK] (or _) to fill")
     if len(tokens) > config.sequence_len:
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
-    kinds = min(own.vocab_size, config.model.vocab_size)
-    check_known(config.model.vocab_size, own, f"prompt is {text!r:.40}", tokens)
-    guess = _guesses(config, params, tokens[None], kinds)[0]
-    filled = np.where(tokens == mask, guess, tokens)
+    check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
+    return tokens, masks, np.asarray(_logits(config.model, params, tokens[None]))[0]
+
+
+def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
+    """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
+
+    The space that a first word may bring is left out. DataError where there is no mask.
+    """
+    tokenizer = tokenizers.tokenizer
+    own = plain(tokenizer)
+    tokens, masks, logits = _read(config, tokenizers, params, text)
+    guess = logits[:, : min(own.vocab_size, config.model.vocab_size)].argmax(axis=-1)
+    filled = np.where(masks, guess, tokens).tolist()
     if isinstance(own, PretrainedTokenizer):
-        return own.decode([int(i) for i in filled], skip_special_tokens=True)
-    return _text(tokenizer, filled)
+        found = own.decode(filled, skip_special_tokens=True)
+    else:
+        found = tokenizer.decode(filled)
+    return found if text[:1].isspace() else found.removeprefix(" ")
+
+
+def mask_candidates(
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str, count: int
+) -> list[list[tuple[str, float]]]:
+    """Return for each mask of a text, as `fill_masks`, the likeliest tokens: texts, probabilities.
+
+    p = softmax(logits) over all tokens of the model; only those that stand for text are returned.
+    """
+    tokenizer = tokenizers.tokenizer
+    kinds = min(plain(tokenizer).vocab_size, config.model.vocab_size)
+    _, masks, logits = _read(config, tokenizers, params, text)
+    found = []
+    for row in logits[masks].astype(np.float64):
+        p = np.exp(row - row.max())
+        p /= p.sum()
+        best = np.argsort(-row[:kinds], kind="stable")[:count]
+        found.append(list(zip(token_texts(tokenizer, best), p[best].tolist(), strict=True)))
+    return found

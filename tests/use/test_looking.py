@@ -1,0 +1,265 @@
+"""What a loaded model shows of itself: attention, neighbours of words, candidates, n-best."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.use.test_language_model import CONFIG, LETTERS, MASKED, PAIRS, PLAIN, PREFIX, model_of
+from transformer_jax.config import ConfigError, RecurrentConfig, TrainConfig
+from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
+from transformer_jax.training.tasks.answers import PrefixStep
+from transformer_jax.use.attention_weights import AttentionWeights
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def captured(model, ids, *names, **given) -> list[np.ndarray]:
+    apply = jax.jit(lambda params, ids: build(model.config).apply(
+        {"params": params}, ids, capture=names, **given
+    )[-1])  # fmt: skip
+    found = apply(model.params, np.array([ids]))
+    return [np.asarray(found[name], np.float64)[0] for name in names]
+
+
+def softmax_of_scores(model, ids, where: str, causal: bool, **given) -> np.ndarray:  # [N, T, S]
+    q, k = captured(model, ids, f"{where}/query", f"{where}/key", **given)
+    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
+    return softmax(np.where(np.tri(*scores.shape[1:]) > 0, scores, -np.inf) if causal else scores)
+
+
+def test_weights_are_the_softmax_of_scores_by_definition():
+    ids, seen = LETTERS.encode("badcab"), PLAIN.attend("badcab")
+    for i in range(2):
+        wanted = softmax_of_scores(PLAIN, ids, f"block_{i}/attention", causal=True)
+        np.testing.assert_allclose(seen.weights[i], wanted, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_translation_is_looked_at_as_it_is_written():
+    target = PAIRS.generate("bad")
+    seen, source = PAIRS.attend("bad"), LETTERS.encode("bad")[None]
+    whole = PAIRS.attend(("bad", target))
+    assert seen.tokens == whole.tokens == ["<bos>", *target]
+    assert seen.written == [*target, "<eos>"] and seen.source_tokens == list("bad")
+    ids = [special_ids(PAIRS.tokenizer)["bos"], *encode_text(PAIRS.tokenizer, target)]
+    for i in range(2):
+        where = f"block_{i}/cross_attention"
+        wanted = softmax_of_scores(PAIRS, ids, where, causal=False, source=source)
+        np.testing.assert_allclose(seen.cross[i], wanted, atol=1e-6)
+
+
+def recurrent(**fields):
+    tokenizer = with_special_tokens(LETTERS, ["bos", "eos"])
+    config = RecurrentConfig(
+        vocab_size=13, source_vocab_size=13, d_embed=5, d_hidden=7, cell="gru", init_std=0.7,
+        **fields,
+    )  # fmt: skip
+    run = TrainConfig(model=config, task=Seq2SeqTask(beams=1), context=17, batch_size=2)
+    return model_of(config, tokenizer, run=run)
+
+
+@pytest.mark.slow
+def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
+    """With "dot" and the context after the cell, a score is h . m."""
+    model = recurrent(attention="dot")
+    seen, source = model.attend(("bad", "feed")), LETTERS.encode("bad")[None]
+    ids = [special_ids(model.tokenizer)["bos"], *LETTERS.encode("feed")]
+    names = "layer_0/hidden", "encoder/layer_0/output"
+    h, m = captured(model, ids, *names, source=source)
+    assert seen.cross.shape == (1, 1, 5, 3) and seen.weights.shape[0] == 0
+    np.testing.assert_allclose(seen.cross[0, 0], softmax(h @ m.T), atol=1e-6)
+    assert seen.written == [*"feed", "<eos>"] and seen.encoder is None
+    (image, _) = seen.plot().axes[0].images
+    np.testing.assert_array_equal(image.get_array(), seen.cross[0, 0])
+    with pytest.raises(ConfigError, match="part is 'self': must be 'cross', which this model has"):
+        seen.plot(part="self")
+    with pytest.raises(ConfigError, match="a RecurrentConfig of 'here' has no attention"):
+        recurrent().attend(("bad", "feed"))
+
+
+ODD = [
+    " ", "\n", "\\xe4\\xbd", "\u4e2d\u6587", "\u0ca4", "мир", "שלום", "$x^2$", "_a_", "\ud800",
+    "\u0301", "", "a" * 40, "🙂", "\xa0", "%", "<unk>", "{}", "\\frac",
+]  # fmt: skip
+
+
+def made(L, N, tokens) -> AttentionWeights:
+    rng = np.random.default_rng(L)
+    weights = softmax(3 * rng.standard_normal((L, N, len(tokens), len(tokens))))
+    return AttentionWeights(tokens, weights.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("L", "N", "tokens"),
+    [
+        (1, 1, ["a"]),
+        (3, 2, [" to", " be"]),
+        (2, 3, ODD),
+        (12, 12, [f" word{i}" for i in range(11)]),
+    ],
+)
+def test_labels_lie_within_the_picture_and_not_on_each_other(L, N, tokens):
+    """Whatever the tokens are made of: a warning about a letter would be an error."""
+    seen = made(L, N, tokens)
+    figure = seen.plot()
+    figure.canvas.draw()
+    axes, box = figure.axes[0], figure.bbox
+    assert len(axes.images) == L * N + 1  # and the bar of shades
+    for number, image in enumerate(axes.images[:-1]):
+        layer, head = number % L, number // L
+        np.testing.assert_array_equal(image.get_array(), seen.weights[layer, head])
+    places = [(text.get_text(), text.get_window_extent()) for text in axes.texts]
+    for text, place in places:
+        assert box.x0 <= place.x0 and place.x1 <= box.x1, text
+        assert box.y0 <= place.y0 and place.y1 <= box.y1, text
+    # overlaps of boxes by less than a tenth of a letter's height are those of empty margins
+    for n, (text, one) in enumerate(places):
+        for other_text, other in places[n + 1 :]:
+            height = 0.35 * min(one.height, other.height, one.width, other.width)
+            across = min(one.x1, other.x1) - max(one.x0, other.x0)
+            down = min(one.y1, other.y1) - max(one.y0, other.y0)
+            assert min(across, down) <= height, (text, other_text)
+
+
+def test_a_picture_is_narrowed_to_a_part_a_layer_and_a_head(tmp_path):
+    rng = np.random.default_rng(3)
+    sizes = dict(weights=(2, 2, 5, 5), cross=(2, 2, 5, 3), encoder=(3, 2, 3, 3))
+    drawn = {name: softmax(rng.standard_normal(size)) for name, size in sizes.items()}
+    written = [*"feed", "<eos>"]
+    seen = AttentionWeights(["<bos>", *"feed"], source_tokens=[*"bad"], written=written, **drawn)
+    (image, _) = seen.plot(part="cross", layer=1, head=0).axes[0].images
+    np.testing.assert_array_equal(image.get_array(), seen.cross[1, 0])
+    said = [text.get_text() for text in seen.plot(part="cross", layer=1, head=0).axes[0].texts]
+    assert {"layer 1", "head 0", *"bad", *"feed", "<eos>"} <= {*said}
+    assert f"{seen.cross[1, 0, 2, 1]:.2f}" in said
+    assert len(seen.plot().axes[0].images) == 4 + 4 + 6 + 1
+    assert len(seen.plot(head=1).axes[0].images) == 2 + 2 + 3 + 1
+    for suffix in ("png", "svg"):
+        seen.plot(part="self").savefig(tmp_path / f"map.{suffix}")
+    assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / "map.svg").read_text()
+    for given, rule in (
+        (dict(layer=2), "layer is 2: must be 0 to 1 in cross-attention"),
+        (dict(head=-1), "head is -1: must be 0 to 1 in cross-attention"),
+        (dict(part="both"), "part is 'both': must be 'cross' or 'self' or 'encoder'"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            seen.plot(**given)
+
+
+def test_without_matplotlib_a_line_says_so(monkeypatch):
+    own = builtins.__import__
+
+    def missing(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return own(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match="needs matplotlib, which is not installed: pip install"):
+        made(1, 1, ["a"]).plot()
+
+
+def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
+    return [float(row @ wanted / np.sqrt((row @ row) * (wanted @ wanted))) for row in table]
+
+
+def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
+    table = np.asarray(PLAIN.params["embed"]["tokens"], np.float64)
+    of_c = cosines(table, table[2])
+    found = PLAIN.nearest("c", count=20)
+    assert [text for text, _ in found] == [
+        LETTERS.decode([i]) for i in np.argsort(of_c)[::-1] if i != 2
+    ]
+    assert [one for _, one in found] == pytest.approx(sorted(of_c, reverse=True)[1:], rel=1e-9)
+    unit = [row / np.sqrt(row @ row) for row in table]
+    wanted = cosines(table, unit[2] - unit[0] + unit[4] + unit[5])
+    others = [i for i in np.argsort(wanted)[::-1] if i not in (0, 2, 4, 5)]
+    found = PLAIN.nearest("c", minus="a", plus=["e", "f"], count=3)
+    assert found == [(LETTERS.decode([i]), pytest.approx(wanted[i])) for i in others[:3]]
+    held = replace(PLAIN.model, params=tj.quantize(PLAIN.params, "int8", embeddings=True))
+    assert type(PLAIN)(held, "here").nearest("c", count=1)[0][0] == PLAIN.nearest("c")[0][0]
+
+
+def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
+    model = recurrent(attention="dot")
+    table = np.asarray(model.params["encoder"]["tokens"], np.float64)
+    found = model.nearest("c", count=20)
+    assert len(found) == 10 and found[0][1] == pytest.approx(
+        sorted(cosines(table[:11], table[2]))[-2]
+    )
+    words = model_of(replace(CONFIG, vocab_size=6), WordTokenizer(("to", "be", "or", "not")))
+    assert {text for text, _ in words.nearest("to")} == {"be", "or", "not"}
+    with pytest.raises(ValueError, match="word is 'To': not among the words of the tokenizer"):
+        words.nearest("To")
+    pieces = BPETokenizer.train("king man king man " * 9, 270)
+    own = model_of(replace(CONFIG, vocab_size=pieces.vocab_size), pieces)
+    assert len(pieces.encode(" king")) == 1
+    assert own.nearest("king", count=1)[0][0] != " king"
+    ngrams = tj.NgramConfig(vocab_size=11)
+    with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no vectors of words"):
+        replace(PLAIN, model=replace(PLAIN.model, config=ngrams)).nearest("c")
+
+
+def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
+    ids = [1, special_ids(MASKED.tokenizer)["mask"], 3, special_ids(MASKED.tokenizer)["mask"]]
+    p = softmax(captured(MASKED, ids, "logits")[0])
+    found = MASKED.candidates("b[MASK]d[MASK]", count=3)
+    for at, likely in zip((1, 3), found, strict=True):
+        order = np.argsort(-p[at, :11])[:3]
+        assert [text for text, _ in likely] == [LETTERS.decode([i]) for i in order]
+        assert [q for _, q in likely] == pytest.approx(p[at, order], rel=1e-5)
+    assert MASKED.generate("b_d_") == f"b{found[0][0][0]}d{found[1][0][0]}"
+    assert len(MASKED.candidates("b_", count=99)[0]) == 11  # without <mask>
+
+
+def test_filled_words_begin_without_a_space():
+    words = with_special_tokens(WordTokenizer(("to", "be", "or", "not")), ["mask"])
+    config = MASKED.config
+    run = replace(MASKED.model.run, model=replace(config, vocab_size=7))
+    model = model_of(run.model, words, run=run)
+    filled = model.generate("to _ or")
+    assert filled == f"to {model.candidates('to _ or')[0][0][0]} or".replace(" \n ", "\n ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [PAIRS, PREFIX], ids=["seq2seq", "prefix"])
+def test_the_best_targets_are_those_of_a_beam_search(model):
+    ids, text = special_ids(model.tokenizer), LETTERS.encode("bad")
+    if model is PAIRS:
+        prompt, rest = [[ids["bos"]]], dict(source=text[None])
+    else:
+        prompt, rest = [[*text, ids["sep"]]], {}
+    state = init_decode_state(model.config, model.params, 1, 17, **rest)
+    step = make_step(build(model.config))
+    if model is PREFIX:
+        step = PrefixStep(step.model)
+    found = beam_search(
+        step, model.params, np.array(prompt, np.int32), state, num_tokens=4, num_beams=5,
+        num_results=3, stop=(ids["eos"],), length_penalty=LengthPenalty(0.5),
+    )  # fmt: skip
+    best = model.search("bad", 4, beams=5, results=3, length_penalty=0.5)
+    assert [score for score, _ in best] == pytest.approx(np.asarray(found.scores)[0], rel=1e-5)
+    rows = np.asarray(found.tokens)[0], np.asarray(found.lengths)[0]
+    for (_, target), row, n in zip(best, *rows, strict=True):
+        assert target == model.tokenizer.decode(row[:n])
+        if row[n - 1] == ids["eos"]:  # then it is what `score` calls -log p
+            (score,) = [s for s, t in best if t == target]
+            assert score == pytest.approx(-model.score(("bad", target)).nats / n**0.5, rel=1e-4)
+    assert model.search("bad", 4, beams=5)[0][1] == model.generate("bad", 4, beams=5)

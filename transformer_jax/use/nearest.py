@@ -1,0 +1,86 @@
+"""List the words whose vectors are nearest to that of a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, RecurrentConfig
+from transformer_jax.models.quantized import QuantizedTable
+from transformer_jax.tokenizers.pieces import token_texts
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import encode_text, plain, special_ids
+from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.use.reading import Reader
+
+
+def nearest_words(
+    model: Reader, word: str, minus: Sequence[str], plus: Sequence[str], count: int
+) -> list[tuple[str, float]]:
+    """Return what `LanguageModel.nearest` does."""
+    check_count("count", count, 1)
+    tokenizer = model.tokenizers.of_source
+    table = _input_embedding(model)[: tokenizer.vocab_size]
+    lengths = np.linalg.norm(table, axis=1)
+    unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
+    named = [("word", word, 1.0)]
+    named += [("minus", one, -1.0) for one in minus] + [("plus", one, 1.0) for one in plus]
+    ids = [_id_of(tokenizer, name, one, len(table)) for name, one, _ in named]
+    wanted = sum(sign * unit[i] for i, (_, _, sign) in zip(ids, named, strict=True))
+    if not (length := np.linalg.norm(wanted)):
+        raise DataError(f"word is {word!r}: the sum of the vectors is 0, which has no direction")
+    cosines = unit @ wanted / length
+    own = plain(tokenizer)
+    left_out = {*ids, *special_ids(tokenizer).values(), *np.flatnonzero(lengths == 0)}
+    if isinstance(own, WordTokenizer):
+        left_out |= {0, 1}  # an unknown word, and the end of a line
+    if isinstance(own, PretrainedTokenizer):
+        left_out |= {i for i in range(len(table)) if own.is_added(i)}
+    order = [i for i in np.argsort(-cosines, kind="stable") if i not in left_out][:count]
+    texts = token_texts(tokenizer, np.array(order))
+    return [(text, float(cosines[i])) for text, i in zip(texts, order, strict=True)]
+
+
+def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
+    """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
+    config: Any = model.config
+    if isinstance(config, NgramConfig) or getattr(config, "inputs", None) is not None:
+        kind = type(config).__name__
+        raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
+    if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
+        table = model.params["encoder"]["tokens"]
+    else:
+        separate = isinstance(config, ModelConfig) and config.source_vocab_size is not None
+        table = model.params["embed"]["source_tokens" if separate else "tokens"]
+    if isinstance(table, QuantizedTable):
+        table = table.look_up(jnp.arange(table.shape[0]))
+    return np.asarray(table, np.float64)
+
+
+def _id_of(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
+    """Return the one token of a word; DataError where it has several, or was never seen."""
+    if not isinstance(word, str) or not word.strip() or len(word.split()) > 1:
+        raise DataError(f"{name} is {word!r:.60}: must be one word")
+    own = plain(tokenizer)
+    within_text = isinstance(own, BPETokenizer | PretrainedTokenizer)
+    for text in (f" {word}", word) if within_text else (word,):  # as after another word, if it can
+        ids = encode_text(tokenizer, text)
+        if len(ids) == 1:
+            break
+    unknown = 0 if isinstance(own, WordTokenizer) else None
+    if isinstance(own, PretrainedTokenizer):
+        unknown = own.special_ids.get("unk")
+    if unknown in ids:
+        raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
+    if len(ids) != 1:
+        parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
+        rule = "must be one, which has a vector"
+        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): {rule}")
+    if ids[0] >= known:
+        raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")
+    return int(ids[0])
