@@ -48,15 +48,15 @@ def nearest_words(
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
     """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
-    config: Any = model.config
+    config, params = model.config, dict[str, Any](model.params)
     if isinstance(config, NgramConfig) or getattr(config, "inputs", None) is not None:
         kind = type(config).__name__
         raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
     if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
-        table = model.params["encoder"]["tokens"]
+        table = params["encoder"]["tokens"]
     else:
         separate = isinstance(config, ModelConfig) and config.source_vocab_size is not None
-        table = model.params["embed"]["source_tokens" if separate else "tokens"]
+        table = params["embed"]["source_tokens" if separate else "tokens"]
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)
