@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from transformer_jax import training
 from transformer_jax.checkpoints.run_folder import check_unused
 from transformer_jax.cli.process import one_line
 from transformer_jax.config.positions import OwnPositions
@@ -184,6 +185,13 @@ def public_classes() -> list[type]:
     found = [getattr(m, name) for m in packages for name in getattr(m, "__all__", ())]
     without = {tj.Mask, OwnPositions, OwnTask, Proposer, Step}  # what others inherit from
     return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
+
+
+def test_an_editor_completes_every_public_name_and_no_other():
+    for module in (tj, training):
+        shown = {name for name in dir(module) if not name.startswith("_")}
+        assert shown == set(module.__all__)
+        assert all(hasattr(module, name) for name in shown)
 
 
 @pytest.mark.slow

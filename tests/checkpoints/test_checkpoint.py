@@ -91,6 +91,13 @@ def test_a_folder_may_be_relative_to_the_current_one(tmp_path, tree, monkeypatch
     chex.assert_trees_all_equal(checkpoint.restore(path, tree), tree)
 
 
+def test_a_folder_may_be_named_by_a_text(tmp_path, tree):
+    path = save(str(tmp_path / "own"), 7, tree)
+    assert path == step_path(str(tmp_path / "own"), 7) == tmp_path / "own" / "step-00000007"
+    assert bits(restore(str(path), tree)) == bits(tree)
+    assert saved_steps(str(tmp_path / "own")) == [7] and verify(str(path)).path == path
+
+
 def test_orbax_alone_reads_what_was_saved(tmp_path, tree):
     found = arrays_of(save(tmp_path, 7, tree))
     assert (

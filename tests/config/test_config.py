@@ -1,5 +1,6 @@
 """Every rule of the configs, the published sizes, and what an error says."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -19,9 +20,11 @@ from transformer_jax.config import (
     AdamW,
     Alibi,
     ConfigError,
+    Frames,
     Learned,
     MeshConfig,
     ModelConfig,
+    RecurrentConfig,
     Rope,
     Shaw,
     Sinusoidal,
@@ -30,6 +33,8 @@ from transformer_jax.config import (
     preset,
     train_preset,
 )
+from transformer_jax.config.optimizers import Lion
+from transformer_jax.config.tasks import TASKS, ChatTask
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.functional import activate
 
@@ -308,6 +313,17 @@ def test_a_name_is_short_for_positions_with_their_defaults(name):
     assert config == ModelConfig(positions=SHORT[name]) and config.positions == SHORT[name]
     assert preset("tiny", positions=name).positions == SHORT[name]
     assert hash(config) == hash(ModelConfig(positions=SHORT[name]))
+
+
+def test_a_name_is_short_for_one_of_several_kinds_with_its_defaults():
+    named = TrainConfig(task="chat", optimizer="lion", model="recurrent")
+    assert named == TrainConfig(task=ChatTask(), optimizer=Lion(), model=RecurrentConfig())
+    for task in TASKS:
+        with contextlib.suppress(ConfigError):  # of a task for another model
+            assert TrainConfig(task=task).task == TASKS[task]()
+    assert ModelConfig(kind="encoder", inputs="frames").inputs == Frames()
+    with pytest.raises(ConfigError, match=r"^mesh is 'mesh': must be"):
+        TrainConfig(mesh="mesh")
 
 
 def test_positions_print_what_differs_from_their_defaults():

@@ -50,7 +50,7 @@ def test_values_that_make_no_sense_are_refused(make, said):
         (dict(type_vocab_size=2), "type_vocab_size is 2: an encoder of inputs has no tokens"),
         (dict(tie_embeddings=False), "tie_embeddings is False: an encoder of inputs has no tokens"),
         (dict(inputs=Patches(), max_len=196), "max_len is 196: must be at least the 197 tokens"),
-        (dict(inputs="patches"), "inputs is 'patches': must be"),
+        (dict(inputs="pixels"), "inputs is 'pixels': must be"),
     ],
 )
 def test_fields_that_contradict_inputs_are_refused(change, said):

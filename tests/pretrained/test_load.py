@@ -989,6 +989,7 @@ def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
         save_pretrained(tmp_path / "never", config, params)
     assert "gpt2: positions is Alibi(): a gpt2 has Learned()" in str(error.value)
     assert all(f"{name}: " in str(error.value) for name in FAMILIES)
+    assert "`checkpoints.checkpoint.save(folder, step, params)` writes" in str(error.value)
     with pytest.raises(ConfigError, match=r"^positions is Alibi\(\): a gpt2 has Learned\(\)$"):
         save_pretrained(tmp_path / "never", config, params, family="gpt2")
     with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is of 'gpt2'"):

@@ -13,6 +13,7 @@ import transformer_jax as tj
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
+    LanguageTask,
     MaskedTask,
     PreferenceTask,
     PrefixTask,
@@ -28,6 +29,7 @@ from transformer_jax.tokenizers.trained import (
     CharTokenizer,
     WordTokenizer,
 )
+from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.use.language_model import LanguageModel
 from transformer_jax.use.scores import windows
 
@@ -174,6 +176,18 @@ def test_a_long_text_is_scored_in_windows():
     assert found.nats == pytest.approx(sum(expected), rel=1e-5)
 
 
+def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path):
+    model = run_of(LanguageTask())
+    for text in ("badcafe", "ab"):
+        (tmp_path / "short.txt").write_text(text)
+        score = model.score(text)  # of all tokens but the first
+        nats = model.evaluate(tmp_path / "short.txt")["nats_per_token"]
+        assert nats == pytest.approx(score.nats / score.num_tokens, rel=1e-5)
+    (tmp_path / "short.txt").write_text("a")
+    with pytest.raises(DataError, match="it has 1 tokens, a window of context 17 needs 18"):
+        model.evaluate(tmp_path / "short.txt")
+
+
 def test_weights_have_the_tokens_of_the_text_as_labels():
     found = PLAIN.attend("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
@@ -275,6 +289,7 @@ def bad_message(*messages):
         (lambda: PLAIN.generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
         (lambda: PLAIN.generate("a", temperature=1), "meant: sampler=Sample"),
         (lambda: PLAIN.generate("a", max_new_tokens=3), "meant: num_tokens"),
+        (lambda: PLAIN.generate("a", edit={}), r"meant: make_step\(model, edit=...\)$"),
         (lambda: PLAIN.generate("a", beams=2, stop="b"), "stop is .*a beam search draws noth"),
         (lambda: PLAIN.chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
         (lambda: PLAIN.classify("bad"), r"classify: 'here' goes on with a text"),

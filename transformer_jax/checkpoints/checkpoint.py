@@ -66,13 +66,15 @@ class Saver:
     With several processes each of them calls the same methods, and the folder is one they share.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, check: Check | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, keep: int | None = None, check: Check | None = None
+    ) -> None:
         """Save into `folder`; after each save `prune` to `keep`, if given.
 
         `check` is asked about the arrays before they are written.
         """
-        self._named, self._keep, self._check = folder, keep, check
-        self._folder = folder.absolute()  # wherever the process goes while the thread writes
+        self._named, self._keep, self._check = Path(folder), keep, check
+        self._folder = self._named.absolute()  # wherever the process goes while the thread writes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -162,25 +164,25 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def save(folder: Path, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
+def save(folder: str | Path, step: int, tree: PyTree, metadata: JsonObject | None = None) -> Path:
     """Write `tree` as `folder/step-N` and return that path once it is there; see `Saver.save`.
 
-    An error leaves the folder as it was.
+    N has eight digits: `step_path(folder, step)`. An error leaves the folder as it was.
     """
     with Saver(folder) as saver:
         return saver.save(step, tree, metadata)
 
 
-def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
+def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree:
     """Return the tree that was saved, bit for bit, in the structure of `like`.
 
-    Leaves of `like` are arrays, numbers or `jax.ShapeDtypeStruct`. Each leaf comes back as the same
-    kind: NumPy array, Python number, or JAX array with the sharding of the `ShapeDtypeStruct`, if
-    it has one, whatever it was saved from. With only some of the top-level entries,
-    `{"params": ...}`, the files of the others are not read. Where `verify` has just been asked,
-    `verified`, the hashes are not compared again, and each process reads what its devices hold.
-    CheckpointError names the file that is damaged, or the leaves that are missing, unexpected or
-    of another shape.
+    `path` is what `save` returned: that of one step. Leaves of `like` are arrays, numbers or
+    `jax.ShapeDtypeStruct`. Each leaf comes back as the same kind: NumPy array, Python number, or
+    JAX array with the sharding of the `ShapeDtypeStruct`, if it has one, whatever it was saved
+    from. With only some of the top-level entries, `{"params": ...}`, the files of the others are
+    not read. Where `verify` has just been asked, `verified`, the hashes are not compared again, and
+    each process reads what its devices hold. CheckpointError names the file that is damaged, or the
+    leaves that are missing, unexpected or of another shape.
     """
     manifest = read_manifest(path)
     wanted = _named(like)
@@ -199,20 +201,20 @@ def restore(path: Path, like: PyTree, *, verified: bool = False) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(like), list(values.values()))
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder: str | Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, ascending."""
-    if not folder.is_dir():
+    if not Path(folder).is_dir():
         return []
     names = (re.fullmatch(r"step-(\d{8,})", entry.name) for entry in os.scandir(folder))
     return sorted(int(name[1]) for name in names if name)
 
 
-def step_path(folder: Path, step: int) -> Path:
+def step_path(folder: str | Path, step: int) -> Path:
     """Return the path of the checkpoint of a step."""
-    return folder / f"step-{step:08d}"
+    return Path(folder) / f"step-{step:08d}"
 
 
-def best_step(folder: Path) -> int | None:
+def best_step(folder: str | Path) -> int | None:
     """Return the step whose metadata has the lowest `val_loss`, the first of equals."""
     losses = []
     for step in saved_steps(folder):

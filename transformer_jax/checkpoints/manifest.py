@@ -75,15 +75,16 @@ class Manifest:
 _FILES = Untrusted(CheckpointError)
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: str | Path) -> Manifest:
     """Check every file of a checkpoint against its manifest."""
     manifest = read_manifest(path)
     check_files(manifest)
     return manifest
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of a checkpoint; its files are not read."""
+    path = Path(path)
     file = path / MANIFEST
     text = _read(file, None).decode("utf-8", "replace")
     try:

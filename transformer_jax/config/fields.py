@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Collection
-from dataclasses import Field
+from dataclasses import Field, is_dataclass
 from typing import (
     Any,
     ClassVar,
@@ -78,7 +78,8 @@ def check_types(config: Dataclass) -> None:
     """Check that every field holds its annotated type.
 
     `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
-    `jnp.bfloat16`, becomes its name.
+    `jnp.bfloat16`, becomes its name. The name of one of several kinds, such as "chat" of a task,
+    becomes that kind with its defaults.
     """
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
@@ -90,13 +91,14 @@ def check_types(config: Dataclass) -> None:
         if name in getattr(type(config), "functions", ()) and is_function(value):
             continue
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
-        if not any(_fits(value, option) for option in options):
+        kinds = {kind_name(o): o for o in options if isinstance(o, type) and is_dataclass(o)}
+        if isinstance(value, str) and value in kinds and len(kinds) > 1:
+            object.__setattr__(config, name, kinds[value]())
+        elif not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
             near = nearest(value, choices) if isinstance(value, str) else ""
             if isinstance(value, str) and not choices:
-                kinds = {kind_name(o): f"{o.__name__}()" for o in options if isinstance(o, type)}
                 near = nearest(value, kinds)
-                near = near and f", nearest: {kinds[near.removeprefix(', nearest: ')]}"
             elif isinstance(value, type) and value in options:
                 near = f", a value: {value.__name__}(...)"
             fail(name, value, f"must be {_spell(hint)}{near}")

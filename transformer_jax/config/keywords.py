@@ -33,6 +33,8 @@ _OTHER_NAMES = {
     "key": "rng seed prng_key generator k",
     "lengths": "attention_mask",
     "early_exit": "early_stopping",
+    "make_step(model, edit=...)": "edit",
+    "generate(step, ..., capture=...)": "capture",
     # attention
     "mask": "attn_mask attention_mask",
     "mask=Causal()": "is_causal causal",

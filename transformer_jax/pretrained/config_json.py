@@ -118,7 +118,8 @@ def _first_family(config: ModelConfig) -> Family:
             return family
         except ConfigError as error:
             refused.append(f"{family.name}: {error}")
-    raise ConfigError("no family can say this config: " + "; ".join(refused))
+    own = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
+    raise ConfigError(f"no family can say this config: {'; '.join(refused)}; {own}")
 
 
 def _difference(name: str, one: object, two: object) -> tuple[str, object, object]:

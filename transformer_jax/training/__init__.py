@@ -71,3 +71,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are imported later: an editor completes them."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -38,6 +38,14 @@ IGNORE = -100
 """Label of a position that has no target."""
 
 
+class ShortText(DataError):
+    """Say of a text that it does not fill a window, and how many tokens it has."""
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+
 @short_repr
 @dataclass(frozen=True)
 class Source:
@@ -192,9 +200,11 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     needed = config.sequence_len + 1
     for name, part in (("training", train), ("held-out", val)):
         if len(part) < needed:
-            raise DataError(
-                f"data is {config.data!r}: its {name} part has {len(part)} tokens, "
-                f"a window of context {config.sequence_len} needs {needed}"
+            what = "it" if config.val_data == config.data else f"its {name} part"
+            raise ShortText(
+                f"data is {config.data!r}: {what} has {len(part)} tokens, "
+                f"a window of context {config.sequence_len} needs {needed}",
+                len(part),
             )
         if len(part) >= 2**31:
             raise DataError(f"data is {config.data!r}: its {name} part has 2**31 tokens or more")

@@ -100,7 +100,9 @@ def fit(
     `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
     never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
     schedule follows the new one). `task` is a task of your own, in the place of `config.task`
-    (docs/howto_task.md). `stop` is asked after every step: True saves and returns.
+    (docs/howto_task.md). `stop` is asked after every step: True saves and returns. `progress` is
+    told how far it is (`training.progress.Progress`); None prints in a notebook, and nothing
+    elsewhere.
 
     Of several processes (`jax.distributed`), each calls it with the same config, whose mesh is of
     all their devices, and a folder that all of them see; the first writes it. They are asked

@@ -12,6 +12,7 @@ from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import (
     DigitsTask,
     GeneratedTask,
+    LanguageTask,
     PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
@@ -20,6 +21,7 @@ from transformer_jax.config.tasks import (
 )
 from transformer_jax.pytree import Params
 from transformer_jax.training.batch import batch_scores
+from transformer_jax.training.data import ShortText
 from transformer_jax.training.evaluation import evaluate as scores_of
 from transformer_jax.training.step import make_eval_step
 from transformer_jax.training.tasks import Tokenizers, load_task
@@ -47,7 +49,8 @@ def evaluate(
         targets: of pairs, the file of the targets, line by line.
         examples: of pairs and signals, how many are decoded; None is all.
         beams: of pairs, beams of the search; None is the run's.
-        context: of a published model, the tokens of a window; None is 512.
+        context: of a published model, the tokens of a window; None is 512. A shorter text is one
+            window.
         report: is told how many examples are decoded.
 
     Returns:
@@ -132,7 +135,15 @@ def judge_file(
 
     `report` is told how many examples are decoded.
     """
-    return judge(load_task(config, tokenizers, config.model.vocab_size), params, report)
+    size = config.model.vocab_size
+    try:
+        task = load_task(config, tokenizers, size)
+    except ShortText as text:  # one window of all its tokens
+        of_windows = isinstance(config.task, LanguageTask) and config.task.documents is None
+        if text.tokens < 2 or not of_windows:
+            raise
+        task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
+    return judge(task, params, report)
 
 
 def judge_signals(

@@ -21,7 +21,7 @@ from transformer_jax.tokenizers.special import plain, with_special_tokens
 from transformer_jax.tokenizers.trained import ByteTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params
-from transformer_jax.training.data import random_starts
+from transformer_jax.training.data import ShortText, random_starts
 from transformer_jax.training.prepared import (
     DocumentRows,
     PartRows,
@@ -99,7 +99,8 @@ class PreparedText(TrainingTask):
             rows = DocumentRows(part, length, task.packed)
         if len(rows) == 0:
             needed = f"a window of context {length} needs {length + 1}"
-            raise DataError(f"{part.folder}: {part.name} has {part.tokens} tokens, {needed}")
+            message = f"{part.folder}: {part.name} has {part.tokens} tokens, {needed}"
+            raise ShortText(message, part.tokens)
         return rows
 
     def inputs(
