@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 13
+    assert len(NAMES) == 14
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -177,6 +177,32 @@ def test_a_perceptron_finds_and_and_or_but_two_layers_find_xor_too(demonstrate):
         right = (inputs @ found[name]["perceptron"] > 0).astype(int).tolist() == answers
         assert right == (name != "XOR") == (found[name]["epochs"] is not None)
         assert np.abs(found[name]["outputs"] - answers).max() < 0.05
+
+
+@pytest.mark.slow
+def test_words_that_stand_in_the_same_places_get_like_vectors(demonstrate):
+    """Compare cosines with their definition, and what no count has seen with a search by hand."""
+    found = demonstrate("embeddings")
+    table, words = np.asarray(found["tables"][0], np.float64), found["vocabulary"]
+    for (a, b), cosines in found["pairs"].items():
+        u, v = table[words.index(a)], table[words.index(b)]
+        exact = u @ v / (np.linalg.norm(u) * np.linalg.norm(v))
+        assert cosines[0] == pytest.approx(exact, abs=1e-5)
+    of = found["pairs"]
+    assert of["king", "queen"][0] > of["king", "farmer"][0] > of["king", "walks"][0]
+    assert of["runs", "walks"][0] > of["runs", "bread"][0]
+    script = importlib.import_module("reproduce.lectures.embeddings")
+    texts = script.sentences()
+    assert len(texts) == len({" ".join(text) for text in texts}) == 240
+    held = np.random.default_rng(0).permutation(240)[:48]
+    lines = [" ".join(["<s>"] * 3 + texts[i]) for i in range(240) if i not in held]
+    never = [
+        not any(" ".join(row[i : i + 4]) in f"{line} " for line in lines)
+        for row in (["<s>"] * 3 + texts[i] for i in held)
+        for i in range(len(row) - 3)
+    ]
+    assert found["never counted"] == pytest.approx(np.mean(never)) and np.mean(never) > 0.1
+    assert min(found["least"]) > 0
 
 
 @pytest.mark.slow
