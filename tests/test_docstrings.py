@@ -13,9 +13,27 @@ import pytest
 from flax import linen as nn
 
 import transformer_jax as tj
+from transformer_jax import (
+    attention,
+    cache,
+    checkpoints,
+    config,
+    corpus,
+    decoding,
+    models,
+    pretrained,
+    tokenizers,
+    training,
+)
+from transformer_jax.training import tasks
 from transformer_jax.use.language_model import LanguageModel
 
-PUBLIC = {name: getattr(tj, name) for name in tj.__all__} | {"LanguageModel": LanguageModel}
+FOLDERS = (
+    attention, cache, checkpoints, config, corpus, decoding, models, pretrained, tokenizers,
+    training, tasks, tj,
+)  # fmt: skip
+PUBLIC = {name: getattr(folder, name) for folder in FOLDERS for name in folder.__all__}
+PUBLIC["LanguageModel"] = LanguageModel
 CLASSES = {name: kind for name, kind in PUBLIC.items() if inspect.isclass(kind)}
 VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -23,7 +41,7 @@ VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def functions():
     """Return public functions, methods, and calls of models, by name, with their docstrings.
 
-    A method without a docstring has that of the method it overrides.
+    What a method takes may be said by the method it overrides.
     """
     found = {name: (x, inspect.getdoc(x)) for name, x in PUBLIC.items() if inspect.isfunction(x)}
     for name, kind in CLASSES.items():
@@ -31,7 +49,13 @@ def functions():
             own = inspect.unwrap(getattr(x, "__func__", x))
             called = method == "__call__" and issubclass(kind, nn.Module)
             if inspect.isfunction(own) and (called or not method.startswith("_")):
-                found[f"{name}.{method}"] = own, inspect.getdoc(getattr(kind, method))
+                said = [
+                    getattr(base, method).__doc__ or ""
+                    for base in kind.mro()
+                    if hasattr(base, method)
+                ]
+                full = [inspect.cleandoc(one) for one in said if "Args:" in one]
+                found[f"{name}.{method}"] = own, (full or said)[0]
     return found
 
 
@@ -63,7 +87,8 @@ def test_a_value_describes_each_of_its_fields(name):
     kind = CLASSES[name]
     described = section(inspect.getdoc(kind), "Attributes")
     own = kind.__annotations__  # inherited fields are described where they are declared
-    fields = [x.name for x in dataclasses.fields(kind) if x.name in own and x.name not in FLAX]
+    given = FLAX if issubclass(kind, nn.Module) else ()
+    fields = [x.name for x in dataclasses.fields(kind) if x.name in own and x.name not in given]
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
     texts = {
         one.target.id

@@ -19,6 +19,7 @@ from transformer_jax.attention import alibi_slopes, relative_bucket
 from transformer_jax.config import keywords, optimizers
 from transformer_jax.models import chunk_mask
 from transformer_jax.training import fit
+from transformer_jax.training.tasks import compare_texts
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
 MODEL = tj.build(CONFIG)
@@ -275,6 +276,10 @@ MISTAKES = {
     "buckets of a fraction": (
         partial(relative_bucket, PROMPT, bidirectional=True, num_buckets=4.5, max_distance=8),
         "num_buckets is 4.5: must be an integer",
+    ),
+    "compare more texts": (
+        partial(compare_texts, ["a"], ["a", "b"]),
+        "has 1 texts: there are 2 th",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),

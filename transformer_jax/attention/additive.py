@@ -26,14 +26,29 @@ def additive_attention(
     values: jax.Array,  # [B, S, Dv]
     *,
     w_query: jax.Array,  # [Dq, A]
-    w_key: jax.Array | None,  # [Dk, A]; None where keys are [B, S, A], multiplied once for all
+    w_key: jax.Array | None,  # [Dk, A]
     v: jax.Array,  # [A]
     mask: Mask | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dv], weights f32[B, T, S]
     """Return softmax_s(v . tanh(query w_query + keys w_key)) values, and the softmax.
 
     Bahdanau et al. 2015, A.1.2. Builds the hidden layer [B, T, S, A]; for the recurrent decoders
-    that it is from, T is 1. ValueError where shapes do not fit.
+    that it is from, T is 1.
+
+    Args:
+        query: [B, T, Dq].
+        keys: [B, S, Dk], or [B, S, A] where they have been multiplied once for all.
+        values: [B, S, Dv].
+        w_query: [Dq, A].
+        w_key: [Dk, A]; None where keys are [B, S, A].
+        v: [A].
+        mask: which keys a query sees; None is all.
+
+    Returns:
+        The context [B, T, Dv] in the query's dtype, and the weights f32[B, T, S].
+
+    Raises:
+        ValueError: if shapes do not fit.
     """
     check_states("keys", query, keys, values, mask)
     hidden, key_shape = v.shape[-1:], keys.shape[2:] if w_key is None else w_key.shape
@@ -67,8 +82,20 @@ def state_attention(
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dk], weights f32[B, T, S]
     """Return softmax_s(scale query w states) states, and the softmax.
 
-    Luong et al. 2015, section 3.1: "general", and "dot" without w. ValueError where shapes do not
-    fit.
+    Luong et al. 2015, section 3.1.
+
+    Args:
+        query: [B, T, Dq].
+        states: [B, S, Dk].
+        w: [Dq, Dk], "general"; None is "dot", of Dq = Dk.
+        scale: of the scores.
+        mask: which states a query sees; None is all.
+
+    Returns:
+        The context [B, T, Dk], and the weights f32[B, T, S].
+
+    Raises:
+        ValueError: if shapes do not fit.
     """
     check_states("states", query, states, states, mask)
     given = query.shape[2] if w is None else w.shape

@@ -30,6 +30,11 @@ class BlockPlan:
     """Say what a kernel may leave out: tiles that are 0 skipped, 1 partial or 2 full.
 
     A skipped tile sees nothing; a full one needs no mask, has no empty slot and ends within S.
+
+    Attributes:
+        classes: i8[B or 1, N or 1, nQ, nK].
+        block_q: queries of a tile.
+        block_k: keys of a tile.
     """
 
     classes: Array  # i8[B or 1, N or 1, nQ, nK]
@@ -37,7 +42,12 @@ class BlockPlan:
     block_k: int
 
     def padded(self, rows: int, columns: int) -> BlockPlan:
-        """Return the plan of a larger grid of tiles; those that are added are skipped."""
+        """Return the plan of a larger grid of tiles; those that are added are skipped.
+
+        Args:
+            rows: nQ of the larger grid.
+            columns: nK.
+        """
         classes = pad(pad(self.classes, 2, rows, SKIPPED), 3, columns, SKIPPED)
         return BlockPlan(classes, self.block_q, self.block_k)
 

@@ -155,7 +155,11 @@ def room_of(config: ModelConfig, cache: ModelCache) -> int | None:
 def cache_limit(config: ModelConfig, capacity: int) -> int | None:
     """Return how many positions a cache can hold; None where all layers are rings that never fill.
 
-    Such a ring has slots for its window and the sink tokens. `capacity` is the longest layer's.
+    Such a ring has slots for its window and the sink tokens.
+
+    Args:
+        config: of a decoder or an encoder-decoder.
+        capacity: slots of a row in the longest layer.
     """
     rings = [_slots(config, i, capacity)[1] for i in range(config.decoder_layers)]
     return None if all(rings) else capacity

@@ -62,7 +62,11 @@ class RunError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Locate the parts of a run."""
+    """Locate the parts of a run.
+
+    Attributes:
+        path: the folder.
+    """
 
     path: Path
 

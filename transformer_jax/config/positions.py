@@ -264,11 +264,27 @@ class OwnPositions(_Positions):
         return type(self).embed is not OwnPositions.embed
 
     def embed(self, positions: Any, d_model: int) -> Any:  # i32[B, T] -> [B, T, D]
-        """Return the vectors that join the embeddings."""
+        """Return the vectors that join the embeddings; None joins none.
+
+        Args:
+            positions: i32[B or 1, T].
+            d_model: D.
+
+        Returns:
+            [B or 1, T, D].
+        """
         return None
 
     def rotate(self, x: Any, positions: Any) -> Any:  # [B, T, N, H], i32[B, T]
-        """Return queries or keys as their product is to read their distance; None leaves them."""
+        """Return queries or keys as their product is to read their distance; None leaves them.
+
+        Args:
+            x: [B, T, N, H].
+            positions: i32[B or 1, T].
+
+        Returns:
+            [B, T, N, H].
+        """
         return None
 
     def bias(self, num_heads: int) -> Any:

@@ -172,7 +172,13 @@ def learns(task: Task, model: AnyModelConfig) -> bool:
 
 
 def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None) -> TrainConfig:
-    """Return the recipe that goes on with the `model` of a run or a published one, `init_from`."""
+    """Return the recipe that goes on with the model of a run or a published one.
+
+    Args:
+        model: its config.
+        init_from: the folder of the run, or a published model, a folder or an id.
+        task: what it is trained for; None goes on with texts.
+    """
     longest = model.max_len if isinstance(model, ModelConfig) else 64
     return TrainConfig(
         task=LanguageTask() if task is None else task,

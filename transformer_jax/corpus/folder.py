@@ -62,19 +62,28 @@ def shard_file(part: str, number: int) -> str:
 @short_repr
 @dataclass(frozen=True)
 class Part:
-    """Read tokens of one part of a folder; threads may share it."""
+    """Read tokens of one part of a folder; threads may share it.
+
+    Attributes:
+        folder: where its files are.
+        name: "train" or "val".
+        tokens: how many there are.
+        documents: how many there are.
+        characters: of all documents, without their ends.
+        shard_tokens: tokens of a file; the last one has fewer.
+        dtype: of a token in the files.
+        begins: whether the tokenizer's own tokens begin each document, after the end of the one
+            before.
+    """
 
     folder: Path
     name: str
     tokens: int
     documents: int
     characters: int
-    """Of all documents, without their ends."""
     shard_tokens: int
-    """Tokens of a file; the last one has fewer."""
     dtype: np.dtype
     begins: bool = False
-    """Whether the tokenizer's own tokens begin each document, after the end of the one before."""
 
     @cached_property
     def _open(self) -> dict[int, int]:
@@ -89,7 +98,15 @@ class Part:
         start: int,
         into: np.ndarray,  # dtype[n], contiguous
     ) -> None:
-        """Copy tokens `start` to `start + n`; DataError where a file has become shorter."""
+        """Copy tokens into an array.
+
+        Args:
+            start: number of the first token.
+            into: dtype[n], contiguous, which gets tokens `start` to `start + n`.
+
+        Raises:
+            DataError: if a file cannot be read, or has become shorter.
+        """
         done = 0
         while done < len(into):
             shard, at = divmod(start + done, self.shard_tokens)
@@ -130,11 +147,19 @@ class Part:
 @short_repr
 @dataclass(frozen=True)
 class Corpus:
-    """Hold a prepared folder whose manifest is whole; `check` looks at its files."""
+    """Hold a prepared folder whose manifest is whole; `check` looks at its files.
+
+    Attributes:
+        path: the folder.
+        sha256: of the manifest, and so of all that is here.
+        tokenizer: what made the tokens.
+        train: the part that is trained on.
+        val: the part that is held out.
+        files: size and hash of each file by name.
+    """
 
     path: Path
     sha256: str
-    """Of the manifest, and so of all that is here."""
     tokenizer: Tokenizer
     train: Part
     val: Part

@@ -108,11 +108,20 @@ def prepare(
     report: Report = lambda progress: None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Corpus:
-    """Write the folder `out`, or go on with it where it was interrupted, and return it opened.
+    """Write a folder of tokens, or go on with it where it was interrupted, and return it opened.
 
-    `tokenizer` is given where `config.tokenizer` names none that is made here. With more than one
-    of `workers`, each is a process of its own, and the calling program's main module must be one
-    that can be imported. ConfigError or DataError says in one line what cannot be used.
+    Args:
+        config: the files, their form and the tokenizer.
+        out: the folder.
+        tokenizer: given where `config.tokenizer` names none that is made here.
+        workers: with more than one, each is a process of its own, and the calling program's main
+            module must be one that can be imported.
+        report: is told how far it is.
+        chunk_bytes: of a file, how many bytes a worker takes at a time.
+
+    Raises:
+        ConfigError: if the tokenizer is missing or of no use, or `out` cannot be made.
+        DataError: if a file cannot be used.
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):
         raise ConfigError(f"tokenizer is {config.tokenizer!r}: must be given where it is not made")

@@ -51,11 +51,20 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
 
 
 def fork(state: State, copies: int) -> State:
-    """Copy each row `copies` times: many samples of one prompt.
+    """Copy each row: many samples of one prompt.
 
-    The result has B * copies rows; the copies of a row stand side by side. It has memory of its
-    own, so the given state stays whole when the result is donated: `fork(state, 1)` keeps a state
-    that `generate` would consume. ValueError where `copies` is not an integer of at least 1.
+    The result has memory of its own, so the given state stays whole when the result is donated:
+    `fork(state, 1)` keeps a state that `generate` would consume.
+
+    Args:
+        state: of B rows.
+        copies: at least 1.
+
+    Returns:
+        A state of B * copies rows; the copies of a row stand side by side.
+
+    Raises:
+        ValueError: if `copies` is not an integer of at least 1, or above 1 of a cache with pages.
     """
     check_count("copies", copies, 1)
     if copies > 1:

@@ -63,13 +63,19 @@ from transformer_jax.tracing import traced
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots(Generic[State]):
-    """Hold a batch whose rows are at different places of different texts."""
+    """Hold a batch whose rows are at different places of different texts.
+
+    Attributes:
+        decode_state: of all rows.
+        step: what runs the model.
+        options: what the decoding program is compiled for.
+        capacity: the most tokens of a prompt and its continuation, whose last is never read.
+    """
 
     decode_state: DecodeState[State]
     step: Step[State] = field(metadata=dict(static=True))
     options: DecodeOptions = field(metadata=dict(static=True))
     capacity: int = field(metadata=dict(static=True))
-    """The most tokens of a prompt and its continuation, whose last is never read."""
 
     @property
     def active(self) -> jax.Array:  # bool[B]

@@ -199,11 +199,15 @@ class FunctionStep(Step[State]):
 
 @dataclass(frozen=True)
 class AppliedStep(Step[State]):
-    """Run a flax model as a step; a subclass says with which arguments."""
+    """Run a flax model as a step; a subclass says with which arguments.
+
+    Attributes:
+        model: what `build(config)` gave.
+        edit: changes of places on the way, as pairs of a name and a function.
+    """
 
     model: Any
     edit: tuple[tuple[str, Edit], ...] = ()
-    """Changes of places on the way, as pairs of a name and a function."""
 
     def arguments(
         self,
@@ -211,7 +215,13 @@ class AppliedStep(Step[State]):
         state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return what the model is called with beside parameters and tokens."""
+        """Return what the model is called with beside parameters and tokens.
+
+        Args:
+            tokens: i32[B, T].
+            state: of B rows.
+            valid: bool[B, T], False is padding; None has none.
+        """
         raise NotImplementedError
 
     def _apply(
@@ -273,7 +283,11 @@ class AppliedStep(Step[State]):
 
 @dataclass(frozen=True)
 class ModelStep(AppliedStep[ModelCache]):
-    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`."""
+    """Run a `Decoder` or an `EncoderDecoder` as a step; the state is its `ModelCache`.
+
+    Attributes:
+        model: what `build(config)` gave.
+    """
 
     model: Decoder | EncoderDecoder
 
@@ -354,7 +368,11 @@ class ModelStep(AppliedStep[ModelCache]):
 @short_repr
 @dataclass(frozen=True)
 class RecurrentStep(AppliedStep[RecurrentState]):
-    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`."""
+    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`.
+
+    Attributes:
+        model: what `build(config)` gave.
+    """
 
     model: RecurrentLM | RecurrentSeq2Seq
 
@@ -390,7 +408,11 @@ class RecurrentStep(AppliedStep[RecurrentState]):
 @short_repr
 @dataclass(frozen=True)
 class RecentTokensStep(AppliedStep[RecentTokens]):
-    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`."""
+    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`.
+
+    Attributes:
+        model: what `build(config)` gave.
+    """
 
     model: WindowLM | NgramLM
 

@@ -38,12 +38,19 @@ def check_inputs(inputs: Inputs, x: jax.Array) -> None:
 
 def frame_positions(
     inputs: Frames,
-    positions: jax.Array,  # i32[B, T]: of frames; negative is padding
+    positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T']
     """Return the positions of the tokens that convolutions make of padded frames.
 
     A row of n frames that are not padding gives ceil(n / stride^layers) tokens, which stand at 0,
-    1, ..., wherever in the row the frames stood; -1 is padding.
+    1, ..., wherever in the row the frames stood.
+
+    Args:
+        inputs: the convolutions.
+        positions: i32[B, T], of frames; negative is padding.
+
+    Returns:
+        i32[B, T'], -1 is padding.
     """
     step = inputs.stride**inputs.layers
     counts = -(-(positions >= 0).sum(axis=1) // step)

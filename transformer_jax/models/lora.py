@@ -46,11 +46,21 @@ Result = TypeVar("Result")
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
     """Draw fresh adapters, which change nothing: in f32, with B = 0.
 
-    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)).
+    A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialisation (He et al. 2015 with a = sqrt 5).
+    A looped and a scanned stack draw the same numbers. In a scanned stack, blocks that are no
+    target have A = 0 and B = 0; these have no gradient and stay.
 
-    That is PEFT's initialisation (He et al. 2015 with a = sqrt 5). A looped and a scanned stack
-    draw the same numbers. In a scanned stack, blocks that are no target have A = 0 and B = 0; these
-    have no gradient and stay. `params` may be shapes. ConfigError where a target matches nothing.
+    Args:
+        params: of a looped or a scanned stack, or their shapes.
+        config: which kernels have adapters, and the rank r.
+        key: a single key.
+
+    Returns:
+        Dicts like the parameters', with "a" f32[inputs, r] and "b" f32[r, outputs] of each kernel;
+        both lead with L in a scanned stack.
+
+    Raises:
+        ConfigError: if a target or a layer names no kernel.
     """
     check_key("key", key)
     found = matrices(params)
@@ -76,6 +86,14 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     which is little in training. The adapted kernels exist twice, and their full gradients once, on
     the way to those of A and B; what training saves is the optimizer's state. To decode, merge
     first: a step of few tokens would spend its time here.
+
+    Args:
+        params: of the model.
+        adapters: as `init_lora` makes them.
+        config: of the adapters.
+
+    Raises:
+        ValueError: if an adapter does not fit, or its kernel is quantised.
     """
 
     def add(path: str, kernel: Kernel, part: Adapter) -> jax.Array:
@@ -97,9 +115,17 @@ def with_adapters(
     """Return the parameters of a transformer with its adapters beside the kernels of its blocks.
 
     They are taken wherever parameters are: the model computes x W + s (drop(x) A) B, with dropout
-    where it gets a key. Nothing is computed here. Of several adapters, all of the same config,
-    `rows` says which one each row of a batch uses; -1 is the base alone. ValueError for an adapter
-    that does not fit, or is of a kernel outside of the blocks.
+    where it gets a key. Nothing is computed here.
+
+    Args:
+        params: of the model.
+        adapters: as `init_lora` makes them, or several such, all of the same config.
+        config: of the adapters.
+        rows: i32[B], of several adapters which one each row of a batch uses; -1 is the base alone.
+
+    Raises:
+        ValueError: if an adapter does not fit, or is of a kernel outside of the blocks, or `rows`
+            is missing or of no use.
     """
     several = not isinstance(adapters, Mapping)
     if several != (rows is not None):
@@ -133,7 +159,16 @@ def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
     """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
 
     In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
-    below 2^-9 of the weight. ValueError names a sum for which the dtype has no room.
+    below 2^-9 of the weight.
+
+    Args:
+        params: of the model.
+        adapters: as `init_lora` makes them.
+        config: of the adapters.
+
+    Raises:
+        ValueError: if an adapter does not fit, its kernel is quantised, or the dtype has no room
+            for a sum.
     """
     adapted = apply_lora(params, adapters, config)
 
@@ -155,7 +190,12 @@ def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params
     """Take adapters out of merged parameters: kernel - scale A B, in the dtype of the kernel.
 
     Two sums are rounded, so a weight comes back to within two roundings of its dtype: of bf16, to
-    2^-8 of the larger of itself and the merged weight. `params` from before are exact: keep them.
+    2^-8 of the larger of itself and the merged weight. Parameters from before are exact: keep them.
+
+    Args:
+        params: of `merge_lora`.
+        adapters: that were merged.
+        config: of the adapters.
     """
     negative = dict(adapters)
     taken = jax.tree_util.tree_map_with_path(
@@ -229,11 +269,18 @@ def _whole(params: Params, adapters: Params, names: tuple[str, ...]) -> Params:
 def lora_loss(
     loss: Callable[[Params, Batch, jax.Array | None], Result], config: LoraConfig
 ) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
-    """Make `loss(params, batch, key)` a function of the adapters: `(adapters, batch, key, params)`.
+    """Make a loss of parameters a loss of adapters.
 
     It is of any model; a transformer's train step has the cheaper `with_adapters`. The parameters
-    are an argument, which `make_train_step` takes as `frozen=(params,)`: closed
-    over, they would be constants of the compiled program.
+    are an argument, which `make_train_step` takes as `frozen=(params,)`: closed over, they would be
+    constants of the compiled program.
+
+    Args:
+        loss: called with (params, batch, key).
+        config: of the adapters.
+
+    Returns:
+        A function of (adapters, batch, key, params).
     """
 
     def adapted(adapters: Params, batch: Batch, key: jax.Array | None, params: Params) -> Result:

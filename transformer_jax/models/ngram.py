@@ -49,9 +49,14 @@ def count_ngrams(
 ) -> tuple[NgramConfig, Params]:
     """Count the n-grams of documents: the config with its `nodes`, and the model's parameters.
 
-    One array [T] is one document; of an array [B, T] each row is one. Time and memory are those of
-    sorting the tokens once for each order. ValueError where there is no token, or where one is
-    outside the vocabulary.
+    Time and memory are those of sorting the tokens once for each order.
+
+    Args:
+        config: of the model; its `nodes` are not read.
+        documents: i32[T] is one document, of i32[B, T] each row is one; or several i32[T].
+
+    Raises:
+        ValueError: if there is no token, or one is outside the vocabulary.
     """
     words, room = _lay_out(config, documents)
     size = config.vocab_size + 1
@@ -129,7 +134,11 @@ def _smooth(
 
 
 class NgramLM(nn.Module):
-    """Predict each token from counts of n-grams; the parameters come from `count_ngrams`."""
+    """Predict each token from counts of n-grams; the parameters come from `count_ngrams`.
+
+    Attributes:
+        config: with the `nodes` that were counted.
+    """
 
     config: NgramConfig
 
@@ -155,18 +164,30 @@ class NgramLM(nn.Module):
         tokens: jax.Array,  # i32[B, T]
         *,
         state: RecentTokens | None = None,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return log P f32[B, T, V] of the next token as logits, and the state after these.
+        """Return log-probabilities of the next token as logits, and the state after these.
 
-        With `segments` a document sees nothing of the others, and the state is that of the last
-        one. `at` asks for the logits [B, Q, V] after the tokens of these indices alone. The values
-        of the places `capture` come third, in a dict, where it names any; `edit` changes values by
-        functions (`transformer_jax.places`). ValueError where arguments do not fit.
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents, none of which sees another; not with a
+                state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self.config, capture, edit)
         windows, state = slide_window(cfg, tokens, state, valid, segments, at)

@@ -32,7 +32,14 @@ def layer_norm(
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
 
-    Computed in f32, returned in the dtype of x.
+    Args:
+        x: [..., D]; computed in f32.
+        scale: [D]; None is 1.
+        bias: [D]; None is 0.
+        eps: added to the variance.
+
+    Returns:
+        [..., D], in the dtype of x.
     """
     plain = partial(functional.layer_norm, eps=eps)
     return by_compiler(partial(_norm, plain, eps, True), [x, scale, bias], split(x))
@@ -45,7 +52,13 @@ def rms_norm(
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
-    Computed in f32, returned in the dtype of x.
+    Args:
+        x: [..., D]; computed in f32.
+        scale: [D]; None is 1.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D], in the dtype of x.
     """
     plain = lambda x, scale, bias: functional.rms_norm(x, scale, eps)  # noqa: E731
     return by_compiler(partial(_norm, plain, eps, False), [x, scale, None], split(x))

@@ -38,7 +38,17 @@ def sinusoidal(
 ) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
     """Return sin(p base^(-2i/dim)) at 2i, cos of that angle at 2i + 1 (Vaswani et al. 2017, 3.5).
 
-    In the layout `halves` they are at i and at dim/2 + i (Marian). ValueError where dim is odd.
+    Args:
+        positions: i32[...], p.
+        dim: even, at least 2.
+        base: of the wavelengths.
+        layout: "interleaved", or "halves", where they are at i and at dim/2 + i (Marian).
+
+    Returns:
+        f32[..., dim], f64 under jax_enable_x64.
+
+    Raises:
+        ValueError: if dim is odd.
     """
     if dim % 2 or dim < 2:
         raise ValueError(f"dim is {dim}: must be even and at least 2")
@@ -55,7 +65,16 @@ def learned(
 ) -> jax.Array:  # [..., D]
     """Return table[offset + p], and zeros where p < 0.
 
-    A position from L on is a ValueError where it is known, and NaN under trace; never another row.
+    Args:
+        table: [offset + L, D].
+        positions: i32[...], p; a traced one from L on gives NaN, never another row.
+        offset: rows of the table before that of position 0.
+
+    Returns:
+        [..., D].
+
+    Raises:
+        ValueError: if a known position is not below L.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     known = known_value(positions)
@@ -78,20 +97,28 @@ def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
     within the trained length:
 
-    - linear: w / s (Chen et al. 2023);
-    - ntk: base' = base s^(d/(d-2)), so the fastest pair is kept and the slowest is divided by s;
-    - dynamic: ntk with s' = s n / original_len - (s - 1) for the length n the rotation is made for
-      (bloc97 and emozilla 2023), w itself up to original_len;
-    - llama3: (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024);
-    - yarn: the same blend, m falling from 1 to 0 linearly in k between the pairs that make
-      beta_fast and beta_slow turns, rounded outwards as in the authors' code, which released
-      checkpoints follow (the paper's text has m linear in r); vectors are multiplied by
-      attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023, 3.2 to 3.4);
-    - longrope: w_k / f_k, f the short factors up to original_len and the long ones beyond; vectors
-      are multiplied by attention_factor, sqrt(1 + ln(s) / ln(original_len)) unless given
-      (Ding et al. 2024).
+        linear   w / s (Chen et al. 2023)
+        ntk      base' = base s^(d/(d-2)), so the fastest pair is kept and the slowest divided by s
+        dynamic  ntk with s' = s n / original_len - (s - 1) for a rotation made for length n
+                 (bloc97 and emozilla 2023), w itself up to original_len
+        llama3   (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024)
+        yarn     the same blend, m falling from 1 to 0 linearly in k between the pairs that make
+                 beta_fast and beta_slow turns, rounded outwards as in the authors' code, which
+                 released checkpoints follow (the paper's text has m linear in r); vectors are
+                 multiplied by attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023,
+                 3.2 to 3.4)
+        longrope w_k / f_k, f the short factors up to original_len and the long ones beyond; vectors
+                 are multiplied by attention_factor, sqrt(1 + ln(s) / ln(original_len)) unless given
+                 (Ding et al. 2024)
 
     Computed in float64 and rounded once.
+
+    Args:
+        config: base, scaling and what it needs.
+        head_dim: H, at least the dims that rotate.
+
+    Raises:
+        ValueError: if dims are more than H or odd, or longrope has not a factor of each pair.
     """
     frequencies, factor = _rope_frequencies(config, head_dim)
     return frequencies.astype(np.float32), factor
@@ -153,8 +180,16 @@ def apply_rope(
 ) -> jax.Array:  # [B, T, N, H], in the dtype of x
     """Turn pair k of every head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
 
-    Scores of rotated queries and keys depend only on the difference of their positions.
-    Dimensions after the rotated ones pass through.
+    Scores of rotated queries and keys depend only on the difference of their positions. Dimensions
+    after the rotated ones pass through.
+
+    Args:
+        x: [B, T, N, H], queries or keys.
+        positions: i32[B, T] or [T], p.
+        config: gives w, as `rope_frequencies`, and says which dimensions form a pair.
+
+    Returns:
+        [B, T, N, H], in the dtype of x.
     """
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
@@ -215,13 +250,22 @@ def _angles(
 
 def shaw_scores(
     query: jax.Array,  # [B, T, N, H]
-    key_table: jax.Array,  # [2 clip + 1, H]; row clip + d belongs to key position - query position
+    key_table: jax.Array,  # [2 clip + 1, H]
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # f32[B, N, T, S]
     """Return query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
 
     All 2 clip + 1 products of a query are formed first and then picked from, so no [T, S, H].
+
+    Args:
+        query: [B, T, N, H].
+        key_table: [2 clip + 1, H], whose row clip + d belongs to a key d after the query.
+        q_positions: i32[T] or [B, T].
+        k_positions: i32[S] or [B, S].
+
+    Returns:
+        f32[B, N, T, S].
     """
 
     def scores(
@@ -244,6 +288,15 @@ def shaw_values(
     """Sum weights[s] value_table[clip(k - q)] over s: the second term of Shaw's equation 3.
 
     Weights of equal clipped distance are added up first, which is the transpose of picking.
+
+    Args:
+        weights: [B, N, T, S], of the softmax.
+        value_table: [2 clip + 1, Hv].
+        q_positions: i32[T] or [B, T].
+        k_positions: i32[S] or [B, S].
+
+    Returns:
+        [B, T, N, Hv], in the dtype of weights.
     """
 
     def values(

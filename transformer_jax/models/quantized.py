@@ -38,15 +38,20 @@ class QuantizedKernel:
     """Stand in a model's parameters where a kernel stands: integers, and what to multiply them by.
 
     In a scanned stack both arrays lead with L.
+
+    Attributes:
+        values: i8[inputs, outputs]; of 4 bits u8[inputs / 2, outputs], two values in a byte, + 8
+            each, the first in its low half.
+        scale: f32[groups, outputs].
+        inputs: the axes of the kernel that are summed over, such as [N, Hv] of an attention's
+            output.
+        outputs: the other axes.
+        bits: 8 or 4.
     """
 
     values: jax.Array
-    """i8[inputs, outputs]; of 4 bits u8[inputs / 2, outputs], two values in a byte, + 8 each, the
-    first in its low half."""
     scale: jax.Array
-    """f32[groups, outputs]."""
     inputs: tuple[int, ...]
-    """The axes of the kernel that are summed over, such as [N, Hv] of an attention's output."""
     outputs: tuple[int, ...]
     bits: int
 

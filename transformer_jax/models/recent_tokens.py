@@ -30,10 +30,15 @@ from transformer_jax.shown import short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecentTokens:
-    """Hold the last tokens that a row has read; goes in and comes out, never mutated."""
+    """Hold the last tokens that a row has read; goes in and comes out, never mutated.
+
+    Attributes:
+        tokens: i32[B, C], the newest last; -1 before the beginning.
+        length: i32[B], tokens read.
+    """
 
     tokens: jax.Array  # i32[B, C], the newest last; -1 before the beginning
-    length: jax.Array  # i32[B]: tokens read
+    length: jax.Array  # i32[B]
 
 
 class WindowSizes(Protocol):
@@ -53,7 +58,12 @@ class WindowSizes(Protocol):
 def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
     """Make the state of a model that has read nothing: C times -1 in each row.
 
-    `config` is a WindowConfig or an NgramConfig. ValueError where `batch` is no count.
+    Args:
+        config: a `WindowConfig` or an `NgramConfig`.
+        batch: B, rows.
+
+    Raises:
+        ValueError: if `batch` is not an integer of at least 0.
     """
     check_count("batch", batch, 0)
     empty = jnp.full((batch, config.context), -1, jnp.int32)

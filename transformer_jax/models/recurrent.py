@@ -65,6 +65,14 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
     """Make the state of a language model that has read nothing.
 
     An encoder-decoder reads its source first: `model.apply(..., source, method="init_state")`.
+
+    Args:
+        config: of a language model.
+        batch: B, rows.
+
+    Raises:
+        ValueError: if the model has a source or reads both ends, or `batch` is not an integer of at
+            least 0.
     """
     if config.source_vocab_size is not None:
         rule = "its state starts from a source: model.apply(..., source, method='init_state')"
@@ -76,7 +84,11 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
 
 
 class RecurrentLM(nn.Module):
-    """Language model (Mikolov et al. 2010; Zaremba et al. 2014)."""
+    """Language model (Mikolov et al. 2010; Zaremba et al. 2014).
+
+    Attributes:
+        config: without a source, reading forward.
+    """
 
     config: RecurrentConfig
 
@@ -90,20 +102,32 @@ class RecurrentLM(nn.Module):
         tokens: jax.Array,  # i32[B, T]
         *,
         state: RecurrentState | None = None,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
-        """Return logits f32[B, T, V] of the next token, and the state after these.
+        """Return logits of the next token, and the state after these.
 
-        With `segments` the carry is zeros before the first token of each run of equal ids, so each
-        document is read as if alone; the state is that of the last one. `segments` with a `state`
-        is a ValueError. `at` asks for the logits [B, Q, V] after the tokens of these indices
-        alone. The values of the places `capture` come third, in a dict, where it names any; `edit`
-        changes values by functions (`transformer_jax.places`).
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents: the carry is zeros before the first token
+                of each run of equal ids, and the state that of the last one. Not with a state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
@@ -122,6 +146,9 @@ class RecurrentTagger(nn.Module):
     For training on masked tokens, to tag, or to classify. In each layer one cell reads forward and
     one backward; both outputs together go to the next layer, and tanh(W [forward; backward] + b) to
     the logits.
+
+    Attributes:
+        config: without a source, reading both ends.
     """
 
     config: RecurrentConfig
@@ -138,19 +165,31 @@ class RecurrentTagger(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return logits f32[B, T, V] of each token's own place, and None for a state.
+        """Return logits of each token's own place, and None for a state.
 
-        With `segments` both directions begin anew at each run of equal ids. `at` asks for the
-        logits [B, Q, V] of these indices alone. `key` turns dropout on. The values of the places
-        `capture` come third, in a dict, where it names any; `edit` changes values by functions
-        (`transformer_jax.places`). ValueError where arguments do not fit.
+        Args:
+            tokens: i32[B, T].
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents: both directions begin anew at each run of
+                equal ids.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and None; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
         """
         check_segments(tokens, segments, None)
         places = Places.of(self.config, capture, edit)
@@ -168,14 +207,24 @@ class RecurrentTagger(nn.Module):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
+        valid: jax.Array | None = None,  # bool[B, T]
         key: jax.Array | None = None,
     ) -> jax.Array:  # f32[B, C]
         """Return class logits W [forward; backward] + b of each row.
 
         forward is the top layer's state after the last token of a row, backward the one after the
-        first: each has read the whole row. `key` turns dropout on. ValueError where the model has
-        no classification head or the arguments do not fit.
+        first: each has read the whole row.
+
+        Args:
+            tokens: i32[B, T].
+            valid: bool[B, T], False is padding; None has none.
+            key: a single key, which turns dropout on.
+
+        Returns:
+            f32[B, C].
+
+        Raises:
+            ValueError: if the model has no classification head or the arguments do not fit.
         """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this model has no classification head")
@@ -213,7 +262,11 @@ class RecurrentTagger(nn.Module):
 
 
 class RecurrentSeq2Seq(nn.Module):
-    """Source in, target out (Sutskever et al. 2014), with attention (Bahdanau et al. 2015)."""
+    """Source in, target out (Sutskever et al. 2014), with attention (Bahdanau et al. 2015).
+
+    Attributes:
+        config: with a source.
+    """
 
     config: RecurrentConfig
 
@@ -227,13 +280,17 @@ class RecurrentSeq2Seq(nn.Module):
         self,
         source: jax.Array,  # i32[B, S]
         *,
-        valid: jax.Array | None = None,  # bool[B, S]; False is padding
+        valid: jax.Array | None = None,  # bool[B, S]
         key: jax.Array | None = None,
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentState:
         """Read the source once: what the decoder starts from, and its attention looks at.
 
-        `edit` is that of `__call__`, of the encoder's places.
+        Args:
+            source: i32[B, S].
+            valid: bool[B, S], False is padding; None has none.
+            key: a single key, which turns dropout on.
+            edit: functions by the names of the encoder's places, which change the values there.
         """
         places = Places.of(self.config, (), edit).inside("encoder/")
         return self._read(source, valid, key, places)[0]
@@ -259,21 +316,37 @@ class RecurrentSeq2Seq(nn.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T]: the target
+        tokens: jax.Array,  # i32[B, T]
         *,
         source: jax.Array | None = None,  # i32[B, S]
-        source_valid: jax.Array | None = None,  # bool[B, S]; False is padding
+        source_valid: jax.Array | None = None,  # bool[B, S]
         state: RecurrentState | None = None,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        valid: jax.Array | None = None,  # bool[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentResult:
-        """Return logits f32[B, T, V] of the next target token: from a `source`, or from a `state`.
+        """Return logits of the next target token, and the state after these.
 
-        `at` asks for the logits [B, Q, V] after the tokens of these indices alone. `capture` and
-        `edit` are as in `RecurrentLM`; places of the encoder need a `source`.
+        Args:
+            tokens: i32[B, T], the target.
+            source: i32[B, S]; None with a state.
+            source_valid: bool[B, S], False is padding; None has none.
+            state: of the source and of the target's tokens before; None with a source.
+            valid: bool[B, T], False is padding; None has none.
+            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned; those of
+                the encoder need a source.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if not one of source and state is given, or arguments do not fit.
         """
         if (source is None) == (state is None):
             raise ValueError("give either source or state: a state has already read its source")

@@ -31,11 +31,17 @@ Carry = tuple[LayerCarry, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SourceMemory:
-    """Hold an encoder's states, which the decoder's attention looks at."""
+    """Hold an encoder's states, which the decoder's attention looks at.
 
-    states: jax.Array  # [B, S, M]; zeros where padded
+    Attributes:
+        states: [B, S, M], zeros where padded.
+        valid: bool[B, S].
+        keys: [B, S, A], additive attention's states w_key, computed once; else None.
+    """
+
+    states: jax.Array  # [B, S, M]
     valid: jax.Array  # bool[B, S]
-    keys: jax.Array | None = None  # [B, S, A]: additive attention's states w_key, computed once
+    keys: jax.Array | None = None  # [B, S, A]
 
 
 @short_repr
@@ -43,12 +49,19 @@ class SourceMemory:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentState:
-    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated."""
+    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
+
+    Attributes:
+        carry: of each layer h [B, H] of an RNN or a GRU, (c, h) of an LSTM.
+        length: i32[B], tokens read.
+        memory: of the source, which attention looks at; None without attention.
+        weights: f32[B, S], attention of the last token, zeros before any; None without attention.
+    """
 
     carry: Carry
-    length: jax.Array  # i32[B]: tokens read
+    length: jax.Array  # i32[B]
     memory: SourceMemory | None = None
-    weights: jax.Array | None = None  # f32[B, S]: attention of the last token; zeros before any
+    weights: jax.Array | None = None  # f32[B, S]
 
 
 class Vocabulary(nn.Module):

@@ -280,9 +280,16 @@ def stream_attention(
 def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1) -> kv.KVCache:
     """Move a stream to smaller positions: row b moves back by a multiple of S and `multiple`.
 
-    Keys rotated by `rope` are turned back by as much, R(p - shift) = R(-shift) R(p), one rounding
-    in their dtype. Mask, bias and rotation read differences of positions, so no result changes.
-    A state with sinks is refused: they stay where they are.
+    Mask, bias and rotation read differences of positions, so no result changes.
+
+    Args:
+        state: a ring without sinks, which would stay where they are.
+        rope: what rotated the keys, which are turned back by as much, R(p - shift) = R(-shift)
+            R(p), one rounding in their dtype; None where nothing did.
+        multiple: of a chunk, at least 1.
+
+    Raises:
+        ValueError: if the state has sinks, or rotated keys are int8.
     """
     if state.sinks:
         raise ValueError(f"sinks is {state.sinks}: sinks stay where they are")
@@ -308,7 +315,13 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
 def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> ModelCache:
     """Apply `rebase_state` in every layer of a Decoder or a StreamingEncoder with a window.
 
-    `multiple` is the StreamingEncoder's chunk, if it has one.
+    Args:
+        cache: of rings.
+        config: of the model.
+        multiple: the StreamingEncoder's chunk, if it has one.
+
+    Raises:
+        ValueError: if a layer is no ring, or its positions or sinks cannot be moved.
     """
     if config.positions is not None and config.positions.absolute:
         rule = "they are absolute, and cannot be moved"

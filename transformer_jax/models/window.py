@@ -30,7 +30,11 @@ from transformer_jax.models.recurrent_layers import Vocabulary
 
 
 class WindowLM(nn.Module):
-    """Predict each token from a fixed number of tokens before it (Bengio et al. 2003)."""
+    """Predict each token from a fixed number of tokens before it (Bengio et al. 2003).
+
+    Attributes:
+        config: of the model.
+    """
 
     config: WindowConfig
 
@@ -50,20 +54,33 @@ class WindowLM(nn.Module):
         tokens: jax.Array,  # i32[B, T]
         *,
         state: RecentTokens | None = None,
-        valid: jax.Array | None = None,  # bool[B, T]; False is padding
-        segments: jax.Array | None = None,  # i32[B, T]: ids of packed documents
-        at: jax.Array | None = None,  # i32[B, Q]; None is every token
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return logits f32[B, T, V] of the next token, and the state after these.
+        """Return logits of the next token, and the state after these.
 
-        With `segments` a document sees nothing of the others: they are before its beginning, and
-        the state is that of the last one. `at` asks for the logits [B, Q, V] after the tokens of
-        these indices alone, and nothing is computed for others. `key` turns dropout on. The values
-        of the places `capture` come third, in a dict, where it names any; `edit` changes values by
-        functions (`transformer_jax.places`). ValueError where arguments do not fit.
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
+                that of the last one. Not with a state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
+                for others; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self.config, capture, edit)
         visit = places.visit()

@@ -59,9 +59,13 @@ def tensor_names(
     """Return the name of every tensor of a published checkpoint, and the parameters it holds.
 
     A tensor that holds several parameters side by side lists their paths in that order, as
-    `save_lora` and `load_lora` read it. `family` is a `model_type`; None is the first that can
-    express the config. With `bare` the names are those of a model without its head, a `BertModel`
-    or `LlamaModel`: "encoder.layer.0..." instead of "bert.encoder.layer.0...".
+    `save_lora` and `load_lora` read it.
+
+    Args:
+        config: of the model.
+        family: a `model_type`; None is the first that can express the config.
+        bare: names of a model without its head, a `BertModel` or `LlamaModel`: "encoder.layer.0..."
+            instead of "bert.encoder.layer.0...".
     """
     chosen = FAMILIES[written_family(config, family)]
     names: dict[str, tuple[str, ...]] = {}

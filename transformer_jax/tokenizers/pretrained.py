@@ -60,25 +60,31 @@ class PretrainedTokenizer:
 
     Plain `encode(text)` adds nothing unless `add_special_tokens` is set; a special token written
     out in the text becomes its id, as in Hugging Face's library, unless told otherwise.
+
+    Attributes:
+        definition: the JSON of the library.
+        roles: pairs such as ("bos", "<s>"); names are those of ROLES.
+        stop_ids: tokens that end a generated text.
+        chat_templates: pairs of name and Jinja source; the usual template is called "default".
+        add_special_tokens: whether `encode` adds special tokens by default, such as <bos> before a
+            text and </s> after it.
+        named_tokens: pairs such as ("image_token", "<img>"), more names that chat templates use for
+            tokens.
+        target_ids: how an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`.
+        banned: sequences of tokens that an encoder-decoder never writes.
+        now: what chat templates take for the present time, such as "2026-11-26T13:10:00"; None is
+            the present.
     """
 
     definition: str
     roles: tuple[tuple[str, str], ...] = ()
-    """Pairs such as ("bos", "<s>"); names are those of ROLES."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a generated text."""
     chat_templates: tuple[tuple[str, str], ...] = ()
-    """Pairs of name and Jinja source; the usual template is called "default"."""
     add_special_tokens: bool = False
-    """Whether `encode` adds special tokens by default: <bos> before a text, </s> after it, ..."""
     named_tokens: tuple[tuple[str, str], ...] = ()
-    """Pairs such as ("image_token", "<img>"): more names that chat templates use for tokens."""
     target_ids: tuple[tuple[str, int], ...] = ()
-    """How an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`."""
     banned: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that an encoder-decoder never writes."""
     now: str | None = None
-    """What chat templates take for the present time, such as "2026-11-26T13:10:00"; None: it is."""
 
     def __post_init__(self) -> None:
         content = _object(self.definition)
@@ -155,11 +161,23 @@ class PretrainedTokenizer:
         written: Written = "parse",
         begins: bool = True,
     ) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; `special_tokens` overrides `add_special_tokens`.
+        """Return the ids of a text.
 
-        A special token that the text spells out becomes its id. With `written="text"` it is
-        ordinary text, with "refuse" a DataError: use one of them for text you do not trust. Some
-        tokenizers put a space before a text; not where it goes on with another, `begins=False`.
+        Args:
+            text: to read.
+            special_tokens: add those that the model was trained with around a text; None is
+                `add_special_tokens`.
+            written: how to read a special token that the text spells out: "parse" gives its id,
+                with "text" it is ordinary text, with "refuse" an error. Use one of the last two for
+                text you do not trust.
+            begins: False where the text goes on with another: some tokenizers put a space before
+                one that begins.
+
+        Returns:
+            i32[n].
+
+        Raises:
+            DataError: if the text holds what has no token, or what `written` refuses.
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
@@ -195,9 +213,16 @@ class PretrainedTokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = False, begins: bool = True
     ) -> str:
-        """Return the ids as a whole text, or as one that goes on with another (`begins=False`).
+        """Return ids as a text; bytes that are no UTF-8 become U+FFFD.
 
-        Bytes that are no UTF-8 become U+FFFD.
+        Args:
+            ids: integers below `vocab_size`.
+            skip_special_tokens: leave special tokens out.
+            begins: False where the text goes on with another, and keeps the space of its first
+                word.
+
+        Raises:
+            DataError: if an id is outside the vocabulary.
         """
         skipped = self._special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._checked, ids) if i not in skipped]
@@ -220,11 +245,23 @@ class PretrainedTokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Render messages, `{"role": ..., "content": ...}`, as the model was trained to read them.
+        """Render messages as the model was trained to read them.
 
-        `template` names one of several templates. Special tokens are spelled out in the text;
-        `chat_ids` gives the ids and checks that no message holds special tokens. DataError names
-        the message that has neither content nor tool_calls, and says why a template failed.
+        Special tokens are spelled out in the text; `chat_ids` gives the ids and checks that no
+        message holds special tokens.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, at least one.
+            add_generation_prompt: begin the assistant's answer at the end.
+            tools: that the model may call, as the template wants them.
+            documents: that the model may read, as the template wants them.
+            template: the name of one of several templates; None is the one for tools, or the usual
+                one.
+            **variables: more that the template reads.
+
+        Raises:
+            DataError: if a message has neither content nor tool_calls, or a template fails, with
+                the reason.
         """
         try:
             from transformer_jax.tokenizers.chat_template import render
@@ -265,9 +302,22 @@ class PretrainedTokenizer:
     ) -> np.ndarray:  # i32[n]
         """Return the ids of `chat`; nothing is added to what the template wrote.
 
-        A message, tool or document that spells out a special token could end its turn and begin
-        another's, and is refused (DataError). So is any added token that the template itself uses,
-        except in messages of the assistant. `written="parse"` accepts every text.
+        Args:
+            messages: `{"role": ..., "content": ...}`, at least one.
+            tools: that the model may call, as the template wants them.
+            documents: that the model may read, as the template wants them.
+            template: the name of one of several templates; None is the one for tools, or the usual
+                one.
+            written: "refuse" refuses a message, tool or document that spells out a special token,
+                which could end its turn and begin another's, and any added token that the template
+                itself uses, except in messages of the assistant; "parse" accepts every text.
+            **variables: more that the template reads.
+
+        Returns:
+            i32[n].
+
+        Raises:
+            DataError: as `chat`, and for what `written` refuses.
         """
         if written not in ("parse", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse' or 'refuse'")

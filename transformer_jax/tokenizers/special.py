@@ -27,7 +27,12 @@ STAND_INS = {
 @short_repr
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Add ids after those of another tokenizer, each with a name and no text."""
+    """Add ids after those of another tokenizer, each with a name and no text.
+
+    Attributes:
+        base: the other tokenizer.
+        names: of the ids, distinct, at least one.
+    """
 
     base: Tokenizer
     names: tuple[str, ...]

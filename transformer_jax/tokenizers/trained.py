@@ -71,7 +71,11 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CharTokenizer(WholeText):
-    """Give each character an id, in the order of their code points."""
+    """Give each character an id, in the order of their code points.
+
+    Attributes:
+        characters: distinct, in order, at least one.
+    """
 
     characters: str
 
@@ -135,8 +139,10 @@ class ByteTokenizer(WholeText):
 class BPETokenizer(WholeText):
     """Merge bytes into learned pieces: BPE (Sennrich et al. 2016; Radford et al. 2019).
 
-    `definition` is the JSON of the `tokenizers` library. Every byte is a token, so any text has ids
-    and comes back from them exactly.
+    Every byte is a token, so any text has ids and comes back from them exactly.
+
+    Attributes:
+        definition: the JSON of the `tokenizers` library.
     """
 
     definition: str
@@ -151,7 +157,12 @@ class BPETokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BPETokenizer:
-        """Learn at most `vocab_size` tokens: the 256 bytes and the most frequent merges."""
+        """Learn tokens: the 256 bytes and the most frequent merges.
+
+        Args:
+            text: to learn from.
+            vocab_size: the most tokens.
+        """
         from tokenizers import Regex, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Library
 
@@ -207,6 +218,9 @@ class WordTokenizer(WholeText):
 
     Id 0 is a word that is not known, id 1 the end of a line. A text comes back with one space
     between words, so it is not for text that has to come back as it was.
+
+    Attributes:
+        words: distinct and without spaces; they have the ids from 2 on.
     """
 
     words: tuple[str, ...]
@@ -219,7 +233,12 @@ class WordTokenizer(WholeText):
 
     @classmethod
     def train(cls, text: str, count: int = 1) -> WordTokenizer:
-        """Make a tokenizer of the words that occur at least `count` times, the frequent first."""
+        """Make a tokenizer of the words of a text, the frequent first.
+
+        Args:
+            text: to read.
+            count: how often a word must occur to be known.
+        """
         found = Counter(text.split())
         known = [word for word, times in found.items() if times >= count]
         return cls(tuple(sorted(known, key=lambda word: (-found[word], word))))

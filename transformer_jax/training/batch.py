@@ -40,16 +40,22 @@ class Batch:
 
     A field that a task does not need is None. T is the length of the rows, S of their sources. One
     example is a batch whose leaves lead with nothing: tokens and labels [T].
-    Pictures are `tokens` of an encoder; pictures and frames are the `source` of an encoder-decoder.
+
+    Attributes:
+        tokens: i32[..., B, T]; pictures of an encoder f32[..., B, H, W, C].
+        labels: i32[..., B, T], or [..., B] of classes; IGNORE where there is none.
+        segments: i32[..., B, T], ids of the documents packed in a row; 0 is padding.
+        valid: bool[..., B, T], False is padding.
+        prefix: bool[..., B, T], tokens that all of their document sees.
+        source: i32[..., B, S], f32[..., B, S, D_in] of frames or f32[..., B, H, W, C] of pictures.
+        source_valid: bool[..., B, S], False is padding.
     """
 
     tokens: Leaf  # i32[..., B, T], or f32[..., B, H, W, C]
     labels: Leaf  # i32[..., B, T], or [..., B] of classes; IGNORE where there is none
-    segments: Array | None = (
-        None  # i32[..., B, T]: ids of the documents packed in a row; 0 is padding
-    )
-    valid: Leaf = None  # bool[..., B, T]: False is padding
-    prefix: Leaf = None  # bool[..., B, T]: tokens that all of their document sees
+    segments: Array | None = None  # i32[..., B, T]
+    valid: Leaf = None  # bool[..., B, T]
+    prefix: Leaf = None  # bool[..., B, T]
     source: Leaf = None  # i32[..., B, S], f32[..., B, S, D_in] or f32[..., B, H, W, C]
     source_valid: Leaf = None  # bool[..., B, S]
 
@@ -147,9 +153,16 @@ def batch_loss(
 ) -> Loss:
     """Return the loss of a batch: the mean cross-entropy of its labels, in nats.
 
-    A transformer's logits are computed for `chunk` tokens of each row at a time, forward and
-    backward; None chooses by their size (`chosen_chunk`), and all at once is the plain loss. The
-    rows of a batch are split over `row_shards` devices.
+    Args:
+        config: of the model.
+        label_smoothing: at least 0 and below 1, as in `cross_entropy`.
+        z_loss: at least 0, as in `cross_entropy`.
+        chunk: tokens of each row whose logits a transformer computes at a time, forward and
+            backward; None chooses by their size (`chosen_chunk`).
+        row_shards: devices that the rows of a batch are split over.
+
+    Returns:
+        A function `loss(params, batch, key) -> (mean, weight)`; a key turns dropout on.
     """
     read, logits = _reading(config), batch_logits(config)
     whole = partial(

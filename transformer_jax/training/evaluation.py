@@ -36,7 +36,14 @@ def evaluate(
     held_out: tuple[jax.Array | np.ndarray, ...],
     batches: Iterable[Inputs],
 ) -> Scores:
-    """Return mean loss and accuracy over batches, weighted by their labels."""
+    """Return mean loss and accuracy over batches, weighted by their labels.
+
+    Args:
+        eval_step: of `make_eval_step`.
+        params: of the model.
+        held_out: what the step reads in each batch, such as a corpus.
+        batches: the inputs of each call.
+    """
 
     def placed(leaf: jax.Array | np.ndarray) -> jax.Array:
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)

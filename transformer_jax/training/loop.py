@@ -49,29 +49,38 @@ from transformer_jax.training.trackers import check_trackers
 @short_repr
 @dataclass(frozen=True)
 class Result:
-    """Hold what a run came to."""
+    """Hold what a run came to.
+
+    Attributes:
+        config: of the run.
+        state: after the last step.
+        step: the number of that step.
+        interrupted: `stop` asked for it before the last step.
+        val_loss: at `step`, nats per token; None where it is not finite, or where the run stopped
+            between two evaluations.
+        val_loss_per_character: the same in nats per character, whatever the tokenizer; None where a
+            task has none.
+        best_step: the step of the checkpoint with the lowest held-out loss; None where there is
+            none.
+        sample: what the model makes of its task, a text or held-out examples.
+        rejected: steps whose loss or gradient was not finite.
+        accuracy: share of the held-out labels that are the likeliest, at `step`.
+        scores: what the held-out examples came to once they were decoded.
+        unit: what `val_loss_per_character` is of, character or byte; token where it is None.
+    """
 
     config: TrainConfig
     state: TrainState
     step: int
     interrupted: bool
-    """`stop` asked for it before the last step."""
     val_loss: float | None
-    """At `step`, nats per token; None where it is not finite, or where the run stopped between two
-    evaluations."""
     val_loss_per_character: float | None
-    """The same in nats per character, whatever the tokenizer; None where a task has none."""
     best_step: int | None
     sample: str
-    """What the model makes of its task: a text, or held-out examples."""
     rejected: int
-    """Steps whose loss or gradient was not finite."""
     accuracy: float | None = None
-    """Share of the held-out labels that are the likeliest, at `step`."""
     scores: dict[str, float] = field(default_factory=dict)
-    """What the held-out examples came to once they were decoded."""
     unit: str = "token"
-    """What `val_loss_per_character` is of: character or byte; token where it is None."""
 
     @property
     def perplexity(self) -> float | None:
@@ -91,25 +100,30 @@ def fit(
     task: OwnTask | None = None,
     **unknown: Never,
 ) -> Result:
-    """Train as `config` says, into the folder `config.out`.
-
-    The model's vocab_size becomes the tokenizer's, or `vocab_size`, which may be larger. With
-    `config.init_from`, parameters and tokenizer start from that run or published model, whose
-    config `config.model` must be, but for `OVERRIDABLE_FIELDS` and what the task adds at the ends
-    of its tables; `fine_tuning` makes such a config. With
-    `resume`, the run in that folder goes on from its last checkpoint, bit for bit as if it had
-    never stopped; what `run_folder.MAY_CHANGE` lists may differ from it (with another `steps` the
-    schedule follows the new one). `task` is a task of your own, in the place of `config.task`
-    (docs/howto_task.md). `stop` is asked after every step: True saves and returns. `progress` is
-    told how far it is (`training.progress.Progress`); None prints in a notebook, and nothing
-    elsewhere.
+    """Train as a config says, into its folder.
 
     Of several processes (`jax.distributed`), each calls it with the same config, whose mesh is of
     all their devices, and a folder that all of them see; the first writes it. They are asked
     whether to stop every `log_every` steps.
 
-    Raises ConfigError, DataError or CheckpointError before anything is written, RunError and
-    OSError for what happens on the way; the checkpoints so far stay good.
+    Args:
+        config: of the run; `config.out` is the folder. With `config.init_from`, parameters and
+            tokenizer start from that run or published model, whose config `config.model` must be,
+            but for `OVERRIDABLE_FIELDS` and what the task adds at the ends of its tables;
+            `fine_tuning` makes such a config.
+        resume: go on with the run in the folder from its last checkpoint, bit for bit as if it had
+            never stopped. What `run_folder.MAY_CHANGE` lists may differ from it (with another
+            `steps` the schedule follows the new one).
+        vocab_size: the model's, at least the tokenizer's; None is the tokenizer's.
+        progress: is told how far it is; None prints in a notebook, and nothing elsewhere.
+        stop: is asked after every step; True saves and returns.
+        task: a task of your own, in the place of `config.task` (docs/howto_task.md).
+
+    Raises:
+        ConfigError: if the config cannot be run, before anything is written.
+        DataError: if the data cannot be used, before anything is written.
+        CheckpointError: if what to start from cannot be read, before anything is written.
+        RunError: for what happens on the way, as does OSError; the checkpoints so far stay good.
     """
     if unknown:
         refuse_keywords(fit, unknown)

@@ -32,16 +32,25 @@ _ROUNDING = np.uint32(2**32 - 1)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Hold all that a step changes, and the key that all its randomness comes from."""
+    """Hold all that a step changes, and the key that all its randomness comes from.
 
-    step: jax.Array  # i32[]; steps taken, rejected ones included
+    Attributes:
+        step: i32[], steps taken, rejected ones included.
+        params: of the model.
+        opt_state: of the optimizer.
+        key: a single key.
+        rejected: i32[], steps whose loss or gradient was not finite.
+        rejected_in_a_row: i32[], those of them since the last that was not rejected.
+        average: f32, the parameters averaged over the steps, where a run keeps that; else None.
+    """
+
+    step: jax.Array  # i32[]
     params: Params
     opt_state: optax.OptState
     key: jax.Array  # key[]
-    rejected: jax.Array  # i32[]; steps whose loss or gradient was not finite
+    rejected: jax.Array  # i32[]
     rejected_in_a_row: jax.Array  # i32[]
     average: Params | None = None
-    """f32; the parameters averaged over the steps, where a run keeps that."""
 
     @property
     def used_params(self) -> Params:
@@ -76,7 +85,15 @@ def init_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0, with fresh parameters."""
+    """Return the state of step 0, with fresh parameters.
+
+    Args:
+        config: of the model.
+        optimizer: of optax.
+        seed: u32[], which all randomness follows from.
+        param_dtype: that parameters are held in.
+        average: keep an average of them beside, in f32.
+    """
     init_key, key = split_seed(seed)
     params = init_params(config, init_key)
     return start_state(params, optimizer, key, param_dtype=param_dtype, average=average)
@@ -90,10 +107,17 @@ def start_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with these parameters, which the first step then donates.
+    """Return the state of step 0 with given parameters, which the first step then donates.
 
-    They are held in `param_dtype`; with `average`, an average of them is kept beside. ValueError
-    names a parameter for which the dtype has no room.
+    Args:
+        params: of the model.
+        optimizer: of optax.
+        key: a single key, which all randomness of the steps follows from.
+        param_dtype: that parameters are held in.
+        average: keep an average of them beside, in f32.
+
+    Raises:
+        ValueError: if the dtype has no room for a parameter.
     """
     check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
@@ -157,10 +181,16 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
-    The state is donated. With `ema_decay` d, its average a becomes d a + (1 - d) params.
-    `prepare(*inputs)` gives micro-batches, leaves [A, B, T]. Where the loss
-    or the gradient is not finite, parameters and optimizer stay as they were, and the step counts
-    as rejected. What is `frozen` goes to the loss after its other arguments, and has no gradient.
+    The state is donated. Where the loss or the gradient is not finite, parameters and optimizer
+    stay as they were, and the step counts as rejected. What is `frozen` goes to the loss after its
+    other arguments, and has no gradient.
+
+    Args:
+        loss: called with (params, batch, key, *frozen), returns a mean and the sum of weights it is
+            over.
+        optimizer: of optax.
+        prepare: called with the inputs of a step, returns its micro-batches, leaves [A, B, T].
+        ema_decay: d: the average a becomes d a + (1 - d) params; None keeps none.
     """
 
     def step(
@@ -268,6 +298,10 @@ def make_eval_step(
     """Return the jitted `step(params, *inputs, frozen=()) -> scores(params, batch, *frozen)`.
 
     There is no dropout.
+
+    Args:
+        scores: as `batch_scores(config)`, f32[3].
+        prepare: called with the inputs, returns a batch.
     """
 
     def step(

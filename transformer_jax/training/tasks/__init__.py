@@ -41,8 +41,14 @@ def load_task(
 ) -> TrainingTask:
     """Read the data of a config's task, and make its tokenizers unless they are given.
 
-    `vocab_size` is a larger vocabulary than the tokenizer's. ConfigError or DataError says in one
-    line what cannot be used.
+    Args:
+        config: of the run.
+        tokenizers: of the run; None makes them of its data.
+        vocab_size: a larger vocabulary than the tokenizer's; None is the tokenizer's.
+
+    Raises:
+        ConfigError: if the config does not fit the data.
+        DataError: if the data cannot be used.
     """
     if isinstance(config.task, OwnTask):
         task = config.task.load(config, tokenizers, vocab_size)

@@ -15,9 +15,17 @@ def compare_texts(
 
     exact_match is the share of equal texts, spaces at their ends aside. word_error_rate is the
     words to insert, delete or replace, by those that were wanted. BLEU (Papineni et al. 2002) and
-    chrF (Popović 2015) are sacrebleu's, of the corpus, with its usual settings, of `translations`
-    alone; they are left out where it is not installed.
+    chrF (Popović 2015) are sacrebleu's, of the corpus, with its usual settings; they are left out
+    where it is not installed.
+
+    Args:
+        written: n texts, at least one.
+        wanted: n texts.
+        translations: whether to give bleu and chrf.
     """
+    if len(written) != len(wanted):
+        rule = f"there are {len(wanted)} that were wanted"
+        raise ValueError(f"written has {len(written)} texts: {rule}")
     pairs = [(one.strip(), two.strip()) for one, two in zip(written, wanted, strict=True)]
     if not pairs:
         raise ValueError("written is empty: must have at least one text")
@@ -38,7 +46,11 @@ def compare_texts(
 def edit_distance(one: Sequence[object], two: Sequence[object]) -> int:
     """Return the fewest insertions, deletions and replacements that make one sequence the other.
 
-    Levenshtein (1966): a row of the table at a time.
+    Levenshtein (1966), a row of the table at a time.
+
+    Args:
+        one: items that are compared by ==.
+        two: likewise.
     """
     before = list(range(len(two) + 1))
     for i, item in enumerate(one, start=1):

@@ -93,7 +93,11 @@ class TrainingTask:
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return what the held-out examples come to once they are decoded.
 
-        Where many are, `report` is told on the way. Nothing where the held-out loss says it all.
+        Nothing where the held-out loss says it all.
+
+        Args:
+            params: of the model.
+            report: is told on the way how many examples are decoded, where many are.
         """
         return {}
 
