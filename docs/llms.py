@@ -15,8 +15,8 @@ SUMMARY = """# transformer_jax
 
 > A small library in JAX to train, load, take apart and serve transformers: masks as values, one
 > attention function with several implementations, one immutable KV cache, training, fine-tuning and
-> published checkpoints. It was run and measured on CPUs; its kernels for GPUs and TPUs have not run
-> on one.
+> published checkpoints. It was run and measured on CPUs and on one H100; its kernels for other GPUs
+> and for TPUs have not run on one.
 
 Python 3.11 to 3.13, JAX 0.10.2 or later. Import it as `import transformer_jax as tj`; the public
 names are in [groups](reference/index.md). Code on a page runs in the tests, and the indented text

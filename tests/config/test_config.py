@@ -30,6 +30,7 @@ from transformer_jax.config import (
     Sinusoidal,
     T5Buckets,
     TrainConfig,
+    fine_tuning,
     preset,
     train_preset,
 )
@@ -322,6 +323,11 @@ def test_a_name_is_short_for_one_of_several_kinds_with_its_defaults():
         with contextlib.suppress(ConfigError):  # of a task for another model
             assert TrainConfig(task=task).task == TASKS[task]()
     assert ModelConfig(kind="encoder", inputs="frames").inputs == Frames()
+    encoder = preset("bert-base")
+    for name in ("masked", "classify"):
+        assert fine_tuning(encoder, "x", task=name) == fine_tuning(encoder, "x", TASKS[name]())
+    with pytest.raises(ConfigError, match=r"^task is 'sft': must be .*, nearest: chat$"):
+        fine_tuning(encoder, "x", task="sft")
     with pytest.raises(ConfigError, match=r"^mesh is 'mesh': must be"):
         TrainConfig(mesh="mesh")
 

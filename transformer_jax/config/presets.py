@@ -10,6 +10,7 @@ from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Learned, Rope, Sinusoidal
 from transformer_jax.config.tasks import (
+    TASKS,
     ClassifyTask,
     ContinuousTask,
     GeneratedTask,
@@ -124,8 +125,9 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
     return TrainConfig(**{"model": _fitted(model, task), "task": task, **recipe, **changes})
 
 
-def _fitted(model: AnyModelConfig, task: Task | None) -> AnyModelConfig:
+def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
     """Return the model with the heads that the task asks of it, and no other."""
+    task = TASKS[task]() if isinstance(task, str) and task in TASKS else task
     return task.fit_model(model) if isinstance(task, MaskedTask | ClassifyTask) else model
 
 
