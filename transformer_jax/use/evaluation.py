@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import TypedDict, cast
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
@@ -29,6 +29,16 @@ from transformer_jax.training.tasks.continuous import Signals
 from transformer_jax.training.tasks.signals import read_signals
 from transformer_jax.training.tasks.task import Report, TrainingTask
 from transformer_jax.use.reading import Reader, published_run
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """Name the arguments of `evaluate` after the file; it says what each is."""
+
+    targets: str | None
+    examples: int | None
+    beams: int | None
+    context: int | None
+    report: Report | None
 
 
 def evaluate(
@@ -59,8 +69,7 @@ def evaluate(
     Raises:
         ConfigError: if the model's task has no such option.
     """
-    options: dict[str, Any] = dict(targets=targets, examples=examples, beams=beams)
-    config = task_on(model, data, context=context, **options)
+    config = task_on(model, data, targets=targets, examples=examples, beams=beams, context=context)
     if isinstance(config.task, DigitsTask | TonesTask):
         return judge_signals(config, model.tokenizers, model.params, data, report)
     return judge_file(config, model.tokenizers, model.params, report)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -36,17 +36,17 @@ from transformer_jax.text.text_model import (
     with_weights_held,
 )
 from transformer_jax.text.translation import search_translations, translate
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
 from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
-from transformer_jax.use.evaluation import evaluate
+from transformer_jax.use.evaluation import EvaluateOptions, evaluate
 from transformer_jax.use.nearest import nearest_words
 from transformer_jax.use.reading import Conversation, Reader, published_run
-from transformer_jax.use.scores import Scored, score_text
+from transformer_jax.use.scores import Score, Scored, score_text
 
 NUM_TOKENS = 400
 """New tokens of a text, where none are asked for."""
@@ -111,9 +111,59 @@ def _began_as_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "lock").exists()
 
 
+Written = str | list[str] | Iterator[str]
+"""A text, one for each of a list or of `samples`, or the pieces of a stream."""
+
+
+class Writing(TypedDict, total=False):
+    """Name what `LanguageModel.chat` takes besides; its docstring says what each is."""
+
+    stop: str | Sequence[str]
+    sampler: Greedy | Sample | None
+    key: jax.Array | None
+    processors: Sequence[HistoryProcessor]
+    slots: int
+    cache_dtype: jax.typing.DTypeLike | None
+
+
+class Searching(Writing, total=False):
+    """Name what `LanguageModel.generate` takes besides; its docstring says what each is."""
+
+    beams: int | None
+
+
+class Drawn(TypedDict):
+    """Name how tokens are chosen, as functions of `text` take it."""
+
+    sampler: Sample
+    key: jax.Array
+    processors: tuple[HistoryProcessor, ...]
+    cache_dtype: jax.typing.DTypeLike | None
+
+
 class LanguageModel(Reader):
     """Use a model on texts; `load` makes one."""
 
+    @overload
+    def generate(
+        self, prompt: str = "", num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: None = None, **options: Unpack[Searching],
+    ) -> str: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompt: str = "", num_tokens: int | None = None, *,
+        stream: Literal[True], samples: None = None, **options: Unpack[Searching],
+    ) -> Iterator[str]: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompt: str = "", num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: int, **options: Unpack[Searching],
+    ) -> list[str]: ...  # fmt: skip
+    @overload
+    def generate(
+        self, prompt: list[str] | tuple[str, ...], num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: None = None, **options: Unpack[Searching],
+    ) -> list[str]: ...  # fmt: skip
     def generate(
         self,
         prompt: str | Sequence[str] = "",
@@ -129,7 +179,7 @@ class LanguageModel(Reader):
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
         **unknown: Never,
-    ) -> Any:
+    ) -> Written:
         """Return the text that follows a prompt, or the target of a source, or masks filled.
 
         A text of a list is what it would be alone.
@@ -167,7 +217,7 @@ class LanguageModel(Reader):
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
-        given: dict[str, Any] = dict(
+        given: dict[str, object] = dict(
             sampler=sampler, processors=processors, cache_dtype=cache_dtype
         )
         if self.kind == "masks":
@@ -201,6 +251,26 @@ class LanguageModel(Reader):
         ids = [self.read(text) for text in texts]
         return self._written(ids, num_tokens, stop, drawn, samples, slots, is_list, stream)
 
+    @overload
+    def chat(
+        self, messages: Conversation, num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: None = None, **options: Unpack[Writing],
+    ) -> str: ...  # fmt: skip
+    @overload
+    def chat(
+        self, messages: Conversation, num_tokens: int | None = None, *,
+        stream: Literal[True], samples: None = None, **options: Unpack[Writing],
+    ) -> Iterator[str]: ...  # fmt: skip
+    @overload
+    def chat(
+        self, messages: Conversation, num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: int, **options: Unpack[Writing],
+    ) -> list[str]: ...  # fmt: skip
+    @overload
+    def chat(
+        self, messages: list[str] | Sequence[Sequence[Message]], num_tokens: int | None = None, *,
+        stream: Literal[False] = False, samples: None = None, **options: Unpack[Writing],
+    ) -> list[str]: ...  # fmt: skip
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -215,7 +285,7 @@ class LanguageModel(Reader):
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
         **unknown: Never,
-    ) -> Any:
+    ) -> Written:
         """Return the assistant's answer to messages, as the model was trained to read them.
 
         Args:
@@ -243,7 +313,7 @@ class LanguageModel(Reader):
         refuse_keywords(self.chat, unknown)
         many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
         many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
-        talks: Any = messages if many else [messages]
+        talks: Sequence[Any] = messages if many else [messages]  # asked one by one, below
         counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
         stop = _checked(counts, stop, stream, len(talks) if many else None)
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
@@ -253,11 +323,9 @@ class LanguageModel(Reader):
                 rule = f"0 fit after the prompt (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
         found = self._written(ids, num_tokens, stop, drawn, samples, slots, many, stream)
-        if stream:
-            return _without_first_space(found)
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
-        return found.removeprefix(" ")
+        return found.removeprefix(" ") if isinstance(found, str) else _without_first_space(found)
 
     def search(
         self,
@@ -326,9 +394,19 @@ class LanguageModel(Reader):
             config, self.params, self.tokenizer, ids, count, processors=own, **given
         )
 
+    @overload
+    def score(self, text: Scored, *, stride: int | None = None) -> Score: ...
+    @overload
     def score(
-        self, text: Scored | Sequence[str], *, stride: int | None = None, **unknown: Never
-    ) -> Any:
+        self, text: list[str] | list[tuple[str, str]], *, stride: int | None = None
+    ) -> list[Score]: ...
+    def score(
+        self,
+        text: Scored | list[str] | list[tuple[str, str]],
+        *,
+        stride: int | None = None,
+        **unknown: Never,
+    ) -> Score | list[Score]:
         """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
 
         A model that puts nothing before a text scores all of its tokens but the first.
@@ -438,7 +516,11 @@ class LanguageModel(Reader):
         check_count("count", count, 1)
         return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count)
 
-    def classify(self, text: str | Sequence[str]) -> Any:
+    @overload
+    def classify(self, text: str) -> tuple[str, float]: ...
+    @overload
+    def classify(self, text: list[str] | tuple[str, ...]) -> list[tuple[str, float]]: ...
+    def classify(self, text: str | Sequence[str]) -> tuple[str, float] | list[tuple[str, float]]:
         """Return the likeliest class of a text and its probability.
 
         Args:
@@ -458,13 +540,13 @@ class LanguageModel(Reader):
         found = label_texts(self.model.run, self.tokenizers, self.params, texts)
         return found if is_list else found[0]
 
-    def evaluate(self, data: str | Path, **options: Any) -> dict[str, float]:
+    def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:
         """Return the measures of the model's task on a file; see `use.evaluation.evaluate`."""
         if not isinstance(data, str | Path):
             raise ConfigError(f"data is {data!r:.80}: must be a file")
         return evaluate(self, str(data), **options)
 
-    def _refuse(self, given: Mapping[str, Any], rule: str) -> None:
+    def _refuse(self, given: Mapping[str, object], rule: str) -> None:
         """Raise ConfigError for an argument that was given."""
         for name, value in given.items():
             if value is not None and value is not False and not _is_empty(value):
@@ -478,7 +560,7 @@ class LanguageModel(Reader):
         processors: Sequence[HistoryProcessor],
         cache_dtype: jax.typing.DTypeLike | None,
         samples: int | None,
-    ) -> dict[str, Any]:
+    ) -> Drawn:
         """Return how a token is chosen, as `completion` takes it."""
         if sampler is not None and not isinstance(sampler, Greedy | Sample):
             raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
@@ -497,37 +579,41 @@ class LanguageModel(Reader):
         prompts: list[np.ndarray],
         num_tokens: int | None,
         stop: tuple[str, ...],
-        drawn: dict[str, Any],
+        drawn: Drawn,
         samples: int | None,
         slots: int,
         is_list: bool,
         stream: bool,
-    ) -> Any:
+    ) -> Written:
         """Go on with prompts: one in pieces, one in many ways, or many side by side."""
         count = NUM_TOKENS if num_tokens is None else num_tokens
         if samples is not None and num_tokens is None:
             count = max(1, min(count, self.room(prompts[0])))
-        drawn = drawn | dict(stop=stop, stop_ids=self.model.stop_ids)
+        ends = self.model.stop_ids
         if not is_list:
             (prompt,) = prompts
             model = self._sized([prompt], count)
             if samples is not None:
-                return completion.samples(*model, prompt, count, count=samples, **drawn)
-            pieces = completion.complete(*model, prompt, count, **drawn)
+                return completion.samples(
+                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends, **drawn
+                )
+            pieces = completion.complete(*model, prompt, count, stop=stop, stop_ids=ends, **drawn)
             return pieces if stream else "".join(pieces)
         found, fitting = [""] * len(prompts), []
         for n, prompt in enumerate(prompts):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            own = drawn | {"key": jax.random.fold_in(drawn["key"], n)}
-            pieces = completion.complete(*self._sized([prompt], count), prompt, count, **own)
+            own: Drawn = {**drawn, "key": jax.random.fold_in(drawn["key"], n)}
+            pieces = completion.complete(
+                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends, **own
+            )
             found[n] = "".join(pieces)
         if fitting:
             parts = [prompts[n] for n in fitting]
             answers = completion.answer(
                 *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
-                numbers=fitting, **drawn,
+                numbers=fitting, stop=stop, stop_ids=ends, **drawn,
             )  # fmt: skip
             for n, text in answers:
                 found[n] = text
@@ -577,17 +663,18 @@ class LanguageModel(Reader):
         texts: list[str],
         num_tokens: int | None,
         stop: tuple[str, ...],
-        drawn: dict[str, Any],
+        drawn: Drawn,
         samples: int | None,
         is_list: bool,
         stream: bool,
-    ) -> Any:
+    ) -> Written:
         """Write the targets of sources with a published encoder-decoder."""
         count = self._target_count(num_tokens)
         drawn["processors"] = self._forcing(drawn["processors"], count)
         found = []
         for n, text in enumerate(texts):
-            own = drawn | {"key": jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]}
+            key = jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]
+            own: Drawn = {**drawn, "key": key}
             found.append(
                 translate(
                     self.config, self.params, self.tokenizer, self._source(text),  # type: ignore[arg-type]
@@ -600,7 +687,7 @@ class LanguageModel(Reader):
         return _as_given([targets[0] for targets in found], is_list, stream)
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     return isinstance(value, tuple) and not value
 
 
@@ -639,7 +726,7 @@ def _texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
     return list(texts), not isinstance(given, str)
 
 
-def _as_given(texts: list[str], is_list: bool, stream: bool) -> Any:
+def _as_given(texts: list[str], is_list: bool, stream: bool) -> Written:
     """Return a list's texts, the one text, or an iterator of it."""
     if stream:
         return iter([text for text in texts if text])

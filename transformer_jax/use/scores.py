@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -83,9 +83,9 @@ def score_text(model: Reader, text: Scored, stride: int | None) -> Score:
     return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride)
 
 
-def _turn(model: Reader, text: Any) -> tuple[Turn, str]:
+def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     """Return what is read and what is scored of a prompt with its answer, and the answer."""
-    if isinstance(text, tuple) and len(text) == 2 and all(isinstance(one, str) for one in text):
+    if _is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
             return text_turn(model.tokenizer, *text), text[1]
     elif isinstance(text, list):
@@ -174,11 +174,15 @@ def windows(
             return
 
 
-def _score_pair(model: Reader, text: Any, stride: int | None) -> Score:
+def _is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
+    return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
+
+
+def _score_pair(model: Reader, text: Scored, stride: int | None) -> Score:
     """Score the target of a source, and its end."""
     if stride is not None:
         raise ConfigError(f"stride is {stride}: of pairs, a target is scored whole")
-    if not (isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)):
+    if not _is_pair(text):
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
     example = pair_batch(model, *text)
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
