@@ -544,6 +544,38 @@ def test_an_own_bias_runs_and_has_a_gradient(implementation):
     check(got, want)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ramp:
+    """Have fields that arrays have too; a bias is what has `materialize`."""
+
+    rate: jax.Array  # []
+    shape: tuple[int, ...] = field(default=(), metadata={"static": True})
+    dtype: str = field(default="float64", metadata={"static": True})
+
+    def materialize(self, q_positions, k_positions):
+        q, k = jnp.atleast_2d(q_positions), jnp.atleast_2d(k_positions)
+        return self.rate * (k[:, None, None, :] - q[:, None, :, None]).astype(jnp.float32)
+
+
+def test_fields_of_an_own_bias_may_have_the_names_of_an_arrays():
+    draws = np.random.default_rng(0).normal(size=(3, 1, 7, 2, 5)).astype(np.float32)
+    q, k, v = jnp.asarray(draws)
+    bias, at = Ramp(jnp.float32(0.3)), np.arange(7)
+    reasons = explain_attention(q, k, v, bias=bias)
+    scores = np.einsum("BTNH,BSNH->BNTS", *draws[:2].astype(np.float64)) / 5**0.5
+    weights = np.exp(scores + 0.3 * (at - at[:, None]))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    want = np.einsum("BNTS,BSNH->BTNH", weights, draws[2].astype(np.float64))
+    for name in ("xla", "blockwise", "native"):
+        if reasons[name] is None:
+            got = dot_product_attention(q, k, v, bias=bias, implementation=name)
+            assert_near(got, want, FORWARD_F32, name)
+    with using(Plain()):
+        reason = explain_attention(q, k, v, bias=bias)["pallas"]
+    assert reason == "takes a bias that is an array or ALiBi, not Ramp"
+
+
 def test_what_an_own_bias_must_be_is_said():
     x = jnp.zeros((2, 5, 2, 4))
 
