@@ -32,7 +32,7 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
-from transformer_jax.pytree import Leaf, Params, PyTree
+from transformer_jax.pytree import Array, Params
 from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
@@ -62,8 +62,8 @@ _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 def save_lora(
     path: str | os.PathLike[str],
-    params: Mapping[str, PyTree],
-    adapters: Mapping[str, PyTree],
+    params: Params,
+    adapters: Params,
     config: LoraConfig,
     names: Names,
     *,
@@ -134,7 +134,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 
 def _module_pairs(
-    flat: Mapping[str, Leaf],
+    flat: Mapping[str, Mapping[str, Array]],
     modules: Mapping[str, tuple[str, ...]],
     found: Matrices,
     rank: int,
@@ -178,7 +178,7 @@ def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) ->
 
 
 def load_lora(
-    path: str | os.PathLike[str], params: Mapping[str, PyTree], names: Names
+    path: str | os.PathLike[str], params: Params, names: Names
 ) -> tuple[LoraConfig, Params]:
     """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
@@ -230,7 +230,9 @@ def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
     return modules
 
 
-def _check_shapes(flat: Mapping[str, Leaf], found: Matrices, config: LoraConfig) -> None:
+def _check_shapes(
+    flat: Mapping[str, Mapping[str, Array]], found: Matrices, config: LoraConfig
+) -> None:
     for path, x in flat.items():
         if path not in found:
             raise ValueError(f"adapters have {path}: the parameters have no such kernel")
@@ -242,7 +244,7 @@ def _check_shapes(flat: Mapping[str, Leaf], found: Matrices, config: LoraConfig)
             raise ValueError(f"{path}: {given}: {rule}")
 
 
-def _joined(parts: list[Leaf], widths: list[int], rank: int) -> Pair:
+def _joined(parts: list[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
     """Join the adapters of several kernels side by side; r is the rank if their As are equal."""
     given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in given if x is not None]

@@ -35,7 +35,7 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     scanned_path,
 )
-from transformer_jax.pytree import Leaf, PyTree
+from transformer_jax.pytree import Array, Params
 from transformer_jax.tokenizers.hf_files import more_templates
 from transformer_jax.untrusted_files import check_path
 
@@ -54,7 +54,7 @@ Fetch = Callable[[], np.ndarray]
 def save_pretrained(
     path: str | Path,
     config: ModelConfig,
-    params: Mapping[str, PyTree],
+    params: Params,
     *,
     family: str | None = None,
     like: str | Path | None = None,
@@ -164,7 +164,7 @@ class _Original:
         return kept, written
 
 
-def _looped(given: Mapping[str, PyTree], shapes: Shapes) -> dict[str, Fetch]:
+def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
     """Return a way to fetch every parameter of the looped model from a looped or scanned one.
 
     ValueError names a parameter that is missing, unknown, or of another shape or dtype.
@@ -192,7 +192,7 @@ def _looped(given: Mapping[str, PyTree], shapes: Shapes) -> dict[str, Fetch]:
     return found
 
 
-def _fetch(leaf: Leaf, layer: int | None) -> np.ndarray:
+def _fetch(leaf: Array, layer: int | None) -> np.ndarray:
     return np.asarray(leaf if layer is None else leaf[layer])
 
 

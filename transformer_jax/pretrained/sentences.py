@@ -12,7 +12,7 @@ Other parts, which sentence-transformers also has, are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -28,7 +28,7 @@ from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 from transformer_jax.programs import program
-from transformer_jax.pytree import PyTree
+from transformer_jax.pytree import Params, PyTree
 from transformer_jax.shown import short_repr
 
 Pooling = Literal["mean", "cls", "max"]
@@ -103,7 +103,7 @@ class SentenceEncoder:
     """
 
     config: ModelConfig
-    params: Mapping[str, PyTree]
+    params: Params
     pooling: Pooling
     normalise: bool
     max_len: int
@@ -183,7 +183,7 @@ class SentenceEncoder:
 @program(static=("config", "pooling", "normalise"))
 def _encode(
     config: ModelConfig,
-    params: Mapping[str, PyTree],
+    params: Params,
     tokens: jax.Array | np.ndarray,
     positions: jax.Array | np.ndarray | None,
     pooling: Pooling,
