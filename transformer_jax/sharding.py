@@ -9,19 +9,23 @@ nothing here does anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from transformer_jax.kernels.sharding import no_mesh, vary
 
 Result = TypeVar("Result")
+Gathered = TypeVar("Gathered", bound=jax.Array | None)
+Axis = str | tuple[str, ...] | None
+"""The axes of a mesh that split one axis of an array."""
 
 __all__ = ["by_compiler", "gathered", "no_mesh", "split", "split_rows", "vary"]
 
 
-def split(x: Any, axes: slice = slice(None), after: Iterable[Any] = ()) -> PartitionSpec:
+def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
     """Return how some axes of an array are split, by its type, and after them those of `after`.
 
     No axis of a mesh splits an array twice: what the first have taken is left out of `after`.
@@ -33,21 +37,21 @@ def split(x: Any, axes: slice = slice(None), after: Iterable[Any] = ()) -> Parti
     return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in after))
 
 
-def split_rows(state: Any) -> PartitionSpec:
+def split_rows(state: object) -> PartitionSpec:
     """Return how the rows of a state are split, with which all of its arrays begin."""
     leaves = jax.tree.leaves(state)
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
 
 
-def gathered(parameter: Any, x: Any, axes: slice) -> Any:
+def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
     """Return a parameter whole along the axes of the mesh that split these axes of `x`, its rows.
 
     Where both are split over the same devices, as rows and parameters by "fsdp", the compiler might
     as well move the activations; of the two, the parameter is the one to gather. None stays None.
     """
-    mesh = None if parameter is None else jax.typeof(parameter).sharding.mesh
-    if mesh is None or not mesh.explicit_axes:
+    if parameter is None or not jax.typeof(parameter).sharding.mesh.explicit_axes:
         return parameter
+    mesh = jax.typeof(parameter).sharding.mesh
     taken = {name for one in split(x, axes) for name in _names(one)}
     spec = split(parameter)
     kept = [[name for name in _names(one) if name not in taken] for one in spec]
@@ -59,7 +63,9 @@ def gathered(parameter: Any, x: Any, axes: slice) -> Any:
     )
 
 
-def by_compiler(function: Callable[..., Result], arguments: Sequence[Any], results: Any) -> Result:
+def by_compiler(
+    function: Callable[..., Result], arguments: Sequence[object], results: object
+) -> Result:
     """Return `function(*arguments)`; on explicit axes of a mesh the compiler splits it.
 
     `results` is a tree of PartitionSpecs, or a prefix of one: how the results are split.
@@ -79,6 +85,6 @@ def by_compiler(function: Callable[..., Result], arguments: Sequence[Any], resul
     return left(*jax.tree.map(placed, arguments))
 
 
-def _names(one: Any) -> tuple[Any, ...]:
+def _names(one: Axis) -> tuple[str, ...]:
     """Return the axes of a mesh that split one axis of an array."""
     return one if isinstance(one, tuple) else () if one is None else (one,)

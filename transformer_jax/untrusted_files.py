@@ -41,7 +41,7 @@ _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)  # strings: to skip them
 
 
-def check_path(name: str, value: Any) -> None:
+def check_path(name: str, value: object) -> None:
     """Raise ValueError unless this is a path."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is a {type(value).__name__}: must be the path of a folder")

@@ -95,7 +95,7 @@ _OTHER_NAMES = {
 
 
 def refuse_keywords(
-    function: Callable[..., Any], unknown: Mapping[str, Any], options: Collection[str] = ()
+    function: Callable[..., object], unknown: Mapping[str, object], options: Collection[str] = ()
 ) -> None:
     """Raise TypeError where a function was called with keywords that it does not have.
 
@@ -113,7 +113,7 @@ def known_fields(cls: C) -> C:
     init = own.__init__
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **fields: Any) -> None:
+    def checked(self: object, *args: object, **fields: object) -> None:
         for name in fields:
             if name not in known:
                 raise TypeError(f"{cls.__name__} has no field {name!r}{_meant(name, known)}")

@@ -12,7 +12,7 @@ from typing import Any
 from transformer_jax.config.fields import ConfigError, fail
 
 
-def check_own(field: str, value: Any) -> None:
+def check_own(field: str, value: object) -> None:
     """Raise ConfigError for a value that is not of a frozen dataclass with hashable fields.
 
     Programs are found by configs: two values may be equal only where all that they hold is.
@@ -28,7 +28,7 @@ def check_own(field: str, value: Any) -> None:
         fail(field, value, rule)
 
 
-def name_of(field: str, value: Any) -> str:
+def name_of(field: str, value: object) -> str:
     """Return the "module:name" of a function or class, in a public module where there is one.
 
     ConfigError for one that could not be found again, as a lambda or what a function defines.

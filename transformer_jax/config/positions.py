@@ -21,6 +21,8 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
+    import jax
+
     from transformer_jax.config.model import ModelConfig
 
 RopeScaling = Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
@@ -263,7 +265,11 @@ class OwnPositions(_Positions):
         """Say whether vectors join the embeddings: a text is then no longer than `max_len`."""
         return type(self).embed is not OwnPositions.embed
 
-    def embed(self, positions: Any, d_model: int) -> Any:  # i32[B, T] -> [B, T, D]
+    def embed(
+        self,
+        positions: jax.Array,  # i32[B or 1, T]
+        d_model: int,
+    ) -> jax.Array | None:  # [B or 1, T, D]
         """Return the vectors that join the embeddings; None joins none.
 
         Args:
@@ -275,7 +281,11 @@ class OwnPositions(_Positions):
         """
         return None
 
-    def rotate(self, x: Any, positions: Any) -> Any:  # [B, T, N, H], i32[B, T]
+    def rotate(
+        self,
+        x: jax.Array,  # [B, T, N, H]
+        positions: jax.Array,  # i32[B or 1, T]
+    ) -> jax.Array | None:  # [B, T, N, H]
         """Return queries or keys as their product is to read their distance; None leaves them.
 
         Args:
@@ -287,7 +297,7 @@ class OwnPositions(_Positions):
         """
         return None
 
-    def bias(self, num_heads: int) -> Any:
+    def bias(self, num_heads: int) -> Any:  # of attention, a floor above
         """Return the `Bias` of the attention scores; None has none."""
         return None
 

@@ -42,13 +42,18 @@ class Tokenizer(Protocol):
     def to_json(self) -> str: ...
 
 
+class HasBytes(Protocol):
+    """Give the bytes of ids, of which there are so many."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def to_bytes(self, ids: Iterable[int]) -> bytes: ...
+
+
 class WholeText:
     """Give a tokenizer `decode`, by its `to_bytes`."""
 
-    vocab_size: Any
-    to_bytes: Any
-
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self: HasBytes, ids: Iterable[int]) -> str:
         """Return the ids as a whole text; bytes that are no UTF-8 become U+FFFD.
 
         DataError names an id that has no token.
