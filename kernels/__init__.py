@@ -48,6 +48,7 @@ class Target:
     """Name a backend, and say how it runs."""
 
     name: Name
+    """tpu, hopper, ampere or cpu."""
     interpret: Any = False
     """False on the device. On a CPU what the backend's interpreter takes: True or an
     `InterpretParams` of Pallas for TPUs, an `InterpretGPUParams` of Pallas for Mosaic GPU."""

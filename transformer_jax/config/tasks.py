@@ -82,7 +82,10 @@ class OwnTask(_Task):
     def load(self, config: Any, tokenizers: Any, vocab_size: int | None) -> Any:
         """Return a `training.tasks.TrainingTask` of the run, as `training.tasks.load_task` does.
 
-        `tokenizers` are those of a run that goes on, or of the model it starts from; else None.
+        Args:
+            config: of the run.
+            tokenizers: of a run that goes on, or of the model it starts from; else None.
+            vocab_size: more ids than the tokenizer's; None is the tokenizer's.
         """
         raise NotImplementedError
 

@@ -53,9 +53,15 @@ def rms_norm(
 
 
 def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
-    """Apply relu, silu, gelu x Phi(x), GPT-2's gelu_tanh (Hendrycks & Gimpel 2016), or a function.
+    """Apply an activation elementwise.
 
-    ValueError where a function returns another shape.
+    Args:
+        x: any shape.
+        name: "relu", "silu", "gelu", x Phi(x), or "gelu_tanh", GPT-2's (Hendrycks & Gimpel 2016);
+            or a function of an array.
+
+    Raises:
+        ValueError: if a function returns another shape.
     """
     if callable(name):
         y = jnp.asarray(name(x))

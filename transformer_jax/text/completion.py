@@ -72,13 +72,25 @@ def complete(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[str]:
-    """Yield the text after `prompt`, a piece at a time; an empty prompt starts at a newline.
+    """Yield the text after a prompt, a piece at a time.
 
-    It ends before the first `stop` string or token of `stop_ids`, or after `num_tokens`
-    tokens. Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
-    anew and goes on: a token costs one decode step, and now and then half a window. `processors`
-    see what the model has read: a penalty still counts a token that was written and is read anew,
-    and none that is out of sight. `Force`, `ForceLast` and `MinLength` count all that was written.
+    Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens anew
+    and goes on: a token costs one decode step, and now and then half a window. A penalty still
+    counts a token that was written and is read anew, and none that is out of sight; `Force`,
+    `ForceLast` and `MinLength` count all that was written.
+
+    Args:
+        config: of a model that goes on with a text.
+        params: of the model.
+        tokenizer: of its texts.
+        prompt: a text, or i32[P], ids; an empty one starts at a newline.
+        num_tokens: the most tokens that are written.
+        sampler: draws them.
+        key: a single key.
+        processors: change the logits by the text that the model has read.
+        stop: a text, or several, before the first of which the result ends.
+        stop_ids: tokens before the first of which it ends.
+        cache_dtype: of keys and values; None is the compute dtype.
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
@@ -119,9 +131,23 @@ def samples(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
-    """Draw `count` texts after one prompt, which is read once and forked.
+    """Draw several texts after one prompt, which is read once and forked.
 
     With `processors`, which have to see the prompt, it is read `count` times.
+
+    Args:
+        config: of a model that goes on with a text.
+        params: of the model.
+        tokenizer: of its texts.
+        prompt: a text, or i32[P], ids.
+        num_tokens: the most tokens of each.
+        count: how many are drawn, at least 1.
+        sampler: draws them.
+        key: a single key.
+        processors: change the logits by the text so far.
+        stop: a text, or several, before the first of which a result ends.
+        stop_ids: tokens before the first of which it ends.
+        cache_dtype: of keys and values; None is the compute dtype.
     """
     if count < 1:
         raise ValueError(f"count is {count}: must be at least 1")
@@ -162,7 +188,21 @@ def search(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[tuple[float, str]]:
-    """Return the best texts of at most `num_tokens` tokens of a beam search, and their scores."""
+    """Return the best texts of a beam search, and their scores.
+
+    Args:
+        config: of a model that goes on with a text.
+        params: of the model.
+        tokenizer: of its texts.
+        prompt: a text, or i32[P], ids.
+        num_tokens: the most tokens of each.
+        beams: texts that are followed side by side, at least 1.
+        results: how many are returned, from 1 to beams.
+        length_penalty: alpha of log p / length^alpha.
+        processors: change the logits by the text so far.
+        stop_ids: tokens that end a text.
+        cache_dtype: of keys and values; None is the compute dtype.
+    """
     found = beam_search(
         _step(config),
         params,
@@ -202,7 +242,22 @@ def look_up(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[str, Speculation]:
-    """Write a text by speculative decoding, which proposes what followed the same words before."""
+    """Write a text by speculative decoding, which proposes what followed the same words before.
+
+    Args:
+        config: of a decoder.
+        params: of the model.
+        tokenizer: of its texts.
+        prompt: a text, or i32[P], ids.
+        num_tokens: the most tokens that are written.
+        num_draft: the most that are proposed at a time.
+        sampler: draws them.
+        key: a single key.
+        processors: change the logits by the text so far.
+        stop: a text, or several, before the first of which the result ends.
+        stop_ids: tokens before the first of which it ends.
+        cache_dtype: of keys and values; None is the compute dtype.
+    """
     stop = check_stop_strings(stop)
     space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=cache_dtype)
     if isinstance(config.window, int):
@@ -241,10 +296,25 @@ def answer(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of a prompt and the text after it, as each is done; `slots` run at once.
+    """Yield the number of a prompt and the text after it, as each is done.
 
-    Prompts are numbered from 0 on, or by `numbers`; prompt n has the text that `complete` draws
-    with `fold_in(key, n)`, as far as it reads nothing anew.
+    Prompt n has the text that `complete` draws with `fold_in(key, n)`, as far as it reads nothing
+    anew.
+
+    Args:
+        config: of a model that goes on with a text.
+        params: of the model.
+        tokenizer: of its texts.
+        prompts: texts, or i32[P], ids of each.
+        num_tokens: the most tokens of each.
+        slots: how many run at once.
+        numbers: n of each prompt; None counts from 0.
+        sampler: draws them.
+        key: a single key.
+        processors: change the logits by the text so far.
+        stop: a text, or several, before the first of which a result ends.
+        stop_ids: tokens before the first of which it ends.
+        cache_dtype: of keys and values; None is the compute dtype.
     """
     stop = check_stop_strings(stop)
     read = [_known_prompt(config, tokenizer, prompt) for prompt in prompts]

@@ -50,7 +50,23 @@ def translate(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[str]:
-    """Draw `count` targets of one source, each of at most `num_tokens` tokens."""
+    """Draw targets of one source.
+
+    Args:
+        config: of an encoder-decoder.
+        params: of the model.
+        tokenizer: of its texts.
+        source: i32[S], ids, at least one.
+        num_tokens: the most tokens of each target.
+        start: the target's first token, which is not part of the text.
+        sampler: draws them.
+        key: a single key.
+        count: how many are drawn.
+        processors: change the logits by the target so far.
+        stop: a text, or several, before the first of which a result ends.
+        stop_ids: tokens before the first of which it ends.
+        cache_dtype: of the target's keys and values; None is the compute dtype.
+    """
     stop = check_stop_strings(stop)
     state = _read(config, params, source, num_tokens, cache_dtype)
     known = known_ids(config, tokenizer)
@@ -78,7 +94,22 @@ def search_translations(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[tuple[float, str]]:
-    """Return the best targets that beam search finds, and their scores."""
+    """Return the best targets that beam search finds, and their scores.
+
+    Args:
+        config: of an encoder-decoder.
+        params: of the model.
+        tokenizer: of its texts.
+        source: i32[S], ids, at least one.
+        num_tokens: the most tokens of each target.
+        start: the target's first token, which is not part of the text.
+        beams: targets that are followed side by side, at least 1.
+        results: how many are returned, from 1 to beams.
+        length_penalty: alpha of log p / length^alpha.
+        processors: change the logits by the target so far.
+        stop_ids: tokens that end a target.
+        cache_dtype: of the target's keys and values; None is the compute dtype.
+    """
     found = beam_search(
         make_step(EncoderDecoder(config)),
         params,

@@ -181,7 +181,12 @@ def encoder_frame(tokenizer: Tokenizer) -> Frame:
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with those of the named tokens that it lacks added at its end."""
+    """Return the tokenizer with those of the named tokens that it lacks added at its end.
+
+    Args:
+        tokenizer: any.
+        names: such as "cls", "mask" or "eos".
+    """
     own = special_ids(tokenizer)
     missing = tuple(name for name in names if name not in own)
     if not missing:

@@ -201,6 +201,13 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
     """Lay out several examples a row, by `pack`.
 
     With the segments given to a model, an example sees no other and its positions start at 0.
+
+    Args:
+        examples: one batch each, tokens and labels [T].
+        length: tokens of a row.
+
+    Raises:
+        DataError: if an example is longer than a row.
     """
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     for number in np.flatnonzero(sizes > length)[:1]:
@@ -222,7 +229,12 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
 
 
 def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
-    """Pack examples into rows of `length` where two of the mean length fit into one, else not."""
+    """Pack examples into rows where two of the mean length fit into one, else one in a row.
+
+    Args:
+        examples: one batch each, tokens and labels [T].
+        length: tokens of a row; None packs nothing.
+    """
     if length is not None and 2 * sum(len(e.tokens) for e in examples) <= length * len(examples):
         return packed(examples, length)
     return bucketed(examples)

@@ -93,19 +93,26 @@ LINEAR_OUT = Layout("linear", inputs=2)
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Say which tensor of a file holds a parameter."""
+    """Say which tensor of a file holds a parameter.
+
+    Attributes:
+        param: path below `params`, "decoder/block_0/attention/query/kernel".
+        tensor: name in the file, "model.layers.0.self_attn.q_proj.weight".
+        layout: how the tensor's axes become the parameter's.
+    """
 
     param: str
-    """Path below `params`, "decoder/block_0/attention/query/kernel"."""
     tensor: str
-    """Name in the file, "model.layers.0.self_attn.q_proj.weight"."""
     layout: Layout = SAME
 
 
 def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
-    """Repeat the mappings of one block for each of `depth` blocks.
+    """Repeat the mappings of one block for each block of a stack.
 
-    `{i}` in the name of a tensor becomes the number of the block.
+    Args:
+        stack: where the blocks are below `params`, such as "decoder".
+        depth: how many blocks there are.
+        mappings: of one block; `{i}` in the name of a tensor becomes the number of the block.
     """
     return [
         TensorMapping(f"{stack}/block_{i}/{m.param}", m.tensor.format(i=i), m.layout)

@@ -66,9 +66,15 @@ class Signal(NamedTuple):
 
 
 def make_signals(task: ContinuousTask, seed: int) -> list[Signal]:
-    """Return `task.examples` signals in random order, or all there are where they are fewer.
+    """Return signals of a task in random order.
 
-    DataError where scikit-learn's digits are asked for and it is not installed.
+    Args:
+        task: of pictures or sounds; it says how many examples, or all there are where they are
+            fewer.
+        seed: of the random numbers.
+
+    Raises:
+        DataError: if scikit-learn's digits are asked for and it is not installed.
     """
     random = np.random.Generator(np.random.Philox(seed))
     if isinstance(task, TonesTask):
@@ -79,11 +85,19 @@ def make_signals(task: ContinuousTask, seed: int) -> list[Signal]:
 
 
 def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> list[Signal]:
-    """Read signals of a .npz file: `inputs`, with `targets` what is to be written of each.
+    """Read signals of a .npz file.
 
-    inputs: numbers [N, 8, 8, 1] or [N, 8, 8] of pictures; of sounds the frames [N, T, 16], and
-    lengths: integers [N], the frames of each, all T where it is missing. targets: str[N]. DataError
-    names the file, the array and the rule. Without `targets` these are not read, and are "".
+    It holds `inputs`, numbers [N, 8, 8, 1] or [N, 8, 8] of pictures, of sounds the frames [N, T,
+    16]; `lengths`, integers [N], the frames of each, all T where it is missing; and `targets`,
+    str[N], what is to be written of each.
+
+    Args:
+        task: of pictures or sounds.
+        path: of the file.
+        targets: whether to read the targets, which are "" otherwise.
+
+    Raises:
+        DataError: for what is missing or wrong, with the file, the array and the rule.
     """
     arrays = _arrays(path)
     inputs = _inputs(task, path, arrays)

@@ -161,8 +161,16 @@ def with_vocabulary(
 ) -> TrainConfig:
     """Return the config with the sizes of a model that reads and writes these tokenizers' ids.
 
-    With a `vocab_size` that was asked for there may be more. A model to start from keeps its own,
-    but for the special tokens that its tokenizer did not have.
+    A model to start from keeps its own, but for the special tokens that its tokenizer did not have.
+
+    Args:
+        config: of the run.
+        tokenizers: of its data.
+        vocab_size: more ids than the tokenizer's; None is the tokenizer's.
+        **changes: more fields of the model with other values.
+
+    Raises:
+        ConfigError: if `vocab_size` is below the tokenizer's.
     """
     model, tokenizer = config.model, tokenizers.tokenizer
     needed = tokenizer.vocab_size

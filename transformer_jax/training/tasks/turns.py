@@ -56,7 +56,13 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i
 
 
 def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
-    """Return a text and the one that goes on with it, up to the token of its end."""
+    """Return a text and the one that goes on with it, up to the token of its end.
+
+    Args:
+        tokenizer: with an "eos" among its special tokens.
+        prompt: the text that is read.
+        answer: the one that goes on with it, and is learnt.
+    """
     encode = partial(encode_text, tokenizer)
     before, after = encode_answer(encode, prompt, prompt + answer)
     end = special_ids(tokenizer)["eos"]
@@ -78,8 +84,14 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
     """Return messages, and the last of them, the assistant's, as the answer to the others.
 
     By a chat template, the answer is all that it writes after what it asks for one with, and <eos>
-    where that ends with no token that ends a text. DataError where it does not write the one
-    after the other.
+    where that ends with no token that ends a text.
+
+    Args:
+        tokenizer: with a chat template, or with the special tokens of messages.
+        messages: `{"role": ..., "content": ...}`, at least one.
+
+    Raises:
+        DataError: if the template does not write the answer after the others.
     """
     if not isinstance(tokenizer, PretrainedTokenizer):
         own = encode_text(tokenizer, messages[-1]["content"], begins=False)
