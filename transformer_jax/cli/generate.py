@@ -114,8 +114,8 @@ def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
             if name not in (*own, *flags) and value not in (None, False):
                 raise ConfigError(f"{name} is {value!r}: {_named(model)} reads {', '.join(flags)}")
     if model.kind == "targets" and run and arguments.samples and not arguments.beams:
-        rule = "it draws nothing, and shows several targets of --beams alone"
-        raise ConfigError(f"samples is {arguments.samples}: {_named(model)}: {rule}")
+        rule = "draws nothing: several targets need beams"
+        raise ConfigError(f"samples is {arguments.samples}: {_named(model)} {rule}")
     if model.kind == "targets" and not run:
         for name in ("lookup", "chat", "slots"):
             if getattr(arguments, name):

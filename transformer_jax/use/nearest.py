@@ -41,9 +41,13 @@ def nearest_words(
         left_out |= {0, 1}  # an unknown word, and the end of a line
     if isinstance(own, PretrainedTokenizer):
         left_out |= {i for i in range(len(table)) if own.is_added(i)}
-    order = [i for i in np.argsort(-cosines, kind="stable") if i not in left_out][:count]
-    texts = token_texts(tokenizer, np.array(order))
-    return [(text, float(cosines[i])) for text, i in zip(texts, order, strict=True)]
+    found = list[tuple[str, float]]()
+    for i in np.argsort(-cosines, kind="stable"):
+        if len(found) == count:
+            break
+        if i not in left_out and (text := token_texts(tokenizer, [i])[0]):  # a number may be unused
+            found.append((text, float(cosines[i])))
+    return found
 
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]

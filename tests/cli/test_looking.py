@@ -1,0 +1,150 @@
+"""The commands that show what a model does: what they print, draw and refuse, each in a line."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.use.test_language_model import CLASSES, MASKED, PAIRS, PLAIN
+from transformer_jax.__main__ import main
+from transformer_jax.checkpoints.run_folder import RunFolder
+from transformer_jax.cli import command, generate
+from transformer_jax.config import TrainConfig
+from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MODELS = {"plain": PLAIN, "pairs": PAIRS, "masks": MASKED, "classes": CLASSES}
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Run a command whose --run names one of MODELS; return its status, stdout and stderr."""
+    for module in (command, generate):
+        monkeypatch.setattr(module, "load_run", lambda _, arguments: MODELS[arguments.run].model)
+    monkeypatch.setattr("transformer_jax.__main__.keep_programs", lambda: None)
+
+    def run(*argv: str):
+        status = main(list(argv))
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_picture_of_a_translation_is_drawn(said, tmp_path):
+    target = PAIRS.generate("bad")
+    out = tmp_path / "map.svg"
+    status, printed, _ = said("attention", "--run", "pairs", "--prompt", "bad", "--out", str(out))
+    assert (status, printed) == (
+        0,
+        f"bad -> {target}\ndrawn: {out}\n",
+    ) and "<svg" in out.read_text()
+    narrow = "--target", "feed", "--part", "cross", "--layer", "1", "--head", "0"
+    given = "attention", "--run", "pairs", "--prompt", "bad", *narrow
+    assert said(*given, "--out", f"{tmp_path}/map.png")[0] == 0
+
+
+def test_pieces_and_merges_are_shown(said, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("sing sing singing " * 9)
+    status, printed, _ = said(
+        "tokens", "--data", str(text), "--tokenizer", "bpe", "--bpe-vocab-size", "259",
+        "--prompt", "sings in",
+    )  # fmt: skip
+    assert status == 0
+    made = BPETokenizer.train(text.read_text(), 259)
+    lines = [line.split(maxsplit=1) for line in printed.partition("\n\n")[0].splitlines()[1:]]
+    assert [int(i) for i, _ in lines] == made.encode("sings in").tolist()
+    assert "".join(piece for _, piece in lines) == "sings␣in"
+    steps = printed.partition("merges:\n")[2].split("\n\n")[0].splitlines()
+    assert steps[0].split() == [*"sings"] and len(steps[-1].split()) < 5
+    assert {line.replace(" ", "") for line in steps} == {"sings"}
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(TrainConfig())
+    folder.write_tokenizer(WordTokenizer(("to", "be")))
+    shown = said("tokens", "--run", str(folder.path), "--prompt", "to zz\nbe")[1].splitlines()
+    assert shown == [
+        "WordTokenizer(4 tokens): the text is 4", "2  to",
+        "0  <unk>  zz: not among the words of the training text", "1  \\n", "3  be",
+    ]  # fmt: skip
+
+
+def test_neighbours_are_listed_with_their_cosines(said):
+    status, printed, _ = said("nearest", "--run", "plain", "--word", "c", "--count", "3")
+    wanted = PLAIN.nearest("c", count=3)
+    assert status == 0
+    assert printed == "".join(f"{cosine:7.4f}  {text}\n" for text, cosine in wanted)
+    printed = said(
+        "nearest", "--run", "plain", "--word", "c", "--minus", "a", "--plus", "e", "--plus", "f"
+    )[1]
+    first = PLAIN.nearest("c", minus="a", plus=["e", "f"])[0]
+    assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
+
+
+@pytest.mark.slow
+def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
+    found = MASKED.candidates("b_d", count=2)[0]
+    printed = said("generate", "--run", "masks", "--prompt", "b_d", "--samples", "2")[1]
+    listed = "  ".join(f"{text} {p:.3f}" for text, p in found)
+    assert printed == f"{MASKED.generate('b_d')}\n  {listed}\n"
+    (tmp_path / "lines").write_text("b_d\nf_\n")  # a line in, a line out
+    printed = said("generate", "--run", "masks", "--prompts", str(tmp_path / "lines"))[1]
+    assert printed.splitlines() == MASKED.generate(["b_d", "f_"])
+    best = PAIRS.search("bad", 4, beams=3, results=2)
+    given = "generate", "--run", "pairs", "--prompt", "bad", "--tokens", "4", "--beams", "3"
+    printed = said(*given, "--samples", "2")[1]
+    assert printed == "".join(f"--- score {score:.4f}\n{text}\n" for score, text in best)
+    assert said(*given)[1] == f"{PAIRS.generate('bad', 4, beams=3)}\n" == f"{best[0][1]}\n"
+
+
+@pytest.mark.slow
+def test_a_sentence_has_its_perplexity_or_its_class(said):
+    printed = said("evaluate", "--run", "plain", "--prompt", "badcab", "--json")[1]
+    found, score = json.loads(printed), PLAIN.score("badcab")
+    assert found["perplexity"] == pytest.approx(score.perplexity)
+    assert (found["tokens"], found["nats"]) == (5, pytest.approx(score.nats))
+    assert found["nats_per_token"] == pytest.approx(np.mean(score.token_nats))
+    printed = said("evaluate", "--run", "pairs", "--prompt", "bad", "--target", "feed")[1]
+    assert float(re.search(r"^perplexity +(\S+)$", printed, re.M)[1]) == pytest.approx(
+        PAIRS.score(("bad", "feed")).perplexity, rel=1e-5
+    )
+    label, p = CLASSES.classify("bad")
+    printed = said("evaluate", "--run", "classes", "--prompt", "bad")[1]
+    assert printed == f"label        {label}\nprobability  {p:.6g}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        ("attention --run plain", "prompt is None: the text to look at is needed"),
+        ("attention --run plain --prompt a --out a.jpg", "out is 'a.jpg': must end in .png"),
+        ("attention --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
+        ("attention --prompt a", "run and model: give one of them"),
+        ("attention --model x --checkpoint best --prompt a", "checkpoint is 'best': needs run"),
+        ("tokens --prompt a", "run, model and data: give one of them"),
+        ("tokens --run x", "prompt is None: the text to cut is needed"),
+        ("tokens --run x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),
+        ("tokens --data x --bpe-vocab-size 300 --prompt a", "data is 'x': no such file or folder"),
+        ("tokens --run /nonexistent --prompt a", "/nonexistent: no run here"),
+        ("nearest --run plain", "word is None: the word to begin with is needed"),
+        ("nearest --run plain --word a --count 0", "count is 0: must be at least 1"),
+        ("nearest --run plain --word bad", "word is 'bad': 3 tokens ('b', 'a', 'd'): must be one"),
+        ("evaluate --run plain", "data and prompt: give one of them"),
+        ("evaluate --run plain --data x --target a", "target is 'a': needs prompt"),
+        ("evaluate --run plain --prompt a --beams 2", "beams is 2: needs data"),
+        ("evaluate --run pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),
+        ("evaluate --run classes --prompt a --target b", "target is 'b': a run of task 'classify'"),
+        ("evaluate --run masks --prompt a", "score: a masked model has no probability of a text"),
+        ("generate --run pairs --prompt a --samples 2", "samples is 2: a run of task 'seq2seq' dr"),
+        ("generate --run classes --prompt a --samples 2", "samples is 2: a run of task 'classify'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(said, argv, rule):
+    status, printed, error = said(*argv.split())
+    assert status == 2 and not printed
+    assert error.startswith(f"{argv.split()[0]}: {rule}") and error.count("\n") == 1
