@@ -194,6 +194,23 @@ def test_an_editor_completes_every_public_name_and_no_other():
         assert all(hasattr(module, name) for name in shown)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fit", ": from transformer_jax.training import fit"),
+        ("fine_tuning", ": from transformer_jax.config import fine_tuning"),
+        ("Rop", ", nearest: Rope"),
+        ("laod", ", nearest: load"),
+        ("zzzz", ""),
+    ],
+)
+def test_a_name_that_is_not_public_says_where_it_is_or_what_is_near(name, said):
+    with pytest.raises(
+        AttributeError, match=f"^module 'transformer_jax' has no .* '{name}'{said}$"
+    ):
+        getattr(tj, name)
+
+
 @pytest.mark.slow
 def test_no_public_class_prints_more_than_a_screen_or_an_array():
     wrong = {}

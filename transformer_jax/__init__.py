@@ -78,6 +78,7 @@ from transformer_jax.config import (
     preset,
     train_preset,
 )
+from transformer_jax.config.fields import nearest
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
 from transformer_jax.decoding.generation import generate, prefill, stream
@@ -226,12 +227,18 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     """Import a name that reads or writes published models when it is first asked for.
 
-    AttributeError for another one, which names the module where it stands, if it was imported.
+    AttributeError for another one, which names the module where it stands, if that was imported, or
+    the nearest name there is.
     """
     if name not in _LATER:
         ours = [m for m in list(sys.modules.values()) if m.__name__.startswith(f"{__name__}.")]
-        at = [m for m in ours if getattr(vars(m).get(name), "__module__", None) == m.__name__]
-        rule = "".join(f": from {m.__name__} import {name}" for m in at[:1])
+        at = [
+            m.__name__
+            for m in ours
+            if name in getattr(m, "__all__", ())
+            or getattr(vars(m).get(name), "__module__", None) == m.__name__
+        ]
+        rule = f": from {min(at, key=len)} import {name}" if at else nearest(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{rule}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 

@@ -20,6 +20,7 @@ from transformer_jax.config.tasks import (
     TonesTask,
 )
 from transformer_jax.pytree import Params
+from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_scores
 from transformer_jax.training.data import ShortText
 from transformer_jax.training.evaluation import evaluate as scores_of
@@ -149,8 +150,11 @@ def judge_file(
         task = load_task(config, tokenizers, size)
     except ShortText as text:  # one window of all its tokens
         of_windows = isinstance(config.task, LanguageTask) and config.task.documents is None
-        if text.tokens < 2 or not of_windows:
+        if not of_windows:
             raise
+        if text.tokens < 2:
+            rule = "must have at least two"
+            raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
     return judge(task, params, report)
 
