@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformer_jax.cli.command import MASKS, Parser, add_model, load_either, run, say_unknown
 from transformer_jax.config import ConfigError
@@ -28,13 +27,14 @@ def _draw(arguments: argparse.Namespace) -> None:
     if not arguments.prompt:
         raise ConfigError(f"prompt is {arguments.prompt!r}: the text to look at is needed")
     model = load_either("attention", arguments)
-    text: Any = arguments.prompt
+    prompt: str = arguments.prompt
+    text: str | tuple[str, str] = prompt
     masks = MASKS if model.kind == "masks" else ()
-    say_unknown("attention", model.tokenizers.of_source, [text], masks)
+    say_unknown("attention", model.tokenizers.of_source, [prompt], masks)
     if model.kind == "targets":
-        target = model.generate(text) if arguments.target is None else arguments.target
-        text = text, target
-        print(f"{arguments.prompt} -> {target}")
+        target = model.generate(prompt) if arguments.target is None else arguments.target
+        text = prompt, target
+        print(f"{prompt} -> {target}")
     elif arguments.target is not None:
         rule = f"{model.instead()}, and has no targets"
         raise ConfigError(f"target is {arguments.target!r}: {rule}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from transformer_jax.cli.command import (
     Parser,
@@ -64,9 +63,10 @@ def _score(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, name)) is not None:
             raise ConfigError(f"{name} is {value!r}: needs data")
     model = load_either("evaluate", arguments)
-    text: Any = arguments.prompt
+    prompt: str = arguments.prompt
+    text: str | tuple[str, str] = prompt
     if arguments.target is not None:
-        text = text, arguments.target
+        text = prompt, arguments.target
     elif model.kind == "targets":
         rule = f"{model.instead()}: its target is needed"
         raise ConfigError(f"target is None: {rule}")
@@ -74,7 +74,7 @@ def _score(arguments: argparse.Namespace) -> None:
     if model.kind == "labels":
         if arguments.target is not None:
             raise ConfigError(f"target is {arguments.target!r}: {model.instead()}")
-        label, probability = model.classify(text)
+        label, probability = model.classify(prompt)
         _print(arguments, {"label": label, "probability": probability})
         return
     score = model.score(text)

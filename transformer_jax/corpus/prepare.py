@@ -23,12 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -458,7 +458,7 @@ class _Workers:
             yield from map(function, items)
             return
         try:
-            waiting = deque[Any]()
+            waiting = deque[Future[Found]]()
             for item in items:
                 waiting.append(self._pool.submit(function, item))
                 if len(waiting) >= 2 * self.count:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
@@ -22,7 +23,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.transformer import EncoderDecoder
 from transformer_jax.programs import program
-from transformer_jax.pytree import Params, PyTree
+from transformer_jax.pytree import Params
 from transformer_jax.text.completion import (
     NO_TOKEN,
     WithoutHistory,
@@ -139,11 +140,11 @@ def _state(
     source: jax.Array,  # i32[1, S]
     capacity: int,
     dtype: jax.typing.DTypeLike | None,
-) -> PyTree:
+) -> ModelCache:
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype)
-    return EncoderDecoder(config).apply(
-        {"params": params}, source, method="init_cache", **arguments
-    )
+    model: Any = EncoderDecoder(config)
+    found: ModelCache = model.apply({"params": params}, source, method="init_cache", **arguments)
+    return found
 
 
 def _read(
@@ -152,7 +153,7 @@ def _read(
     source: np.ndarray,  # i32[S]
     num_tokens: int,
     dtype: jax.typing.DTypeLike | None,
-) -> PyTree:
+) -> ModelCache:
     """Return the decoder's state after reading one source, with room for `num_tokens`."""
     if not len(source):
         raise ValueError("the source has no tokens: must have at least one")

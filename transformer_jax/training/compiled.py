@@ -52,7 +52,7 @@ class CompiledAhead(Generic[R]):
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
-        self.function: Any = function
+        self.function: Any = function  # of `jax.jit`, whose type forgets R
         self._programs: dict[Hashable, Compiled] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> R:

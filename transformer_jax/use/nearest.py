@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, RecurrentConfig
 from transformer_jax.models.quantized import QuantizedTable
+from transformer_jax.pytree import part_of
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
@@ -52,15 +52,15 @@ def nearest_words(
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
     """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
-    config, params = model.config, dict[str, Any](model.params)
+    config, params = model.config, model.params
     if isinstance(config, NgramConfig) or getattr(config, "inputs", None) is not None:
         kind = type(config).__name__
         raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
     if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
-        table = params["encoder"]["tokens"]
+        table = part_of(params, "encoder")["tokens"]
     else:
         separate = isinstance(config, ModelConfig) and config.source_vocab_size is not None
-        table = params["embed"]["source_tokens" if separate else "tokens"]
+        table = part_of(params, "embed")["source_tokens" if separate else "tokens"]
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)

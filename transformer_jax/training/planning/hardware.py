@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -165,7 +165,7 @@ def _missing(name: str, how: str, error: Exception) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def _quiet() -> Iterator[None]:
     """Leave out what a library writes to the standard error stream of the process."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -186,7 +186,7 @@ def _messages(where: str, read: Json) -> Messages:
     return found
 
 
-def check_messages(where: str, messages: Sequence[Any]) -> Messages:
+def check_messages(where: str, messages: Sequence[object]) -> Messages:
     """Return messages; DataError for one without a role and a content."""
     found = []
     for number, message in enumerate(messages, start=1):

@@ -161,7 +161,7 @@ def _answer_ids(
 ) -> tuple[np.ndarray, int]:
     """Return a prompt with one of its answers, i32[n], and where the answer begins."""
     answer, where = getattr(pair, name), f"{pair.where}: {name}"
-    if pair.is_text:
+    if isinstance(pair.prompt, str):
         turn = located(where, text_turn, tokenizer, pair.prompt, answer)
     else:
         turn = located(where, message_turn, tokenizer, [*pair.prompt, *answer])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from transformer_jax.training.rows import Rows
 from transformer_jax.untrusted_files import shown
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Inputs: TypeAlias = Batch | np.ndarray
 """The data of a step: its micro-batches, or the places where its windows start, i32[A, B]."""
@@ -207,10 +208,10 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             raise DataError(f"{where}: {size} tokens: {rule}")
 
 
-def located(where: str, work: Callable[..., T], *given: Any) -> T:
+def located(where: str, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
     """Return `work(*given)`; its DataError begins with where the text stands that it read."""
     try:
-        return work(*given)
+        return work(*given, **named)
     except DataError as error:
         if str(error).startswith(where):
             raise
