@@ -37,13 +37,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Put formulas in, and leave what modules hold out of a reference page's table of contents."""
+    """Put formulas and pages of HTML in; a reference page's contents name no members of modules."""
+    html = re.sub(r"<!-- the page (\w+\.html) -->", lambda found: inner(page, found[1]), html)
     html = re.sub(r"(?:<p>)?@formula(\d+)@(?:</p>)?", lambda found: _FORMULAS[int(found[1])], html)
     if page.file.src_uri.startswith("reference/"):
         for top in page.toc:
             for module in top.children:
                 module.children = []
     return html
+
+
+def inner(page: Any, name: str) -> str:
+    """Return the styles of a page of HTML that lies next to a page, and what is in its `main`."""
+    text = Path(page.file.abs_src_path).with_name(name).read_text()
+    (styles,) = re.findall(r"^<link .*>$", text, re.M)
+    return styles + text.partition("<main>")[2].partition("</main>")[0]
 
 
 def notebook_links(found: re.Match[str], repository: str | None) -> str:
