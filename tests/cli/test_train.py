@@ -426,7 +426,8 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
             2,
             "",
             "transformer_jax: command is 'trian': must be train or generate or evaluate "
-            "or attention or tokens or nearest or prepare or plot or plan or convert, nearest: train\n",
+            "or attention or tokens or nearest or prepare or plot or plan "
+            "or convert, nearest: train\n",
         ),
         (
             "--version",
