@@ -305,7 +305,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(name, change):
 def test_a_cache_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
-    with pytest.raises(ValueError, match="sinks is 5: must be at least 0 and below capacity 5"):
+    with pytest.raises(ValueError, match="sinks is 5: must be below capacity 5"):
         init(2, 5, sinks=5)
     with pytest.raises(ValueError, match="sinks is -1"):
         init(2, 5, sinks=-1)

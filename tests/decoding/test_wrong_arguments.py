@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import transformer_jax as tj
-from transformer_jax import decoding
+from transformer_jax import cache, decoding, models
 from transformer_jax.attention import alibi_slopes, relative_bucket
 from transformer_jax.config import keywords, optimizers
 from transformer_jax.models import chunk_mask
@@ -280,6 +280,49 @@ MISTAKES = {
     "compare more texts": (
         partial(compare_texts, ["a"], ["a", "b"]),
         "has 1 texts: there are 2 th",
+    ),
+    "serve one request": (
+        partial(tj.serve, STEP, PARAMS, tj.Request([1], 2), None, slots=1, capacity=17),
+        "requests is a Request: must be an iterable of Request",
+    ),
+    "values of no width": (
+        partial(cache.init, 1, 4, 1, 2, 0),
+        "value_head_dim is 0: must be an int",
+    ),
+    "sinks in words": (
+        partial(cache.init, 1, 4, 1, 2, sinks="a"),
+        "sinks is 'a': must be an integ",
+    ),
+    "sinusoids of a fraction": (
+        partial(models.sinusoidal, PROMPT, 4.5),
+        "dim is 4.5: must be an int",
+    ),
+    "sinusoids of no base": (partial(models.sinusoidal, PROMPT, 4, -1.0), "base is -1.0: must be"),
+    "sinusoids of no layout": (
+        partial(models.sinusoidal, PROMPT, 4, layout="pairs"),
+        "layout is 'pairs': must be 'interleaved' or 'halves'",
+    ),
+    "rotate a list": (partial(models.apply_rope, [[1.0]], PROMPT, tj.Rope()), "x is a list: must"),
+    "rotate by other positions": (
+        partial(models.apply_rope, np.ones((1, 2, 1, 4), np.float32), PROMPT, tj.Rope()),
+        r"positions have shape \(1, 3\): must be \(2,\) or \(1, 2\)",
+    ),
+    "a norm of another width": (
+        partial(models.layer_norm, LOGITS, np.ones(3, np.float32)),
+        r"scale has shape \(3,\): must be \(23,\)",
+    ),
+    "a root mean square of another width": (
+        partial(models.rms_norm, LOGITS, np.ones(3, np.float32)),
+        r"scale has shape \(3,\): must be \(23,\)",
+    ),
+    "a norm of a list": (partial(models.layer_norm, [1.0]), "x is a list: must be an array"),
+    "adapters of a number": (
+        partial(models.apply_lora, 3, {}, tj.LoraConfig()),
+        "params is a int: must be a dict by module",
+    ),
+    "a number as adapters": (
+        partial(models.merge_lora, PARAMS, 3, tj.LoraConfig()),
+        "adapters is a int: must be a dict by module",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),

@@ -103,15 +103,17 @@ def init(
         dtype = jnp.dtype(dtype)
     except TypeError:
         raise ValueError(f"dtype is {dtype!r}: {rule}") from None
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     sizes = dict(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    sizes["value_head_dim"] = value_head_dim
     for name, size in sizes.items():
         check_count(name, size, 1)
     check_count("batch", batch, 0)
-    if not 0 <= sinks < capacity:
-        raise ValueError(f"sinks is {sinks}: must be at least 0 and below capacity {capacity}")
+    check_count("sinks", sinks, 0)
+    if sinks >= capacity:
+        raise ValueError(f"sinks is {sinks}: must be below capacity {capacity}")
     if dtype != jnp.int8 and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
         raise ValueError(f"dtype is {dtype}: {rule}")
-    value_head_dim = head_dim if value_head_dim is None else value_head_dim
 
     quantised, scales = dtype == jnp.int8, (batch, capacity, num_kv_heads)
     return KVCache(

@@ -400,6 +400,9 @@ def serve(
     if unknown:
         refuse_keywords(serve, unknown)
     check_count("steps_per_call", steps_per_call, 1)
+    if not isinstance(requests, Iterable):
+        rule = "must be an iterable of Request"
+        raise ValueError(f"requests is a {type(requests).__name__}: {rule}")
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )

@@ -404,6 +404,9 @@ def _with_kernels(
     make: Callable[[str, Kernel, Adapter], Parameter],
 ) -> Params:
     """Return `params` with `make(path, kernel, adapter)` as the kernel of each adapted module."""
+    for what, tree in dict(params=params, adapters=adapters).items():
+        if not isinstance(tree, Mapping):
+            raise ValueError(f"{what} is a {type(tree).__name__}: must be a dict by module")
 
     def walk(params: Params, adapters: Params, path: str) -> Params:
         out = dict(params)

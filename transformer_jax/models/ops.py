@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.checks import check_array
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
 from transformer_jax.models import functional
@@ -40,7 +41,11 @@ def layer_norm(
 
     Returns:
         [..., D], in the dtype of x.
+
+    Raises:
+        ValueError: if shapes do not fit.
     """
+    _check_norm(x, scale=scale, bias=bias)
     plain = partial(functional.layer_norm, eps=eps)
     return by_compiler(partial(_norm, plain, eps, True), [x, scale, bias], split(x))
 
@@ -59,9 +64,20 @@ def rms_norm(
 
     Returns:
         [..., D], in the dtype of x.
+
+    Raises:
+        ValueError: if shapes do not fit.
     """
+    _check_norm(x, scale=scale)
     plain = lambda x, scale, bias: functional.rms_norm(x, scale, eps)  # noqa: E731
     return by_compiler(partial(_norm, plain, eps, False), [x, scale, None], split(x))
+
+
+def _check_norm(x: jax.Array, **given: jax.Array | None) -> None:
+    check_array("x", x, "[..., D]")
+    for name, value in given.items():
+        if value is not None and value.shape != x.shape[-1:]:
+            raise ValueError(f"{name} has shape {value.shape}: must be {x.shape[-1:]}, [D] of x")
 
 
 def _norm(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.biases import key_distances
-from transformer_jax.checks import as_int32
+from transformer_jax.checks import as_int32, check_array, check_count
 from transformer_jax.config import Rope
 from transformer_jax.models.ops import lookup
 from transformer_jax.sharding import by_compiler, split, vary
@@ -41,17 +41,22 @@ def sinusoidal(
     Args:
         positions: i32[...], p.
         dim: even, at least 2.
-        base: of the wavelengths.
+        base: of the wavelengths, above 0.
         layout: "interleaved", or "halves", where they are at i and at dim/2 + i (Marian).
 
     Returns:
         f32[..., dim], f64 under jax_enable_x64.
 
     Raises:
-        ValueError: if dim is odd.
+        ValueError: if an argument is out of its range.
     """
-    if dim % 2 or dim < 2:
-        raise ValueError(f"dim is {dim}: must be even and at least 2")
+    check_count("dim", dim, 2)
+    if dim % 2:
+        raise ValueError(f"dim is {dim}: must be even")
+    if not base > 0:
+        raise ValueError(f"base is {base}: must be above 0")
+    if layout not in ("interleaved", "halves"):
+        raise ValueError(f"layout is {layout!r}: must be 'interleaved' or 'halves'")
     angles = _angles(positions, _inverse_frequencies(base, dim), jnp.result_type(float))
     if layout == "halves":
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -190,7 +195,16 @@ def apply_rope(
 
     Returns:
         [B, T, N, H], in the dtype of x.
+
+    Raises:
+        ValueError: if shapes do not fit, or `config` does not fit H.
     """
+    check_array("x", x, "[B, T, N, H]")
+    check_array("positions", positions, "[B, T] or [T]")
+    rows, tokens = x.shape[:2]
+    if positions.shape not in ((tokens,), (1, tokens), (rows, tokens)):
+        rule = f"must be ({tokens},) or ({rows}, {tokens})"
+        raise ValueError(f"positions have shape {positions.shape}: {rule}")
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
     wide = np.promote_types(x.dtype, np.float32)
