@@ -149,7 +149,7 @@ def dot_product_attention(
         xla               materialises the scores; takes any option
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
         native            compiled C++ on a CPU, O(T + S) in all of these
-        pallas            the same, fused, on a TPU or an NVIDIA GPU from Ampere on
+        pallas            fused, O(T + S) too, on a TPU or an NVIDIA GPU from Ampere on
         pallas_unordered  on Hopper a single-pass backward, nondeterministic in its last bits
         cudnn             NVIDIA's, on its GPUs
 
