@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.caches import dequantise as dequantise
-from transformer_jax.pytree import exportable
+from transformer_jax.pytree import Tree, exportable
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
 
@@ -164,7 +164,7 @@ def update(
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
-def _write(held: dict[str, Any], new: dict[str, Any], slots: jax.Array) -> dict[str, Any]:
+def _write(held: Tree, new: Tree, slots: jax.Array) -> Tree:
     """Write token t of row b into slot `slots[b, t]`, if there is one."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), held, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +207,7 @@ def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[
     return slots, slots >= least
 
 
-def check_is_cache(cache: Any) -> None:
+def check_is_cache(cache: object) -> None:
     """Raise ValueError unless this is a model's cache."""
     if not isinstance(cache, ModelCache):
         rule = "must be a ModelCache, as init_cache(config, rows, capacity) makes one"
@@ -229,7 +229,7 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
         if found != depth:
             raise ValueError(f"cache.{name} has {found} layers, the model {depth}")
     for i in range(1 if config.scan_layers else depth):
-        layer: Any = cache.layers if config.scan_layers else cast(tuple, cache.layers)[i]
+        layer = cache.layers if isinstance(cache.layers, kv.KVCache) else cache.layers[i]
         if isinstance(layer, paged.PagedCache) != (cache.exhausted is not None):
             raise ValueError(f"cache.layers[{i}] is a {type(layer).__name__}, others are not")
         if isinstance(layer, paged.PagedCache):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ import numpy as np
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.caches import rows_of_pages
-from transformer_jax.pytree import exportable
+from transformer_jax.pytree import Tree, exportable
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value, traced
 
@@ -241,7 +240,7 @@ def _prepare_pages(
     first = jnp.argsort(~copied.reshape(-1), stable=True)  # those that are copied
     source, target = old.reshape(-1)[first], page.reshape(-1)[first]
 
-    def copy(i: jax.Array, pages: Any) -> Any:  # a scatter of pages would like another layout
+    def copy(i: jax.Array, pages: Tree) -> Tree:  # a scatter of pages would like another layout
         read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
         write = jax.lax.dynamic_update_index_in_dim
         return jax.tree.map(lambda x: write(x, read(x), target[i], 0), pages)

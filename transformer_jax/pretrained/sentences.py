@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +278,7 @@ def _pooling(folder: WeightFolder, name: str) -> Pooling:
         raise CheckpointError(f"{folder.path / name}: is missing")
     keys.ignore("word_embedding_dimension", "embedding_dimension")
     keys.require("include_prompt", True)
-    modes: dict[str, Any] = {
+    modes: dict[str, Pooling] = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",
         "pooling_mode_max_tokens": "max",
