@@ -4,6 +4,8 @@ import gc
 import os
 import re
 import sys
+from contextlib import contextmanager
+from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
@@ -17,7 +19,7 @@ from jax._src import compiler
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.compilation import OLDER_LOOPS, has_older_loops  # noqa: E402
+from tests.support.compilation import known  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
@@ -55,33 +57,40 @@ def own_programs():
 usual_options = compiler.get_compile_options
 
 
-def options_with_older_loops(*arguments, **settings):
-    """Return the options of a compilation as JAX makes them, with the older loops."""
+def quick_options(quick, *arguments, **settings):
+    """Return the options of a compilation as JAX makes them, with those that take less time."""
     options = usual_options(*arguments, **settings)
     if jax.config.read("jax_disable_most_optimizations"):
-        options.env_option_overrides = [*options.env_option_overrides, *OLDER_LOOPS.items()]
+        options.env_option_overrides = [*options.env_option_overrides, *known(quick).items()]
     return options
+
+
+@contextmanager
+def compiling(*, quick):
+    known(quick)  # which compiles
+    jax.config.update("jax_disable_most_optimizations", True)
+    compiler.get_compile_options = partial(quick_options, quick)
+    yield
+    compiler.get_compile_options = usual_options
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
 def unoptimised_compilation():
     """Compile without XLA's optimisations: for small arrays and many programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with compiling(quick=False):
+        yield
 
 
 @pytest.fixture(scope="module")
-def quick_compilation(unoptimised_compilation):
+def quick_compilation():
     """Compile without optimisations and with the older loops, where XLA still has them.
 
     Two programs that compute the same may then differ in their last bits; where a module's tests
     say that they do not, it takes `unoptimised_compilation`.
     """
-    if has_older_loops():
-        compiler.get_compile_options = options_with_older_loops
-    yield
-    compiler.get_compile_options = usual_options
+    with compiling(quick=True):
+        yield
 
 
 @pytest.fixture
