@@ -26,6 +26,8 @@ from transformer_jax.models import block
 from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.training.compiled import known_programs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WORDS = 7
 
 

@@ -32,6 +32,8 @@ from transformer_jax.training import init_state, make_optimizer, progress
 from transformer_jax.training.loop import Result
 from transformer_jax.training.step import TrainState
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=8, num_layers=3, num_heads=2, max_len=17)
 PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 STEP = tj.make_step(tj.build(CONFIG))

@@ -172,6 +172,7 @@ LIMITS = {
 """How many keys are seen of S = 131, by batch row and head."""
 
 
+@pytest.mark.long_except("both")
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", LIMITS)
 def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs):
@@ -477,6 +478,9 @@ SHAPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long_except(
+    "far_of_row", "turned", "rows_become_heads", "of_row_and_head", "squeezed", "keys_of_random"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("function", SHAPED, ids=lambda f: f.__name__)
 def test_shapes_inside_an_own_mask_are_its_own(function):

@@ -178,7 +178,7 @@ def test_steps_of_batches_are_counted_from_their_lengths():
     assert pausing < calls < serve.static_steps(lengths, slots)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("busy", [None, 0.9])
 @pytest.mark.usefixtures("quick_compilation")
 def test_continuous_and_static_batching_answer_the_same_requests(busy):
@@ -195,7 +195,7 @@ def test_continuous_and_static_batching_answer_the_same_requests(busy):
         np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_load_is_timed_and_its_memory_counted(tmp_path):
     """All of the file arrives in memory, and what it takes beside is seen too."""
     load._write(tmp_path / "model", 0.001)

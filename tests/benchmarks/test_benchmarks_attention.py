@@ -31,6 +31,7 @@ def shrunk(case: specs.AttentionCase) -> specs.AttentionCase:
     )
 
 
+@pytest.mark.long_except("edge-causal", "edge-band")
 @pytest.mark.slow_except("edge-causal")
 @pytest.mark.parametrize("name", ["edge-everything", "edge-band", "edge-padding", "edge-causal"])
 def test_a_case_says_its_mask_the_same_way_to_everyone(name):
@@ -91,8 +92,7 @@ def test_goals_are_of_cells_and_contenders_that_exist(monkeypatch):
     assert {case.dtype for case, _, _ in chosen} == {"bfloat16"}
 
 
-@pytest.mark.slow
-@pytest.mark.long_except("edge-capped-backward")
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["forward", "backward", "forward+backward"])
 @pytest.mark.parametrize("name", ["edge-alibi", "edge-bias", "edge-capped"])
 @pytest.mark.usefixtures("quick_compilation")
@@ -203,7 +203,7 @@ def test_torchs_backward_pass_is_timed_without_the_forward_pass(monkeypatch):
         assert len(passes) == expected, direction
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
     """On a processor, of cells that are tiny: against the faster of two matmuls."""

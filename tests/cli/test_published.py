@@ -31,6 +31,8 @@ from transformer_jax.training.loop import fit
 from transformer_jax.use import language_model
 from transformer_jax.use.language_model import load
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     vocab_size=258, d_model=14, num_layers=1, num_heads=1, d_ff=19, max_len=61, positions="rope",
     norm="rmsnorm", activation="silu", glu=True, use_bias=False, tie_embeddings=True,

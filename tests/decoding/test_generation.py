@@ -82,7 +82,7 @@ LIMITS = np.array([NEW, 4, 0], np.int32)
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("both-scan", "both-while", "limits-while")
+@pytest.mark.long_except("both-scan", "limits-while")
 @pytest.mark.parametrize("early", [False, True], ids=["scan", "while"])
 @pytest.mark.parametrize("ends", ["stop", "limits", "both"])
 def test_a_row_ends_after_a_stop_token_or_at_its_limit(rope, free, ends, early):

@@ -14,6 +14,8 @@ import transformer_jax as tj
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax import Causal, Predicate, Prefix, Segments, Window
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = tj.ModelConfig(
     vocab_size=23, d_model=16, num_layers=2, num_heads=2, max_len=19, positions="rope"
 )
@@ -58,7 +60,7 @@ MASKS = {
 def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, name):
     mask, right = MASKS[name]
     tokens = rng.integers(0, 23, (ROWS, P)).astype(np.int32)
-    whole = MODEL.apply({"params": PARAMS}, tokens, mask=mask)[0][:, -1]
+    whole = jax.jit(MODEL.apply)({"params": PARAMS}, tokens, mask=mask)[0][:, -1]
     lengths = np.full(ROWS, P, np.int32)
     read = jax.jit(tj.prefill, static_argnums=(0, 5))
     found = read(Masked(mask), PARAMS, tokens, tj.init_cache(CONFIG, ROWS, 19), lengths, 4)[0]

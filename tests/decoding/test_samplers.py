@@ -309,6 +309,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(rng, rare, deviation):
     assert abs(drawn - draws * share) < 4 * math.sqrt(draws * share * (1 - share))
 
 
+@pytest.mark.long_except("1", "67")
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 2, 9, 67])
 def test_every_token_of_a_vocabulary_can_be_drawn_and_none_beside_it(vocab):

@@ -560,6 +560,7 @@ def test_where_nothing_is_proposed_the_draws_are_those_of_generate():
     assert_same_text(got, want)
 
 
+@pytest.mark.long_except("rbg", "threefry2x32")
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_a_sampled_row_does_not_depend_on_the_others(implementation):

@@ -21,6 +21,8 @@ from transformer_jax.models import chunk_mask
 from transformer_jax.training import fit
 from transformer_jax.training.tasks import compare_texts
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
 MODEL = tj.build(CONFIG)
 STEP = tj.make_step(MODEL)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.compilation import quick_environment
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +94,9 @@ def test_code_after_a_change_prints_what_the_page_says(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\nprint(chr(30))\n".join(code for code, _ in pairs))
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=250
-    )
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=250,
+        env=quick_environment(),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for (code, expected), printed in zip(pairs, done.stdout.split("\x1e\n"), strict=True):
         check_output(code, printed, expected)

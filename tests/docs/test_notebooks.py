@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.compilation import quick_environment
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -39,9 +41,12 @@ def test_links_of_notebooks_lead_to_pages():
         assert local and all((FOLDER / target).exists() for target in local), path.stem
 
 
+@pytest.mark.long_except("load_tune_convert")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebooks_run(path):
+def test_notebooks_run(path, monkeypatch):
+    for name, value in quick_environment().items():  # of the kernel's process
+        monkeypatch.setenv(name, value)
     nbformat = pytest.importorskip("nbformat", reason="reads notebooks; of the extra test")
     nbclient = pytest.importorskip("nbclient", reason="runs notebooks; of the extra test")
     notebook = nbformat.read(path, as_version=4)

@@ -34,6 +34,7 @@ def expected(classes: np.ndarray, group: int) -> list[list[tuple[int, int, int, 
     return found
 
 
+@pytest.mark.long_except("1-1-3-*", "2-6-3-*")
 @pytest.mark.slow_except("1-1-3-compare")
 @pytest.mark.parametrize("search", ["compare", "halve", "known"])
 @pytest.mark.parametrize("B, N, group", [(1, 1, 3), (2, 1, 1), (1, 3, 1), (2, 6, 3)])

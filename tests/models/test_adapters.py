@@ -46,7 +46,7 @@ def drawn(params, seed=1, lora=LORA):
 def logits(config, params, tokens=TOKENS, **given):
     if config.kind == "encoder-decoder":
         given["source"] = tokens[:, ::-1]
-    return build(config).apply({"params": params}, tokens, **given)[0]
+    return jax.jit(build(config).apply)({"params": params}, tokens, **given)[0]
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch)
     assert_same_bits(found, one_program(CONFIGS[name], key))
 
 
+@pytest.mark.long_except("1.0", "0.02")
 @pytest.mark.slow_except("1.0")
 @pytest.mark.parametrize("std", [0.02, 0.7, 1.0, 3e-5])
 def test_normal_numbers_are_those_of_jax(std, key):

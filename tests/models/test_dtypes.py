@@ -27,6 +27,8 @@ from transformer_jax.tokenizers.trained import ByteTokenizer
 from transformer_jax.training.step import start_state
 from transformer_jax.use import evaluation
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     vocab_size=11, d_model=6, num_layers=1, num_heads=2, d_ff=7, max_len=13, activation="gelu_tanh"
 )

@@ -114,6 +114,9 @@ def edits(names: list[str], strengths: jax.Array) -> dict:
     return {name: edit(name, strengths[i]) for i, name in enumerate(names)}
 
 
+@pytest.mark.long_except(
+    "gru, additive", "lstm, general, state", "rnn, dot", "tagger", "window", "ngram", "streaming"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_place_has_its_shape_and_changes_nothing_by_being_looked_at(kind):
@@ -180,6 +183,9 @@ def test_states_and_weights_are_those_of_the_formulas():
     assert_near(captured["layer_0/hidden"], hidden, NEAR)
 
 
+@pytest.mark.long_except(
+    "gru, additive", "lstm, general, state", "rnn, dot", "window", "ngram", "streaming"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in WITHOUT_STATE])
 def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):

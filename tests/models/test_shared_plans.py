@@ -174,7 +174,7 @@ def integer_steps(jaxpr, times=1):
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("loop, remat-*", "scan, remat of attention-*", "scan, remat-*")
+@pytest.mark.long_except("loop, remat-tpu", "scan, remat of attention-hopper")
 @pytest.mark.parametrize("chip", ["tpu", "hopper"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_more_layers_take_no_more_steps_for_their_mask(stack, chip):

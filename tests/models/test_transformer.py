@@ -206,6 +206,30 @@ def shapes(config: ModelConfig):
     return jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
 
+@pytest.mark.long_except(
+    "gpt2",
+    "padded-learned",
+    "packed-learned",
+    "llama",
+    "rope-*",
+    "gemma",
+    "gemma3",
+    "sinusoidal-post-relu",
+    "none-sandwich-layernorm",
+    "shaw-all",
+    "t5-gqa-sinks-softcap-packed",
+    "alibi-odd-heads-window",
+    "rmsnorm-with-biases",
+    "bert",
+    "encoder-rope-window-packed",
+    "window-pattern-sink-tokens",
+    "sink-tokens-packed",
+    "bart",
+    "marian",
+    "t5-encoder-decoder",
+    "encoder-decoder-all",
+    "two-vocabularies",
+)
 @pytest.mark.slow_except("*-learned", "gpt2", "llama")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
@@ -1225,6 +1249,7 @@ def test_branches_start_at_the_depth_of_their_own_stack(scan):
             assert abs(kernel.std() / std - 1) < 5 / math.sqrt(kernel.size), f"{stack}/{name}"
 
 
+@pytest.mark.long_except("loop-*", "scan-encoder-decoder-all")
 @pytest.mark.slow_except("loop-bert", "loop-shaw-all", "loop-sinusoidal-post-relu", "loop-t5")
 @pytest.mark.parametrize("case", ["gemma", "shaw-all", "t5", "bert", "sinusoidal-post-relu",
                                   "alibi-odd-heads-window", "encoder-decoder-all"])  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 FORWARD_F32 = 1e-6
@@ -42,20 +41,6 @@ def assert_near(actual: Any, expected: Any, tolerance: float, what: str = "resul
     error = largest_error(actual, expected)
     top = float(np.abs(np.asarray(expected).astype(np.float64)).max())
     assert error <= tolerance * top, f"{what}: error {error:.3g} of {top:.3g} is above {tolerance}"
-
-
-def assert_same_to_rounding(found: Any, clean: Any, rounding: float, what: str = "result") -> None:
-    """Assert that numbers differ by at most a rounding of the largest one, and -inf not at all.
-
-    NaN never passes. It is for results that another kernel computes where an input is not finite.
-    """
-    found, clean = (np.asarray(jnp.asarray(x).astype(jnp.float32)) for x in (found, clean))
-    assert not np.isnan(found).any(), f"{what}: NaN"
-    hidden = np.isneginf(clean)
-    assert (np.isneginf(found) == hidden).all(), what
-    most = np.abs(np.where(hidden, 0, clean)).max()
-    apart = np.abs(np.where(hidden, 0, found) - np.where(hidden, 0, clean)).max()
-    assert apart <= rounding * most, f"{what}: {apart} apart, of at most {most}"
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "result") -> None:

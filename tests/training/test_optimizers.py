@@ -34,6 +34,8 @@ from transformer_jax.training.optimizers import (
 )
 from transformer_jax.training.step import make_train_step, start_state
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RATE, STEPS = 0.1, 4
 BASE = TrainConfig(
     learning_rate=RATE, min_learning_rate=RATE, schedule="constant", warmup_steps=0, clip_norm=1e9

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from tests.support.tolerances import assert_same_bits
+from tests.training.test_training import assert_same_state
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, ContinuousTask, GeneratedTask, PreferenceTask
@@ -36,7 +36,7 @@ def written(folder, name: str) -> str:
     return str(folder / "data.txt")
 
 
-@pytest.mark.slow
+@pytest.mark.long_except("chat", "classify", "copy", "masked", "prefix", "seq2seq")
 @pytest.mark.parametrize("name", [n for n in TASKS if TASKS[n] is not PreferenceTask])
 def test_a_task_goes_on_bit_for_bit(tmp_path, name):
     recipe = task_recipe(TASKS[name]())
@@ -57,9 +57,7 @@ def test_a_task_goes_on_bit_for_bit(tmp_path, name):
     half = fit(config, stop=lambda: next(calls) == 3)
     assert half.interrupted and half.step == 4
     again = fit(config, resume=True)
-    one, two = (jax.tree.leaves(result.state.params) for result in (again, whole))
-    for own, other in zip(one, two, strict=True):
-        assert_same_bits(own, other)
-    assert again.val_loss == whole.val_loss
-    begun = jax.tree.leaves(half.state.params)
-    assert any(bool((a != b).any()) for a, b in zip(begun, two, strict=True))
+    assert_same_state(again.state, whole.state)
+    assert (again.val_loss, again.accuracy) == (whole.val_loss, whole.accuracy)
+    begun, done = (jax.tree.leaves(result.state.params) for result in (half, whole))
+    assert any(bool((a != b).any()) for a, b in zip(begun, done, strict=True))

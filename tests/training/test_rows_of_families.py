@@ -31,6 +31,8 @@ from transformer_jax.training.tasks.masked import fill_masks
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import Tokenizers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "\u2581"]
 PAD, BOS, EOS, UNK, MASK, SPACE = range(6)
 A, B, C = 6, 7, 8
