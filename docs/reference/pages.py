@@ -167,14 +167,28 @@ def first_sentence(module: str, name: str) -> str:
 
 
 class Drawings(griffe.Extension):
-    """Indent the drawings in docstrings, lines of `#` and `.` alone, so that they become code."""
+    """Indent the drawings in docstrings, so that they become code, and keep names such as <eos>."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of one module, class or function."""
         if obj.docstring:
-            obj.docstring.value = indent_drawings(obj.docstring.value)
+            obj.docstring.value = keep_tokens(indent_drawings(obj.docstring.value))
 
 
 def indent_drawings(text: str) -> str:
     """Return a text whose lines of `#`, `.` and spaces are indented by four spaces."""
     return re.sub(r"^(?=[#.] [#. ]+$)", "    ", text, flags=re.M)
+
+
+def keep_tokens(text: str) -> str:
+    """Return a text whose special tokens, <eos> and the like, are no tags of HTML.
+
+    Code needs no such mark: what stands in backticks, or is indented and not in a section.
+    """
+    lines, section = [], False
+    for line in text.split("\n"):
+        section = bool(line) and (section or re.fullmatch(r"[A-Z]\w+:", line) is not None)
+        if section or not line.startswith("    "):
+            line = re.sub(r"(`[^`]*`)|<(?=/?\w+>)", lambda found: found[1] or "&lt;", line)
+        lines.append(line)
+    return "\n".join(lines)

@@ -69,7 +69,8 @@ class Slots(Generic[State]):
         decode_state: of all rows.
         step: what runs the model.
         options: what the decoding program is compiled for.
-        capacity: the most tokens of a prompt and its continuation, whose last is never read.
+        capacity: the most tokens of a prompt and its continuation but the last, which is never
+            read.
     """
 
     decode_state: DecodeState[State]
@@ -101,7 +102,7 @@ def init_slots(
         params: what the step takes as the model's parameters; only its shapes are read.
         state: one row, which stays whole.
         slots: B, how many requests are decoded side by side, at least 1.
-        capacity: the most tokens of a prompt and its continuation, at least 1.
+        capacity: the most tokens of a prompt and its continuation but the last, at least 1.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         processors: change the logits by the text so far, before the sampler sees them.
         stop: the token id, or ids, after which a row ends.
@@ -377,7 +378,8 @@ def serve(
             wrong is refused with its error, and the others go on.
         state: one empty row, as `init_cache(config, 1, capacity)`; it stays whole.
         slots: how many requests are decoded side by side, at least 1.
-        capacity: the most tokens of a prompt and its continuation, whose last is never read.
+        capacity: the most tokens of a prompt and its continuation but the last, which is never
+            read.
         steps_per_call: the most tokens that a call of the decoding program chooses for each slot,
             at least 1.
         pause: end a call as soon as a slot is free for a request that waits: fewer steps in more

@@ -63,13 +63,13 @@ class PretrainedTokenizer:
 
     Attributes:
         definition: the JSON of the library.
-        roles: pairs such as ("bos", "<s>"); names are those of ROLES.
+        roles: pairs such as `("bos", "<s>")`; names are those of ROLES.
         stop_ids: tokens that end a generated text.
         chat_templates: pairs of name and Jinja source; the usual template is called "default".
         add_special_tokens: whether `encode` adds special tokens by default, such as <bos> before a
             text and </s> after it.
-        named_tokens: pairs such as ("image_token", "<img>"), more names that chat templates use for
-            tokens.
+        named_tokens: pairs such as `("image_token", "<img>")`, more names that chat templates use
+            for tokens.
         target_ids: how an encoder-decoder's targets begin and end, by the names of `TARGET_IDS`.
         banned: sequences of tokens that an encoder-decoder never writes.
         now: what chat templates take for the present time, such as "2026-11-26T13:10:00"; None is
