@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks.timing import environment
@@ -39,19 +38,17 @@ from reproduce.lectures.shared import (
     print_table,
     save_picture,
 )
-from transformer_jax import ModelConfig, build, num_params
-from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax import ModelConfig, num_params
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli.process import keep_freed_memory
 from transformer_jax.config import Rope, TrainConfig
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.text.text_model import TextModel, load_run
-from transformer_jax.training.batch import Params
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks import Tokenizers
 from transformer_jax.training.tasks.answers import answer_sources
-from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.use.evaluation import judge_file
+from transformer_jax.use.language_model import LanguageModel
 
 SHOWN = 6
 """Test pairs that are printed; the first two are drawn."""
@@ -124,6 +121,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--d-model", type=int, help="default: that of RECIPES")
     parser.add_argument("--out", type=Path, default=Path("runs/pairs"), help="folder of the runs")
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the pictures")
+    parser.add_argument("--dark", action="store_true", help="an svg for dark pages too")
     arguments = parser.parse_args(argv)
     name = arguments.set if arguments.set == "multi30k" else f"g2p_{arguments.language}"
     arguments.texts = arguments.out / name
@@ -265,32 +263,17 @@ def alignment(model: TextModel, source: str, target: str) -> tuple[list[str], np
     """Return the words that are written, and their weights f32[T, S] over those of the source.
 
     Row i belongs to the place that writes word i. Weights are means over the heads of the layer
-    before the last, which follows the words most closely (Garg et al. 2019); those of a decoder are
-    divided by what they give to the source in all.
+    before the last, where there are several, which follows the words most closely (Garg et al.
+    2019); those of a decoder are divided by what they give to the source in all.
     """
-    assert model.run is not None
     target = " ".join(target.split()[:LONGEST])
-    example = pair_example(model.run, tokenizers(model), Pair(source, target, "pair"))
-    apply = jax.jit(build(model.config).apply, static_argnames="method")
-    given: dict[str, Any] = {}
-    if example.source is not None:
-        given["source"] = example.source[None]
-    elif example.prefix:
-        prefix = np.arange(len(example.tokens)) < example.prefix
-        given["mask"] = Causal() | Padding(prefix[None])
-    weights = _attend(apply, model.params, example.tokens[None], given)
+    seen = LanguageModel(model, "the run").attend((source, target))
     words = [*target.split(), "<eos>"]
-    if example.source is not None:
-        found = np.asarray(weights.cross)[0, -2].mean(axis=0)
-    else:
-        own = np.asarray(weights.self)[0, -2].mean(axis=0)
-        found = own[-len(words) :, : len(source.split())]
-        found = found / found.sum(axis=1, keepdims=True)
-    return words, found
-
-
-def _attend(apply: Any, params: Params, tokens: np.ndarray, given: dict[str, Any]) -> Any:
-    return apply({"params": params}, tokens, method="attend", **given)[2]
+    if seen.cross is not None:
+        return words, seen.cross[-2:][0].mean(axis=0)
+    own = seen.weights[-2:][0].mean(axis=0)
+    found = own[-len(words) :, : len(source.split())]
+    return words, found / found.sum(axis=1, keepdims=True)
 
 
 if __name__ == "__main__":

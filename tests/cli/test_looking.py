@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.use.test_language_model import CLASSES, MASKED, PAIRS, PLAIN
+from tests.use.test_language_model import CHAT, CLASSES, MASKED, PAIRS, PLAIN, TURNS
 from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command, generate
@@ -17,7 +17,7 @@ from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-MODELS = {"plain": PLAIN, "pairs": PAIRS, "masks": MASKED, "classes": CLASSES}
+MODELS = {"plain": PLAIN, "pairs": PAIRS, "masks": MASKED, "classes": CLASSES, "chat": CHAT}
 
 
 @pytest.fixture
@@ -113,6 +113,8 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
     assert float(re.search(r"^perplexity +(\S+)$", printed, re.M)[1]) == pytest.approx(
         PAIRS.score(("bad", "feed")).perplexity, rel=1e-5
     )
+    printed = said("evaluate", "--run", "chat", "--prompt", "bad", "--target", "feed")[1]
+    assert f"nats            {CHAT.score(TURNS).nats:.6g}\n" in printed
     label, p = CLASSES.classify("bad")
     printed = said("evaluate", "--run", "classes", "--prompt", "bad")[1]
     assert printed == f"label        {label}\nprobability  {p:.6g}\n"
@@ -138,6 +140,7 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
         ("evaluate --run plain --data x --target a", "target is 'a': needs prompt"),
         ("evaluate --run plain --prompt a --beams 2", "beams is 2: needs data"),
         ("evaluate --run pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),
+        ("evaluate --run chat --prompt a", "target is None: a run of task 'chat' answers messages"),
         ("evaluate --run classes --prompt a --target b", "target is 'b': a run of task 'classify'"),
         ("evaluate --run masks --prompt a", "score: a masked model has no probability of a text"),
         ("generate --run pairs --prompt a --samples 2", "samples is 2: a run of task 'seq2seq' dr"),

@@ -6,11 +6,17 @@ import dataclasses
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
 from reproduce import pairs
-from transformer_jax.text.text_model import load_run
+from transformer_jax.config import RecurrentConfig, TrainConfig
+from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.models.factory import init_params
+from transformer_jax.text.text_model import TextModel, load_run
+from transformer_jax.tokenizers.special import with_special_tokens
+from transformer_jax.tokenizers.trained import WordTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -84,6 +90,21 @@ def test_a_complete_run_is_judged_again_and_words_are_of_the_training_part(
     texts = (tmp_path / "multi30k" / "train.source").read_text().splitlines()
     assert set(" ".join(texts).split()) == {*(word.lower() for word in WORDS), "."}
     assert first["source vocabulary"] == len(WORDS) + 1 + 2
+
+
+@pytest.mark.slow
+def test_a_recurrent_model_has_the_alignment_of_its_one_attention():
+    tokenizer = with_special_tokens(WordTokenizer(("ein", "hund", "a", "dog")), ["bos", "eos"])
+    config = RecurrentConfig(
+        vocab_size=8, source_vocab_size=8, d_embed=3, d_hidden=5, attention="additive"
+    )
+    task = Seq2SeqTask(beams=1)
+    run = TrainConfig(model=config, task=task, tokenizer="word", context=11, batch_size=2)
+    params = init_params(config, jax.random.key(3))
+    model = TextModel(config, params, tokenizer, run=run)
+    words, weights = pairs.alignment(model, "ein hund", "a dog")
+    assert words == ["a", "dog", "<eos>"] and weights.shape == (3, 2)
+    assert np.allclose(weights.sum(axis=1), 1, atol=1e-5) and (weights > 0).all()
 
 
 def test_a_set_that_is_not_there_is_said_in_one_line(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from transformer_jax.cli.command import (
     Parser,
@@ -21,6 +22,9 @@ from transformer_jax.cli.command import (
 )
 from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformer_jax.use.scores import Scored
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,17 +67,18 @@ def _score(arguments: argparse.Namespace) -> None:
         if (value := getattr(arguments, name)) is not None:
             raise ConfigError(f"{name} is {value!r}: needs data")
     model = load_either("evaluate", arguments)
-    prompt: str = arguments.prompt
-    text: str | tuple[str, str] = prompt
-    if arguments.target is not None:
-        text = prompt, arguments.target
-    elif model.kind == "targets":
-        rule = f"{model.instead()}: its target is needed"
-        raise ConfigError(f"target is None: {rule}")
+    prompt, target = arguments.prompt, arguments.target
+    if model.kind in ("targets", "chat") and target is None:
+        what = "answer" if model.kind == "chat" else "target"
+        raise ConfigError(f"target is None: {model.instead()}: the {what} to score is needed")
+    text: Scored = prompt if target is None else (prompt, target)
+    if model.kind == "chat":
+        said = {"user": prompt, "assistant": target}
+        text = [{"role": role, "content": content} for role, content in said.items()]
     say_unknown("evaluate", model.tokenizers.of_source, [arguments.prompt])
     if model.kind == "labels":
-        if arguments.target is not None:
-            raise ConfigError(f"target is {arguments.target!r}: {model.instead()}")
+        if target is not None:
+            raise ConfigError(f"target is {target!r}: {model.instead()}")
         label, probability = model.classify(prompt)
         _print(arguments, {"label": label, "probability": probability})
         return
@@ -100,7 +105,11 @@ def _parser() -> Parser:
     add_model(parser)
     add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
     add("--prompt", metavar="TEXT", help="one text instead: its perplexity, or its class")
-    add("--target", metavar="TEXT", help="of --prompt, of pairs: the target, which is scored")
+    add(
+        "--target",
+        metavar="TEXT",
+        help="of --prompt: the translation or answer that is scored",
+    )
     add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
     add(
         "--examples",
