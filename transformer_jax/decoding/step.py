@@ -206,7 +206,7 @@ class AppliedStep(Step[State]):
         edit: changes of places on the way, as pairs of a name and a function.
     """
 
-    model: Any
+    model: Any  # of flax; a subclass says which
     edit: tuple[tuple[str, Edit], ...] = ()
 
     def arguments(

@@ -243,7 +243,7 @@ class PretrainedTokenizer:
         tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None,
         template: str | None = None,
-        **variables: Any,
+        **variables: Any,  # whatever a template asks for
     ) -> str:
         """Render messages as the model was trained to read them.
 
@@ -298,7 +298,7 @@ class PretrainedTokenizer:
         documents: Sequence[Message] | None = None,
         template: str | None = None,
         written: Literal["parse", "refuse"] = "refuse",
-        **variables: Any,
+        **variables: Any,  # whatever a template asks for
     ) -> np.ndarray:  # i32[n]
         """Return the ids of `chat`; nothing is added to what the template wrote.
 
