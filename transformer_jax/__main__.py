@@ -18,6 +18,7 @@ COMMANDS = {
     "tokens": "show the pieces of a text that a model reads, with their ids",
     "nearest": "list the words whose vectors are nearest to that of a word",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
+    "compare": "train language models on one text on equal terms: perplexities and a picture",
     "plot": "compare runs: their losses, a table and a picture",
     "plan": "say what a step takes on hardware that need not be attached",
     "convert": "write a run or a published model as a published checkpoint",

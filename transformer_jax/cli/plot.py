@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from transformer_jax.cli.command import Parser, run
-from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config import ConfigError, NgramConfig, TrainConfig
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
+from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import JsonObject
 
@@ -52,6 +53,15 @@ class Curves:
     tokens_per_step: int
     damaged: int
     """Lines of metrics.jsonl that could not be read."""
+    counted: bool = False
+    """Whether it is an n-gram, which is counted over the whole training part in one step."""
+
+    of_pairs: bool = False
+    """Whether the loss is of pairs of answers, which have no perplexity."""
+
+    def perplexity(self, loss: float) -> str:
+        """Return exp(loss) of a token, as it is shown."""
+        return "-" if self.of_pairs or not loss < 700 else f"{math.exp(loss):.4g}"
 
     def points(self, field: str, axis: Axis) -> list[tuple[float, float]]:
         """Return the values of a field over the axis; lines without it are left out."""
@@ -105,7 +115,8 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len
         lines.sort(key=lambda line: line["step"])
-        found.append(Curves(path.name, label, tuple(lines), tokens, written - len(lines)))
+        kinds = isinstance(config.model, NgramConfig), isinstance(config.task, PreferenceTask)
+        found.append(Curves(path.name, label, tuple(lines), tokens, written - len(lines), *kinds))
     return found
 
 
@@ -145,7 +156,8 @@ def _shown(value: FieldValue) -> str:
 
 def table(curves: Sequence[Curves]) -> str:
     """Return a line a run: what it is, how far it is, its losses and its speed."""
-    header = ["run", "step", "tokens", "training", "held out", "best, at step", "tokens/s", "what"]
+    header = ["run", "step", "tokens", "training", "held out", "best, at step", "perplexity"]
+    header += ["tokens/s", "what"]
     rows = []
     for one in curves:
         training = [value for _, value in one.points("loss", "step")]
@@ -157,10 +169,11 @@ def table(curves: Sequence[Curves]) -> str:
             [
                 one.name,
                 f"{step:,}",
-                f"{step * one.tokens_per_step:,}",
+                "-" if one.counted else f"{step * one.tokens_per_step:,}",
                 f"{statistics.fmean(training[-20:]):.4f}" if training else "-",
                 f"{held_out[-1][1]:.4f}" if held_out else "-",
                 f"{best[1]:.4f}, {best[0]:,.0f}" if best else "-",
+                one.perplexity(best[1]) if best else "-",
                 f"{statistics.median(rates):,.0f}" if rates else "-",
                 one.label,
             ]
@@ -191,17 +204,19 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     for number, one in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         training, held_out = one.points("loss", axis), one.points("val_loss", axis)
-        if training:
+        if one.counted and held_out:  # it has no curve, and no place on the axis
+            panels["loss"].axhline(held_out[-1][1], color=colour, linewidth=1.8, linestyle="--")
+        elif training:
             x, y = zip(*training, strict=True)
             panels["loss"].plot(x, y, color=colour, alpha=0.15, linewidth=0.7)
             panels["loss"].plot(x, smooth(y), color=colour, alpha=0.6, linewidth=1.2)
-        if held_out:
+        if held_out and not one.counted:
             x, y = zip(*held_out, strict=True)
             panels["loss"].plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=3.5)
         last = (held_out or training or [(0.0, math.nan)])[-1]
-        ends.append((last[0], last[1], one.name, colour))
+        ends.append((last[0], last[1], one.name, one.perplexity(last[1]), colour))
         for panel, name in (("rate", "learning_rate"), ("speed", "tokens_per_second")):
-            points = one.points(name, axis)
+            points = [] if one.counted else one.points(name, axis)
             if points:
                 panels[panel].plot(*zip(*points, strict=True), color=colour, linewidth=1.2)
     _zoom(panels["loss"], curves, axis)
@@ -209,7 +224,10 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     unit = {"step": "step", "tokens": "tokens", "hours": "hours of training steps"}[axis]
     panels["loss"].set_ylabel("loss (nats per label)", color=INK)
     panels["loss"].set_title(
-        "held out (dots) and training (faint)", loc="left", color=INK, fontsize=10
+        "held out (dots; n-grams dashed), training (faint); in brackets exp(loss), the perplexity",
+        loc="left",
+        color=INK,
+        fontsize=10,
     )
     panels["rate"].set_title("learning rate", loc="left", color=INK, fontsize=9)
     panels["speed"].set_title("tokens per second", loc="left", color=INK, fontsize=9)
@@ -229,22 +247,24 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
     later = [value for points in every for x, value in points if x >= longest / 10]
+    later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
     if later:
         low, high = min(later), max(later)
         room = 0.08 * max(high - low, 1e-3)
         panel.set_ylim(low - room, high + 3 * room)
 
 
-def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each run's name after its curve, far enough from the others to be read."""
+def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]]) -> None:
+    """Write each run's name, loss and perplexity after its curve, far enough from the others."""
     known = [end for end in ends if math.isfinite(end[1])]
     low, high = panel.get_ylim()
     room = (high - low) / 22
     place = -math.inf
-    for x, y, label, colour in sorted(known, key=lambda end: end[1]):
+    for x, y, label, perplexity, colour in sorted(known, key=lambda end: end[1]):
         place = max(y, place + room)
         short = label if len(label) <= 24 else f"{label[:23]}…"
         panel.annotate(
-            f" {short}  {y:.3f}", (x, y), xytext=(panel.get_xlim()[1], place), textcoords="data",
+            f" {short}  {y:.3f} ({perplexity})", (x, y),
+            xytext=(panel.get_xlim()[1], place), textcoords="data",
             color=colour, fontsize=8.5, va="center", annotation_clip=False, parse_math=False,
         )  # fmt: skip

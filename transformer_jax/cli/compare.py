@@ -1,0 +1,274 @@
+"""Compare language models on one text, on equal terms: a table of perplexities, and a picture.
+
+    python -m transformer_jax compare --data book.txt
+    python -m transformer_jax compare --data book.txt --models ngram lstm transformer --steps 2000
+
+Every trained model has the number of parameters of a decoder of 4 layers and width `--d-model`,
+within 3 %, and reads as many tokens in the same windows. Each has a learning rate of its own: the
+best of those tried for a fifth of the steps, from 0.008 up and down by factors of 2. An n-gram is
+counted over the whole training part, and its order is found likewise. No search reads the last
+tenth of the text, which all of them are judged on in windows of `--context` characters.
+
+Each model is a run of its own in `--out`, which `generate`, `evaluate` and `plot` take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from transformer_jax.cli import plot
+from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.process import interrupts, keep_freed_memory
+from transformer_jax.config import (
+    ConfigError,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    Rope,
+    TrainConfig,
+    WindowConfig,
+)
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.models import num_params
+from transformer_jax.training.loop import Result, fit
+from transformer_jax.training.progress import Silent
+
+MODELS = ("ngram", "window", "rnn", "lstm", "gru", "transformer")
+ORDERS = (2, 3, 4, 5, 6, 7, 8)
+RATES = tuple(0.008 * 2.0**power for power in range(-5, 4))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Hold what a model came to."""
+
+    model: str
+    parameters: int
+    """Of an n-gram, how many distinct n-grams it has counted."""
+    learning_rate: float | None
+    order: int | None
+    tokens: int
+    """Characters that were read; a character that is read twice counts twice."""
+    nats: float
+    """Held-out loss a character."""
+    bits: float
+    perplexity: float
+    seconds: float
+    """With compilation and evaluation, without the search."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = Parser("compare", __doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--data", required=True, metavar="FILE", help="a text file")
+    add("--out", type=Path, default=Path("runs/compared"), help="a folder for runs and picture")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    for name, size, help_text in (
+        ("steps", 500, "of every trained model"),
+        ("batch-size", 32, "windows of a step"),
+        ("context", 64, "characters of a window"),
+        ("d-model", 64, "width of the decoder, which gives the number of parameters"),
+        ("seed", 0, ""),
+    ):
+        add(f"--{name}", type=int, default=size, help=f"{help_text} (default {size})".strip())
+    add("--resume", action="store_true", help="go on with the comparison in the folder --out")
+    return run(parser, argv, compare)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Search, train and judge every model; print the table and draw the picture."""
+    from transformer_jax.checkpoints.run_folder import RunFolder, json_text
+    from transformer_jax.training.tasks import load_task
+
+    keep_freed_memory()
+    out: Path = arguments.out
+    if not arguments.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        rule = "--resume goes on with the comparison in it, --out FOLDER starts another"
+        raise ConfigError(f"out is {str(out)!r}: there is something already ({rule})")
+    base = TrainConfig(
+        data=arguments.data,
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        context=arguments.context,
+        model=ModelConfig(max_len=arguments.context),
+        eval_every=max(arguments.steps // 10, 1),
+        sample_tokens=0,
+        seed=arguments.seed,
+    )
+    data = load_task(base)
+    (text,) = data.documents()
+    models = equal_models(data.config.model.vocab_size, arguments.d_model, arguments.context)
+
+    found = []
+    with tempfile.TemporaryDirectory() as scratch, interrupts() as received:
+        training_part = Path(scratch, "training.txt")
+        training_part.write_text(data.tokenizers.tokenizer.decode(text), "utf-8", newline="")
+        for name in dict.fromkeys(arguments.models):
+            folder = RunFolder(out / name)
+            begun_before = folder.config_file.exists()
+            if begun_before:
+                value = setting_of(folder.read_config())
+            else:
+                value = search(name, base, models[name], training_part, scratch, received)
+            begun = time.perf_counter()
+            config = replace(settings(base, models[name], value), out=str(folder.path))
+            result = train(config, received, resume=begun_before)
+            if received:
+                print(f"stopped; to go on, add --resume (finished runs are in {out})")
+                raise KeyboardInterrupt
+            found.append(judged(name, result, len(text), time.perf_counter() - begun))
+            print(f"{name}: {found[-1].nats:.3f} nats a character, held out", flush=True)
+
+    found.sort(key=lambda one: one.perplexity)
+    print(table(found))
+    record = {name: getattr(arguments, name) for name in ("data", "context", "steps", "seed")}
+    record["models"] = [asdict(one) for one in found]
+    (out / "compared.json").write_text(json_text(record, indent=1) + "\n", "utf-8")
+    plot.draw(plot.read_runs([out / one.model for one in found]), "tokens", out / "compared.png")
+    print(f"drawn: {out / 'compared.png'}")
+
+
+def equal_models(vocab_size: int, d_model: int, context: int) -> dict[str, AnyModelConfig]:
+    """Return a decoder, models of its number of parameters within 3 %, and an n-gram, by name."""
+    if d_model < 8 or d_model % 8:
+        raise ConfigError(
+            f"d_model is {d_model}: must be a multiple of 8, for 4 heads of even width"
+        )
+    decoder = ModelConfig(
+        vocab_size=vocab_size, d_model=d_model, num_layers=4, num_heads=4, max_len=context,
+        use_bias=False, positions=Rope(), init_std=0.1,
+    )  # fmt: skip
+    wanted = num_params(decoder)
+
+    def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
+        """Return the model of the width that gives the nearest number of parameters."""
+        widths = range(1, 4096)
+        wider = bisect.bisect_left(widths, wanted, key=lambda width: num_params(make(width)))
+        near = (make(width) for width in widths[max(wider - 1, 0) : wider + 1])
+        return min(near, key=lambda model: abs(num_params(model) - wanted))
+
+    window = WindowConfig(vocab_size=vocab_size, context=min(16, context), d_embed=d_model // 2)
+    recurrent = RecurrentConfig(vocab_size=vocab_size, d_embed=d_model)
+    models: dict[str, AnyModelConfig] = {
+        "window": nearest(lambda width: replace(window, d_hidden=width)),
+        "rnn": nearest(lambda width: replace(recurrent, cell="rnn", d_hidden=width)),
+        "lstm": nearest(lambda width: replace(recurrent, cell="lstm", d_hidden=width)),
+        "gru": nearest(lambda width: replace(recurrent, cell="gru", d_hidden=width)),
+        "transformer": decoder,
+    }
+    for name, model in models.items():
+        if abs(num_params(model) / wanted - 1) > 0.03:
+            rule = f"no {name} has within 3 % of its {wanted:,} parameters; take a larger one"
+            raise ConfigError(f"d_model is {d_model}: {rule}")
+    return {"ngram": NgramConfig(vocab_size=vocab_size), **models}
+
+
+def search(
+    name: str,
+    base: TrainConfig,
+    model: AnyModelConfig,
+    training_part: Path,
+    scratch: str,
+    received: list[int],
+) -> float:
+    """Return the best learning rate of a model, or order of an n-gram; print each loss.
+
+    From a first value the search goes on to the better neighbour until there is none.
+    """
+    steps = max(base.steps // 5, 1)
+    base = replace(base, data=str(training_part), steps=steps, eval_every=steps)
+    counted = isinstance(model, NgramConfig)
+    values: Sequence[float] = ORDERS if counted else RATES
+    losses: dict[int, float] = {}
+    at, before = values.index(5 if counted else 0.008), -1
+    while at != before and not received:
+        before = at
+        for near in range(max(at - 1, 0), min(at + 2, len(values))):
+            if near in losses or received:
+                continue
+            config = replace(settings(base, model, values[near]), out=f"{scratch}/{name}-{near}")
+            result = train(config, received, vocab_size=model.vocab_size)
+            losses[near] = math.inf if result.val_loss is None else result.val_loss
+            what = f"order {values[near]}" if counted else f"learning rate {values[near]:g}"
+            print(f"{name}, {what}: {losses[near]:.3f} nats in the search", flush=True)
+        at = min(losses, key=lambda i: (losses[i], i), default=at)  # of two that diverge, the lower
+    return values[at]
+
+
+def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainConfig:
+    """Return how a model is trained with this learning rate, or counted with this order."""
+    if isinstance(model, NgramConfig):
+        return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
+    warmup = base.steps // 10
+    return replace(
+        base, model=model, learning_rate=value, min_learning_rate=value / 10, warmup_steps=warmup
+    )
+
+
+def setting_of(config: TrainConfig) -> float:
+    """Return what `settings` was given for the config of a run."""
+    counted = isinstance(config.model, NgramConfig)
+    return config.model.order if counted else config.learning_rate
+
+
+def train(
+    config: TrainConfig, received: list[int], *, resume: bool = False, vocab_size: int | None = None
+) -> Result:
+    """Train without a word, until a signal comes."""
+    stop = lambda: bool(received)  # noqa: E731
+    return fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)
+
+
+def judged(name: str, result: Result, characters: int, seconds: float) -> Compared:
+    """Return what a finished run came to; ConfigError where its held-out loss is not finite."""
+    config, nats = result.config, result.val_loss_per_character
+    if nats is None:
+        raise ConfigError(f"{name}: the held-out loss is NaN or inf")
+    counted = isinstance(config.model, NgramConfig)
+    read = config.steps * config.batch_size * config.sequence_len
+    return Compared(
+        model=name,
+        parameters=sum(config.model.nodes or ()) if counted else num_params(config.model),
+        learning_rate=None if counted else config.learning_rate,
+        order=config.model.order if counted else None,
+        tokens=characters if counted else read,
+        nats=nats,
+        bits=nats / math.log(2),
+        perplexity=math.exp(nats),
+        seconds=seconds,
+    )
+
+
+def table(found: Sequence[Compared]) -> str:
+    """Return a table in Markdown, the best model first."""
+    head = ["model", "parameters", "learning rate", "characters read", "nats", "bits", "perplexity"]
+    rows = [head, ["---", *["--:"] * (len(head) - 1)]]
+    for one in found:
+        counted = one.learning_rate is None
+        rows.append(
+            [
+                f"{one.model}, order {one.order}" if counted else one.model,
+                f"{one.parameters:,}{' n-grams' if counted else ''}",
+                "-" if counted else f"{one.learning_rate:g}",
+                f"{one.tokens:,}",
+                f"{one.nats:.3f}",
+                f"{one.bits:.3f}",
+                f"{one.perplexity:.2f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        cells[0] = f"{row[0]:{widths[0]}}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
