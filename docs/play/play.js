@@ -16,7 +16,7 @@ const refuse = (line) => { throw new Wrong(line); };
 /** Cut an expression in Python's notation into [kind, text, column]. */
 function tokensOf(text) {
   const tokens = [];
-  const pattern = /\s+|([A-Za-z_][\w.]*)|(\d+)(?![\w.])|(\/\/|==|!=|<=|>=|[-+*%<>=&|~()[\],:])/gy;
+  const pattern = /\s+|([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)|(\d+)(?![\w.])|(\/\/|==|!=|<=|>=|[-+*%<>=&|~()[\],:])/gy;
   while (pattern.lastIndex < text.length) {
     const at = pattern.lastIndex;
     const found = pattern.exec(text);
@@ -29,10 +29,18 @@ function tokensOf(text) {
 }
 
 class Parser {
-  constructor(text) { this.tokens = tokensOf(text); this.at = 0; }
+  constructor(text) {
+    this.tokens = tokensOf(text);
+    this.at = 0;
+    let depth = 0;
+    for (const [, sign] of this.tokens) {
+      depth += "([~-".includes(sign) ? 1 : sign === ")" || sign === "]" ? -1 : 0;
+      if (depth > 200) refuse("brackets and signs are nested more than 200 deep");
+    }
+  }
   get next() { return this.tokens[this.at][1]; }
   get kind() { return this.tokens[this.at][0]; }
-  take() { return this.tokens[this.at++][1]; }
+  take() { return this.tokens[this.kind === "end" ? this.at : this.at++][1]; }
   is(text) { return this.kind !== "end" && this.next === text; }
   accept(text) { if (!this.is(text)) return false; this.at++; return true; }
   expect(text) {
@@ -677,7 +685,7 @@ const facts = (id, rows) => $(id).replaceChildren(...rows.flatMap(([name, value]
   element("dt", { textContent: name }), element("dd", { textContent: value })]));
 const legend = (id, rows) => $(id).replaceChildren(...rows.map(([kind, text]) => element("span", {},
   element("i", { className: kind, "aria-hidden": "true" }), text)));
-const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0)} %`;
+const percent = (part) => (part > 0 && part < 0.001 ? "< 0.1 %" : `${(100 * part).toFixed(part > 0 && part < 0.0995 ? 1 : 0)} %`);
 const count = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
 
 /* ---- A mask ------------------------------------------------------------------------------------- */

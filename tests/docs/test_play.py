@@ -100,6 +100,14 @@ def test_the_model_fits_its_config_and_predicts_verbs_of_far_subjects(trained):
     assert follow.sum() > 200 and right[follow[:, 1:]].mean() > 0.95
 
 
+@pytest.mark.slow
+def test_the_script_writes_what_it_reads(tmp_path):
+    out = tmp_path / "model.js"
+    share = play.main(["--steps", "2", "--batch", "3", "--out", str(out)])
+    _, params = play.read(out.read_text())
+    assert 0 <= share < 0.9 and play.written(params) == out.read_text()
+
+
 # What the page is to show
 
 
@@ -269,6 +277,26 @@ def test_a_wrong_mask_is_one_line(text, line):
     assert line in said and "\n" not in said
 
 
+@needs_node
+def test_any_text_is_a_mask_or_refused_in_one_line():
+    rng = random.Random(79)
+    texts = ["(" * 5000, "~" * 5000, "Predicate(lambda", "Predicate(lambda q,", "Window(", "tj."]
+    for _ in range(2000):
+        text = random_mask(rng)
+        at, cut = rng.randrange(len(text)), rng.randrange(5)
+        texts.append(text[:at] + rng.choice("()[],~&|q1 =.") * rng.randrange(3) + text[at + cut :])
+    found = in_node(
+        f"""return given.map((text) => {{
+            try {{ page.maskMatrix(page.parseMask(text), {T}); return ""; }}
+            catch (wrong) {{ return `${{wrong.constructor.name}}: ${{wrong.message}}`; }}
+        }});""",
+        texts,
+    )
+    refused = [line for line in found if line]
+    assert len(refused) > 300 and "" in found
+    assert [line for line in refused if not re.fullmatch(r"Wrong: \S.*", line)] == []
+
+
 # In a browser
 
 
@@ -365,6 +393,11 @@ def test_the_page_steps_the_ring_of_the_library(page):
 @pytest.mark.slow
 def test_the_page_is_used_by_keys_fits_a_phone_and_says_what_is_wrong(page):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    paper = "getComputedStyle(document.querySelector('#play button')).backgroundColor"
+    light = page.evaluate(paper)
+    page.evaluate("document.body.dataset.mdColorScheme = 'slate'")  # the site's own switch
+    assert page.evaluate(paper) != light
+    page.evaluate("delete document.body.dataset.mdColorScheme")
     page.locator("#mask-text").fill("Causal() & Window(4)")
     page.locator("#mask-matrix [tabindex='0']").focus()
     for key in ("Home", "ArrowDown", "ArrowDown", "ArrowRight"):
