@@ -157,11 +157,15 @@ def sentences(count: int) -> list[list[int]]:
     return [row[: (5, 11, 17)[i % 3]].tolist() for i, row in enumerate(ids)]
 
 
+@jax.jit
+def attended(params, ids):
+    model = build(play.CONFIG)
+    return model.apply({"params": params}, ids, capture=("block_*/attention/weights",))
+
+
 def largest_difference(params, ids: list[int], found: dict) -> float:
     """Return the largest difference of attention weights, probabilities and logits (relative)."""
-    places = ("block_*/attention/weights",)
-    apply = jax.jit(lambda p, x: build(play.CONFIG).apply({"params": p}, x, capture=places))
-    logits, _, captured = apply(params, jnp.array([ids]))
+    logits, _, captured = attended(params, jnp.array([ids]))
     weights = [captured[f"block_{i}/attention/weights"][0] for i in range(play.CONFIG.num_layers)]
     assert np.array(found["weights"]).shape == np.array(weights).shape
     return max(
@@ -357,10 +361,9 @@ def test_the_page_draws_the_attention_of_the_library(page, trained):
         layer, head, query = i % 2, i // 2 % 4, 3
         page.locator("#attention-heads label").nth(4 * layer + head).click()
         page.locator("#attention-tokens button").nth(query).focus()
-        shown = [
-            float(b.get_attribute("data-weight"))
-            for b in page.locator("#attention-tokens button").all()
-        ]
+        shown = page.locator("#attention-tokens button").evaluate_all(
+            "all => all.map((button) => Number(button.dataset.weight))"
+        )
         assert shown == pytest.approx(found["weights"][layer][head][query], abs=1e-12)
         likeliest = page.locator("#attention-next li").first
         best = int(np.argmax(found["probabilities"][query]))
