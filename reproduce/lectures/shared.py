@@ -18,8 +18,10 @@ COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
 INK = "#444444"
 
 
-def read_arguments(description: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags that every demonstration has: `out`, `format` and `quick`."""
+def read_arguments(
+    description: str | None, argv: Sequence[str] | None, data: bool = False
+) -> argparse.Namespace:
+    """Parse the flags that every demonstration has; those that read a text have `data` too."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -28,6 +30,8 @@ def read_arguments(description: str | None, argv: Sequence[str] | None) -> argpa
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
     parser.add_argument("--dark", action="store_true", help="an svg for dark pages too")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a test")
+    if data:
+        parser.add_argument("--data", type=Path, help="a text file, UTF-8")
     return parser.parse_args(argv)
 
 

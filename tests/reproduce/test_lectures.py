@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 14
+    assert len(NAMES) == 16
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -264,3 +264,24 @@ def test_the_translator_looks_at_the_word_that_it_translates(demonstrate):
     words, weights = found["nous avons un chat noir"]
     assert words == ["we", "have", "a", "black", "cat", "</s>"]
     assert [weights[words.index(word)].argmax() for word in ("black", "cat")] == [4, 3]
+
+
+@pytest.mark.slow
+def test_multiplications_are_those_of_the_table(demonstrate):
+    """Compare counts of traced programs with the table; scores in memory take n^2 numbers."""
+    found = demonstrate("operations")
+    d = found["width"]
+    for n, counts in found["counts"].items():
+        assert counts == [2 * n * n * d, 2 * n * d * d, 3 * n * d * d, 8 * n * d * d, 4 * n * d * d]
+    small, large = (found["measured"][n]["xla"][1] for n in (16, 32))
+    assert large > 2.5 * small > 0
+
+
+@pytest.mark.slow
+def test_a_table_of_sinusoids_is_turned_by_an_offset(demonstrate):
+    """Compare the turned vector with cosine and sine, and the table with its own rows later."""
+    found = demonstrate("rotations")
+    assert found["error"] < 1e-5 and np.abs(found["table"]).max() <= 1
+    angles = np.arange(6)
+    exact = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    np.testing.assert_allclose(found["vectors"], exact, atol=1e-6)

@@ -1,0 +1,155 @@
+"""Count the multiplications of one layer: attention, recurrence, convolution, feed-forward.
+
+    python -m reproduce.lectures.operations
+
+Table 1 of Vaswani et al. 2017, of n tokens, width d and a convolution over k tokens:
+
+    self-attention    O(n^2 d)      here 2 n^2 d: scores, and the weighted sum of values
+    recurrent         O(n d^2)      2 n d^2: W x and U h
+    convolution       O(k n d^2)    k n d^2
+    feed-forward      O(n d^2)      8 n d^2: to 4 d and back
+
+and the four projections of attention, 4 n d^2. They are counted in the traced programs: the
+products of every matrix multiplication and convolution, times the steps of the loop that it stands
+in. Then one call of attention is timed over n, and the bytes that its compiled program takes for
+intermediate results are read: with the scores in memory, and in tiles ("blockwise").
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from reproduce.lectures.shared import (
+    COLOURS,
+    label,
+    new_figure,
+    print_table,
+    read_arguments,
+    save_picture,
+)
+from transformer_jax import dot_product_attention
+
+KERNEL = 3
+NAMES = ("self-attention", "recurrent", f"convolution of {KERNEL}", "feed-forward", "projections")
+
+
+def products(program: Jaxpr) -> int:
+    """Count a program's multiplications of matrices, those of a loop once for each step."""
+    total = 0
+    for equation in program.eqns:
+        inner = 0
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr)):
+            if isinstance(value, ClosedJaxpr | Jaxpr):
+                inner += products(getattr(value, "jaxpr", value))
+        total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            left, right = (value.aval.shape for value in equation.invars[:2])
+            out = math.prod(equation.outvars[0].aval.shape)
+            if equation.primitive.name == "dot_general":
+                contracted = equation.params["dimension_numbers"][0][0]
+                total += out * math.prod(left[axis] for axis in contracted)
+            else:  # a kernel [k, inputs, outputs]
+                total += out * math.prod(right[:-1])
+    return total
+
+
+def layers(n: int, d: int) -> list[tuple[Callable[..., Any], Any]]:
+    """Return each layer as a function of x, [1, n, d], and x; its parameters are drawn."""
+    x = jnp.zeros((1, n, d))
+
+    def of_module(module: nn.Module) -> Callable[..., Any]:
+        params = jax.eval_shape(module.init, jax.random.key(0), x)
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
+        return lambda x: module.apply(params, x)
+
+    def attention(x: jax.Array) -> jax.Array:
+        scores = jnp.einsum("BTD,BSD->BTS", x, x) / math.sqrt(d)
+        return jnp.einsum("BTS,BSD->BTD", jax.nn.softmax(scores), x)
+
+    w = jnp.zeros((d, d))
+    modules = [
+        nn.RNN(nn.SimpleCell(d)),
+        nn.Conv(d, (KERNEL,), padding="CAUSAL"),
+        nn.Sequential([nn.Dense(4 * d), nn.relu, nn.Dense(d)]),
+    ]
+    functions = [attention, *map(of_module, modules), lambda x: x @ w @ w @ w @ w]
+    return [(function, x) for function in functions]
+
+
+def count(n: int, d: int) -> list[int]:
+    """Count the multiplications of each layer in its traced program."""
+    return [products(jax.make_jaxpr(function)(x).jaxpr) for function, x in layers(n, d)]
+
+
+def formulas(n: int, d: int) -> list[int]:
+    """Return the multiplications of each layer by the table."""
+    return [2 * n * n * d, 2 * n * d * d, KERNEL * n * d * d, 8 * n * d * d, 4 * n * d * d]
+
+
+def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
+    """Return seconds, a median, and bytes of intermediate results of one call in two ways."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, n, 1, d))
+    found = {}
+    for name in ("xla", "blockwise"):
+        call = jax.jit(lambda q, k, v, way=name: dot_product_attention(q, k, v, implementation=way))
+        compiled = call.lower(q, k, v).compile()
+        jax.block_until_ready(compiled(q, k, v))
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(q, k, v))
+            seconds.append(time.perf_counter() - start)
+        memory = compiled.memory_analysis()
+        found[name] = statistics.median(seconds), int(memory.temp_size_in_bytes)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the demonstration; return counts, formulas, and what was measured, by length."""
+    arguments = read_arguments(__doc__, argv)
+    width, lengths, timed, rounds = 64, (16, 64, 256, 1024), (256, 512, 1024, 2048, 4096), 9
+    if arguments.quick:
+        width, lengths, timed, rounds = 8, (4, 16, 64), (16, 32), 2
+    counts = {n: count(n, width) for n in lengths}
+    print(f"millions of multiplications of one layer, width {width}")
+    print_table(["layer", *(f"n = {n}" for n in lengths)], [
+        [name, *(f"{counts[n][i] / 1e6:.3g}" for n in lengths)] for i, name in enumerate(NAMES)
+    ])  # fmt: skip
+    measured = {n: measure(n, width, rounds) for n in timed}
+    print("one call of attention, one head")
+    print_table(["n", "xla ms", "xla KiB", "blockwise ms", "blockwise KiB"], [
+        [n, *(text for way in ("xla", "blockwise")
+              for text in (f"{1e3 * found[way][0]:.2f}", f"{found[way][1] / 1024:.0f}"))]
+        for n, found in measured.items()
+    ])  # fmt: skip
+    figure, plots = new_figure(2)
+    for i, (name, colour) in enumerate(zip(NAMES[:4], COLOURS, strict=False)):
+        curve = [counts[n][i] for n in lengths]
+        plots[0].plot(lengths, curve, "o-", color=colour, label=name)
+    plots[0].axvline(4 * width, color="#bbbbbb", linestyle="--", label="n = 4 d")
+    for way, colour in zip(("xla", "blockwise"), COLOURS, strict=False):
+        curve = [measured[n][way][1] / 1024 for n in timed]
+        plots[1].plot(timed, curve, "o-", color=colour, label=f"{way}: KiB")
+    curve = [1e3 * measured[n]["xla"][0] for n in timed]
+    plots[1].plot(timed, curve, "o--", color=COLOURS[0], label="xla: ms")
+    for axes, ticks in zip(plots, (lengths, timed), strict=True):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, ticks)
+    label(plots[0], f"Multiplications of one layer, d = {width}", "tokens n", "multiplications")
+    label(plots[1], "One call of attention", "tokens n", "ms, and KiB of intermediate results")
+    save_picture(figure, arguments, "operations")
+    return {"counts": counts, "measured": measured, "width": width}
+
+
+if __name__ == "__main__":
+    main()
