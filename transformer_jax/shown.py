@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard, TypeVar
-
-import jax
-import numpy as np
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 C = TypeVar("C", bound=type)
-Shaped = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 LONGEST_TEXT, MOST_ITEMS, LONGEST = 60, 8, 1200
+
+
+class Shaped(Protocol):
+    """Be an array, or its shape in the place of one; configs are printed without JAX."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> object: ...
 
 
 def short_repr(cls: C) -> C:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
     below_int32,
@@ -32,9 +32,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 if TYPE_CHECKING:
-    import jax
-
-    AnyActivation = Activation | Callable[[jax.Array], jax.Array]
+    AnyActivation = Activation | Callable[[Any], Any]  # of arrays; a config imports no JAX
 else:  # what files and flags name
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]

@@ -21,8 +21,6 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
-    import jax
-
     from transformer_jax.config.model import ModelConfig
 
 RopeScaling = Literal["linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
@@ -267,9 +265,9 @@ class OwnPositions(_Positions):
 
     def embed(
         self,
-        positions: jax.Array,  # i32[B or 1, T]
+        positions: Any,  # i32[B or 1, T]; a config imports no JAX
         d_model: int,
-    ) -> jax.Array | None:  # [B or 1, T, D]
+    ) -> Any:  # [B or 1, T, D]
         """Return the vectors that join the embeddings; None joins none.
 
         Args:
@@ -283,9 +281,9 @@ class OwnPositions(_Positions):
 
     def rotate(
         self,
-        x: jax.Array,  # [B, T, N, H]
-        positions: jax.Array,  # i32[B or 1, T]
-    ) -> jax.Array | None:  # [B, T, N, H]
+        x: Any,  # [B, T, N, H]
+        positions: Any,  # i32[B or 1, T]
+    ) -> Any:  # [B, T, N, H]
         """Return queries or keys as their product is to read their distance; None leaves them.
 
         Args:
