@@ -11,7 +11,7 @@ const LARGEST = 2 ** 31 - 1;
 const SIZE = 64; // the most tokens that the page draws
 
 class Wrong extends Error {}
-const refuse = (line) => { throw new Wrong(line); };
+const refuse = (line, field = null) => { throw Object.assign(new Wrong(line), { field }); };
 
 /** Cut an expression in Python's notation into [kind, text, column]. */
 function tokensOf(text) {
@@ -645,15 +645,15 @@ function element(tag, properties = {}, ...children) {
 
 /** Show what `act` refuses as one line, and mark the field; return whether it went well. */
 function guarded(field, line, act) {
+  for (const marked of document.querySelectorAll(`#play [aria-describedby="${line}"]`)) marked.removeAttribute("aria-invalid");
   try {
     act();
     $(line).textContent = "";
-    $(field).removeAttribute("aria-invalid");
     return true;
   } catch (wrong) {
     if (!(wrong instanceof Wrong)) throw wrong;
     $(line).textContent = wrong.message;
-    $(field).setAttribute("aria-invalid", "true");
+    $(wrong.field ?? field).setAttribute("aria-invalid", "true");
     return false;
   }
 }
@@ -718,10 +718,10 @@ const FORMS = {
 const CLASSES = ["skipped", "masked", "whole"];
 const TILE_WORDS = ["skipped", "computed masked", "computed whole"];
 
-function wholeNumber(name, text, least, most) {
+function wholeNumber(name, text, least, most, field = null) {
   const value = Number(text);
   if (String(text).trim() === "" || !Number.isInteger(value) || value < least || value > most) {
-    refuse(`${name} is “${String(text).trim()}”: must be a whole number from ${least} to ${most}`);
+    refuse(`${name} is “${String(text).trim()}”: must be a whole number from ${least} to ${most}`, field);
   }
   return value;
 }
@@ -746,17 +746,20 @@ function startMasks() {
 
   function askFields() {
     const [fields] = FORMS[$("mask-kind").value];
-    $("mask-fields").replaceChildren(...fields.map(([name, value]) => element("label", {}, `${name} `,
-      element("input", { type: "text", value, className: name.startsWith("of q") ? "code" : "code short", spellcheck: false, autocapitalize: "off" }))));
+    $("mask-fields").replaceChildren(...fields.map(([name, value], i) => element("label", {}, `${name} `,
+      element("input", { id: `mask-field-${i}`, type: "text", value, "aria-describedby": "mask-wrong", className: name.startsWith("of q") ? "code" : "code short", spellcheck: false, autocapitalize: "off" }))));
   }
 
   function add() {
-    guarded("mask-fields", "mask-wrong", () => {
+    let before = null;
+    const now = () => { before = $("mask-text").value.trim() ? parseMask($("mask-text").value) : null; };
+    if (!guarded("mask-text", "mask-wrong", now)) return;
+    const inputs = [...$("mask-fields").querySelectorAll("input")];
+    guarded(inputs.length ? "mask-field-0" : "mask-text", "mask-wrong", () => {
       const [, text] = FORMS[$("mask-kind").value];
-      const right = parseMask(text(state.T, ...[...$("mask-fields").querySelectorAll("input")].map((input) => input.value)));
+      const right = parseMask(text(state.T, ...inputs.map((input) => input.value)));
       const [join, not] = $("mask-join").value.split(" ");
       const other = not ? { kind: "Not", mask: right } : right;
-      const before = $("mask-text").value.trim() ? parseMask($("mask-text").value) : null;
       write(maskText(before ? { kind: join === "&" ? "And" : "Or", left: before, right: other } : other));
     });
   }
@@ -865,10 +868,10 @@ function startCache() {
     if (!words.length) refuse("write a text of at least one word");
     if (words.length > SIZE) refuse(`${words.length} words: the page takes ${SIZE} at most`);
     const text = $("cache-window").value;
-    if ($("cache-window").validity.badInput) refuse(`Window must be a whole number from 1 to ${SIZE}, or empty`);
-    const window = text.trim() === "" ? null : wholeNumber("Window", text, 1, SIZE);
-    const sinks = window === null ? 0 : wholeNumber("Sinks", $("cache-sinks").value, 0, 16);
-    const spare = wholeNumber("Spare slots", $("cache-spare").value, 0, 16);
+    if ($("cache-window").validity.badInput) refuse(`Window must be a whole number from 1 to ${SIZE}, or empty`, "cache-window");
+    const window = text.trim() === "" ? null : wholeNumber("Window", text, 1, SIZE, "cache-window");
+    const sinks = window === null ? 0 : wholeNumber("Sinks", $("cache-sinks").value, 0, 16, "cache-sinks");
+    const spare = wholeNumber("Spare slots", $("cache-spare").value, 0, 16, "cache-spare");
     return { words, window, sinks, capacity: (window === null ? words.length : window + sinks) + spare };
   }
 

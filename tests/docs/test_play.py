@@ -421,3 +421,15 @@ def test_the_page_is_used_by_keys_fits_a_phone_and_says_what_is_wrong(page):
     assert (
         "Window is “0”: must be a whole number from 1" in page.locator("#cache-wrong").inner_text()
     )
+    marked = page.locator("[aria-invalid]").evaluate_all("all => all.map((field) => field.id)")
+    assert marked == ["mask-text", "cache-window", "attention-text"]
+    page.locator("#mask-text").fill("Causal()")
+    page.locator("#mask-kind").select_option("Prefix")
+    page.locator("#mask-fields input").fill("x")
+    page.locator("#mask-add").click()
+    assert page.locator("#mask-field-0").get_attribute("aria-invalid") == "true"
+    page.locator("#mask-fields input").fill("2")
+    page.locator("#mask-join").select_option("|")
+    page.locator("#mask-add").click()
+    assert page.locator("#mask-python").inner_text() == "Causal() | Prefix(jnp.array([2]))"
+    assert page.locator("#mask-wrong").inner_text() == ""
