@@ -32,7 +32,7 @@ USAGE = "\n".join(
     [
         "usage: python -m transformer_jax COMMAND [--FLAG VALUE ...]",
         "",
-        *(f"  {name:9} {does}" for name, does in COMMANDS.items()),
+        *(f"  {name:10} {does}" for name, does in COMMANDS.items()),
         "",
         "The flags of each: python -m transformer_jax COMMAND --help; --version says which this is",
     ]
