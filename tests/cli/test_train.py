@@ -24,6 +24,7 @@ import transformer_jax
 from tests.support.compilation import quick_environment
 from tests.support.saved import arrays_of, largest_file
 from tests.training.test_training import assert_same_state
+from transformer_jax.__main__ import COMMANDS
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import saved_steps
@@ -425,9 +426,8 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
             "trian",
             2,
             "",
-            "transformer_jax: command is 'trian': must be train or generate or evaluate "
-            "or attention or tokens or nearest or prepare or plot or plan "
-            "or convert, nearest: train\n",
+            f"transformer_jax: command is 'trian': must be {' or '.join(COMMANDS)}, "
+            "nearest: train\n",
         ),
         (
             "--version",
