@@ -145,8 +145,8 @@ SLIPS: tuple[Slip, ...] = (
         "kernels/program.py",
         (
             "a causal tile is full where its last query sees it all",
-            "every, some = (x_high, y_low), (x_low, y_high)",
-            "every, some = (x_high, y_high), (x_low, y_high)",
+            "ends = [(x_high, y_low), (x_low, y_high)]",
+            "ends = [(x_high, y_high), (x_low, y_high)]",
             "attention/test_masks.py::test_a_tile_is_full_where_either_of_two_masks_is_full",
         ),
     ),
