@@ -172,11 +172,11 @@ def spoken(tmp_path) -> str:
 
 
 TRANSLATED = {
-    "seq2seq encoder-decoder": (Seq2SeqTask(vocabulary="separate"), 250),
+    "seq2seq encoder-decoder": (Seq2SeqTask(vocabulary="separate"), 170),
     "seq2seq rnn translator": (Seq2SeqTask(), 250),
     "seq2seq lstm translator": (Seq2SeqTask(), 250),
     "seq2seq gru translator": (Seq2SeqTask(), 250),
-    "prefix decoder": (PrefixTask(), 250),
+    "prefix decoder": (PrefixTask(), 170),
     "prefix rnn": (PrefixTask(), 400),
     "prefix lstm": (PrefixTask(), 400),
     "prefix gru": (PrefixTask(), 400),
