@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 16
+    assert len(NAMES) == 18
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -275,6 +275,35 @@ def test_multiplications_are_those_of_the_table(demonstrate):
         assert counts == [2 * n * n * d, 2 * n * d * d, 3 * n * d * d, 8 * n * d * d, 4 * n * d * d]
     small, large = (found["measured"][n]["xla"][1] for n in (16, 32))
     assert large > 2.5 * small > 0
+
+
+@pytest.mark.slow
+def test_gradients_pass_where_there_is_a_sum(demonstrate):
+    """Compare Jacobians with each other; without sums the gradient is lost with the depth."""
+    found = demonstrate("depth")
+    inner, outer, normed = found["jacobians"].values()
+    np.testing.assert_allclose(outer, np.eye(len(inner)) + inner, atol=1e-5)
+    assert np.abs(normed).max() > 0 and np.abs(normed - outer).max() > 0.1
+    for (kind, layers), norms in found["gradients"].items():
+        assert norms.shape == (layers,) and norms[-1] == 1 and (norms > 0).all(), kind
+
+
+@pytest.mark.long
+def test_variants_differ_in_what_they_say_they_do(demonstrate):
+    """Check the bytes of caches and the parameters of each variant by its sizes."""
+    found = demonstrate("variants")
+    bytes_of = {name: one["bytes"] for name, one in found.items()}
+    base, d, head = found["8 heads (MHA)"], 64, 8
+    fixed = bytes_of["8 heads (MHA)"] - 2 * 1024 * 2 * 8 * head * 4
+    assert bytes_of["2 key heads (GQA)"] - fixed == 2 * 1024 * 2 * 2 * head * 4
+    assert bytes_of["1 key head (MQA)"] - fixed == 2 * 1024 * 2 * 1 * head * 4
+    assert found["1 head"]["parameters"] == base["parameters"]
+    norms = (2 * 2 + 1) * 2 * d  # two a block, and one at the end: scale and bias
+    assert found["no norm"]["parameters"] == base["parameters"] - norms
+    vocabulary = found["tables apart"]["parameters"] - base["parameters"]
+    assert vocabulary % d == 0 and 257 < vocabulary // d <= 280
+    for one in found.values():
+        assert np.isfinite(one["losses"]).all() and one["losses"].min() > 0
 
 
 @pytest.mark.slow
