@@ -23,7 +23,8 @@ from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.corpus import Corpus, Part, is_prepared, open_corpus, prepare
 from transformer_jax.training.batch import batch_loss
-from transformer_jax.training.step import init_state, make_optimizer, make_train_step
+from transformer_jax.training.optimizers import make_optimizer
+from transformer_jax.training.step import init_state, make_train_step
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.prepared import PreparedText
 
