@@ -105,6 +105,7 @@ def made(L, N, tokens) -> AttentionWeights:
     return AttentionWeights(tokens, weights.astype(np.float32))
 
 
+@pytest.mark.slow_except("2-3-tokens2")
 @pytest.mark.parametrize(
     ("L", "N", "tokens"),
     [
@@ -197,6 +198,7 @@ def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     assert type(PLAIN)(held, "here").nearest("c", count=1)[0][0] == PLAIN.nearest("c")[0][0]
 
 
+@pytest.mark.slow
 def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
     model = recurrent(attention="dot")
     table = np.asarray(model.params["encoder"]["tokens"], np.float64)
