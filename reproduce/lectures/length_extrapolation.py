@@ -30,7 +30,7 @@ from reproduce.lectures.shared import (
 )
 from transformer_jax import ModelConfig, build, cross_entropy, init_params
 
-KINDS = ("none", "learned", "sinusoidal", "rope", "t5", "alibi")
+KINDS = ("none", "learned", "sinusoidal", "rope", "t5", "alibi", "shaw")
 VOCAB, NOISE = 11, 0.1
 
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     longer = make_texts(128, 4 * length + 1, seed=2)
     found: dict[str, Any] = {}
     figure, (axes,) = new_figure()
-    for kind, colour in zip(kinds, COLOURS, strict=False):
+    for kind, colour in zip(kinds, (*COLOURS, "#c23b4a"), strict=False):
         config = ModelConfig(
             vocab_size=VOCAB, d_model=32, num_layers=layers, num_heads=4, positions=kind,
             max_len=length, init_std=0.1,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-PAGE = (Path(__file__).parents[2] / "docs" / "lectures" / "errata.md").read_text()
+PATH = Path(__file__).parents[2] / "docs" / "lectures" / "errata.md"
+PAGE = PATH.read_text()
 ROWS = {
     line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
     for line in PAGE.splitlines()
@@ -96,7 +97,9 @@ def test_the_derivative_of_a_saturated_softmax_vanishes():
 
 def test_the_rotary_loss_on_the_page_is_that_of_its_picture():
     """14: the two figures are in the positions page's measurement."""
-    written("14", "right", "0.64", "3.04")
+    written("14", "right", "0.64", "3.04", "64 to 96")
+    positions = PATH.with_name("positions.md").read_text()
+    assert "| rotary | 0.644 | 2.456 | 3.040 | 3.014 |" in positions
 
 
 def test_the_example_of_three_words():
