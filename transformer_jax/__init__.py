@@ -97,6 +97,7 @@ from transformer_jax.decoding.proposers import Draft, PromptLookup
 from transformer_jax.decoding.samplers import Greedy, MinP, Sample, Temperature, TopK, TopP
 from transformer_jax.decoding.speculative import speculate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
     build,
     cache_bytes,
@@ -109,7 +110,7 @@ from transformer_jax.models.factory import (
 from transformer_jax.models.places import places
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder
-from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.programs import remember
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 

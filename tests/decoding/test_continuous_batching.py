@@ -614,7 +614,7 @@ def test_the_cache_stays_where_it_is(rope):
     step, params, empty = rope
     held = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
     row, limits = jnp.array([1]), np.array([7])
-    prompts = continuous._check_prompts(
+    prompts = continuous.check_prompts(
         held, np.ones((1, 11), int), None, empty(1), limits, None, None
     )
     leaves = len(jax.tree.leaves(held))

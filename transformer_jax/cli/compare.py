@@ -216,8 +216,8 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
 
 def setting_of(config: TrainConfig) -> float:
     """Return what `settings` was given for the config of a run."""
-    counted = isinstance(config.model, NgramConfig)
-    return config.model.order if counted else config.learning_rate
+    model = config.model
+    return model.order if isinstance(model, NgramConfig) else config.learning_rate
 
 
 def train(
@@ -233,14 +233,14 @@ def judged(name: str, result: Result, characters: int, seconds: float) -> Compar
     config, nats = result.config, result.val_loss_per_character
     if nats is None:
         raise ConfigError(f"{name}: the held-out loss is NaN or inf")
-    counted = isinstance(config.model, NgramConfig)
+    ngram = config.model if isinstance(config.model, NgramConfig) else None
     read = config.steps * config.batch_size * config.sequence_len
     return Compared(
         model=name,
-        parameters=sum(config.model.nodes or ()) if counted else num_params(config.model),
-        learning_rate=None if counted else config.learning_rate,
-        order=config.model.order if counted else None,
-        tokens=characters if counted else read,
+        parameters=sum(ngram.nodes or ()) if ngram else num_params(config.model),
+        learning_rate=None if ngram else config.learning_rate,
+        order=ngram.order if ngram else None,
+        tokens=characters if ngram else read,
         nats=nats,
         bits=nats / math.log(2),
         perplexity=math.exp(nats),

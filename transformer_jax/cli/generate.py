@@ -199,7 +199,7 @@ def _look_up(
 ) -> None:
     """Print a text that is written by looking up what followed the same words, and what it cost."""
     from transformer_jax.text.completion import look_up
-    from transformer_jax.use.language_model import shortened
+    from transformer_jax.use.writing import shortened
 
     given = given | {"processors": (*model.model.processors, *given["processors"])}
     config: Any = shortened(model.config, len(prompt) + count)

@@ -29,17 +29,13 @@ from jax.sharding import PartitionSpec
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
-    Array,
     DecodeOptions,
     PerRow,
     Prompt,
     Prompts,
-    bucket,
     check_not_consumed,
-    check_prompt,
     check_sampler,
     check_stop,
-    check_with_step,
     row_keys,
     stop_tokens,
 )
@@ -52,6 +48,7 @@ from transformer_jax.decoding.generation import (
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
+from transformer_jax.decoding.slot_arguments import check_prompts, check_slot_rows, check_slots
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
@@ -181,14 +178,14 @@ def admit(
     Raises:
         ValueError: if an argument is wrong, a slot is taken, or the slots were consumed before.
     """
-    _check_slots(slots)
-    places = _check_slot_rows(slots, rows)
+    check_slots(slots)
+    places = check_slot_rows(slots, rows)
     if not traced(slots.active, places):
         taken = places[jax.device_get(slots.active)[places]].tolist()
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
     numpy: ModuleType = jnp if traced(limits) else np
-    prompts = _check_prompts(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
+    prompts = check_prompts(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
     if len(prompts.lengths) != len(places):
         raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
     return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk)
@@ -236,7 +233,7 @@ def advance_slots(
     Raises:
         ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1.
     """
-    _check_slots(slots)
+    check_slots(slots)
     check_count("steps", steps, 1)
     return _advance(slots, params, jax.device_put(np.bool_(pause)), steps)
 
@@ -287,8 +284,8 @@ def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
     Raises:
         ValueError: if the slots were consumed before, or a row is no slot.
     """
-    _check_slots(slots)
-    return _release(slots, jnp.asarray(_check_slot_rows(slots, rows), jnp.int32))
+    check_slots(slots)
+    return _release(slots, jnp.asarray(check_slot_rows(slots, rows), jnp.int32))
 
 
 @program(donate=("slots",))
@@ -530,98 +527,4 @@ def _check_request(
         key = as_threefry(jnp.asarray(key))[None]
     prompt = np.asarray(request.prompt)[None]
     state = empty if request.state is None else request.state
-    return _check_prompts(slots, prompt, None, state, np.array([limit]), key, chunk), state
-
-
-def _check_prompts(
-    slots: Slots[State],
-    prompt: Prompt,
-    lengths: PerRow | None,
-    state: State,
-    limits: Array,
-    key: jax.Array | None,
-    chunk: int | None,
-) -> Prompts:
-    """Check prompts for these slots and pad them to their bucket, which no slot is shorter than."""
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
-    tokens, lengths = check_prompt(prompt, lengths)
-    rows = len(tokens)
-    limits = _check_limits(slots, limits, lengths)
-    if key is None and not isinstance(slots.options.sampler, Greedy):
-        raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
-    keys = row_keys(key, rows)
-    check_not_consumed(state)
-    _check_same_kind(slots.decode_state.state, state, rows)
-    check_with_step(slots.step, tokens, lengths, limits, state)
-    return _pad_prompts(tokens, lengths, keys, limits, slots.capacity)
-
-
-def _check_limits(slots: Slots[State], limits: Array, lengths: Array) -> Array:
-    """Return the limits of prompts i32[R]; traced ones are clipped to what a slot holds."""
-    if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
-        given = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
-        raise ValueError(f"limits are {given}: must be integers, one for each prompt")
-    if not traced(limits) and limits.min() < 1:
-        raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
-    total = lengths + limits - 1
-    if traced(total):
-        return jnp.clip(limits, 1, slots.capacity + 1 - lengths)
-    if total.max() > slots.capacity:
-        raise ValueError(
-            f"prompt and new tokens reach length {total.max()}: "
-            f"the limit is {slots.capacity}, the capacity of a slot"
-        )
-    return limits
-
-
-def _pad_prompts(
-    tokens: Array, lengths: Array, keys: jax.Array, limits: Array, capacity: int
-) -> Prompts:
-    """Pad prompts to their bucket, or to the capacity of a slot where that is shorter."""
-    columns = tokens.shape[1]
-    width = min(bucket(columns), capacity)
-    numpy: ModuleType = jnp if traced(tokens) else np
-    tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
-    if traced(tokens, lengths, limits):
-        placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
-    else:
-        placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
-    return Prompts(placed[0], placed[1], keys, placed[2])
-
-
-def _check_same_kind(held: State, state: State, rows: int) -> None:
-    """Raise ValueError where structure, shapes or dtypes are not those of the slots' state."""
-    mine, one = jax.tree_util.tree_flatten_with_path(held)
-    theirs, other = jax.tree_util.tree_flatten_with_path(state)
-    if one != other:  # type: ignore[operator]
-        raise ValueError(f"state is {other}: the slots hold {one}")
-    for (path, a), (_, b) in zip(mine, theirs, strict=True):
-        wanted = (rows, *a.shape[1:])
-        if b.shape != wanted or b.dtype != a.dtype:
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} is {b.dtype}{list(b.shape)}: "
-                f"the slots take {a.dtype}{list(wanted)}"
-            )
-
-
-def _check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
-    """Return the rows as an array; ValueError where they are not different slots."""
-    numpy: ModuleType = jnp if traced(rows) else np
-    places = numpy.atleast_1d(rows)
-    count = len(slots.active)
-    if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
-        given = f"{places.dtype}{list(places.shape)}" if traced(places) else places.tolist()
-        raise ValueError(f"rows are {given}: must be integers")
-    if traced(places):
-        return places
-    if len(set(places.tolist())) < len(places):
-        raise ValueError(f"rows are {places.tolist()}: must name a slot once")
-    if not ((places >= 0) & (places < count)).all():
-        raise ValueError(f"rows are {places.tolist()}: must be in 0..{count - 1}")
-    return places
-
-
-def _check_slots(slots: Slots[State]) -> None:
-    if not traced(slots.active) and slots.active.is_deleted():
-        raise ValueError("slots were consumed by an earlier call: use those it returned")
+    return check_prompts(slots, prompt, None, state, np.array([limit]), key, chunk), state

@@ -20,6 +20,7 @@ from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_ca
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
+from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
 from transformer_jax.models.recent_tokens import RecentTokens, check_recent_tokens
@@ -31,7 +32,7 @@ from transformer_jax.models.recurrent import (
 )
 from transformer_jax.models.recurrent_layers import RecurrentState
 from transformer_jax.models.stack import AttentionWeights, by_slot
-from transformer_jax.models.transformer import Decoder, EncoderDecoder
+from transformer_jax.models.transformer import Decoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import shapes_of
 from transformer_jax.pytree import PyTree

@@ -6,6 +6,7 @@ small modules, `block` attention with its projections and a block, `stack` all b
 Attention and caches are folders of their own; decoding knows a model only as a step.
 """
 
+from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
     build,
     cache_bytes,
@@ -56,7 +57,7 @@ from transformer_jax.models.streaming import (
     receptive_field,
     stream_attention,
 )
-from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.models.window import WindowLM
 
 __all__ = [

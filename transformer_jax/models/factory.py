@@ -26,6 +26,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.fields import ConfigError, fail
 from transformer_jax.models.drawing import draw
+from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
@@ -37,7 +38,7 @@ from transformer_jax.models.recurrent import (
     init_recurrent_state,
 )
 from transformer_jax.models.recurrent_layers import RecurrentState
-from transformer_jax.models.transformer import Decoder, Encoder, EncoderDecoder
+from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params, cast

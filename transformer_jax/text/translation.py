@@ -21,7 +21,7 @@ from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
-from transformer_jax.models.transformer import EncoderDecoder
+from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import (

@@ -17,6 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 
 from transformer_jax.shown import tokens_repr
+from transformer_jax.tokenizers.definition import (
+    MAX_IDS,
+    check_added,
+    check_growth,
+    check_model,
+    read_definition,
+    strings,
+)
 from transformer_jax.tokenizers.spelling import Spelling, read_decoder
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject, shown
@@ -32,8 +40,6 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 TARGET_IDS = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
 """Keys of config.json: what a decoder reads before a target, and the first and the last token that
 are forced upon it."""
-MAX_IDS = 2**22
-"""Ids are below this number; the largest published vocabularies have 2**18."""
 
 RESERVED = frozenset(
     """
@@ -51,7 +57,6 @@ Written = Literal["parse", "text", "refuse"]
 
 _LETTERS = byte_letters()
 _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
-_MAX_GROWTH = 1000  # how many times longer normalising may make a text
 
 
 @dataclass(frozen=True)
@@ -87,16 +92,16 @@ class PretrainedTokenizer:
     now: str | None = None
 
     def __post_init__(self) -> None:
-        content = _object(self.definition)
+        content = read_definition(self.definition)
         for name in ("truncation", "padding"):
             if content.get(name) is not None:
                 raise DataError(f"{name} of a tokenizer: must be null")
         if self.now is not None:
             _time(self.now)
-        _check_model(content)
-        _check_growth(content.get("normalizer"))
+        check_model(content)
+        check_growth(content.get("normalizer"))
         vocabulary, added = self._vocabulary, self._added
-        _check_added(content, added)
+        check_added(content, added)
         ids = list(vocabulary.values())
         if len(set(ids)) != len(ids):
             twice = min(i for i, count in Counter(ids).items() if count > 1)
@@ -331,7 +336,7 @@ class PretrainedTokenizer:
             for name, value in (given | {"tools": tools, "documents": documents}).items():
                 said = isinstance(value, Mapping) and value.get("role") == "assistant"
                 control = self._control if said else self._control | marks
-                for path, part in _strings(value, name):
+                for path, part in strings(value, name):
                     self._check_unspecial(part, control, path)
         return self.encode(text, special_tokens=False)
 
@@ -371,7 +376,7 @@ class PretrainedTokenizer:
         if (found := self._readers.get((verbatim, begins))) is None:
             definition = self.definition
             if not begins:
-                rest = _without_space(_object(definition))
+                rest = _without_space(read_definition(definition))
                 assert isinstance(rest, dict)
                 definition = canonical(rest)
             found = Library.from_str(definition)
@@ -400,7 +405,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _spelling(self) -> Spelling:
-        return read_decoder(_object(self.definition).get("decoder"))
+        return read_decoder(read_definition(self.definition).get("decoder"))
 
     @cached_property
     def _pieces(self) -> list[bytes]:
@@ -425,7 +430,7 @@ class PretrainedTokenizer:
     @cached_property
     def _missing_bytes(self) -> frozenset[int]:
         """Return bytes of UTF-8 that a byte-level vocabulary would drop silently."""
-        model = _object(self.definition).get("model", {})
+        model = read_definition(self.definition).get("model", {})
         if not self._spelling.byte_level or not isinstance(model.get("merges"), list):
             return frozenset()
         missing = {b for letter, b in _LETTERS.items() if letter not in self._vocabulary}
@@ -540,91 +545,3 @@ def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None
-
-
-def _object(text: str) -> JsonObject:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"definition of a tokenizer: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise DataError("definition of a tokenizer: must be an object")
-    return content
-
-
-def _check_model(content: JsonObject) -> None:
-    model = content.get("model")
-    if not isinstance(model, dict):
-        raise DataError("model: must be an object")
-    if model.get("dropout"):
-        raise DataError(f"model.dropout is {shown(model['dropout'])}: must be null")
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        unknown = model.get("unk_token")
-        if unknown is not None and not (isinstance(unknown, str) and unknown in vocabulary):
-            raise DataError(f"model.unk_token is {shown(unknown)}: not in the vocabulary")
-        for token, i in vocabulary.items():
-            if type(i) is not int or not 0 <= i < MAX_IDS:
-                rule = f"must be at least 0 and below {MAX_IDS}"
-                raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
-        merges = model.get("merges")
-        fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-        if isinstance(merges, list) and not model.get("unk_token"):
-            if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in _kinds(content):
-                rule = "must be byte-level, or fall back to bytes, or have an unk_token"
-                raise DataError(f"model: would leave out what it does not know: {rule}")
-
-
-def _kinds(content: JsonObject) -> set[str]:
-    """Return the types of the steps before the model."""
-    parts = [content.get("pre_tokenizer"), content.get("normalizer")]
-    found = set()
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            found.add(str(part.get("type")))
-            below = [part.get("pretokenizers"), part.get("normalizers")]
-            parts += [item for items in below if isinstance(items, list) for item in items]
-    return found
-
-
-def _check_growth(normalizer: Json) -> None:
-    """Raise DataError if replacements in a row could make a text a thousand times longer."""
-    growth, parts = 1.0, [normalizer]
-    while parts:
-        part = parts.pop()
-        if not isinstance(part, dict):
-            continue
-        below = part.get("normalizers")
-        parts += below if isinstance(below, list) else []
-        content = part.get("content", part.get("prepend", ""))
-        if isinstance(content, str):
-            pattern = part.get("pattern")
-            old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
-            growth *= max(1.0, len(content) / max(1, len(old)))
-        if growth > _MAX_GROWTH:
-            rule = f"replaces text by more than {_MAX_GROWTH} times as much"
-            raise DataError(f"normalizer: {rule}")
-
-
-def _check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
-    """Check that the file numbers added tokens as the library does."""
-    tokens = content.get("added_tokens") or []
-    for token in tokens:
-        i, text = token["id"], token["content"]
-        if i not in added or added[i].content != text:
-            have = [n for n, other in added.items() if other.content == text]
-            rule = f"its place in the vocabulary is {have[0] if have else 'taken'}"
-            raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
-
-
-def _strings(value: object, path: str) -> Iterable[tuple[str, str]]:
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield f"{path}.{key}"[:200], str(key)
-            yield from _strings(item, f"{path}.{key}"[:200])
-    elif isinstance(value, list | tuple):
-        for n, item in enumerate(value):
-            yield from _strings(item, f"{path}[{n}]")

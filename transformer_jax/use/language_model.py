@@ -9,23 +9,19 @@ What a model does with a text follows from what it was trained for (`kind`).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import jax
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.decoding.arguments import bucket
-from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
-from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.decoding.logit_processors import HistoryProcessor
+from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.models.quantized import Kind as WeightKind
-from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.text_model import (
     Which,
@@ -35,9 +31,8 @@ from transformer_jax.text.text_model import (
     with_parameters_in,
     with_weights_held,
 )
-from transformer_jax.text.translation import search_translations, translate
-from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.text.translation import search_translations
+from transformer_jax.tokenizers.pretrained import Message
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
@@ -45,11 +40,20 @@ from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
 from transformer_jax.use.evaluation import EvaluateOptions, evaluate
 from transformer_jax.use.nearest import nearest_words
-from transformer_jax.use.reading import Conversation, Reader, published_run
+from transformer_jax.use.reading import Conversation
 from transformer_jax.use.scores import Score, Scored, score_text
-
-NUM_TOKENS = 400
-"""New tokens of a text, where none are asked for."""
+from transformer_jax.use.writing import (
+    NUM_TOKENS,
+    Searching,
+    Writer,
+    Writing,
+    Written,
+    as_given,
+    as_texts,
+    checked,
+    shortened,
+    without_first_space,
+)
 
 
 def load(
@@ -111,37 +115,7 @@ def _began_as_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "lock").exists()
 
 
-Written = str | list[str] | Iterator[str]
-"""A text, one for each of a list or of `samples`, or the pieces of a stream."""
-
-
-class Writing(TypedDict, total=False):
-    """Name what `LanguageModel.chat` takes besides; its docstring says what each is."""
-
-    stop: str | Sequence[str]
-    sampler: Greedy | Sample | None
-    key: jax.Array | None
-    processors: Sequence[HistoryProcessor]
-    slots: int
-    cache_dtype: jax.typing.DTypeLike | None
-
-
-class Searching(Writing, total=False):
-    """Name what `LanguageModel.generate` takes besides; its docstring says what each is."""
-
-    beams: int | None
-
-
-class Drawn(TypedDict):
-    """Name how tokens are chosen, as functions of `text` take it."""
-
-    sampler: Sample
-    key: jax.Array
-    processors: tuple[HistoryProcessor, ...]
-    cache_dtype: jax.typing.DTypeLike | None
-
-
-class LanguageModel(Reader):
+class LanguageModel(Writer):
     """Use a model on texts; `load` makes one."""
 
     @overload
@@ -209,11 +183,11 @@ class LanguageModel(Reader):
                 be.
         """
         refuse_keywords(self.generate, unknown)
-        texts, is_list = _texts("prompt", prompt)
+        texts, is_list = as_texts("prompt", prompt)
         if self.kind in ("chat", "labels", "signals", "vectors"):
             raise ConfigError(f"generate: {self.instead()}")
         counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
-        stop = _checked(counts, stop, stream, len(texts) if is_list else None)
+        stop = checked(counts, stop, stream, len(texts) if is_list else None)
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
@@ -226,7 +200,7 @@ class LanguageModel(Reader):
             self._refuse(given, "each mask is filled with its likeliest token")
             run = self._masked_run()
             filled = [fill_masks(run, self.tokenizers, self.params, text) for text in texts]
-            return _as_given(filled, is_list, stream)
+            return as_given(filled, is_list, stream)
         if self.kind == "targets" and self.model.run is not None:
             self._refuse(given | {"samples": samples}, "it takes the likeliest tokens, or beams")
             found = answer_sources(
@@ -234,7 +208,7 @@ class LanguageModel(Reader):
                 num_tokens=num_tokens,
             )  # fmt: skip
             cut = [completion.cut_at_stop(text, stop) for text in found]
-            return _as_given(cut, is_list, stream)
+            return as_given(cut, is_list, stream)
         if beams is not None:
             self._refuse(
                 {"sampler": sampler, "samples": samples, "stop": stop, "stream": stream},
@@ -245,7 +219,7 @@ class LanguageModel(Reader):
                             cache_dtype=cache_dtype)[0][1]
                 for text in texts
             ]  # fmt: skip
-            return _as_given(best, is_list, stream)
+            return as_given(best, is_list, stream)
         if self.kind == "targets":
             return self._targets(texts, num_tokens, stop, drawn, samples, is_list, stream)
         ids = [self.read(text) for text in texts]
@@ -315,7 +289,7 @@ class LanguageModel(Reader):
         many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
         talks: Sequence[Any] = messages if many else [messages]  # asked one by one, below
         counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
-        stop = _checked(counts, stop, stream, len(talks) if many else None)
+        stop = checked(counts, stop, stream, len(talks) if many else None)
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
@@ -325,7 +299,7 @@ class LanguageModel(Reader):
         found = self._written(ids, num_tokens, stop, drawn, samples, slots, many, stream)
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
-        return found.removeprefix(" ") if isinstance(found, str) else _without_first_space(found)
+        return found.removeprefix(" ") if isinstance(found, str) else without_first_space(found)
 
     def search(
         self,
@@ -530,7 +504,7 @@ class LanguageModel(Reader):
             ConfigError: if the model is not a run of task "classify".
             ValueError: if a text has no token.
         """
-        texts, is_list = _texts("text", text)
+        texts, is_list = as_texts("text", text)
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         assert self.model.run is not None
@@ -545,196 +519,3 @@ class LanguageModel(Reader):
         if not isinstance(data, str | Path):
             raise ConfigError(f"data is {data!r:.80}: must be a file")
         return evaluate(self, str(data), **options)
-
-    def _refuse(self, given: Mapping[str, object], rule: str) -> None:
-        """Raise ConfigError for an argument that was given."""
-        for name, value in given.items():
-            if value is not None and value is not False and not _is_empty(value):
-                what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
-                raise ConfigError(f"{name} is {value!r:.80}: of {what}, {rule}")
-
-    def _drawn(
-        self,
-        sampler: Greedy | Sample | None,
-        key: jax.Array | None,
-        processors: Sequence[HistoryProcessor],
-        cache_dtype: jax.typing.DTypeLike | None,
-        samples: int | None,
-    ) -> Drawn:
-        """Return how a token is chosen, as `completion` takes it."""
-        if sampler is not None and not isinstance(sampler, Greedy | Sample):
-            raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
-        if sampler is None or isinstance(sampler, Greedy):
-            if samples is not None:
-                rule = "needs a sampler that draws, such as Sample(), and a key"
-                raise ValueError(f"samples is {samples}: {rule}")
-            sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
-        if key is None:
-            raise ValueError(f"key is None: {sampler!r} draws random numbers")
-        own = (*self.model.processors, *completion.check_processors(processors))
-        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype)
-
-    def _written(
-        self,
-        prompts: list[np.ndarray],
-        num_tokens: int | None,
-        stop: tuple[str, ...],
-        drawn: Drawn,
-        samples: int | None,
-        slots: int,
-        is_list: bool,
-        stream: bool,
-    ) -> Written:
-        """Go on with prompts: one in pieces, one in many ways, or many side by side."""
-        count = NUM_TOKENS if num_tokens is None else num_tokens
-        if samples is not None and num_tokens is None:
-            count = max(1, min(count, self.room(prompts[0])))
-        ends = self.model.stop_ids
-        if not is_list:
-            (prompt,) = prompts
-            model = self._sized([prompt], count)
-            if samples is not None:
-                return completion.samples(
-                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends, **drawn
-                )
-            pieces = completion.complete(*model, prompt, count, stop=stop, stop_ids=ends, **drawn)
-            return pieces if stream else "".join(pieces)
-        found, fitting = [""] * len(prompts), []
-        for n, prompt in enumerate(prompts):
-            if self.room(prompt) >= count:
-                fitting.append(n)
-                continue
-            own: Drawn = {**drawn, "key": jax.random.fold_in(drawn["key"], n)}
-            pieces = completion.complete(
-                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends, **own
-            )
-            found[n] = "".join(pieces)
-        if fitting:
-            parts = [prompts[n] for n in fitting]
-            answers = completion.answer(
-                *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
-                numbers=fitting, stop=stop, stop_ids=ends, **drawn,
-            )  # fmt: skip
-            for n, text in answers:
-                found[n] = text
-        return found
-
-    def _sized(
-        self, prompts: Sequence[np.ndarray], count: int
-    ) -> tuple[AnyModelConfig, Params, Tokenizer]:
-        """Return config, parameters and tokenizer, with a cache as long as the texts need."""
-        longest = max(map(len, prompts))
-        return shortened(self.config, longest + count), self.params, self.tokenizer
-
-    def _masked_run(self) -> TrainConfig:
-        if self.model.run is not None:
-            return self.model.run
-        assert isinstance(self.config, ModelConfig)
-        return published_run(self.config, self.name)
-
-    def _source(self, text: str) -> np.ndarray:  # i32[S]
-        assert isinstance(self.tokenizer, PretrainedTokenizer)
-        ids = self.tokenizer.encode(text, special_tokens=True)
-        if not text or not len(ids):
-            raise ConfigError(f"prompt is {text!r}: an encoder-decoder needs a source")
-        return ids
-
-    def _target_count(self, num_tokens: int | None) -> int:
-        config = self.config
-        assert isinstance(config, ModelConfig)
-        count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
-        if config.positions is not None and config.positions.absolute and count > config.max_len:
-            raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
-        return count
-
-    def _forcing(
-        self, processors: Sequence[HistoryProcessor], count: int
-    ) -> tuple[HistoryProcessor, ...]:
-        """Return processors, and what is forced upon every target of a published model."""
-        forced: list[HistoryProcessor] = []
-        if self.model.forced_bos_id is not None:
-            forced.append(Force(self.model.forced_bos_id))  # also where it is banned
-        if self.model.forced_eos_id is not None:
-            forced.append(ForceLast(count, self.model.forced_eos_id))
-        return (*processors, *forced)
-
-    def _targets(
-        self,
-        texts: list[str],
-        num_tokens: int | None,
-        stop: tuple[str, ...],
-        drawn: Drawn,
-        samples: int | None,
-        is_list: bool,
-        stream: bool,
-    ) -> Written:
-        """Write the targets of sources with a published encoder-decoder."""
-        count = self._target_count(num_tokens)
-        drawn["processors"] = self._forcing(drawn["processors"], count)
-        found = []
-        for n, text in enumerate(texts):
-            key = jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]
-            own: Drawn = {**drawn, "key": key}
-            found.append(
-                translate(
-                    self.config, self.params, self.tokenizer, self._source(text),  # type: ignore[arg-type]
-                    count, start=self.model.start_id, count=samples or 1, stop=stop,  # type: ignore[arg-type]
-                    stop_ids=self.model.stop_ids, **own,
-                )
-            )  # fmt: skip
-        if samples is not None:
-            return found[0]
-        return _as_given([targets[0] for targets in found], is_list, stream)
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, tuple) and not value
-
-
-def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
-    """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
-    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
-        return config
-    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
-
-
-def _checked(
-    counts: Mapping[str, int | None],
-    stop: str | Sequence[str],
-    stream: bool,
-    listed: int | None,  # how many prompts a list has, where one was given
-) -> tuple[str, ...]:
-    """Return the stop strings; ValueError for a count, or for wishes that exclude each other."""
-    for name, value in counts.items():
-        if value is not None:
-            check_count(name, value, 1)
-    if listed is not None and (stream or counts["samples"] is not None):
-        name = "stream" if stream else "samples"
-        raise ValueError(f"{name}: needs one prompt, not a list of {listed}")
-    if stream and counts["samples"] is not None:
-        raise ValueError("stream and samples: give one of them")
-    return completion.check_stop_strings(stop)
-
-
-def _texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
-    """Return texts, and whether a list of them was given."""
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} is {given!r:.80}: must be a text or a list of texts")
-    if not texts:
-        raise ValueError(f"{name} is an empty list: must have a text")
-    return list(texts), not isinstance(given, str)
-
-
-def _as_given(texts: list[str], is_list: bool, stream: bool) -> Written:
-    """Return a list's texts, the one text, or an iterator of it."""
-    if stream:
-        return iter([text for text in texts if text])
-    return texts if is_list else texts[0]
-
-
-def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield pieces, the first without the space that a first word may bring."""
-    for n, piece in enumerate(pieces):
-        if piece := piece if n else piece.removeprefix(" "):
-            yield piece

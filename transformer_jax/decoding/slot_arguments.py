@@ -1,0 +1,124 @@
+"""Check what slots of continuous batching are given, and pad prompts to their buckets."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.decoding.arguments import (
+    Array,
+    PerRow,
+    Prompt,
+    Prompts,
+    bucket,
+    check_not_consumed,
+    check_prompt,
+    check_with_step,
+    row_keys,
+)
+from transformer_jax.decoding.batch_rows import State
+from transformer_jax.decoding.samplers import Greedy
+from transformer_jax.tracing import traced
+
+if TYPE_CHECKING:
+    from transformer_jax.decoding.continuous_batching import Slots
+
+
+def check_prompts(
+    slots: Slots[State],
+    prompt: Prompt,
+    lengths: PerRow | None,
+    state: State,
+    limits: Array,
+    key: jax.Array | None,
+    chunk: int | None,
+) -> Prompts:
+    """Check prompts for these slots and pad them to their bucket, which no slot is shorter than."""
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    tokens, lengths = check_prompt(prompt, lengths)
+    rows = len(tokens)
+    limits = check_limits(slots, limits, lengths)
+    if key is None and not isinstance(slots.options.sampler, Greedy):
+        raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
+    keys = row_keys(key, rows)
+    check_not_consumed(state)
+    check_same_kind(slots.decode_state.state, state, rows)
+    check_with_step(slots.step, tokens, lengths, limits, state)
+    return pad_prompts(tokens, lengths, keys, limits, slots.capacity)
+
+
+def check_limits(slots: Slots[State], limits: Array, lengths: Array) -> Array:
+    """Return the limits of prompts i32[R]; traced ones are clipped to what a slot holds."""
+    if limits.shape != lengths.shape or not np.issubdtype(limits.dtype, np.integer):
+        given = f"{limits.dtype}{list(limits.shape)}" if traced(limits) else limits.tolist()
+        raise ValueError(f"limits are {given}: must be integers, one for each prompt")
+    if not traced(limits) and limits.min() < 1:
+        raise ValueError(f"num_tokens is {limits.min()}: must be at least 1")
+    total = lengths + limits - 1
+    if traced(total):
+        return jnp.clip(limits, 1, slots.capacity + 1 - lengths)
+    if total.max() > slots.capacity:
+        raise ValueError(
+            f"prompt and new tokens reach length {total.max()}: "
+            f"the limit is {slots.capacity}, the capacity of a slot"
+        )
+    return limits
+
+
+def pad_prompts(
+    tokens: Array, lengths: Array, keys: jax.Array, limits: Array, capacity: int
+) -> Prompts:
+    """Pad prompts to their bucket, or to the capacity of a slot where that is shorter."""
+    columns = tokens.shape[1]
+    width = min(bucket(columns), capacity)
+    numpy: ModuleType = jnp if traced(tokens) else np
+    tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
+    if traced(tokens, lengths, limits):
+        placed = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, limits)]
+    else:
+        placed = jax.device_put([np.asarray(x, np.int32) for x in (tokens, lengths, limits)])
+    return Prompts(placed[0], placed[1], keys, placed[2])
+
+
+def check_same_kind(held: State, state: State, rows: int) -> None:
+    """Raise ValueError where structure, shapes or dtypes are not those of the slots' state."""
+    mine, one = jax.tree_util.tree_flatten_with_path(held)
+    theirs, other = jax.tree_util.tree_flatten_with_path(state)
+    if one != other:  # type: ignore[operator]
+        raise ValueError(f"state is {other}: the slots hold {one}")
+    for (path, a), (_, b) in zip(mine, theirs, strict=True):
+        wanted = (rows, *a.shape[1:])
+        if b.shape != wanted or b.dtype != a.dtype:
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is {b.dtype}{list(b.shape)}: "
+                f"the slots take {a.dtype}{list(wanted)}"
+            )
+
+
+def check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
+    """Return the rows as an array; ValueError where they are not different slots."""
+    numpy: ModuleType = jnp if traced(rows) else np
+    places = numpy.atleast_1d(rows)
+    count = len(slots.active)
+    if places.ndim != 1 or not np.issubdtype(places.dtype, np.integer):
+        given = f"{places.dtype}{list(places.shape)}" if traced(places) else places.tolist()
+        raise ValueError(f"rows are {given}: must be integers")
+    if traced(places):
+        return places
+    if len(set(places.tolist())) < len(places):
+        raise ValueError(f"rows are {places.tolist()}: must name a slot once")
+    if not ((places >= 0) & (places < count)).all():
+        raise ValueError(f"rows are {places.tolist()}: must be in 0..{count - 1}")
+    return places
+
+
+def check_slots(slots: Slots[State]) -> None:
+    """Raise ValueError where an earlier call has consumed the slots."""
+    if not traced(slots.active) and slots.active.is_deleted():
+        raise ValueError("slots were consumed by an earlier call: use those it returned")

@@ -1,0 +1,110 @@
+"""Check the definition of a published tokenizer: its content comes from a file of somebody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.untrusted_files import Json, JsonObject, shown
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+MAX_IDS = 2**22
+"""Ids are below this number; the largest published vocabularies have 2**18."""
+
+MAX_GROWTH = 1000
+"""How many times longer normalising may make a text."""
+
+
+def read_definition(text: str) -> JsonObject:
+    """Return the object that a text of JSON holds; DataError where it holds none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"definition of a tokenizer: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise DataError("definition of a tokenizer: must be an object")
+    return content
+
+
+def check_model(content: JsonObject) -> None:
+    """Raise DataError for a model with random splits, odd ids, or bytes that it would leave out."""
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise DataError("model: must be an object")
+    if model.get("dropout"):
+        raise DataError(f"model.dropout is {shown(model['dropout'])}: must be null")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        unknown = model.get("unk_token")
+        if unknown is not None and not (isinstance(unknown, str) and unknown in vocabulary):
+            raise DataError(f"model.unk_token is {shown(unknown)}: not in the vocabulary")
+        for token, i in vocabulary.items():
+            if type(i) is not int or not 0 <= i < MAX_IDS:
+                rule = f"must be at least 0 and below {MAX_IDS}"
+                raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
+        merges = model.get("merges")
+        fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        if isinstance(merges, list) and not model.get("unk_token"):
+            if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in _kinds(content):
+                rule = "must be byte-level, or fall back to bytes, or have an unk_token"
+                raise DataError(f"model: would leave out what it does not know: {rule}")
+
+
+def _kinds(content: JsonObject) -> set[str]:
+    """Return the types of the steps before the model."""
+    parts = [content.get("pre_tokenizer"), content.get("normalizer")]
+    found = set()
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            found.add(str(part.get("type")))
+            below = [part.get("pretokenizers"), part.get("normalizers")]
+            parts += [item for items in below if isinstance(items, list) for item in items]
+    return found
+
+
+def check_growth(normalizer: Json) -> None:
+    """Raise DataError if replacements in a row could make a text a thousand times longer."""
+    growth, parts = 1.0, [normalizer]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            continue
+        below = part.get("normalizers")
+        parts += below if isinstance(below, list) else []
+        content = part.get("content", part.get("prepend", ""))
+        if isinstance(content, str):
+            pattern = part.get("pattern")
+            old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
+            growth *= max(1.0, len(content) / max(1, len(old)))
+        if growth > MAX_GROWTH:
+            rule = f"replaces text by more than {MAX_GROWTH} times as much"
+            raise DataError(f"normalizer: {rule}")
+
+
+def check_added(content: JsonObject, added: Mapping[int, AddedToken]) -> None:
+    """Check that the file numbers added tokens as the library does."""
+    tokens = content.get("added_tokens") or []
+    for token in tokens:
+        i, text = token["id"], token["content"]
+        if i not in added or added[i].content != text:
+            have = [n for n, other in added.items() if other.content == text]
+            rule = f"its place in the vocabulary is {have[0] if have else 'taken'}"
+            raise DataError(f"added_tokens: {shown(text)} has id {i}: {rule}")
+
+
+def strings(value: object, path: str) -> Iterable[tuple[str, str]]:
+    """Yield every text in a value, names of fields too, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{path}.{key}"[:200], str(key)
+            yield from strings(item, f"{path}.{key}"[:200])
+    elif isinstance(value, list | tuple):
+        for n, item in enumerate(value):
+            yield from strings(item, f"{path}[{n}]")

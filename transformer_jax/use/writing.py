@@ -1,0 +1,253 @@
+"""Write texts with a model: check what is asked of it, and go on with prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypedDict
+
+import jax
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.decoding.arguments import bucket
+from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
+from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.pytree import Params
+from transformer_jax.text import completion
+from transformer_jax.text.translation import translate
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.use.reading import Reader, published_run
+
+NUM_TOKENS = 400
+"""New tokens of a text, where none are asked for."""
+
+
+Written = str | list[str] | Iterator[str]
+"""A text, one for each of a list or of `samples`, or the pieces of a stream."""
+
+
+class Writing(TypedDict, total=False):
+    """Name what `LanguageModel.chat` takes besides; its docstring says what each is."""
+
+    stop: str | Sequence[str]
+    sampler: Greedy | Sample | None
+    key: jax.Array | None
+    processors: Sequence[HistoryProcessor]
+    slots: int
+    cache_dtype: jax.typing.DTypeLike | None
+
+
+class Searching(Writing, total=False):
+    """Name what `LanguageModel.generate` takes besides; its docstring says what each is."""
+
+    beams: int | None
+
+
+class Drawn(TypedDict):
+    """Name how tokens are chosen, as functions of `text` take it."""
+
+    sampler: Sample
+    key: jax.Array
+    processors: tuple[HistoryProcessor, ...]
+    cache_dtype: jax.typing.DTypeLike | None
+
+
+class Writer(Reader):
+    """Go on with prompts, and write the targets of sources."""
+
+    def _refuse(self, given: Mapping[str, object], rule: str) -> None:
+        """Raise ConfigError for an argument that was given."""
+        for name, value in given.items():
+            if value is not None and value is not False and not _is_empty(value):
+                what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
+                raise ConfigError(f"{name} is {value!r:.80}: of {what}, {rule}")
+
+    def _drawn(
+        self,
+        sampler: Greedy | Sample | None,
+        key: jax.Array | None,
+        processors: Sequence[HistoryProcessor],
+        cache_dtype: jax.typing.DTypeLike | None,
+        samples: int | None,
+    ) -> Drawn:
+        """Return how a token is chosen, as `completion` takes it."""
+        if sampler is not None and not isinstance(sampler, Greedy | Sample):
+            raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
+        if sampler is None or isinstance(sampler, Greedy):
+            if samples is not None:
+                rule = "needs a sampler that draws, such as Sample(), and a key"
+                raise ValueError(f"samples is {samples}: {rule}")
+            sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
+        if key is None:
+            raise ValueError(f"key is None: {sampler!r} draws random numbers")
+        own = (*self.model.processors, *completion.check_processors(processors))
+        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype)
+
+    def _written(
+        self,
+        prompts: list[np.ndarray],
+        num_tokens: int | None,
+        stop: tuple[str, ...],
+        drawn: Drawn,
+        samples: int | None,
+        slots: int,
+        is_list: bool,
+        stream: bool,
+    ) -> Written:
+        """Go on with prompts: one in pieces, one in many ways, or many side by side."""
+        count = NUM_TOKENS if num_tokens is None else num_tokens
+        if samples is not None and num_tokens is None:
+            count = max(1, min(count, self.room(prompts[0])))
+        ends = self.model.stop_ids
+        if not is_list:
+            (prompt,) = prompts
+            model = self._sized([prompt], count)
+            if samples is not None:
+                return completion.samples(
+                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends, **drawn
+                )
+            pieces = completion.complete(*model, prompt, count, stop=stop, stop_ids=ends, **drawn)
+            return pieces if stream else "".join(pieces)
+        found, fitting = [""] * len(prompts), []
+        for n, prompt in enumerate(prompts):
+            if self.room(prompt) >= count:
+                fitting.append(n)
+                continue
+            own: Drawn = {**drawn, "key": jax.random.fold_in(drawn["key"], n)}
+            pieces = completion.complete(
+                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends, **own
+            )
+            found[n] = "".join(pieces)
+        if fitting:
+            parts = [prompts[n] for n in fitting]
+            answers = completion.answer(
+                *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
+                numbers=fitting, stop=stop, stop_ids=ends, **drawn,
+            )  # fmt: skip
+            for n, text in answers:
+                found[n] = text
+        return found
+
+    def _sized(
+        self, prompts: Sequence[np.ndarray], count: int
+    ) -> tuple[AnyModelConfig, Params, Tokenizer]:
+        """Return config, parameters and tokenizer, with a cache as long as the texts need."""
+        longest = max(map(len, prompts))
+        return shortened(self.config, longest + count), self.params, self.tokenizer
+
+    def _masked_run(self) -> TrainConfig:
+        if self.model.run is not None:
+            return self.model.run
+        assert isinstance(self.config, ModelConfig)
+        return published_run(self.config, self.name)
+
+    def _source(self, text: str) -> np.ndarray:  # i32[S]
+        assert isinstance(self.tokenizer, PretrainedTokenizer)
+        ids = self.tokenizer.encode(text, special_tokens=True)
+        if not text or not len(ids):
+            raise ConfigError(f"prompt is {text!r}: an encoder-decoder needs a source")
+        return ids
+
+    def _target_count(self, num_tokens: int | None) -> int:
+        config = self.config
+        assert isinstance(config, ModelConfig)
+        count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
+        if config.positions is not None and config.positions.absolute and count > config.max_len:
+            raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
+        return count
+
+    def _forcing(
+        self, processors: Sequence[HistoryProcessor], count: int
+    ) -> tuple[HistoryProcessor, ...]:
+        """Return processors, and what is forced upon every target of a published model."""
+        forced: list[HistoryProcessor] = []
+        if self.model.forced_bos_id is not None:
+            forced.append(Force(self.model.forced_bos_id))  # also where it is banned
+        if self.model.forced_eos_id is not None:
+            forced.append(ForceLast(count, self.model.forced_eos_id))
+        return (*processors, *forced)
+
+    def _targets(
+        self,
+        texts: list[str],
+        num_tokens: int | None,
+        stop: tuple[str, ...],
+        drawn: Drawn,
+        samples: int | None,
+        is_list: bool,
+        stream: bool,
+    ) -> Written:
+        """Write the targets of sources with a published encoder-decoder."""
+        count = self._target_count(num_tokens)
+        drawn["processors"] = self._forcing(drawn["processors"], count)
+        found = []
+        for n, text in enumerate(texts):
+            key = jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]
+            own: Drawn = {**drawn, "key": key}
+            found.append(
+                translate(
+                    self.config, self.params, self.tokenizer, self._source(text),  # type: ignore[arg-type]
+                    count, start=self.model.start_id, count=samples or 1, stop=stop,  # type: ignore[arg-type]
+                    stop_ids=self.model.stop_ids, **own,
+                )
+            )  # fmt: skip
+        if samples is not None:
+            return found[0]
+        return as_given([targets[0] for targets in found], is_list, stream)
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, tuple) and not value
+
+
+def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
+    """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
+    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
+        return config
+    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+
+
+def checked(
+    counts: Mapping[str, int | None],
+    stop: str | Sequence[str],
+    stream: bool,
+    listed: int | None,  # how many prompts a list has, where one was given
+) -> tuple[str, ...]:
+    """Return the stop strings; ValueError for a count, or for wishes that exclude each other."""
+    for name, value in counts.items():
+        if value is not None:
+            check_count(name, value, 1)
+    if listed is not None and (stream or counts["samples"] is not None):
+        name = "stream" if stream else "samples"
+        raise ValueError(f"{name}: needs one prompt, not a list of {listed}")
+    if stream and counts["samples"] is not None:
+        raise ValueError("stream and samples: give one of them")
+    return completion.check_stop_strings(stop)
+
+
+def as_texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
+    """Return texts, and whether a list of them was given."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} is {given!r:.80}: must be a text or a list of texts")
+    if not texts:
+        raise ValueError(f"{name} is an empty list: must have a text")
+    return list(texts), not isinstance(given, str)
+
+
+def as_given(texts: list[str], is_list: bool, stream: bool) -> Written:
+    """Return a list's texts, the one text, or an iterator of it."""
+    if stream:
+        return iter([text for text in texts if text])
+    return texts if is_list else texts[0]
+
+
+def without_first_space(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield pieces, the first without the space that a first word may bring."""
+    for n, piece in enumerate(pieces):
+        if piece := piece if n else piece.removeprefix(" "):
+            yield piece
