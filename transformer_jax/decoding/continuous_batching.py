@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import ModuleType
-from typing import Any, Generic, Literal, Never, TypeAlias
+from typing import Any, Literal, Never, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,37 +48,12 @@ from transformer_jax.decoding.generation import (
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
-from transformer_jax.decoding.slot_arguments import check_prompts, check_slot_rows, check_slots
+from transformer_jax.decoding.slots import Slots, check_prompts, check_slot_rows, check_slots
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
-
-
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots(Generic[State]):
-    """Hold a batch whose rows are at different places of different texts.
-
-    Attributes:
-        decode_state: of all rows.
-        step: what runs the model.
-        options: what the decoding program is compiled for.
-        capacity: the most tokens of a prompt and its continuation but the last, which is never
-            read.
-    """
-
-    decode_state: DecodeState[State]
-    step: Step[State] = field(metadata=dict(static=True))
-    options: DecodeOptions = field(metadata=dict(static=True))
-    capacity: int = field(metadata=dict(static=True))
-
-    @property
-    def active(self) -> jax.Array:  # bool[B]
-        """Return which slots are taken; False is a free one."""
-        return self.decode_state.active
 
 
 def init_slots(

@@ -1,9 +1,10 @@
-"""Check what slots of continuous batching are given, and pad prompts to their buckets."""
+"""Hold the slots of continuous batching, check what they are given, and pad prompts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from transformer_jax.checks import check_count
 from transformer_jax.decoding.arguments import (
     Array,
+    DecodeOptions,
     PerRow,
     Prompt,
     Prompts,
@@ -22,11 +24,36 @@ from transformer_jax.decoding.arguments import (
     row_keys,
 )
 from transformer_jax.decoding.batch_rows import State
+from transformer_jax.decoding.generation import DecodeState
 from transformer_jax.decoding.samplers import Greedy
+from transformer_jax.decoding.step import Step
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
-if TYPE_CHECKING:
-    from transformer_jax.decoding.continuous_batching import Slots
+
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots(Generic[State]):
+    """Hold a batch whose rows are at different places of different texts.
+
+    Attributes:
+        decode_state: of all rows.
+        step: what runs the model.
+        options: what the decoding program is compiled for.
+        capacity: the most tokens of a prompt and its continuation but the last, which is never
+            read.
+    """
+
+    decode_state: DecodeState[State]
+    step: Step[State] = field(metadata=dict(static=True))
+    options: DecodeOptions = field(metadata=dict(static=True))
+    capacity: int = field(metadata=dict(static=True))
+
+    @property
+    def active(self) -> jax.Array:  # bool[B]
+        """Return which slots are taken; False is a free one."""
+        return self.decode_state.active
 
 
 def check_prompts(
