@@ -45,15 +45,9 @@ class Parameter(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-Params: TypeAlias = Mapping[str, "Parameter | Params"]
-"""A model's parameters: nested dicts of arrays, or of shapes where nothing is computed."""
-
-
-def part_of(params: Params, name: str) -> Params:
-    """Return the parameters of a module by its name."""
-    found = params[name]
-    assert isinstance(found, Mapping)
-    return found
+Params: TypeAlias = Mapping[str, Any]
+"""A model's parameters: nested dicts, so that a caller may write `params["embed"]["tokens"]`, of
+arrays or other `Parameter`s, or of shapes where nothing is computed."""
 
 
 def sha256_of(tree: PyTree) -> str:

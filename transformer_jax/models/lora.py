@@ -30,7 +30,7 @@ from transformer_jax.config import ConfigError, LoraConfig
 from transformer_jax.models.adapters import AdaptedKernel
 from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
-from transformer_jax.pytree import Parameter, Params, cast_floats, part_of, path_name
+from transformer_jax.pytree import Parameter, Params, cast_floats, path_name
 
 Matrices = dict[str, tuple[int, int]]
 """Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
@@ -236,16 +236,16 @@ def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -
 
 def rejoined(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Return a model's parameters of both parts, with adapters beside their kernels."""
-    return with_adapters(_filled(frozen, trained), part_of(trained, "lora"), config)
+    return with_adapters(_filled(frozen, trained), trained["lora"], config)
 
 
 def merged_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
     """Return a model's plain parameters of both parts, with adapters added to their kernels."""
-    return merge_lora(_filled(frozen, trained), part_of(trained, "lora"), config)
+    return merge_lora(_filled(frozen, trained), trained["lora"], config)
 
 
 def _filled(frozen: Params, trained: Params) -> Params:
-    flat = {tuple(name.split("/")): leaf for name, leaf in part_of(trained, "whole").items()}
+    flat = {tuple(name.split("/")): leaf for name, leaf in trained["whole"].items()}
     return unflatten_dict(flatten_dict(frozen) | flat)
 
 
@@ -411,7 +411,7 @@ def _with_kernels(
     def walk(params: Params, adapters: Params, path: str) -> Params:
         out = dict(params)
         for name in adapters:
-            part, module = part_of(adapters, name), params.get(name)
+            part, module = adapters[name], params.get(name)
             if not isinstance(module, Mapping):
                 raise ValueError(f"adapters have {path}{name}: the parameters have no such module")
             if part.keys() == {"a", "b"}:

@@ -35,7 +35,7 @@ from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
-from transformer_jax.pytree import Parameter, Params
+from transformer_jax.pytree import Params
 
 F32 = jnp.float32
 
@@ -77,7 +77,7 @@ def count_ngrams(
     for k in range(config.order - 1, 0, -1):  # below the highest order: how many stand before
         inner = nodes[k][firsts[k] + 1]
         counts[k - 1] = np.bincount(inner, minlength=len(keys[k - 1]))
-    params: dict[str, Parameter | Params] = {}
+    params: dict[str, np.ndarray] = {}
     parents = 1
     for k, (kinds, count) in enumerate(zip(keys, counts, strict=True), start=1):
         params |= _smooth(k, kinds, count, size, parents)

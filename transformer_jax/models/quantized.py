@@ -160,7 +160,7 @@ def count(params: PyTree) -> int:
 
 
 def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
-    found = dict[str, Parameter | Params]()
+    found = dict[str, object]()
     for name, part in tree.items():
         at = f"{path}/{name}" if path else name
         if isinstance(part, Mapping):

@@ -22,7 +22,7 @@ from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
 from transformer_jax.models.places import Captured
-from transformer_jax.pytree import Parameter, Params
+from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
 
 
@@ -247,7 +247,7 @@ def stack_layers(params: Params) -> Params:
     `block_0`, `block_1`, ... become `blocks`, whose leaves lead with L. Names and numbers stay.
     """
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
-    out: dict[str, Parameter | Params] = {
+    out: dict[str, Any] = {
         name: stack_layers(value) if isinstance(value, Mapping) else value
         for name, value in params.items()
         if name not in names
@@ -259,7 +259,7 @@ def stack_layers(params: Params) -> Params:
 
 def unstack_layers(params: Params) -> Params:
     """Return a scanned model's parameters as its looped twin has them: undo `stack_layers`."""
-    out: dict[str, Parameter | Params] = {}
+    out: dict[str, Any] = {}
     for name, value in params.items():
         if name == "blocks":
             depth = jax.tree.leaves(value)[0].shape[0]

@@ -29,7 +29,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
     open_folder,
 )
-from transformer_jax.pytree import Params, cast_floats, part_of, sha256_of
+from transformer_jax.pytree import Params, cast_floats, sha256_of
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
@@ -194,10 +194,10 @@ def load_adapters(
     if init_from is not None:
         config = _begun_from(config, init_from)
         _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # is it the same one?
-    if whole := part_of(found, "whole"):
+    if whole := found["whole"]:
         names = ", ".join(whole)
         raise ConfigError(f"run is {str(path)!r}: beside its adapters it has trained {names}")
-    return config, part_of(found, "lora")
+    return config, found["lora"]
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:

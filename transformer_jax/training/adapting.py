@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, rejoined, trained_part
-from transformer_jax.pytree import part_of, sha256_of
+from transformer_jax.pytree import sha256_of
 from transformer_jax.text.text_model import check_base
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.initial import StartModel, start_params
@@ -91,7 +91,7 @@ class FrozenBase:
         ConfigError where a parameter is not the given one, and is not trained whole.
         """
         found = fresh_trained(self.config, params, key)
-        whole = part_of(found, "whole")
+        whole = found["whole"]
         old = flatten_dict(given, sep="/")
         for name, leaf in flatten_dict(params, sep="/").items():
             if name not in whole and (name not in old or old[name].shape != leaf.shape):

@@ -23,7 +23,6 @@ from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import WeightFolder, open_folder
-from transformer_jax.pytree import part_of
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import (
     base_params,
@@ -114,7 +113,7 @@ def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) ->
     BERT's head of two sentences says whether one follows the other, and is no classifier of texts.
     Classes without names have labels that are their numbers, or else the run's in their order.
     """
-    head, names = part_of(params, "classifier"), start.labels
+    head, names = params["classifier"], start.labels
     of_sentences = isinstance(start.config, ModelConfig) and start.config.masked_token_head
     kernel = head["kernel"]
     assert not isinstance(kernel, Mapping)

@@ -10,7 +10,6 @@ import numpy as np
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, RecurrentConfig
 from transformer_jax.models.quantized import QuantizedTable
-from transformer_jax.pytree import part_of
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
@@ -57,10 +56,10 @@ def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
         kind = type(config).__name__
         raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
     if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
-        table = part_of(params, "encoder")["tokens"]
+        table = params["encoder"]["tokens"]
     else:
         separate = isinstance(config, ModelConfig) and config.source_vocab_size is not None
-        table = part_of(params, "embed")["source_tokens" if separate else "tokens"]
+        table = params["embed"]["source_tokens" if separate else "tokens"]
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)
