@@ -86,14 +86,20 @@ def draw_matrix(
         axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=9)
 
 
-def save_picture(figure: Figure, arguments: argparse.Namespace, name: str) -> Path:
-    """Save a figure in the folder and format of the arguments; equal figures are equal files."""
+def save_picture(
+    figure: Figure, arguments: argparse.Namespace, name: str, text: bool = False
+) -> Path:
+    """Save a figure in the folder and format of the arguments; equal figures are equal files.
+
+    With `text` an svg has its letters as text, which the reader's fonts draw, not as curves.
+    """
     import matplotlib
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{name}.{arguments.format}"
+    style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
     metadata = {"Date": None} if arguments.format == "svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": name}):
+    with matplotlib.rc_context(style):
         figure.savefig(path, dpi=110, metadata=metadata)
     print(f"picture: {path}")
     if arguments.dark and arguments.format == "svg":

@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 18
+    assert len(NAMES) == 19
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -314,3 +314,10 @@ def test_a_table_of_sinusoids_is_turned_by_an_offset(demonstrate):
     angles = np.arange(6)
     exact = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     np.testing.assert_allclose(found["vectors"], exact, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_four_drawings_are_made(demonstrate):
+    """Check that the drawings have names; test_drawings.py checks what each one shows."""
+    names = ["drawings", "drawing_attention", "drawing_cache", "drawing_stream"]
+    assert list(demonstrate("drawings")) == names
