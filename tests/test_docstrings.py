@@ -20,6 +20,7 @@ from transformer_jax import (
     config,
     corpus,
     decoding,
+    inside,
     models,
     pretrained,
     tokenizers,
@@ -29,8 +30,8 @@ from transformer_jax.training import tasks
 from transformer_jax.use.language_model import LanguageModel
 
 FOLDERS = (
-    attention, cache, checkpoints, config, corpus, decoding, models, pretrained, tokenizers,
-    training, tasks, tj,
+    attention, cache, checkpoints, config, corpus, decoding, inside, models, pretrained,
+    tokenizers, training, tasks, tj,
 )  # fmt: skip
 PUBLIC = {name: getattr(folder, name) for folder in FOLDERS for name in folder.__all__}
 PUBLIC["LanguageModel"] = LanguageModel

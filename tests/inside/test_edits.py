@@ -1,0 +1,139 @@
+"""Edits that ablate and steer are what they say: weights of 0, means, another run, a sum."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.inside.tiny import B, D, T, draw, model_of, params_of
+from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.step import make_step
+from transformer_jax.inside import add, mean, resample, zero
+from transformer_jax.models.factory import init_cache
+from transformer_jax.models.places import places
+from transformer_jax.models.stack import stack_layers
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NEAR = 5 * FORWARD_F32
+
+
+def run(shape, scanned=False, params=None, tokens=None, **asked):
+    model, own = model_of(shape, scanned=scanned)
+    params = own if params is None else params
+    tokens = draw() if tokens is None else tokens
+    return jax.jit(partial(model.apply, **asked))({"params": params}, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_a_head_without_its_rows_of_the_output_matrix_is_the_ablated_head(shape, scanned):
+    found = run(shape, scanned, edit=zero("block_1/attention/heads", heads=(0, 2)))[0]
+    params = jax.tree.map(np.copy, params_of(shape))
+    params["decoder"]["block_1"]["attention"]["out"]["kernel"][[0, 2]] = 0
+    wanted = run(shape, scanned, stack_layers(params) if scanned else params)[0]
+    assert_near(found, wanted, NEAR)
+    assert np.abs(found - run(shape)[0]).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_a_feed_forward_without_its_last_matrix_is_the_ablated_one():
+    found = run("gpt2", edit=zero("block_*/feed_forward/output"))[0]
+    params = jax.tree.map(np.copy, params_of("gpt2"))
+    for i in range(2):
+        for leaf in params["decoder"][f"block_{i}"]["feed_forward"]["down"].values():
+            leaf[:] = 0
+    assert_near(found, run("gpt2", params=params)[0], NEAR)
+
+
+@pytest.mark.slow_except("both")
+@pytest.mark.parametrize("over", ["tokens", "rows", "both"])
+def test_a_mean_is_that_of_the_call(over):
+    name = "block_0/attention/heads"
+    own, rest = run("gpt2", capture=(name,))[2][name], [0, 1, 3]
+    edited = run("gpt2", edit=mean(name, over, heads=2, at=(1, 3)), capture=(name,))[2][name]
+    axis = {"tokens": (1,), "rows": (0,), "both": (0, 1)}[over]
+    whole = np.broadcast_to(np.asarray(own, np.float64).mean(axis, keepdims=True), own.shape)
+    assert_near(edited[:, [1, 3], 2], whole[:, [1, 3], 2], NEAR)
+    np.testing.assert_array_equal(edited[:, :, rest], own[:, :, rest])
+    np.testing.assert_array_equal(edited[:, [0, 2, 4, 5, 6], 2], own[:, [0, 2, 4, 5, 6], 2])
+
+
+@pytest.mark.slow
+def test_every_place_put_in_from_another_run_gives_that_run():
+    """Of each place the token that is asked for, and before anything is mixed no others."""
+    model, _ = model_of("llama")
+    asked = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
+    other = run("llama", tokens=draw(3), capture=asked)
+    assert_near(run("llama", edit=resample(other[2]))[0], other[0], NEAR)
+    found = run("llama", edit=resample(other[2], at=2), capture=asked)[2]
+    own = run("llama", capture=("embedding",))[2]["embedding"]
+    for name in asked:
+        axis = 2 if name.endswith("/weights") else 1
+        edited, wanted = (np.moveaxis(np.asarray(x[name]), axis, 0) for x in (found, other[2]))
+        np.testing.assert_array_equal(edited[2], wanted[2], name)
+    rest = [0, 1, 3, 4, 5, 6]
+    np.testing.assert_array_equal(found["embedding"][:, rest], own[:, rest])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_vector_steers_what_is_generated_as_it_steers_the_full_pass(scanned):
+    model, params = model_of("gpt2", scanned=scanned)
+    vector = np.random.default_rng(3).standard_normal(D).astype(np.float32)
+    edit = add("block_0/residual", 5 * vector)
+    cache = partial(init_cache, model.config, B, T + 5)
+    made = generate(make_step(model, edit=edit), params, draw(), cache(), num_tokens=5).tokens
+    whole = np.concatenate([draw(), made], axis=1)
+    logits = run("gpt2", scanned, tokens=whole, edit=edit)[0]
+    np.testing.assert_array_equal(made, np.argmax(logits[:, T - 1 : -1], axis=-1))
+    plain = generate(make_step(model), params, draw(), cache(), num_tokens=5).tokens
+    assert (np.asarray(made) != plain).any()
+    name = "block_0/residual"
+    own = run("gpt2", scanned, capture=(name,))[2][name]
+    at = run("gpt2", scanned, edit=add(name, vector, at=(0, 5)), capture=(name,))[2][name]
+    wanted = np.asarray(own).copy()
+    wanted[:, [0, 5]] += vector
+    assert_near(at, wanted, NEAR)
+
+
+@pytest.mark.slow
+def test_edits_take_traced_indices_and_vectors_with_slopes():
+    def loss(vector, at):
+        edit = add("block_0/residual", vector, at=at) | zero("block_1/attention/heads", heads=at)
+        return (run("gpt2", edit=edit)[0] ** 2).mean()
+
+    zeros = jnp.zeros(D)
+    slopes = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(zeros, jnp.arange(2))
+    step = 1e-2 * np.eye(D, dtype=np.float32)[3]
+    for at in range(2):
+        wanted = (loss(step, at) - loss(-step, at)) / 2e-2
+        assert abs(slopes[at, 3] - wanted) <= 1e-2 * np.abs(slopes[at]).max()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda: zero("block_0/residual", heads=1), "heads is 1: block_0/residual has no heads"),
+        (lambda: zero("block_0/attention/heads", heads=4), r"heads is 4: must be in 0..3"),
+        (lambda: zero("block_0/residual", at=(1, 7)), r"at is \(1, 7\): must be in 0..6"),
+        (lambda: zero("block_0/residual", at=-1), r"at is -1: must be in 0..6"),
+        (lambda: zero("block_0/residual", at=0.5), "at is 0.5: must be an index, or some"),
+        (lambda: zero("block_0/*", at=1), r"the last part of the name must hold no \*"),
+        (lambda: mean("logits", "heads"), "over is 'heads': must be 'tokens', 'rows' or 'both'"),
+        (lambda: add("embedding", np.ones(3)), r"vector has shape \[3\]: must be the last axes"),
+        (lambda: add("embedding", 1.0), r"vector has shape \[\]"),
+        (
+            lambda: resample({"embedding": np.ones((B, 3, D))}),
+            r"captured\['embedding'\] has shape \[2, 3, 14\]: must be \[2, 7, 14\], or that of one",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_value_is_refused_by_name(edit, message):
+    model, params = model_of("gpt2")
+    with pytest.raises(ValueError, match=message):
+        made = edit()
+        jax.eval_shape(partial(model.apply, edit=made), {"params": params}, draw())

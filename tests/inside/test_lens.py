@@ -1,0 +1,138 @@
+"""Logits of every stream, and what each part adds to a logit, from the formulas in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.inside.tiny import SHAPES, VOCAB, B, L, N, T, draw, model_of, more, params_of
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.config import ModelConfig, RecurrentConfig, Vectors
+from transformer_jax.inside import logit_attribution, logit_lens
+from transformer_jax.models.factory import build
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NEAR = 5 * FORWARD_F32
+
+
+def double(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "bert", "sandwich", "t5"])
+def test_the_lens_reads_every_stream_as_the_model_reads_the_last(shape, scanned):
+    model, params = model_of(shape, scanned=scanned)
+    lens = jax.jit(partial(logit_lens, model))(params, draw(), **more(shape))
+    assert lens.shape == (B, L + 1, T, VOCAB)
+    logits = model.apply({"params": params}, draw(), **more(shape))[0]
+    assert_near(lens[:, -1], logits, NEAR)
+    if shape not in ("gpt2", "llama"):
+        return
+    hidden: list[np.ndarray] = []
+    config, plain = SHAPES[shape], double(params_of(shape))
+    oracle.forward(config, plain, draw(), hidden=hidden)
+    table = plain["embed"]["tokens" if config.tie_embeddings else "output"]
+    for row, streams in enumerate(hidden):
+        for i in range(L):  # before each block
+            want = oracle._norm(config, plain["decoder"]["norm"], streams[i]) @ table.T
+            assert_near(lens[row, i], want, NEAR)
+
+
+def test_the_lens_of_an_edited_model_is_that_of_its_streams():
+    model, params = model_of("gpt2")
+    edit = {"block_0/residual": lambda x: 2 * x}
+    lens = logit_lens(model, params, draw(), edit=edit)
+    assert_near(lens[:, -1], model.apply({"params": params}, draw(), edit=edit)[0], NEAR)
+
+
+def attributed_by_definition(shape: str, tokens: np.ndarray, target: int, other: int):
+    """Return each part's share in float64: what is left of a logit when all others are 0."""
+    config, params = SHAPES[shape], double(params_of(shape))
+    model, plain = model_of(shape)
+    names = ("embedding", "block_*/attention/heads", "block_*/feed_forward/output", "*/residual")
+    values = double(model.apply({"params": plain}, tokens, capture=names)[2])
+    norm, embed = params["decoder"]["norm"], params["embed"]
+    x = values[f"block_{L - 1}/residual"]
+    centred = config.norm == "layernorm"
+    middle = x.mean(-1, keepdims=True) if centred else 0.0
+    size = np.sqrt(((x - middle) ** 2).mean(-1, keepdims=True) + config.norm_eps)
+    table = embed["tokens" if config.tie_embeddings else "output"]
+    direction = table[target] - table[other]
+
+    def share(part: np.ndarray) -> np.ndarray:
+        part = part - part.mean(-1, keepdims=True) if centred else part
+        return part / size * (config.norm_unit_offset + norm["scale"]) @ direction
+
+    heads = np.zeros((B, L, N, T))
+    bias = np.zeros((B, T)) + norm.get("bias", np.zeros(len(direction))) @ direction
+    for i in range(L):
+        out = params["decoder"][f"block_{i}"]["attention"]["out"]
+        for n in range(N):
+            own = values[f"block_{i}/attention/heads"][:, :, n] @ out["kernel"][n]
+            heads[:, i, n] = share(own)
+        if "bias" in out:
+            bias += share(np.broadcast_to(out["bias"], x.shape))
+    forward = [share(values[f"block_{i}/feed_forward/output"]) for i in range(L)]
+    return share(values["embedding"]), heads, np.stack(forward, 1), bias
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma"])
+def test_each_part_has_the_share_of_the_formula(shape, scanned):
+    model, params = model_of(shape, scanned=scanned)
+    found = jax.jit(partial(logit_attribution, model))(params, draw(), 3, 19)
+    wanted = attributed_by_definition(shape, draw(), 3, 19)
+    for one, want in zip(found, wanted, strict=False):
+        assert np.abs(one - want).max() <= 1e-5 * np.abs(found.total()).max()
+
+
+@pytest.mark.slow_except("gpt2")
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "t5", "encoder", "no norm"])
+def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
+    model, params = model_of(shape, scanned=shape == "llama")
+    target, other = draw(3), draw(4)
+    logits = np.asarray(model.apply({"params": params}, draw(), **more(shape))[0])
+    take = partial(np.take_along_axis, logits, axis=-1)
+    run = jax.jit(partial(logit_attribution, model))
+    one = run(params, draw(), target, **more(shape))
+    assert_near(one.total(), take(target[..., None])[..., 0], 1e-5)
+    both = run(params, draw(), target, other, **more(shape))
+    wanted = (take(target[..., None]) - take(other[..., None]))[..., 0]
+    assert_near(both.total(), wanted, 1e-5)
+    assert (one.cross_heads is None) == (shape != "t5")
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        ("post", {}, "norm_order is 'post': the last stream is the sum .* in a pre-norm model"),
+        ("sandwich", {}, "norm_order is 'sandwich'"),
+        ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be in 0..30"),
+        ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),
+        ("gpt2", dict(key=jax.random.key(3)), "takes no key"),
+    ],
+)
+def test_what_is_no_sum_is_refused_by_name(shape, arguments, message):
+    model, params = model_of(shape)
+    with pytest.raises(ValueError, match=message):
+        logit_attribution(model, params, draw(), **{"target": 3, **arguments})
+
+
+def test_a_capped_logit_and_models_without_logits_are_refused_by_name():
+    capped = build(ModelConfig(vocab_size=VOCAB, num_layers=1, logit_softcap=5.0))
+    with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is no sum"):
+        logit_attribution(capped, {}, draw(), 3)
+    with pytest.raises(ValueError, match="logit_lens of a RecurrentLM: a Decoder, Encoder or"):
+        logit_lens(build(RecurrentConfig(vocab_size=VOCAB)), {}, draw())
+    vectors = build(ModelConfig(kind="encoder", inputs=Vectors(width=3)))
+    with pytest.raises(ValueError, match="such an encoder has no logits"):
+        logit_lens(vectors, {}, draw())
+    model, params = model_of("gpt2")
+    with pytest.raises(ValueError, match="logit_lens with an edit of final_norm"):
+        logit_lens(model, params, draw(), edit={"final_*": jnp.sin})

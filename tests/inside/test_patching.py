@@ -1,0 +1,193 @@
+"""Patching against a model in float64 that begins at the patched stream, and against the other run.
+
+The rest of a model after block l is a model of its own, whose token vectors are the rows of the
+stream: the oracle runs it on a stream of which one row is another prompt's.
+"""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+from tests.inside.tiny import SHAPES, B, L, T, draw, model_of, more, params_of
+from tests.support import model_oracle as oracle
+from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
+from transformer_jax.inside import attribution_patching, patch
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NEAR = 5 * FORWARD_F32
+CLEAN, CORRUPTED = draw(3), draw(4)
+
+
+def metric(logits):
+    """Return the difference of two logits at the last token, over the rows."""
+    return (logits[:, -1, 3] - logits[:, -1, 19]).sum()
+
+
+def rest_of(shape: str, layer: int, streams: np.ndarray) -> float:  # [B, T, D]
+    """Return the metric of what comes after stream `layer` (0 is the embedding), in float64."""
+    config = dataclasses.replace(SHAPES[shape], num_layers=L - layer, positions="rope")
+    params, total = params_of(shape), 0.0
+    blocks = {f"block_{i - layer}": params["decoder"][f"block_{i}"] for i in range(layer, L)}
+    for row in streams:
+        embed = {**params["embed"], "tokens": row}
+        own = {"embed": embed, "decoder": {**blocks, "norm": params["decoder"]["norm"]}}
+        total += metric(oracle.forward(config, own, np.arange(T)[None]))
+    return float(total)
+
+
+@cache
+def streams_of(prompt: str) -> list[np.ndarray]:  # of each layer [B, T, D]
+    """Return the streams before each block of Llama's shape, in float64."""
+    hidden: list[np.ndarray] = []
+    tokens = {"clean": CLEAN, "corrupted": CORRUPTED}[prompt]
+    oracle.forward(SHAPES["llama"], params_of("llama"), tokens, hidden=hidden)
+    return [np.stack([row[i] for row in hidden]) for i in range(L)]
+
+
+STREAMS = ("embedding", "block_0/residual")  # what stands before block 0, and before block 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_table_is_the_rest_of_the_model_after_a_stream_with_one_row_of_the_other_prompt(scanned):
+    model, params = model_of("llama", scanned=scanned)
+    found = patch(model, params, CLEAN, CORRUPTED, STREAMS, metric)
+    wanted = np.zeros((L, T))
+    for layer in range(L):
+        for t in range(T):
+            mixed = streams_of("corrupted")[layer].copy()
+            mixed[:, t] = streams_of("clean")[layer][:, t]
+            wanted[layer, t] = rest_of("llama", layer, mixed)
+    assert_near(found, wanted, NEAR)
+    assert np.ptp(wanted, axis=1).min() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("shape", ["gpt2", "t5", "bert"])
+def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
+    """By the seam itself, an edit of one head of one block at one token at a time."""
+    model, params = model_of(shape, scanned=scanned)
+    apply = partial(model.apply, {"params": params}, **more(shape))
+    names = [f"block_{i}/attention/heads" for i in range(L)]
+    source = apply(CLEAN, capture=names)[2]
+    run = partial(patch, model, params, CLEAN, CORRUPTED, "block_*/attention/heads", metric)
+    tables = {each: run(each=each, batch_size=5, **more(shape)) for each in
+              (("token", "head"), ("head", "token"), ("head",), ())}  # fmt: skip
+    for layer, t, n in [(0, 2, 1), (1, 6, 3), (1, 0, 0)]:
+        name = names[layer]
+
+        def found(select, name=name):
+            edit = {name: lambda x: x.at[select].set(source[name][select])}
+            return metric(apply(CORRUPTED, edit=edit)[0])
+
+        one = found(np.s_[:, t, n])
+        assert_near(tables["token", "head"][layer, t, n], one, NEAR)
+        assert_near(tables["head", "token"][layer, n, t], one, NEAR)
+        assert_near(tables["head",][layer, n], found(np.s_[:, :, n]), NEAR)
+        assert_near(tables[()][layer], found(np.s_[:]), NEAR)
+
+
+@pytest.mark.slow_except("True")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing(scanned):
+    model, params = model_of("gpt2", scanned=scanned)
+    clean, corrupted = (metric(model.apply({"params": params}, x)[0]) for x in (CLEAN, CORRUPTED))
+    places = ("embedding", "block_*/residual", "final_norm", "logits")
+    whole = jax.jit(lambda own, x, y: patch(model, own, x, y, places, metric, each=()))
+    assert_near(whole(params, CLEAN, CORRUPTED), np.full(L + 3, clean), NEAR)
+    assert_near(whole(params, CORRUPTED, CORRUPTED), np.full(L + 3, corrupted), NEAR)
+
+
+@pytest.mark.slow
+def test_a_metric_of_rows_gives_each_its_own_table_and_all_entries_are_one_program():
+    model, params = model_of("gpt2", scanned=True)
+    traced = []
+
+    def of_rows(logits):
+        traced.append(logits.shape)
+        return logits[:, -1, 3]
+
+    found = patch(model, params, CLEAN, CORRUPTED, "block_*/residual", of_rows)
+    assert found.shape == (L, T, B)
+    assert len(traced) <= 2, "a table is traced once, not once an entry"
+    for row in range(B):
+        one = slice(row, row + 1)
+        alone = patch(
+            model, params, CLEAN[one], CORRUPTED[one], "block_*/residual", lambda y: y[0, -1, 3]
+        )
+        assert_near(found[..., row], alone, NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+def test_attribution_is_the_slope_of_patching(scanned):
+    """Central differences in float64 of the rest of the model, along clean - corrupted."""
+    model, params = model_of("llama", scanned=scanned)
+    found = attribution_patching(model, params, CLEAN, CORRUPTED, STREAMS, metric)
+    wanted, step = np.zeros((L, T)), 1e-5
+    for layer in range(L):
+        clean, own = streams_of("clean")[layer], streams_of("corrupted")[layer]
+        for t in range(T):
+            change = np.zeros_like(own)
+            change[:, t] = (clean - own)[:, t]
+            up, down = (rest_of("llama", layer, own + s * step * change) for s in (1, -1))
+            wanted[layer, t] = (up - down) / (2 * step)
+    assert_near(found, wanted, 2 * GRADIENT_F32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["gpt2", "t5"])
+def test_attribution_and_patching_agree_to_first_order(shape):
+    """Of prompts whose embeddings are near, by token and head; and tables have the same axes."""
+    model, params = model_of(shape)
+    ids = {"clean": np.full((B, T), 5, np.int32), "corrupted": np.full((B, T), 7, np.int32)}
+    near = jax.tree.map(np.copy, params)
+    near["embed"]["tokens"][5] = near["embed"]["tokens"][7] * 1.001
+    run = dict(metric=metric, **more(shape))
+    base = metric(model.apply({"params": near}, ids["corrupted"], **more(shape))[0])
+    for place, each in [
+        ("block_*/attention/heads", ("head", "token")),
+        ("block_*/attention/query", ("token", "head")),
+        ("block_*/feed_forward/output", ("token",)),
+        ("block_*/residual", ()),
+    ]:
+        given = model, near, ids["clean"], ids["corrupted"], place
+        exact = np.asarray(patch(*given, each=each, **run)) - base
+        first = attribution_patching(*given, each=each, **run)
+        assert np.abs(exact).max() > 1e-4
+        assert_near(first, exact, 3e-2, place)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(clean=CLEAN[:, :3]), r"clean has shape \[2, 3\]: must be that of corrupted, \[2, 7"),
+        (dict(places="block_*/heads"), r"no place is named 'block_\*/heads'"),
+        (dict(places=()), "places is empty"),
+        (dict(each="token"), "each is 'token': must be of 'token' and 'head'"),
+        (dict(each=("layer",)), r"each is \('layer',\): must be of"),
+        (dict(each=("head",)), r"each is \('head',\): block_0/residual has no heads"),
+        (dict(places=("block_0/attention/key", "block_0/attention/query"), each=("head",)),
+         "block_0/attention/query has 4 heads, the places before it 2"),
+        (dict(edit={}), "takes no edit"),
+        (dict(key=jax.random.key(3)), "takes no key"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_patched_is_refused_by_name(arguments, message):
+    model, params = model_of("llama")
+    given = dict(clean=CLEAN, corrupted=CORRUPTED, places="block_*/residual", metric=metric)
+    for tool in (patch, attribution_patching):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda own, tool=tool: tool(model, own, **given | arguments), params)
+
+
+def test_places_of_an_encoder_of_the_source_are_refused():
+    model, params = model_of("t5")
+    with pytest.raises(
+        ValueError, match="encoder/embedding: both prompts are those of the decoder"
+    ):
+        patch(model, params, CLEAN, CORRUPTED, "encoder/embedding", metric, **more("t5"))

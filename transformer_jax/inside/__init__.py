@@ -1,0 +1,40 @@
+"""Look for what a transformer has learnt: tools over `capture=` and `edit=` of `model.apply`.
+
+`lens` reads logits out of the stream and takes them apart, `edits` makes edits that ablate and
+steer, `patching` puts values of one prompt into the pass over another, `heads` scores and follows
+the weights of attention, and `gradients` attributes an output to the tokens that were read.
+
+    from transformer_jax import inside
+
+    table = inside.patch(model, params, clean, corrupted, "block_*/residual", metric)
+"""
+
+from transformer_jax.inside.edits import add, mean, resample, zero
+from transformer_jax.inside.gradients import integrated_gradients
+from transformer_jax.inside.heads import (
+    HeadScores,
+    attention_entropy,
+    attention_rollout,
+    head_scores,
+    repeated_tokens,
+)
+from transformer_jax.inside.lens import LogitAttribution, logit_attribution, logit_lens
+from transformer_jax.inside.patching import attribution_patching, patch
+
+__all__ = [
+    "HeadScores",
+    "LogitAttribution",
+    "add",
+    "attention_entropy",
+    "attention_rollout",
+    "attribution_patching",
+    "head_scores",
+    "integrated_gradients",
+    "logit_attribution",
+    "logit_lens",
+    "mean",
+    "patch",
+    "repeated_tokens",
+    "resample",
+    "zero",
+]

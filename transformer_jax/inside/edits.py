@@ -1,0 +1,201 @@
+"""Make edits that ablate and steer: functions that return a dict for `edit=`.
+
+    edit = zero("block_0/attention/heads", heads=2) | add("block_1/residual", vector, at=5)
+    logits, _ = model.apply({"params": params}, tokens, edit=edit)
+    step = make_step(model, edit=edit)
+
+`heads` and `at` (tokens) say what of a value changes, all where they are None. `at` counts the
+tokens of one call: while tokens are made, those of the prompt; of a call that reads one token,
+nothing is at another place than 0.
+
+Sources: Meyes et al. 2019 and Michel et al. 2019 (zero), Wang et al. 2023 (mean), Chan et al.
+2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.models.places import Edit
+
+Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
+"""One index, or some: i32[] or i32[n], traced or not."""
+
+
+def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None) -> dict[str, Edit]:
+    """Return an edit that sets a value to 0.
+
+    Of a head this is the same as rows of 0 in the output matrix: the head adds nothing.
+
+    Args:
+        place: a name of `transformer_jax.places`, which may hold `*`.
+        heads: which heads, of a place that has some; None is all.
+        at: which tokens; None is all.
+
+    Returns:
+        A dict for `edit=`.
+
+    Raises:
+        ValueError: if there is no such head or token; when the model is run.
+    """
+    return {place: _change(place, jnp.zeros_like, heads, at)}
+
+
+def mean(
+    place: str,
+    over: Literal["tokens", "rows", "both"] = "both",
+    *,
+    heads: Indices | None = None,
+    at: Indices | None = None,
+) -> dict[str, Edit]:
+    """Return an edit that puts the mean of a value, over the call, in its place.
+
+    The mean of other prompts is put in by `resample`. A mean over tokens is of all tokens of the
+    call, padding and later ones too.
+
+    Args:
+        place: a name of `transformer_jax.places`, which may hold `*`.
+        over: the tokens of each row, the rows at each token, or both.
+        heads: which heads, of a place that has some; None is all. Each has its own mean.
+        at: which tokens get the mean; None is all.
+
+    Returns:
+        A dict for `edit=`.
+
+    Raises:
+        ValueError: if `over` is none of the three, or there is no such head or token.
+    """
+    if over not in ("tokens", "rows", "both"):
+        raise ValueError(f"over is {over!r}: must be 'tokens', 'rows' or 'both'")
+
+    def average(value: jax.Array) -> jax.Array:
+        tokens = axes_of(place, value.ndim)["token"]
+        axes = {"tokens": (tokens,), "rows": (0,), "both": (0, tokens)}[over]
+        whole = value.astype(jnp.float32).mean(axis=axes, keepdims=True)
+        return jnp.broadcast_to(whole.astype(value.dtype), value.shape)
+
+    return {place: _change(place, average, heads, at)}
+
+
+def resample(
+    captured: Mapping[str, jax.Array],  # [B, T, ...] or [1, T, ...] by the name of a place
+    *,
+    heads: Indices | None = None,
+    at: Indices | None = None,
+) -> dict[str, Edit]:
+    """Return an edit that puts values of another run in their places.
+
+    Args:
+        captured: what `capture=` returned for the other prompt, or means of it, by place: of as
+            many tokens, and of as many rows or of one, which is then for all.
+        heads: which heads, of places that have some; None is all.
+        at: which tokens; None is all.
+
+    Returns:
+        A dict for `edit=`.
+
+    Raises:
+        ValueError: if a value has another shape, or there is no such head or token; when the model
+            is run.
+    """
+
+    def put(name: str, new: jax.Array) -> Edit:
+        def function(value: jax.Array) -> jax.Array:
+            if new.shape[1:] != value.shape[1:] or new.shape[0] not in (1, value.shape[0]):
+                rule = f"must be {list(value.shape)}, or that of one row"
+                raise ValueError(f"captured[{name!r}] has shape {list(new.shape)}: {rule}")
+            return jnp.broadcast_to(new.astype(value.dtype), value.shape)
+
+        return _change(name, function, heads, at)
+
+    return {name: put(name, jnp.asarray(new)) for name, new in captured.items()}
+
+
+def add(
+    place: str,
+    vector: jax.Array,  # [D], or what has the last axes of the value
+    *,
+    heads: Indices | None = None,
+    at: Indices | None = None,
+) -> dict[str, Edit]:
+    """Return an edit that adds a vector to a value: x + vector, activation addition.
+
+    Args:
+        place: a name of `transformer_jax.places`, which may hold `*`.
+        vector: [D] of a stream, [H] or [N, H] of heads, [T, D] of some prompt; traced or not.
+        heads: to which heads, of a place that has some; None is all.
+        at: to which tokens; None is all.
+
+    Returns:
+        A dict for `edit=`.
+
+    Raises:
+        ValueError: if the vector has not the last axes of the value, or there is no such head or
+            token; when the model is run.
+    """
+    vector = jnp.asarray(vector)
+
+    def added(value: jax.Array) -> jax.Array:
+        if vector.ndim == 0 or vector.shape != value.shape[value.ndim - vector.ndim :]:
+            rule = f"must be the last axes of {place}, {list(value.shape)}"
+            raise ValueError(f"vector has shape {list(vector.shape)}: {rule}")
+        own = vector.reshape((1,) * (value.ndim - vector.ndim) + vector.shape)
+        return value + own.astype(value.dtype)
+
+    return {place: _change(place, added, heads, at)}
+
+
+def axes_of(place: str, ndim: int) -> dict[str, int]:
+    """Return where the tokens of a value stand among its axes, and where its heads."""
+    if ndim < 4:
+        return {"token": 1}
+    return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
+
+
+def _change(
+    place: str,
+    function: Callable[[jax.Array], jax.Array],
+    heads: Indices | None,
+    at: Indices | None,
+) -> Edit:
+    """Return an edit that takes what a function returns at some heads and tokens alone."""
+    if "*" in place.rpartition("/")[2] and (heads is not None or at is not None):
+        raise ValueError(f"{place!r} with heads or at: the last part of the name must hold no *")
+    asked = {"head": ("heads", heads), "token": ("at", at)}
+
+    def edit(value: jax.Array) -> jax.Array:
+        changed, axes = function(value), axes_of(place, value.ndim)
+        for axis, (name, index) in asked.items():
+            if index is None:
+                continue
+            if axis not in axes:
+                raise ValueError(f"{name} is {index!r}: {place} has no heads")
+            size = value.shape[axes[axis]]
+            chosen = _chosen(name, index, size, alone=axis == "token" and size == 1)
+            shape = [1] * value.ndim
+            shape[axes[axis]] = size
+            changed = jnp.where(chosen.reshape(shape), changed, value)
+        return changed
+
+    return edit
+
+
+def _chosen(name: str, index: Indices, size: int, *, alone: bool) -> jax.Array:  # bool[size]
+    """Return which of `size` items an index names.
+
+    A token that is read alone, while tokens are made, may have another index than those asked for.
+    """
+    if not isinstance(index, jax.core.Tracer):
+        known = np.atleast_1d(np.asarray(index))
+        if known.ndim != 1 or not np.issubdtype(known.dtype, np.integer):
+            raise ValueError(f"{name} is {index!r}: must be an index, or some")
+        wrong = known[(known < 0) | ((known >= size) & (not alone))]
+        if len(wrong):
+            raise ValueError(f"{name} is {index!r}: must be in 0..{size - 1}")
+    asked = jnp.atleast_1d(jnp.asarray(index))
+    return (jnp.arange(size)[:, None] == asked[None, :]).any(axis=1)

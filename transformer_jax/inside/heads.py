@@ -1,0 +1,144 @@
+"""Score heads by what they attend to, and follow the weights of attention through the layers.
+
+`model.apply({"params": params}, tokens, method="attend")[2].self` are the weights of all layers and
+heads, f32[B, L, N, T, S].
+
+Sources: Elhage et al. 2021 and Olsson et al. 2022 (arXiv:2209.11895), "In-context learning and
+induction heads"; Wang et al. 2023 (arXiv:2211.00593), appendix H; Abnar & Zuidema 2020
+(arXiv:2005.00928).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.shown import short_repr
+
+
+def repeated_tokens(
+    key: jax.Array, vocab_size: int, *, rows: int = 4, period: int = 25
+) -> jax.Array:  # i32[rows, 2 * period]
+    """Return rows of random tokens that are repeated once, in which nothing but that can be copied.
+
+    The tokens of a row are drawn without replacement where the vocabulary has as many, so that each
+    of them has one earlier occurrence (Olsson et al. 2022).
+
+    Args:
+        key: a single key.
+        vocab_size: tokens are drawn from 0..vocab_size - 1.
+        rows: how many rows.
+        period: how many tokens are repeated.
+
+    Returns:
+        i32[rows, 2 * period].
+
+    Raises:
+        ValueError: if `period` is above `vocab_size`, or a number is not positive.
+    """
+    if rows < 1 or not 1 <= period <= vocab_size:
+        rule = f"must be in 1..{vocab_size}, the vocabulary, in a positive number of rows"
+        raise ValueError(f"period is {period} in {rows} rows: {rule}")
+    keys = jax.random.split(key, rows)
+    draw = lambda key: jax.random.choice(key, vocab_size, (period,), replace=False)  # noqa: E731
+    once = jax.vmap(draw)(keys).astype(jnp.int32)
+    return jnp.concatenate([once, once], axis=1)
+
+
+@short_repr
+class HeadScores(NamedTuple):
+    """Hold how much each head attends, on average, to three kinds of tokens: from 0 to 1."""
+
+    previous_token: jax.Array
+    """f32[L, N]: to the token before."""
+    duplicate_token: jax.Array
+    """f32[L, N]: to the earlier occurrence of the token itself."""
+    induction: jax.Array
+    """f32[L, N]: to the token after the earlier occurrence, which the head would copy."""
+
+
+def head_scores(weights: jax.Array, period: int) -> HeadScores:
+    """Return the scores of heads on tokens that are repeated after `period` tokens.
+
+    previous = mean_t A[t, t - 1] over t >= 1, duplicate = mean_t A[t, t - P] and induction = mean_t
+    A[t, t - P + 1] over t >= P, and over the rows (Olsson et al. 2022, prefix matching).
+
+    Args:
+        weights: f32[B, ..., T, T], of `repeated_tokens`: [B, L, N, T, T] of a model's `attend`.
+        period: P, after how many tokens a token is repeated.
+
+    Returns:
+        f32[...] each, [L, N] of a model's.
+
+    Raises:
+        ValueError: if the weights are not square, or P is not in 2..T - 1: with P 1 the token
+            before is the earlier occurrence.
+    """
+    T = _check_weights(weights)
+    if not 2 <= period < T:
+        raise ValueError(f"period is {period}: must be in 2..{T - 1}, and tokens repeat within {T}")
+
+    def score(offset: int, first: int) -> jax.Array:
+        """Return the mean weight of the token `offset` tokens before, over queries from `first`."""
+        along = jnp.diagonal(weights, -offset, axis1=-2, axis2=-1)  # of queries t >= offset
+        return along[..., first - offset :].mean(axis=(0, -1))
+
+    return HeadScores(score(1, 1), score(period, period), score(period - 1, period))
+
+
+def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
+    """Return how much of each token of the input is in each token after each layer.
+
+    R_l = (A_l + 1) / 2 R_(l - 1), R_0 = 1, where A_l is the mean of the heads, and the rows of (A_l
+    + 1) / 2 are divided by their sum (Abnar & Zuidema 2020, 3): what attention mixes, the residual
+    stream counted as half.
+
+    Args:
+        weights: f32[B, L, N, T, T], as a model's `attend` returns them.
+
+    Returns:
+        f32[B, L, T, T], of which each row sums to 1; the last layer's are the rollout of the model.
+
+    Raises:
+        ValueError: if the weights are not [B, L, N, T, T].
+    """
+    T = _check_weights(weights)
+    if weights.ndim != 5:
+        raise ValueError(f"weights have shape {list(weights.shape)}: must be [B, L, N, T, T]")
+    mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]
+    mixed = mixed / mixed.sum(axis=-1, keepdims=True)
+
+    def follow(rolled: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rolled = jnp.einsum("BTS,BSU->BTU", layer, rolled, precision="highest")
+        return rolled, rolled
+
+    first = jnp.broadcast_to(jnp.eye(T)[None], mixed[:, 0].shape)
+    return jax.lax.scan(follow, first, mixed.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
+    """Return the entropy of each row of weights, -sum_s A[t, s] ln A[t, s], in nats.
+
+    It is 0 where a head attends to one token, and ln n where to n tokens alike. A weight of 0 adds
+    0, and its slope is 0.
+
+    Args:
+        weights: f32[..., T, S].
+
+    Returns:
+        f32[..., T].
+    """
+    positive = weights > 0
+    safe = jnp.where(positive, weights, 1).astype(jnp.float32)
+    return -(safe * jnp.log(safe)).sum(axis=-1)
+
+
+def _check_weights(weights: jax.Array) -> int:
+    """Return T of weights [B, ..., T, T]; ValueError for those of other shapes."""
+    shape = list(getattr(weights, "shape", ()))
+    if len(shape) < 3 or shape[-1] != shape[-2]:
+        rule = "must be [B, ..., T, T], of a prompt that is read at once, without a cache"
+        raise ValueError(f"weights have shape {shape}: {rule}")
+    return int(shape[-1])

@@ -1,0 +1,204 @@
+"""Read logits out of the stream of a transformer, and take a logit apart.
+
+In a pre-norm model the last stream x is a sum of what the parts give, and a logit is linear in it
+but for the norm, whose divisor is held at its value:
+
+    x = embedding + sum_l (sum_n heads_ln W_ln + b_l) + sum_l feed_forward_l
+    logit_v = <n(x), E_v> + c_v
+
+Sources: nostalgebraist 2020, "interpreting GPT: the logit lens"; Elhage et al. 2021, "A
+mathematical framework for transformer circuits"; Wang et al. 2023 (arXiv:2211.00593), section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.inside.models import Transformer, check_model, refuse_edits, run
+from transformer_jax.models import ops
+from transformer_jax.models.adapters import product
+from transformer_jax.models.arguments import check_tokens
+from transformer_jax.models.quantized import QuantizedTable
+from transformer_jax.models.transformer import Encoder
+from transformer_jax.pytree import Params
+from transformer_jax.shown import short_repr
+
+
+def logit_lens(
+    model: Transformer,
+    params: Params,
+    tokens: jax.Array,  # i32[B, T]
+    **arguments: Any,
+) -> jax.Array:  # f32[B, L + 1, T, V]
+    """Return the logits that the model would give if it ended after each block.
+
+    logits_l = n(x_l) E^T + c, n the model's final norm, x_0 the embedding and x_l what block l - 1
+    hands on (nostalgebraist 2020). The last are the logits of the model. A post-norm model has no
+    final norm: its streams are normalised.
+
+    Args:
+        model: a decoder, an encoder with logits, or an encoder-decoder, whose decoder is read.
+        params: its parameters, looped or scanned.
+        tokens: i32[B, T].
+        **arguments: others of `model.apply`, such as `positions`, `source` or `edit`.
+
+    Returns:
+        f32[B, L + 1, T, V], of the embedding first.
+
+    Raises:
+        ValueError: if the model has no logits, or `edit` has `final_norm` or `logits`.
+    """
+    check_model("logit_lens", model, arguments, "capture")
+    refuse_edits("logit_lens", model, arguments.get("edit", {}), "final_norm", "logits")
+    depth = model.config.decoder_layers
+    names = ("embedding", *(f"block_{i}/residual" for i in range(depth)))
+    captured = run(model, params, arguments, tokens, capture=names)[1]
+    streams = jnp.concatenate([captured[name] for name in names], axis=1)  # [B, (L + 1) * T, D]
+
+    def read_out(model: Transformer, x: jax.Array) -> jax.Array:
+        stack = model.encoder if isinstance(model, Encoder) else model.decoder
+        x = x if model.config.norm_order == "post" else stack.norm(x)
+        return model._logits(x) if isinstance(model, Encoder) else model.embed.logits(x)
+
+    logits = model.apply({"params": params}, streams, method=read_out)
+    assert isinstance(logits, jax.Array)
+    return logits.reshape(len(tokens), depth + 1, -1, logits.shape[-1])
+
+
+@short_repr
+class LogitAttribution(NamedTuple):
+    """Hold what each part of a model adds to a logit, or to a difference of two, at each token.
+
+    All parts together are the logit: `total`.
+    """
+
+    embedding: jax.Array
+    """f32[B, T]: of what the first block reads."""
+    heads: jax.Array
+    """f32[B, L, N, T]: of each head of self-attention, without the bias of its output matrix."""
+    feed_forward: jax.Array
+    """f32[B, L, T]: of each feed-forward branch, its last bias included."""
+    bias: jax.Array
+    """f32[B, T]: of the biases of attention's output matrices, of the final norm's, and of the
+    logits'."""
+    cross_heads: jax.Array | None = None
+    """f32[B, L, N, T]: of each head of attention to a source, in an encoder-decoder."""
+
+    def total(self) -> jax.Array:  # f32[B, T]
+        """Return the sum of all parts, which is the logit, or the difference."""
+        heads = self.heads.sum((1, 2)) + self.feed_forward.sum(1)
+        heads = heads if self.cross_heads is None else heads + self.cross_heads.sum((1, 2))
+        return self.embedding + heads + self.bias
+
+
+def logit_attribution(
+    model: Transformer,
+    params: Params,
+    tokens: jax.Array,  # i32[B, T]
+    target: jax.Array | int,  # i32[], or broadcast to [B, T]
+    other: jax.Array | int | None = None,  # i32[], or broadcast to [B, T]
+    **arguments: Any,
+) -> LogitAttribution:
+    """Return what each part adds to the logit of a token: direct logit attribution.
+
+    A part c of the last stream x adds <(c - mean(c)) / sqrt(var(x) + eps) * scale, E_target -
+    E_other>, times `logit_scale`; of an RMSNorm <c / sqrt(mean(x^2) + eps) * scale, ...>. The
+    norm's divisor is that of the whole stream (Elhage et al. 2021; Wang et al. 2023, 3.1).
+
+    Args:
+        model: a pre-norm model whose logits are linear in what the final norm gives.
+        params: its parameters, looped or scanned.
+        tokens: i32[B, T].
+        target: i32[], [T] or [B, T]: the token whose logit is taken apart, at each position.
+        other: the token whose logit is subtracted; None subtracts nothing.
+        **arguments: others of `model.apply`, such as `positions`, `source` or `edit`.
+
+    Returns:
+        The parts, which sum to the logit.
+
+    Raises:
+        ValueError: if the model is not pre-norm, has a `logit_softcap` or a `masked_token_head`,
+            or a token is outside the vocabulary.
+    """
+    check_model("logit_attribution", model, arguments, "capture")
+    cfg = model.config
+    if cfg.norm_order != "pre":
+        rule = "the last stream is the sum of what parts give in a pre-norm model alone"
+        raise ValueError(f"logit_attribution: norm_order is {cfg.norm_order!r}: {rule}")
+    if cfg.logit_softcap is not None:
+        rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
+        raise ValueError(f"logit_attribution: logit_softcap is {cfg.logit_softcap}: {rule}")
+    if cfg.masked_token_head:
+        rule = "its activation is after the last stream, and so logits are no sum"
+        raise ValueError(f"logit_attribution: masked_token_head is True: {rule}")
+    edited = "residual", "residual_mid"
+    depth, side = cfg.decoder_layers, "encoder" if cfg.kind == "encoder" else "decoder"
+    refuse_edits(
+        "logit_attribution", model, arguments.get("edit", {}), "final_norm", "logits",
+        *(f"block_{i}/{name}" for i in range(depth) for name in edited),
+        *(f"block_{i}/{b}/output" for i in range(depth) for b in ("attention", "cross_attention")),
+    )  # fmt: skip
+
+    branches = ["attention", *(["cross_attention"] if cfg.kind == "encoder-decoder" else [])]
+    names = (
+        "embedding", f"block_{depth - 1}/residual", "block_*/feed_forward/output",
+        *(f"block_*/{branch}/heads" for branch in branches),
+    )  # fmt: skip
+    captured = run(model, params, arguments, tokens, capture=names)[1]
+    found = {name: value.astype(jnp.float32) for name, value in captured.items()}
+
+    embed, norm = params["embed"], params[side].get("norm", {})
+    table = embed["tokens"] if cfg.tie_embeddings else embed["output"]
+    ids = [jnp.asarray(x) for x in (target, other) if x is not None]
+    ids = [jnp.broadcast_to(x.reshape((1,) * (2 - x.ndim) + x.shape), tokens.shape) for x in ids]
+    for one in ids:
+        check_tokens(one, cfg.vocab_size)
+
+    def difference(rows: Any) -> jax.Array:
+        """Return what stands in a table for the target less what stands for the other token."""
+        looked = rows.look_up if isinstance(rows, QuantizedTable) else lambda i: ops.lookup(rows, i)
+        first, *rest = (looked(one).astype(jnp.float32) for one in ids)
+        return first - rest[0] if rest else first
+
+    d = difference(table) * (1.0 if cfg.logit_scale is None else cfg.logit_scale)  # [B, T, D]
+    bias = jnp.zeros(tokens.shape, jnp.float32)
+    if cfg.logit_bias:
+        bias = bias + difference(embed["bias"][:, None])[..., 0]
+    if "bias" in norm:
+        bias = bias + d @ norm["bias"].astype(jnp.float32)
+    if cfg.norm is not None:
+        # the norm is x -> (x - mean) / divisor * scale: its transpose turns d into a direction
+        x = found[f"block_{depth - 1}/residual"]
+        scale = norm["scale"].astype(jnp.float32) + (1.0 if cfg.norm_unit_offset else 0.0)
+        d = d * scale[None, None]
+        if cfg.norm == "layernorm":
+            x, d = (y - y.mean(axis=-1, keepdims=True) for y in (x, d))
+        d = d * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + cfg.norm_eps)
+
+    def along(part: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T]
+        return (part * d).sum(axis=-1)
+
+    attributed: dict[str, list[jax.Array]] = {branch: [] for branch in branches}
+    for i in range(depth):
+        for branch in branches:
+            if cfg.scan_layers:
+                of_all = params[side]["blocks"][branch]["out"]
+                out = jax.tree.map(lambda leaf, i=i: leaf[i], of_all)
+            else:
+                out = params[side][f"block_{i}"][branch]["out"]
+            heads = found[f"block_{i}/{branch}/heads"]  # [B, T, N, Hv]
+            matrix = lambda h, out=out: product(h, out["kernel"], None, 2, None, "out")  # noqa: E731
+            # <h W, d> = <h, d W^T>: one product for all heads
+            back = jax.vjp(matrix, heads)[1](d)[0]
+            attributed[branch].append((heads * back).sum(axis=-1).swapaxes(1, 2))
+            if "bias" in out:
+                bias = bias + d @ out["bias"].astype(jnp.float32)
+    by_branch = {branch: jnp.stack(parts, axis=1) for branch, parts in attributed.items()}
+    forward = [along(found[f"block_{i}/feed_forward/output"]) for i in range(depth)]
+    return LogitAttribution(
+        along(found["embedding"]), by_branch["attention"], jnp.stack(forward, axis=1), bias,
+        by_branch.get("cross_attention"),
+    )  # fmt: skip
