@@ -13,7 +13,7 @@ from tests.cli.test_train import run_command
 from transformer_jax import num_params
 from transformer_jax.cli import compare
 from transformer_jax.cli.compare import RATES, equal_models, search, setting_of, settings
-from transformer_jax.config import NgramConfig, TrainConfig
+from transformer_jax.config import NgramConfig, RecurrentConfig, TrainConfig
 
 SMALL = "--steps 3 --batch-size 5 --context 7 --d-model 8".split()
 BASE = TrainConfig(steps=50, warmup_steps=5)
@@ -28,7 +28,8 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("vocab_size", [11, 211])
+@pytest.mark.slow_except("65")
+@pytest.mark.parametrize("vocab_size", [11, 65, 211])
 def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size):
     models = equal_models(vocab_size, 64, 61)
     assert tuple(models) == compare.MODELS
@@ -58,7 +59,7 @@ def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_
         return SimpleNamespace(val_loss=None if distance > 3 else 2.0 + abs(distance))
 
     monkeypatch.setattr(compare, "train", train)
-    model = equal_models(11, 16, 7)["rnn"]
+    model = RecurrentConfig(vocab_size=11)
     found = search("rnn", BASE, model, tmp_path / "part.txt", str(tmp_path), [])
     assert found == RATES[best]
     assert len({config.learning_rate for config in tried}) == len(tried)
@@ -68,7 +69,7 @@ def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_
 
 
 def test_settings_are_found_again_in_a_stored_config():
-    for model, value in (NgramConfig(vocab_size=11), 7), (equal_models(11, 16, 7)["lstm"], 0.004):
+    for model, value in (NgramConfig(vocab_size=11), 7), (RecurrentConfig(cell="lstm"), 0.004):
         config = settings(BASE, model, value)
         assert setting_of(config) == value
         assert config.steps == (1 if isinstance(model, NgramConfig) else 50)

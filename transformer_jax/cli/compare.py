@@ -15,7 +15,6 @@ Each model is a run of its own in `--out`, which `generate`, `evaluate` and `plo
 from __future__ import annotations
 
 import argparse
-import bisect
 import math
 import tempfile
 import time
@@ -151,10 +150,12 @@ def equal_models(vocab_size: int, d_model: int, context: int) -> dict[str, AnyMo
 
     def nearest(make: Callable[[int], AnyModelConfig]) -> AnyModelConfig:
         """Return the model of the width that gives the nearest number of parameters."""
-        widths = range(1, 4096)
-        wider = bisect.bisect_left(widths, wanted, key=lambda width: num_params(make(width)))
-        near = (make(width) for width in widths[max(wider - 1, 0) : wider + 1])
-        return min(near, key=lambda model: abs(num_params(model) - wanted))
+        one, two, three = (num_params(make(width)) for width in (1, 2, 3))
+        square = (three - 2 * two + one) / 2  # the number is a polynomial of degree 2
+        line = two - one - 3 * square
+        left = one - square - line - wanted
+        width = 1.0 if left >= 0 else 2 * -left / (line + (line**2 - 4 * square * left) ** 0.5)
+        return make(max(1, round(width)))
 
     window = WindowConfig(vocab_size=vocab_size, context=min(16, context), d_embed=d_model // 2)
     recurrent = RecurrentConfig(vocab_size=vocab_size, d_embed=d_model)
