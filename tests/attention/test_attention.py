@@ -278,6 +278,19 @@ def test_attention_keeps_the_mean_at_rates_of_dropout_near_one():
         assert 1 / (1 - call.dropout_rate) == pytest.approx(1 / kept)
 
 
+def test_a_rate_of_dropout_may_be_a_scalar_of_any_float():
+    """Within a trace an array's comparison is traced; half precision has no 2^32."""
+    ones, key = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32), jax.random.key(0)
+    for rate in (np.float16(0.25), jnp.bfloat16(0.25), jnp.float32(0.25), np.array(0.25)):
+        found: list[float] = []
+
+        def call(x, rate=rate, found=found):
+            found.append(check_call(x, x, x, dropout_rate=rate, dropout_key=key).dropout_rate)
+
+        jax.eval_shape(call, ones)
+        assert found == [0.25]
+
+
 @pytest.mark.slow
 def test_dropout_does_not_depend_on_the_implementation():
     keep = [suite().recovered_keep(4) > 0 for suite in (TestXlaAcrossTiles, TestBlockwise)]

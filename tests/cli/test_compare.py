@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +102,24 @@ def test_the_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
     whole = text.read_text()
     assert {part for size, part in read if size is not None} == {whole[:357]}
     assert [part for size, part in read if size is None] == [whole, whole]
+
+
+def test_a_search_that_is_interrupted_begins_no_run(text, tmp_path, monkeypatch, capsys):
+    """It has not found the best rate: a run with another one would be gone on with as if it had."""
+    runs = []
+
+    def fit(config, *, stop, **options):
+        runs.append(config.out)
+        if len(runs) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop()
+        return SimpleNamespace(val_loss=None if stop() else 2.0)
+
+    monkeypatch.setattr(compare, "fit", fit)
+    out = tmp_path / "out"
+    command = ["compare", "--data", str(text), "--out", str(out), "--models", "rnn", *SMALL]
+    assert run_command(command) == 130
+    assert len(runs) == 2 and str(out / "rnn") not in runs and "inf" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

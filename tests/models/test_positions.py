@@ -658,3 +658,26 @@ def test_shaw_never_holds_a_vector_for_each_pair():
     compiled = jax.jit(jax.grad(both, argnums=(0, 1, 2))).lower(like(1, length, 1, width), *tables)
     memory = compiled.compile().memory_analysis().temp_size_in_bytes
     assert 0 < memory < length * length * width * 4 / 2
+
+
+def test_rotations_take_a_position_for_a_whole_row_and_lists():
+    """A single position of a row, or of all rows, stands for each of its tokens."""
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(2, 3, 1, 4)), jnp.float32)
+    for given in ([3], [[3]], [[3], [7]], [3, 1, 4], [[3, 1, 4]]):
+        whole = jnp.asarray(np.broadcast_to(np.array(given), (2, 3)))
+        expected = np.asarray(pos.apply_rope(x, whole, Rope()))
+        for positions in (given, np.array(given), jnp.array(given)):
+            actual = pos.apply_rope(x, positions, Rope())
+            np.testing.assert_array_equal(np.asarray(actual), expected)
+    for wrong in (3, [3, 1], [[3], [7], [1]]):
+        with pytest.raises(ValueError, match="positions have shape"):
+            pos.apply_rope(x, jnp.array(wrong), Rope())
+
+
+def test_the_base_of_sinusoids_is_a_known_number():
+    wanted = np.asarray(pos.sinusoidal(jnp.arange(3), 4, 100.0))
+    for base in (np.float32(100), jnp.float32(100), jnp.bfloat16(100)):
+        made = jax.jit(lambda base=base: pos.sinusoidal(jnp.arange(3), 4, base))()
+        np.testing.assert_array_equal(np.asarray(made), wanted)
+    with pytest.raises(ValueError, match="base is a .*Tracer: must be a known number"):
+        jax.eval_shape(lambda base: pos.sinusoidal(jnp.arange(3), 4, base), 100.0)

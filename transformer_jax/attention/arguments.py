@@ -274,7 +274,8 @@ def check_call(
             check_factor("scale", abs(float(scale)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
-    if not 0 <= as_number("dropout_rate", dropout_rate) < 1:
+    dropout_rate = as_number("dropout_rate", dropout_rate)
+    if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")

@@ -43,6 +43,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
         num_heads: N, at least 1.
     """
     check_count("num_heads", num_heads, 1)
+    num_heads = int(num_heads)  # NumPy's integers too
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * n / power for n in range(1, power + 1)]
     exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]

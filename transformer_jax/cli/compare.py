@@ -121,9 +121,6 @@ def compare(arguments: argparse.Namespace) -> None:
             begun = time.perf_counter()
             config = replace(settings(base, models[name], value), out=str(folder.path))
             result = train(config, received, resume=begun_before)
-            if received:
-                print(f"stopped; to go on, add --resume (finished runs are in {out})")
-                raise KeyboardInterrupt
             found.append(judged(name, result, len(text), time.perf_counter() - begun))
             print(f"{name}: {found[-1].nats:.3f} nats a character, held out", flush=True)
 
@@ -191,17 +188,17 @@ def search(
     values: Sequence[float] = ORDERS if counted else RATES
     losses: dict[int, float] = {}
     at, before = values.index(5 if counted else 0.008), -1
-    while at != before and not received:
+    while at != before:
         before = at
         for near in range(max(at - 1, 0), min(at + 2, len(values))):
-            if near in losses or received:
+            if near in losses:
                 continue
             config = replace(settings(base, model, values[near]), out=f"{scratch}/{name}-{near}")
             result = train(config, received, vocab_size=model.vocab_size)
             losses[near] = math.inf if result.val_loss is None else result.val_loss
             what = f"order {values[near]}" if counted else f"learning rate {values[near]:g}"
             print(f"{name}, {what}: {losses[near]:.3f} nats in the search", flush=True)
-        at = min(losses, key=lambda i: (losses[i], i), default=at)  # of two that diverge, the lower
+        at = min(losses, key=lambda i: (losses[i], i))  # of two that diverge, the lower
     return values[at]
 
 
@@ -224,9 +221,16 @@ def setting_of(config: TrainConfig) -> float:
 def train(
     config: TrainConfig, received: list[int], *, resume: bool = False, vocab_size: int | None = None
 ) -> Result:
-    """Train without a word, until a signal comes."""
+    """Train without a word; KeyboardInterrupt after the step in which a signal comes.
+
+    A search that is cut short has no best value, with which a run could begin.
+    """
     stop = lambda: bool(received)  # noqa: E731
-    return fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)
+    result = fit(config, resume=resume, vocab_size=vocab_size, progress=Silent(), stop=stop)
+    if received:
+        print("stopped; to go on, add --resume")
+        raise KeyboardInterrupt
+    return result
 
 
 def judged(name: str, result: Result, characters: int, seconds: float) -> Compared:

@@ -76,7 +76,10 @@ def rms_norm(
 def _check_norm(x: jax.Array, **given: jax.Array | None) -> None:
     check_array("x", x, "[..., D]")
     for name, value in given.items():
-        if value is not None and value.shape != x.shape[-1:]:
+        if value is None:
+            continue
+        check_array(name, value, "[D]")
+        if value.shape != x.shape[-1:]:
             raise ValueError(f"{name} has shape {value.shape}: must be {x.shape[-1:]}, [D] of x")
 
 

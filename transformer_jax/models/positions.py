@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.biases import key_distances
-from transformer_jax.checks import as_int32, check_array, check_count
+from transformer_jax.checks import as_int32, as_number, check_array, check_count
 from transformer_jax.config import Rope
 from transformer_jax.models.ops import lookup
 from transformer_jax.sharding import by_compiler, split, vary
@@ -53,6 +53,7 @@ def sinusoidal(
     check_count("dim", dim, 2)
     if dim % 2:
         raise ValueError(f"dim is {dim}: must be even")
+    base = as_number("base", base)
     if not base > 0:
         raise ValueError(f"base is {base}: must be above 0")
     if layout not in ("interleaved", "halves"):
@@ -200,9 +201,10 @@ def apply_rope(
         ValueError: if shapes do not fit, or `config` does not fit H.
     """
     check_array("x", x, "[B, T, N, H]")
-    check_array("positions", positions, "[B, T] or [T]")
+    positions = jnp.asarray(as_int32("positions", positions))
     rows, tokens = x.shape[:2]
-    if positions.shape not in ((tokens,), (1, tokens), (rows, tokens)):
+    row, token = (1, 1, *positions.shape)[-2:]
+    if positions.ndim not in (1, 2) or row not in (1, rows) or token not in (1, tokens):
         rule = f"must be ({tokens},) or ({rows}, {tokens})"
         raise ValueError(f"positions have shape {positions.shape}: {rule}")
     frequencies, factor = _rope_frequencies(config, x.shape[-1])

@@ -419,7 +419,8 @@ def _loss_of_products(
 
 def _rows(chunk_size: int, length: int) -> int:
     """Return how many positions a chunk has: all where an export leaves the length open."""
-    return min(chunk_size, max(length, 1)) if known_sizes(length) else length
+    # an int, of which -size is a number: of NumPy's uint8 it is none
+    return int(min(chunk_size, max(length, 1))) if known_sizes(length) else length
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
