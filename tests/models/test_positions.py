@@ -679,5 +679,5 @@ def test_the_base_of_sinusoids_is_a_known_number():
     for base in (np.float32(100), jnp.float32(100), jnp.bfloat16(100)):
         made = jax.jit(lambda base=base: pos.sinusoidal(jnp.arange(3), 4, base))()
         np.testing.assert_array_equal(np.asarray(made), wanted)
-    with pytest.raises(ValueError, match="base is a .*Tracer: must be a known number"):
+    with pytest.raises(ValueError, match=r"base is a .*Tracer: must be a known number"):
         jax.eval_shape(lambda base: pos.sinusoidal(jnp.arange(3), 4, base), 100.0)
