@@ -282,6 +282,7 @@ def test_what_an_own_mask_must_be_is_said():
         (~Mutable(), f"Mutable is not frozen: {write} Mutable"),
         (Numbers(), r"Numbers.sees returned int32\[1, 1, 1, 1\]: must be bool\[B, N, T, S\]"),
         (lambda q, k: q >= k, r"mask is a function: must be a Mask; .* Predicate\(fn\)"),
+        (jnp.ones((3, 3), bool), r"mask is an array: must be a Mask; Dense\(array\) makes one"),
     ):
         for call in (dot_product_attention, explain_attention):
             with pytest.raises(ValueError, match=message):

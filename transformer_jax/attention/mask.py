@@ -417,9 +417,10 @@ def check_mask(mask: Mask | None, B: int, N: int) -> None:
     if not isinstance(mask, Mask):
         if isinstance(mask, type):
             raise ValueError(f"mask is the class {mask.__name__}: must be a value of it")
-        given = "function" if callable(mask) else type(mask).__name__
+        given = "a function" if callable(mask) else f"a {type(mask).__name__}"
+        given = "an array" if isinstance(mask, jax.Array | np.ndarray) else given
         rule = "Dense(array) makes one of an array, Predicate(fn) of a function"
-        raise ValueError(f"mask is a {given}: must be a Mask; {rule}")
+        raise ValueError(f"mask is {given}: must be a Mask; {rule}")
     for node in nodes(mask):
         kind = type(node)
         if kind.__module__ in OURS:
