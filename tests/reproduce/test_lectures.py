@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 19
+    assert len(NAMES) == 20
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m reproduce.lectures.{name}" in pages, name
@@ -321,3 +321,15 @@ def test_all_four_drawings_are_made(demonstrate):
     """Check that the drawings have names; test_drawings.py checks what each one shows."""
     names = ["drawings", "drawing_attention", "drawing_cache", "drawing_stream"]
     assert list(demonstrate("drawings")) == names
+
+
+@pytest.mark.long
+def test_a_window_must_hold_a_tone_and_the_frame_that_is_asked_for(demonstrate):
+    """Check that a window of a tone beats one frame, and that one frame knows no earlier ones."""
+    found = {window: values.mean(axis=0) for window, values in demonstrate("window_choice").items()}
+    delays = [0, 1, 2, 4, 8]
+    assert all(np.isfinite(values).all() and len(values) == 5 for values in found.values())
+    assert found[8][0] > found[1][0]
+    assert found[8][delays.index(2)] > found[1][delays.index(2)] + 0.1
+    assert found[1][delays.index(4)] < 0.5 < found[1][0]
+    assert found[8][delays.index(8)] < found[8][delays.index(4)]  # outside the window
