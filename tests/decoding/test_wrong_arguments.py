@@ -394,7 +394,7 @@ def test_a_keyword_of_another_library_is_one_line_that_names_what_was_meant(name
 
 @pytest.mark.slow
 def test_what_is_said_to_be_meant_is_there():
-    calls = (tj.generate, tj.beam_search, tj.dot_product_attention)
+    calls = (tj.generate, tj.beam_search, tj.dot_product_attention, tj.make_step)
     known = {name for call in calls for name in signature(call).parameters} - {"unknown"}
     configs = (tj.ModelConfig, tj.TrainConfig, tj.RecurrentConfig, tj.LoraConfig, optimizers.AdamW)
     known |= {field.name for config in configs for field in fields(config)}

@@ -35,8 +35,8 @@ def layer_norm(
 
     Args:
         x: [..., D]; computed in f32.
-        scale: [D]; None is 1.
-        bias: [D]; None is 0.
+        scale: [D], or one number; None is 1.
+        bias: [D], or one number; None is 0.
         eps: added to the variance.
 
     Returns:
@@ -59,7 +59,7 @@ def rms_norm(
 
     Args:
         x: [..., D]; computed in f32.
-        scale: [D]; None is 1.
+        scale: [D], or one number; None is 1.
         eps: added to the mean square.
 
     Returns:
@@ -79,8 +79,9 @@ def _check_norm(x: jax.Array, **given: jax.Array | None) -> None:
         if value is None:
             continue
         check_array(name, value, "[D]")
-        if value.shape != x.shape[-1:]:
-            raise ValueError(f"{name} has shape {value.shape}: must be {x.shape[-1:]}, [D] of x")
+        if value.shape not in (x.shape[-1:], (1,), ()):
+            rule = f"must be {x.shape[-1:]}, [D] of x, or one number"
+            raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
 
 def _norm(
