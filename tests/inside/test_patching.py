@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.inside.tiny import SHAPES, B, L, T, draw, model_of, more, params_of
+from tests.inside.tiny import SHAPES, B, D, L, T, draw, model_of, more, params_of
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax.inside import attribution_patching, patch
@@ -144,18 +144,19 @@ def test_attribution_is_the_slope_of_patching(scanned):
 def test_attribution_and_patching_agree_to_first_order(shape):
     """Of prompts whose embeddings are near, by token and head; and tables have the same axes."""
     model, params = model_of(shape)
-    ids = {"clean": np.full((B, T), 5, np.int32), "corrupted": np.full((B, T), 7, np.int32)}
     near = jax.tree.map(np.copy, params)
-    near["embed"]["tokens"][5] = near["embed"]["tokens"][7] * 1.001
+    table, change = near["embed"]["tokens"], np.random.default_rng(3).standard_normal((13, D))
+    table[13:26] = table[:13] + 3e-3 * change
+    corrupted = draw() % 13
+    clean = corrupted + 13
     run = dict(metric=metric, **more(shape))
-    base = metric(model.apply({"params": near}, ids["corrupted"], **more(shape))[0])
-    for place, each in [
-        ("block_*/attention/heads", ("head", "token")),
-        ("block_*/attention/query", ("token", "head")),
-        ("block_*/feed_forward/output", ("token",)),
-        ("block_*/residual", ()),
-    ]:
-        given = model, near, ids["clean"], ids["corrupted"], place
+    base = metric(model.apply({"params": near}, corrupted, **more(shape))[0])
+    places = {
+        "gpt2": [("block_*/attention/heads", ("head", "token")), ("block_*/residual", ())],
+        "t5": [("block_*/attention/query", ("token", "head"))],
+    }
+    for place, each in places[shape]:
+        given = model, near, clean, corrupted, place
         exact = np.asarray(patch(*given, each=each, **run)) - base
         first = attribution_patching(*given, each=each, **run)
         assert np.abs(exact).max() > 1e-4
