@@ -46,13 +46,13 @@ def floors() -> list[set[str]]:
 def test_the_drawing_and_the_table_of_the_architecture_page_have_the_floors_of_the_contract():
     page = (ROOT / "docs" / "architecture.md").read_text()
     drawing = page.split("```")[1].replace("imports", "")
-    rows = re.split(r"^ +(\d) ", drawing, flags=re.M)[1:]
+    rows = re.split(r"^ +(\d+) ", drawing, flags=re.M)[1:]
     drawn = {
         int(floor): set(re.findall(r"\w+", names))
         for floor, names in zip(rows[::2], rows[1::2], strict=True)
     }
     table: dict[int, set[str]] = {}
-    for floor, names in re.findall(r"^\| (\d) \| ([^|]*) \|", page, re.M):
+    for floor, names in re.findall(r"^\| (\d+) \| ([^|]*) \|", page, re.M):
         table.setdefault(int(floor), set()).update(re.findall(r"`(\w+)`", names))
     assert drawn == table == dict(enumerate(floors()))
 

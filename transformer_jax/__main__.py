@@ -20,6 +20,7 @@ COMMANDS = {
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
     "compare": "train language models on one text on equal terms: perplexities and a picture",
     "plot": "compare runs: their losses, a table and a picture",
+    "demo": "show what a lecture claims, with your own numbers: a table and a picture",
     "plan": "say what a step takes on hardware that need not be attached",
     "convert": "write a run or a published model as a published checkpoint",
 }

@@ -1,6 +1,6 @@
 """Train small decoders that differ in one part, on one text: heads, key heads, norm, tied tables.
 
-    python -m reproduce.lectures.variants --data input.txt
+    python -m transformer_jax demo variants --data input.txt --steps 300
 
 Each decoder is trained on the first nine tenths of a text, cut into byte-pair tokens that were
 trained on it, for the same steps, from the same seeds and on the same rows; the loss is that of the
@@ -15,25 +15,36 @@ Without --data the text is that of the small grammar of `embeddings`, enough for
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from reproduce.lectures.embeddings import sentences
-from reproduce.lectures.shared import (
+from transformer_jax import ModelConfig, build, cross_entropy, init_params, num_params
+from transformer_jax.config import Rope
+from transformer_jax.demos.embeddings import sentences
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
-from transformer_jax import ModelConfig, build, cross_entropy, init_params, num_params
 from transformer_jax.models.factory import cache_bytes
 from transformer_jax.tokenizers import BPETokenizer
+
+OPTIONS: Options = {
+    "data": (None, None),
+    "tokens": (64, 16),
+    "width": (64, 64),
+    "steps": (50, 4),
+    "seed": (0, 0),
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "8 heads (MHA)": {},
@@ -52,7 +63,7 @@ def rows_of(ids: np.ndarray, length: int) -> np.ndarray:  # i32[M, length + 1]
 
 
 def held_out_losses(
-    config: ModelConfig, texts: np.ndarray, held_out: np.ndarray, steps: int, seeds: int
+    config: ModelConfig, texts: np.ndarray, held_out: np.ndarray, steps: int, seeds: Sequence[int]
 ) -> np.ndarray:  # f64[seeds], nats a token
     """Train from each seed on random rows of texts; return the losses on the held-out rows."""
     model = build(config)
@@ -63,7 +74,7 @@ def held_out_losses(
 
     learn = jax.jit(lambda params, batches: train(loss, params, batches, learning_rate=4e-3)[0])
     measure, found = jax.jit(loss), []
-    for seed in range(seeds):
+    for seed in seeds:
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
         parts = np.split(held_out, range(32, len(held_out), 32))
@@ -74,14 +85,14 @@ def held_out_losses(
     return np.array(found)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
     """Run the demonstration; return each variant's losses, parameters and bytes."""
-    arguments = read_arguments(__doc__, argv, data=True)
-    length, steps, seeds, size = (16, 4, 2, 280) if arguments.quick else (64, 300, 3, 1024)
+    steps, count, size = arguments.steps, *((2, 280) if arguments.quick else (3, 1024))
+    length, seeds = arguments.tokens, range(arguments.seed, arguments.seed + count)
     if arguments.data is None:
         text = "\n".join(" ".join(words) for words in sentences())
     else:
-        text = arguments.data.read_text()
+        text = Path(arguments.data).read_text(encoding="utf-8")
     cut = len(text) * 9 // 10
     tokenizer = BPETokenizer.train(text[:cut], size)
     texts, held_out = (
@@ -91,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, changes in VARIANTS.items():
         own = dict(
-            vocab_size=tokenizer.vocab_size, d_model=64, num_layers=2, num_heads=8, max_len=1024,
-            positions="rope", init_std=0.06,
+            vocab_size=tokenizer.vocab_size, d_model=arguments.width, num_layers=2, num_heads=8,
+            max_len=1024, positions=Rope(), init_std=0.06,
         )  # fmt: skip
         config = ModelConfig(**own | changes)
         found[name] = {
@@ -102,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         }
         one = found[name]
         print(name, one["losses"].round(3), flush=True)
-    print(f"{tokenizer.vocab_size} tokens, {steps} steps of 12 rows of {length}, {seeds} seeds")
+    print(f"{tokenizer.vocab_size} tokens, {steps} steps of 12 rows of {length}, {count} seeds")
     print_table(["variant", "parameters", "cache KiB", "nats", "least", "most", "perplexity"], [
         [name, f"{one['parameters']:,}", one["bytes"] // 1024,
          *(f"{x:.3f}" for x in (one["losses"].mean(), one["losses"].min(), one["losses"].max())),
@@ -111,13 +122,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     ])  # fmt: skip
     figure, (axes,) = new_figure(height=3.2)
     for i, (one, colour) in enumerate(zip(found.values(), COLOURS, strict=True)):
-        axes.plot(np.exp(one["losses"]), [i] * seeds, "o", color=colour)
+        axes.plot(np.exp(one["losses"]), [i] * count, "o", color=colour)
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     label(axes, "One part changed; a point is a seed", "held-out perplexity per token", "", False)
     save_picture(figure, arguments, "variants")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure how far back a gradient reaches in an Elman network, an LSTM and a GRU.
 
-    python -m reproduce.lectures.vanishing_gradients
+    python -m transformer_jax demo vanishing_gradients
 
 The Frobenius norm of the Jacobian d h_T / d x_t over the distance T - t, with parameters as they
 are before training, a mean over seeds. In an Elman network each step back multiplies by
@@ -12,7 +12,7 @@ The cells are flax's, those of `transformer_jax.models.recurrent.RecurrentLM` an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import flax.linen as nn
@@ -20,16 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
 
-WIDTH = 32
+OPTIONS: Options = {"tokens": (101, 24), "width": (32, 32), "seed": (0, 0)}
+
 CELLS: dict[str, tuple[type[nn.RNNCellBase], float | None]] = {
     "Elman": (nn.SimpleCell, None),
     "GRU": (nn.GRUCell, None),
@@ -41,12 +42,12 @@ CELLS: dict[str, tuple[type[nn.RNNCellBase], float | None]] = {
 
 
 def jacobian(
-    cell: nn.RNNCellBase, forget_bias: float | None, length: int, key: jax.Array
+    cell: nn.RNNCellBase, forget_bias: float | None, length: int, width: int, key: jax.Array
 ) -> jax.Array:  # f32[H, T, E]
     """Return d h_T / d x_t for every t, of random parameters and inputs."""
     params_key, inputs_key = jax.random.split(key)
     network = nn.RNN(cell)
-    inputs = jax.random.normal(inputs_key, (1, length, WIDTH))  # [B, T, E]
+    inputs = jax.random.normal(inputs_key, (1, length, width))  # [B, T, E]
     params = network.init(params_key, inputs)["params"]
     if forget_bias is not None:
         gate = params["cell"]["hf"]
@@ -59,29 +60,30 @@ def jacobian(
     return jax.jacrev(last_state)(inputs[0])
 
 
-def measure(length: int, seeds: int) -> dict[str, np.ndarray]:  # f64[T] of each network
+def measure(
+    length: int, width: int, seed: int, seeds: int
+) -> dict[str, np.ndarray]:  # f64[T] of each network
     """Return the mean norm over seeds for every distance T - t, from 0 on."""
     norms = {}
     for name, (kind, bias) in CELLS.items():
 
         def of_key(key: jax.Array, kind: Any = kind, bias: float | None = bias) -> jax.Array:
-            return jacobian(kind(WIDTH), bias, length, key)
+            return jacobian(kind(width), bias, length, width, key)
 
-        keys = jax.random.split(jax.random.key(0), seeds)
+        keys = jax.random.split(jax.random.key(seed), seeds)
         # The squares of the smallest elements are below what float32 holds.
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)
         norms[name] = np.sqrt((jacobians**2).sum(axis=(1, 3))).mean(axis=0)[::-1]
     return norms
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     """Run the demonstration; return each network's norms by distance."""
-    arguments = read_arguments(__doc__, argv)
-    length, seeds = (24, 3) if arguments.quick else (101, 8)
-    norms = measure(length, seeds)
+    length, seeds = arguments.tokens, 3 if arguments.quick else 8
+    norms = measure(length, arguments.width, arguments.seed, seeds)
     shown = [d for d in (0, 1, 5, 10, 20, 50, 100) if d < length]
     rows = [[name, *(f"{curve[d]:.1e}" for d in shown)] for name, curve in norms.items()]
-    print_table(["distance T - t", *shown], rows)
+    print_table(["distance T - t", *map(str, shown)], rows)
     figure, (axes,) = new_figure()
     for (name, curve), colour in zip(norms.items(), COLOURS, strict=False):
         axes.plot(curve, color=colour, label=name)
@@ -89,7 +91,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     label(axes, "Gradient over distance", "distance T - t (steps)", "norm of d h_T / d x_t")
     save_picture(figure, arguments, "vanishing_gradients")
     return norms
-
-
-if __name__ == "__main__":
-    main()

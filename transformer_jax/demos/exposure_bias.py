@@ -1,6 +1,6 @@
 """Compare a model's errors on true prefixes with its errors on the text that it writes itself.
 
-    python -m reproduce.lectures.exposure_bias
+    python -m transformer_jax demo exposure_bias
 
 In training the model reads the true token before each one (teacher forcing); in use it reads what
 it wrote (free running), and so text with mistakes that it has not been trained on (Bengio et al.
@@ -18,7 +18,7 @@ known stays right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
@@ -26,16 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from reproduce.lectures.shared import (
-    COLOURS,
-    label,
-    new_figure,
-    print_table,
-    read_arguments,
-    save_picture,
-    train,
-)
 from transformer_jax import (
+    Decoder,
     ModelConfig,
     build,
     cross_entropy,
@@ -44,6 +36,18 @@ from transformer_jax import (
     init_params,
     make_step,
 )
+from transformer_jax.config import Rope
+from transformer_jax.demos.shared import (
+    COLOURS,
+    Options,
+    label,
+    new_figure,
+    print_table,
+    save_picture,
+    train,
+)
+
+OPTIONS: Options = {"tokens": (12, 6), "width": (32, 32), "seed": (0, 0)}
 
 MODULUS, PROMPT = 11, 2
 
@@ -56,16 +60,16 @@ def continue_texts(first: np.ndarray, length: int) -> np.ndarray:  # i32[B, 2] -
     return np.stack(tokens, axis=1).astype(np.int32)
 
 
-def train_model(config: ModelConfig, steps: int, length: int) -> Any:
+def train_model(config: ModelConfig, steps: int, length: int, seed: int) -> Any:
     """Return parameters trained by teacher forcing on random texts."""
-    draw, rows = np.random.default_rng(0), 16
+    draw, rows = np.random.default_rng(seed), 16
     texts = continue_texts(draw.integers(0, MODULUS, (steps * rows, 2)), length + 1)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         logits, _ = build(config).apply({"params": params}, tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])[0]
 
-    params = init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(seed))
     return train(loss, params, rearrange(texts, "(I B) T -> I B T", B=rows), learning_rate=0.02)[0]
 
 
@@ -76,23 +80,22 @@ def measure_errors(
     first = np.array(list(itertools.product(range(MODULUS), repeat=2)))
     texts = continue_texts(first, PROMPT + length)
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
-    model = build(config)
+    model = Decoder(config)
     logits, _ = model.apply({"params": params}, jnp.asarray(texts[:, :-1]))
     forced = np.asarray(logits.argmax(axis=-1))[:, PROMPT - 1 :]
-    state = init_cache(config, len(first), capacity=config.window)
+    state = init_cache(config, len(first), capacity=PROMPT)
     free = generate(make_step(model), params, prompt, state, num_tokens=length)
     return (forced != rest).mean(axis=0), (np.asarray(free.tokens) != rest).mean(axis=0)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     """Run the demonstration; return the errors of both ways by position."""
-    arguments = read_arguments(__doc__, argv)
-    steps, length = 60, 6 if arguments.quick else 12
+    steps, length = 60, arguments.tokens
     config = ModelConfig(
-        vocab_size=MODULUS, d_model=32, num_layers=1, num_heads=2, positions="rope", window=2,
-        init_std=0.2,
+        vocab_size=MODULUS, d_model=arguments.width, num_layers=1, num_heads=2, positions=Rope(),
+        window=PROMPT, init_std=0.2,
     )  # fmt: skip
-    params = train_model(config, steps, PROMPT + length)
+    params = train_model(config, steps, PROMPT + length, arguments.seed)
     forced, free = (np.asarray(x, np.float64) for x in measure_errors(config, params, length))
     expected = 1 - np.cumprod(1 - forced)
     shown = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
             ("1 - (1 - e)^t", expected),
         )
     ]
-    print_table(["wrong tokens, position t", *shown], rows)
+    print_table(["wrong tokens, position t", *map(str, shown)], rows)
     figure, (axes,) = new_figure()
     at = np.arange(1, length + 1)
     axes.plot(at, 100 * forced, "o-", ms=4, color=COLOURS[0], label="teacher-forced")
@@ -114,7 +117,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     label(axes, "Errors over position", "tokens after the prompt", "wrong tokens (%)")
     save_picture(figure, arguments, "exposure_bias")
     return {"teacher-forced": forced, "free-running": free}
-
-
-if __name__ == "__main__":
-    main()

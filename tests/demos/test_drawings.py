@@ -15,9 +15,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.transforms import Bbox
 
-from reproduce.lectures.drawings import draw_attention, draw_cache, draw_model, draw_stream
 from transformer_jax import ModelConfig, init_params
 from transformer_jax.config import Frames, Patches, Shaw, T5Buckets, Vectors
+from transformer_jax.demos.drawings import draw_attention, draw_cache, draw_model, draw_stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

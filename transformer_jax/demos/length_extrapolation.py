@@ -1,6 +1,6 @@
 """Train decoders on short texts, and measure their loss at positions that they have never seen.
 
-    python -m reproduce.lectures.length_extrapolation
+    python -m transformer_jax demo length_extrapolation
 
 For each kind of positions: a decoder is trained on texts of n tokens, and evaluated on texts of
 4 n. In a causal model the loss at position t is that of a text of length t. Each token is a random
@@ -11,7 +11,7 @@ anew, so no model is better than the entropy rate (Press et al. 2022 measure the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
@@ -19,16 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from reproduce.lectures.shared import (
+from transformer_jax import ModelConfig, build, cross_entropy, init_params
+from transformer_jax.config.positions import positions_of
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
-from transformer_jax import ModelConfig, build, cross_entropy, init_params
+
+OPTIONS: Options = {"tokens": (32, 16), "width": (32, 32), "seed": (0, 0)}
 
 KINDS = ("none", "learned", "sinusoidal", "rope", "t5", "alibi", "shaw")
 VOCAB, NOISE = 11, 0.1
@@ -52,7 +55,7 @@ def entropy_rate() -> float:
 
 
 def losses_by_position(
-    config: ModelConfig, texts: np.ndarray, longer: np.ndarray
+    config: ModelConfig, texts: np.ndarray, longer: np.ndarray, seed: int
 ) -> np.ndarray | None:
     """Train on `texts` [steps, B, n + 1]; return the loss at each position of `longer` [B, T + 1].
 
@@ -64,7 +67,7 @@ def losses_by_position(
         logits, _ = model.apply({"params": params}, tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])[0]
 
-    params = init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(seed))
     try:
         jax.eval_shape(model.apply, {"params": params}, longer[:, :-1])
     except ValueError as refusal:
@@ -77,24 +80,24 @@ def losses_by_position(
     return -np.asarray(chosen[:, :, 0].mean(axis=0))
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return each kind's loss by position, None where refused."""
-    arguments = read_arguments(__doc__, argv)
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS
-    steps, length, layers = (200, 16, 1) if arguments.quick else (600, 32, 2)
+    steps, layers = (200, 1) if arguments.quick else (600, 2)
+    length = arguments.tokens
     texts = rearrange(make_texts(steps * 16, length + 1, seed=1), "(I B) T -> I B T", B=16)
     longer = make_texts(128, 4 * length + 1, seed=2)
     found: dict[str, Any] = {}
     figure, (axes,) = new_figure()
     for kind, colour in zip(kinds, (*COLOURS, "#c23b4a"), strict=False):
         config = ModelConfig(
-            vocab_size=VOCAB, d_model=32, num_layers=layers, num_heads=4, positions=kind,
-            max_len=length, init_std=0.1,
+            vocab_size=VOCAB, d_model=arguments.width, num_layers=layers, num_heads=4,
+            positions=positions_of(kind), max_len=length, init_std=0.1,
         )  # fmt: skip
-        losses = losses_by_position(config, texts, longer)
+        losses = losses_by_position(config, texts, longer, arguments.seed)
         found[kind] = losses
         if losses is not None:
-            smooth = rearrange(losses, "(P C) -> P C", C=8).mean(axis=1)
+            smooth = rearrange(losses[: len(losses) // 8 * 8], "(P C) -> P C", C=8).mean(axis=1)
             axes.plot(8 * np.arange(len(smooth)) + 4, smooth, color=colour, label=kind)
     quarters = [f"{i * length}-{(i + 1) * length}" for i in range(4)]
     rows = [
@@ -107,7 +110,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(axes, "Loss at longer lengths", "position (tokens)", "loss (nats per token)")
     save_picture(figure, arguments, "length_extrapolation")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Draw activations and their slopes, and what a gradient is worth after some layers of each.
 
-    python -m reproduce.lectures.activations
+    python -m transformer_jax demo activations
 
     sigmoid 1 / (1 + exp(-z)), tanh z, ReLU max(z, 0), GELU z Phi(z) (Hendrycks & Gimpel 2016)
 
@@ -10,20 +10,23 @@ saturated; that of ReLU is 0 or 1. A gradient is multiplied by one slope in ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
 from transformer_jax.models.functional import activate
+
+OPTIONS: Options = {}
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": jax.nn.sigmoid,
@@ -33,15 +36,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     """Run the demonstration; return by activation [2, Z]: its values and slopes, over "z"."""
-    arguments = read_arguments(__doc__, argv)
     z = np.linspace(-4, 4, 17 if arguments.quick else 161, dtype=np.float32)
     found: dict[str, np.ndarray] = {"z": z}
     figure, plots = new_figure(2, height=3.4)
     for (name, function), colour in zip(ACTIVATIONS.items(), COLOURS, strict=False):
         slopes = jax.vmap(jax.grad(function))(z)
-        found[name] = np.stack([function(z), slopes])
+        found[name] = np.stack([function(jax.numpy.asarray(z)), slopes])
         for axes, curve in zip(plots, found[name], strict=True):
             axes.plot(z, curve, color=colour, label=name)
     rows = [
@@ -54,7 +56,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     plots[0].set_ylim(-1.2, 3)
     save_picture(figure, arguments, "activations")
     return found
-
-
-if __name__ == "__main__":
-    main()

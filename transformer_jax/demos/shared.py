@@ -1,9 +1,9 @@
-"""Read arguments, print tables, save pictures and train: what the demonstrations share."""
+"""Take options, print tables, save pictures and train: what the demonstrations share."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,51 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from transformer_jax.config import ConfigError
+from transformer_jax.config.fields import fail
+
 COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
 INK = "#444444"
 
 
-def read_arguments(
-    description: str | None, argv: Sequence[str] | None, data: bool = False
-) -> argparse.Namespace:
-    """Parse the flags that every demonstration has; those that read a text have `data` too."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    folder = Path("runs/lectures")
-    parser.add_argument("--out", type=Path, default=folder, help="the folder of the picture")
-    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
-    parser.add_argument("--dark", action="store_true", help="an svg for dark pages too")
-    parser.add_argument("--quick", action="store_true", help="small sizes, for a test")
-    if data:
-        parser.add_argument("--data", type=Path, help="a text file, UTF-8")
-    return parser.parse_args(argv)
+Options = Mapping[str, tuple[Any, Any]]
+"""Values that a demonstration takes, by name: the default, and that of --quick."""
+
+MEANINGS = {
+    "data": "a text file, UTF-8",
+    "layers": "layers of a stack",
+    "preset": "the config of the model that is drawn",
+    "seed": "of what is drawn at random",
+    "steps": "steps of training",
+    "sentence": "words, with spaces between them",
+    "tokens": "length of a text, or frames",
+    "width": "numbers of a vector",
+    "window": "keys that a query sees, itself included",
+}
+"""What each option means."""
+
+
+def settings(options: Options, out: Path, quick: bool = False, **given: Any) -> Namespace:
+    """Return the values of a demonstration by name: those given, else the defaults.
+
+    ConfigError for a name that it has no use for, and for numbers that are not positive.
+    """
+    unread = [name for name in given if name not in options]
+    if unread:
+        takes = ", ".join(options) or "nothing"
+        raise ConfigError(f"{unread[0]} is not read by this demonstration, which takes {takes}")
+    found = {name: default[quick] for name, default in options.items()} | given
+    for name, value in found.items():
+        if isinstance(value, int) and value < (name != "seed"):
+            fail(name, value, "must not be negative" if name == "seed" else "must be positive")
+        if name == "sentence" and value is not None and not value.split():
+            fail(name, value, "must have a word")
+    return Namespace(out=out, quick=quick, **{"format": "png", "dark": False}, **found)
+
+
+def halved(largest: int, count: int) -> list[int]:
+    """Return up to `count` lengths, the last the largest and each half of the next."""
+    return sorted({max(1, largest >> i) for i in range(count)})
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -86,9 +112,7 @@ def draw_matrix(
         axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=shade, fontsize=9)
 
 
-def save_picture(
-    figure: Figure, arguments: argparse.Namespace, name: str, text: bool = False
-) -> Path:
+def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = False) -> Path:
     """Save a figure in the folder and format of the arguments; equal figures are equal files.
 
     With `text` an svg has its letters as text, which the reader's fonts draw, not as curves.

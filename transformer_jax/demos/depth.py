@@ -1,6 +1,6 @@
 """Measure what residual connections and norms do to gradients and to training, by depth.
 
-    python -m reproduce.lectures.depth
+    python -m transformer_jax demo depth
 
 A block is attention and a feed-forward network, written out here. Four ways to put a part f in:
 
@@ -16,7 +16,7 @@ gradient before each of 48 blocks, relative to the one before the last, of untra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from argparse import Namespace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,19 +25,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.length_extrapolation import VOCAB, make_texts
-from reproduce.lectures.shared import (
+from transformer_jax import cross_entropy
+from transformer_jax.demos.length_extrapolation import VOCAB, make_texts
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     draw_matrix,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
-from transformer_jax import cross_entropy
 from transformer_jax.models.functional import activate, layer_norm
 from transformer_jax.models.positions import sinusoidal
+
+OPTIONS: Options = {"layers": (48, 5), "seed": (1, 1)}
 
 WIDTH, HEADS = 32, 4
 KINDS = ("no residual", "no norm", "post-norm", "pre-norm")
@@ -115,11 +117,13 @@ def loss_of(kind: str, params: Any, texts: jax.Array, nudges: jax.Array) -> jax.
     return cross_entropy(run(kind, params, texts[:, :-1], nudges), texts[:, 1:])[0]
 
 
-def gradients(kind: str, layers: int, texts: np.ndarray, seeds: int) -> np.ndarray:  # f64[L]
+def gradients(
+    kind: str, layers: int, texts: np.ndarray, seed: int, seeds: int
+) -> np.ndarray:  # f64[L]
     """Return the gradient's norm before each block over that before the last, a geometric mean."""
     nudges = jnp.zeros((layers, *texts[:, 1:].shape, WIDTH))
     slope = jax.jit(lambda key: jax.grad(loss_of, 3)(kind, init(layers, key), texts, nudges))
-    keys = jax.random.split(jax.random.key(1), seeds)
+    keys = jax.random.split(jax.random.key(seed), seeds)
     found = np.stack([np.asarray(slope(key), np.float64) for key in keys])
     norms = np.sqrt((found**2).sum(axis=(2, 3, 4)))  # [seeds, L]
     return np.exp(np.log(norms / norms[:, -1:] + 1e-300).mean(axis=0))
@@ -133,14 +137,15 @@ def jacobians() -> dict[str, np.ndarray]:  # f64[D, D] of each
     return {kind: np.asarray(jax.jacobian(lambda x, k=kind: part(k, f, x))(x)) for kind in kinds}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return Jacobians, and gradients by kind and depth."""
-    arguments = read_arguments(__doc__, argv)
-    depths, seeds = ((2, 5), 2) if arguments.quick else ((2, 12, 48), 4)
+    seed, seeds = arguments.seed, 2 if arguments.quick else 4
+    depths = sorted({min(2, arguments.layers), max(2, arguments.layers // 4), arguments.layers})
+    depths = [depth for depth in depths if depth <= arguments.layers]
     texts = make_texts(8, 17, seed=1)
     found: dict[str, Any] = {"jacobians": jacobians(), "gradients": {}}
     for kind, layers in product(KINDS, depths):
-        found["gradients"][kind, layers] = gradients(kind, layers, texts, seeds)
+        found["gradients"][kind, layers] = gradients(kind, layers, texts, seed, seeds)
     print("gradient before the first block over that before the last")
     print_table(["kind", *(f"{n} blocks" for n in depths)], [
         [kind, *(f"{found['gradients'][kind, n][0]:.2g}" for n in depths)] for kind in KINDS
@@ -161,7 +166,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(plots[2], "Gradient before each block", "block", "relative to the last")
     save_picture(figure, arguments, "depth")
     return found
-
-
-if __name__ == "__main__":
-    main()

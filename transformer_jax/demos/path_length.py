@@ -1,6 +1,6 @@
 """Measure paths and sequential steps of recurrence, attention and windowed attention.
 
-    python -m reproduce.lectures.path_length
+    python -m transformer_jax demo path_length
 
 Table 1 of Vaswani et al. 2017, for n tokens and windows of W:
 
@@ -16,7 +16,8 @@ the last position depends on the first input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -24,14 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from reproduce.lectures.shared import (
-    COLOURS,
-    label,
-    new_figure,
-    print_table,
-    read_arguments,
-    save_picture,
-)
 from transformer_jax import (
     Causal,
     Mask,
@@ -41,9 +34,20 @@ from transformer_jax import (
     dot_product_attention,
     init_params,
 )
+from transformer_jax.config.fields import fail
+from transformer_jax.demos.shared import (
+    COLOURS,
+    Options,
+    halved,
+    label,
+    new_figure,
+    print_table,
+    save_picture,
+)
 
-WIDTH, WINDOW = 8, 5
-NAMES = ("recurrent", "self-attention", f"window {WINDOW}")
+OPTIONS: Options = {"tokens": (64, 13), "window": (5, 5)}
+
+WIDTH = 8
 
 
 def loop_steps(program: Jaxpr) -> int:
@@ -55,7 +59,7 @@ def loop_steps(program: Jaxpr) -> int:
             inner = 0
             for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr)):
                 if isinstance(value, ClosedJaxpr | Jaxpr):
-                    inner += count(getattr(value, "jaxpr", value))
+                    inner += count(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
             is_loop = equation.primitive.name == "scan"
             total += equation.params["length"] * max(inner, 1) if is_loop else inner
         return total
@@ -75,13 +79,13 @@ def attend(mask: Mask) -> Callable[[jax.Array], jax.Array]:
     return layer
 
 
-def sequential_steps(n: int) -> list[int]:
+def sequential_steps(n: int, window: int) -> list[int]:
     """Count the sequential steps of one layer of each kind over n tokens."""
     config = RecurrentConfig(vocab_size=7, d_embed=WIDTH, d_hidden=WIDTH)
     params = init_params(config, jax.random.key(0))
     tokens, x = jnp.zeros((1, n), jnp.int32), jnp.zeros((n, WIDTH))
     programs = [jax.make_jaxpr(lambda t: build(config).apply({"params": params}, t))(tokens)]
-    programs += [jax.make_jaxpr(attend(mask))(x) for mask in (Causal(), Causal() & Window(WINDOW))]
+    programs += [jax.make_jaxpr(attend(mask))(x) for mask in (Causal(), Causal() & Window(window))]
     return [loop_steps(program.jaxpr) for program in programs]
 
 
@@ -98,12 +102,12 @@ def steps_until_dependent(step: Callable[[Any], Any], state: Any, tangent: Any) 
     return count
 
 
-def formulas(n: int) -> tuple[list[int], list[int]]:
+def formulas(n: int, window: int) -> tuple[list[int], list[int]]:
     """Return the sequential steps and the longest path of each kind."""
-    return [n, 1, 1], [n, 1, -(-(n - 1) // (WINDOW - 1))]
+    return [n, 1, 1], [n, 1, -(-(n - 1) // (window - 1))]
 
 
-def path_lengths(n: int) -> list[int]:
+def path_lengths(n: int, window: int) -> list[int]:
     """Return the longest path, between the first input and the last output, of each kind."""
     x = jax.random.normal(jax.random.key(1), (n, WIDTH))
     first = jnp.zeros_like(x).at[0].set(1.0)
@@ -114,26 +118,30 @@ def path_lengths(n: int) -> list[int]:
         """Take h_t = cell(h_{t-1}, x_t) once, at all positions at the same time."""
         h, x = state
         before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
-        return cell.apply(params, before, x)[0], x  # type: ignore[index]
+        after: Any = cell.apply(params, before, x)
+        return after[0], x
 
     lengths = [steps_until_dependent(all_cells, (jnp.zeros_like(x), x), (jnp.zeros_like(x), first))]
-    for mask in (Causal(), Causal() & Window(WINDOW)):
+    for mask in (Causal(), Causal() & Window(window)):
         lengths.append(steps_until_dependent(attend(mask), x, first))
     return lengths
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return lengths, and of each kind sequential steps and paths."""
-    arguments = read_arguments(__doc__, argv)
-    lengths = [5, 13] if arguments.quick else [8, 16, 32, 64]
-    steps = [sequential_steps(n) for n in lengths]
-    paths = [path_lengths(n) for n in lengths]
-    rows = [[name, *(s[i] for s in steps), *(p[i] for p in paths)] for i, name in enumerate(NAMES)]
+    window = arguments.window
+    if window < 2:
+        fail("window", window, "must be at least 2: a token that sees itself alone has no path")
+    names = "recurrent", "self-attention", f"window {window}"
+    lengths = halved(arguments.tokens, 2 if arguments.quick else 4)
+    steps = [sequential_steps(n, window) for n in lengths]
+    paths = [path_lengths(n, window) for n in lengths]
+    rows = [[name, *(s[i] for s in steps), *(p[i] for p in paths)] for i, name in enumerate(names)]
     headings = [f"{what}, n = {n}" for what in ("steps", "path") for n in lengths]
     print_table(["layer", *headings], rows)
     figure, plots = new_figure(2)
-    for i, name in enumerate(NAMES):
-        style = dict(color=COLOURS[i], label=name, ls=("-", "-", "--")[i])
+    for i, name in enumerate(names):
+        style: dict[str, Any] = dict(color=COLOURS[i], label=name, ls=("-", "-", "--")[i])
         plots[0].plot(lengths, [s[i] for s in steps], "o", **style)
         plots[1].plot(lengths, [p[i] for p in paths], "o", **style)
     for axes in plots:
@@ -142,7 +150,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(plots[1], "Longest path between two positions", "tokens n", "steps")
     save_picture(figure, arguments, "path_length")
     return {"lengths": lengths, "steps": steps, "paths": paths}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Train a small language model on sentences, and see which words got vectors that are alike.
 
-    python -m reproduce.lectures.embeddings
+    python -m transformer_jax demo embeddings
 
 The sentences are those of a small grammar: kings and queens rule and walk, cats and dogs eat and
 run. A fifth of them is held out, drawn from a seed. A feed-forward model of the last three words
@@ -14,8 +14,8 @@ Counts know nothing of that: a word that never followed its three words has the 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -23,17 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import WindowConfig, build, cross_entropy, init_params
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     draw_matrix,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
-from transformer_jax import WindowConfig, build, cross_entropy, init_params
+
+OPTIONS: Options = {"width": (16, 16), "seed": (0, 0)}
 
 GROUPS = {
     "crowned": "king queen prince princess",
@@ -88,10 +90,12 @@ def cosines(vectors: np.ndarray) -> np.ndarray:  # [V, E] -> [V, V]
     return unit @ unit.T
 
 
-def learn(seen: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int) -> Any:
+def learn(
+    seen: np.ndarray, held_out: np.ndarray, words: int, steps: int, seed: int, width: int
+) -> Any:
     """Return the trained table [V, E], and of the held-out words loss and least probability."""
     config = WindowConfig(
-        vocab_size=words, context=CONTEXT, d_embed=16, d_hidden=16, tie_embeddings=True
+        vocab_size=words, context=CONTEXT, d_embed=width, d_hidden=width, tie_embeddings=True
     )
     model = build(config)
 
@@ -129,10 +133,10 @@ def draw(table: np.ndarray, vocabulary: list[str], likeness: np.ndarray, argumen
     save_picture(figure, arguments, "embeddings")
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return cosines by seed and the held-out figures."""
-    arguments = read_arguments(__doc__, argv)
-    seeds, steps = ((0,), 400) if arguments.quick else (range(5), 1500)
+    first, steps = arguments.seed, 400 if arguments.quick else 1500
+    seeds = range(first, first + (1 if arguments.quick else 5))
     texts = sentences()
     order = np.random.default_rng(0).permutation(len(texts))
     cut = len(texts) // 5
@@ -145,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
              ("runs", "walks"), ("runs", "bread")]  # fmt: skip
     found: dict[str, Any] = {"never counted": never, "vocabulary": vocabulary, "pairs": {}}
     tables, losses, least = zip(
-        *(learn(seen, held_out, len(vocabulary), steps, seed) for seed in seeds), strict=True
+        *(learn(seen, held_out, len(vocabulary), steps, seed, arguments.width) for seed in seeds),
+        strict=True,
     )
     likeness = np.stack([cosines(table) for table in tables])
     found |= {"cosines": likeness, "losses": losses, "least": least, "tables": tables}
@@ -166,7 +171,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     draw(tables[0], vocabulary, likeness[0], arguments)
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Train a small translator from French to English, and draw what it looks at for each word.
 
-    python -m reproduce.lectures.alignment
+    python -m transformer_jax demo alignment
 
 A bidirectional GRU reads the French words, and a GRU with additive attention writes the English
 ones (Bahdanau et al. 2015). The sentences are all those of a small grammar; a token is a word.
@@ -12,23 +12,27 @@ attention weights over the French words j when it writes word i:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import RecurrentConfig, build, cross_entropy, generate, init_params, make_step
+from transformer_jax.config.fields import fail
+from transformer_jax.demos.shared import (
+    Options,
     draw_matrix,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
-from transformer_jax import RecurrentConfig, build, cross_entropy, generate, init_params, make_step
+from transformer_jax.models.recurrent import RecurrentSeq2Seq
+
+OPTIONS: Options = {"sentence": (None, None), "width": (24, 24), "seed": (0, 0)}
 
 BE = {
     "je suis": "i am", "tu es": "you are", "il est": "he is", "elle est": "she is",
@@ -84,7 +88,7 @@ def translate(
     num_tokens: int,
 ) -> tuple[list[np.ndarray], np.ndarray]:  # a row's words, f32[B, T, S]
     """Return the likeliest translations, and the attention weights of each of their words."""
-    model, valid = build(config), source >= 0
+    model, valid = RecurrentSeq2Seq(config), source >= 0
     known = {"params": params}
     state = model.apply(known, np.maximum(source, 0), valid=valid, method="init_state")
     prompt = np.full((len(source), 1), start)
@@ -94,47 +98,50 @@ def translate(
     return text.rows(), np.asarray(text.attention)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return the share translated, and words and weights by sentence."""
-    arguments = read_arguments(__doc__, argv)
     pairs = sentence_pairs()
+    shown = SHOWN if arguments.sentence is None else (arguments.sentence,)
     french, source = encode([fr.split() for fr, _ in pairs])
     english, target = encode([[START, *en.split(), END] for _, en in pairs])
     config = RecurrentConfig(
-        vocab_size=len(english), source_vocab_size=len(french), d_embed=24, d_hidden=24,
-        cell="gru", bidirectional=True, attention="additive",
+        vocab_size=len(english), source_vocab_size=len(french), d_embed=arguments.width,
+        d_hidden=arguments.width, cell="gru", bidirectional=True, attention="additive",
     )  # fmt: skip
+    for word in " ".join(shown).split():
+        if word not in french:
+            fail("sentence", arguments.sentence, f"{word!r} is not one of {', '.join(french)}")
     model, valid = build(config), source >= 0
 
     def loss(params: Any, _: Any) -> jax.Array:
         read, write = jnp.maximum(source, 0), jnp.maximum(target[:, :-1], 0)
         logits, _ = model.apply({"params": params}, write, source=read, source_valid=valid)
-        return cross_entropy(logits, target[:, 1:], ignore_label=-1)[0]
+        return cross_entropy(logits, jnp.asarray(target[:, 1:]), ignore_label=-1)[0]
 
     steps = 120 if arguments.quick else 300
-    params = init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(arguments.seed))
     params, losses = train(loss, params, np.zeros(steps), learning_rate=0.02)
     start, end = english.index(START), english.index(END)
-    rows, weights = translate(config, params, source, start, end, target.shape[1] - 1)
+    asked = [[french.index(word) for word in sentence.split()] for sentence in shown]
+    longest = max(source.shape[1], *map(len, asked))
+    read = np.full((len(source) + len(asked), longest), -1, np.int32)
+    for row, ids in zip(read, [*source.tolist(), *asked], strict=True):
+        row[: len(ids)] = ids
+    rows, weights = translate(config, params, read, start, end, target.shape[1] - 1)
     wanted = [row[row >= 0][1:] for row in target]
-    right = np.mean([np.array_equal(a, b) for a, b in zip(rows, wanted, strict=True)])
+    right = np.mean([np.array_equal(a, b) for a, b in zip(rows, wanted, strict=False)])
     print(f"{len(pairs)} sentences; loss {losses[-1]:.4f} nats a word; {right:.0%} translated")
     found: dict[str, Any] = {"right": right}
-    for sentence in SHOWN:
-        i = [fr for fr, _ in pairs].index(sentence)
+    for i, sentence in enumerate(shown, len(pairs)):
         words = [english[token] for token in rows[i]]
         found[sentence] = words, weights[i, : len(words), : len(sentence.split())]
         print_table([" ".join(words[:-1]), *sentence.split()], [
             [word, *(f"{w:.2f}" for w in row)] for word, row in zip(*found[sentence], strict=True)
         ])  # fmt: skip
-    figure, plots = new_figure(2)
-    for axes, sentence in zip(plots, SHOWN, strict=True):
+    figure, plots = new_figure(len(shown))
+    for axes, sentence in zip(plots, shown, strict=True):
         words, matrix = found[sentence]
         draw_matrix(axes, matrix, words, sentence.split())
         label(axes, f"“{sentence}”", "read: French", "written: English", legend=False)
     save_picture(figure, arguments, "alignment")
     return found
-
-
-if __name__ == "__main__":
-    main()

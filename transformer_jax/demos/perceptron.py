@@ -1,6 +1,6 @@
 """Learn AND, OR and XOR: with a perceptron, and with a network of two layers.
 
-    python -m reproduce.lectures.perceptron
+    python -m transformer_jax demo perceptron
 
 A perceptron answers step(w.x + b), and learns by w += (y - answer) x after each wrong answer
 (Rosenblatt 1958). It divides the plane by a line, so it finds AND and OR, and never XOR (Minsky &
@@ -10,7 +10,7 @@ sigmoid(z) = 1 / (1 + exp(-z)) is the probability of the answer 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from reproduce.lectures.shared import (
+from transformer_jax.demos.shared import (
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
+
+OPTIONS: Options = {"width": (4, 4), "seed": (1, 1)}
 
 INPUTS = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)  # [4, 2]
 GATES = {
@@ -33,7 +35,6 @@ GATES = {
     "OR": np.array([0, 1, 1, 1], np.float32),
     "XOR": np.array([0, 1, 1, 0], np.float32),
 }
-HIDDEN = 4
 
 
 def learn_perceptron(answers: np.ndarray, epochs: int) -> tuple[np.ndarray, int | None]:
@@ -57,13 +58,13 @@ def two_layers(params: Any, x: jax.Array) -> jax.Array:  # [B, 2] -> f32[B]
     return hidden @ params["v"] + params["c"]
 
 
-def learn_two_layers(answers: np.ndarray, steps: int) -> tuple[Any, float]:
+def learn_two_layers(answers: np.ndarray, steps: int, width: int, seed: int) -> tuple[Any, float]:
     """Return parameters trained on all four inputs at every step, and the last loss in nats."""
-    first, second = jax.random.split(jax.random.key(1))
+    first, second = jax.random.split(jax.random.key(seed))
     params = {
-        "w": jax.random.normal(first, (2, HIDDEN)),
-        "b": jnp.zeros(HIDDEN),
-        "v": jax.random.normal(second, (HIDDEN,)),
+        "w": jax.random.normal(first, (2, width)),
+        "b": jnp.zeros(width),
+        "v": jax.random.normal(second, (width,)),
         "c": jnp.zeros(()),
     }
 
@@ -81,7 +82,9 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
     side = np.linspace(-0.4, 1.4, 55, dtype=np.float32)
     grid = np.stack(np.meshgrid(side, side), axis=-1)  # [y, x, 2]
     for axes, (name, answers) in zip(plots, GATES.items(), strict=True):
-        points = two_layers(learned[name]["params"], rearrange(grid, "Y X D -> (Y X) D"))
+        points = two_layers(
+            learned[name]["params"], jnp.asarray(rearrange(grid, "Y X D -> (Y X) D"))
+        )
         logits = rearrange(points, "(Y X) -> Y X", Y=len(side))
         extent = (side[0], side[-1], side[0], side[-1])
         axes.grid(False)
@@ -100,13 +103,12 @@ def draw(learned: dict[str, Any], arguments: Any) -> None:
     save_picture(figure, arguments, "perceptron")
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return by gate what was learned."""
-    arguments = read_arguments(__doc__, argv)
     learned: dict[str, Any] = {}
     for name, answers in GATES.items():
         weights, epochs = learn_perceptron(answers, epochs=1000)
-        params, loss = learn_two_layers(answers, steps=300)
+        params, loss = learn_two_layers(answers, 300, arguments.width, arguments.seed)
         outputs = np.asarray(jax.nn.sigmoid(two_layers(params, jnp.asarray(INPUTS))))
         learned[name] = dict(
             perceptron=weights, epochs=epochs, params=params, loss=loss, outputs=outputs
@@ -122,7 +124,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print_table(["gate", "perceptron", *(f"2 layers ({a:.0f}, {b:.0f})" for a, b in INPUTS)], rows)
     draw(learned, arguments)
     return learned
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Permute the tokens of an encoder, without and with each kind of positions.
 
-    python -m reproduce.lectures.permutation
+    python -m transformer_jax demo permutation
 
 Self-attention without positions is equivariant: f(P x) = P f(x) for every permutation P. Only
 positions tell an encoder the order of its tokens. For each kind, the largest element of
@@ -9,48 +9,53 @@ positions tell an encoder the order of its tokens. For each kind, the largest el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from argparse import Namespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import Encoder, ModelConfig, init_params
+from transformer_jax.config.positions import positions_of
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
-from transformer_jax import ModelConfig, build, init_params
+
+OPTIONS: Options = {"tokens": (13, 13), "width": (32, 32), "seed": (0, 0)}
 
 KINDS = ("none", "learned", "sinusoidal", "rope", "shaw", "t5", "alibi")
-CONFIG = ModelConfig(
-    kind="encoder", vocab_size=53, d_model=32, num_layers=2, num_heads=4, max_len=16, init_std=0.3
-)
 
 
-def largest_difference(kind: str) -> float:
+def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
     """Return the largest element of |f(P x) - P f(x)| of an encoder with such positions."""
-    config = replace(CONFIG, positions=kind)
-    model, params = build(config), init_params(config, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (3, 13), 0, config.vocab_size)  # [B, T]
-    order = np.random.default_rng(2).permutation(13)
+    config = ModelConfig(
+        kind="encoder", vocab_size=53, d_model=width, num_layers=2, num_heads=4, max_len=length,
+        init_std=0.3, positions=positions_of(kind),
+    )  # fmt: skip
+    model, params = Encoder(config), init_params(config, jax.random.key(seed))
+    tokens = jax.random.randint(jax.random.key(1), (3, length), 0, config.vocab_size)  # [B, T]
+    order = np.random.default_rng(2).permutation(length)
 
     @jax.jit
-    def encode(tokens: jax.Array) -> jax.Array:  # [B, T, D]
+    def encode(tokens: jax.Array) -> Any:  # [B, T, D]
         return model.apply({"params": params}, tokens, method="encode")
 
     return float(jnp.abs(encode(tokens[:, order]) - encode(tokens)[:, order]).max())
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+def demonstrate(arguments: Namespace) -> dict[str, float]:
     """Run the demonstration; return each kind's largest difference."""
-    arguments = read_arguments(__doc__, argv)
     kinds = ("none", "rope") if arguments.quick else KINDS
-    differences = {kind: largest_difference(kind) for kind in kinds}
+    differences = {
+        kind: largest_difference(kind, arguments.tokens, arguments.width, arguments.seed)
+        for kind in kinds
+    }
     rows = [
         [kind, f"{value:.1e}", "yes" if value < 1e-4 else "no"]
         for kind, value in differences.items()
@@ -65,7 +70,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     label(axes, title, "largest |f(P x) - P f(x)|", "positions", legend=False)
     save_picture(figure, arguments, "permutation")
     return differences
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Draw the table of sinusoids, and one vector that turns with its position.
 
-    python -m reproduce.lectures.rotations
+    python -m transformer_jax demo rotations
 
 Left P[p, 2i] = sin(p w_i), P[p, 2i + 1] = cos(p w_i), w_i = 10000^(-2i/D): quick waves first, slow
 ones last. Every pair is a point on a circle, so P(t + k) is P(t) turned by k w_i, for every t.
@@ -10,23 +10,26 @@ Right the first pair of a query by rotary positions (Su et al. 2021): the vector
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import Rope
+from transformer_jax.config.fields import fail
+from transformer_jax.demos.shared import (
     COLOURS,
     INK,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
-from transformer_jax import Rope
 from transformer_jax.models.positions import apply_rope, sinusoidal
+
+OPTIONS: Options = {"tokens": (64, 24), "width": (64, 8)}
 
 
 def turned(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
@@ -38,10 +41,12 @@ def turned(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
     return np.stack(pairs, axis=-1).reshape(table.shape)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return the table, its error after turning, and the turned vector."""
-    arguments = read_arguments(__doc__, argv)
-    length, width, k = (24, 8, 5) if arguments.quick else (64, 64, 5)
+    length, width = arguments.tokens, arguments.width
+    if length < 2:
+        fail("tokens", length, "must be at least 2")
+    k = min(5, length - 1)
     table = np.asarray(sinusoidal(jnp.arange(length), width))
     error = float(np.abs(turned(table[:-k], k) - table[k:]).max())
     at = jnp.arange(6)
@@ -66,7 +71,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(right, "[1, 0] at positions 0 to 5", "first number", "second number", legend=False)
     save_picture(figure, arguments, "rotations")
     return {"table": table, "error": error, "vectors": vectors}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Draw a model from its config, self-attention with its shapes, a cache that fills, and a stream.
 
-    python -m reproduce.lectures.drawings --preset transformer-base
+    python -m transformer_jax demo drawings --preset transformer-base
 
 Each function returns a figure. A model's boxes have the names of its parameters; numbers in the
 other drawings are computed by the library.
@@ -8,7 +8,7 @@ other drawings are computed by the library.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 
-from reproduce.lectures.shared import COLOURS, INK, read_arguments, save_picture
 from transformer_jax import (
     Causal,
     ModelConfig,
@@ -38,6 +37,16 @@ from transformer_jax.config import (
     T5Buckets,
     Vectors,
 )
+from transformer_jax.demos.shared import COLOURS, INK, Options, save_picture
+
+OPTIONS: Options = {
+    "preset": ("transformer-base", "transformer-base"),
+    "sentence": ("Apple Innovative Company", "Apple Innovative Company"),
+    "tokens": (8, 8),
+    "window": (4, 4),
+    "width": (4, 4),
+    "seed": (0, 0),
+}
 
 LINE, GAP, SIDE = 0.19, 0.24, 0.3  # inches: a line of text, between boxes, beside a column
 FILLS = {"embed": "#e3f1e6", "norm": "#f4f0d8", "attention": "#fbe5d6", "feed_forward": "#dbe7f6",
@@ -227,8 +236,8 @@ def finish(figure: Figure, axes: Axes, width: float, height: float) -> Figure:
 
 def write(axes: Axes, x: float, y: float, text: str, size: float = 9, **styles: Any) -> None:
     """Write a text with its middle at a point."""
-    styles = dict(ha="center", va="center", color=INK, fontsize=size) | styles
-    axes.text(x, y, text, parse_math=False, **styles)
+    usual: dict[str, Any] = dict(ha="center", va="center", color=INK, fontsize=size)
+    axes.text(x, y, text, parse_math=False, **(usual | styles))
 
 
 def arrow(axes: Axes, *points: tuple[float, float], colour: str = INK) -> None:
@@ -522,22 +531,15 @@ def write_legend(figure: Figure, axes: Axes, x: float, legend: dict[str, str]) -
     return x
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Figure]:
+def demonstrate(arguments: Namespace) -> dict[str, Figure]:
     """Draw all four and return the figures by their names."""
-    names = argparse.ArgumentParser(add_help=False)
-    names.add_argument("--preset", default="transformer-base", help="the model that is drawn")
-    own, rest = names.parse_known_args(argv)
-    arguments = read_arguments(__doc__, rest)
+    window, seed = arguments.window, arguments.seed
     figures = {
-        "drawings": draw_model(preset(own.preset)),
-        "drawing_attention": draw_attention(["Apple", "Innovative", "Company"]),
-        "drawing_cache": draw_cache(),
-        "drawing_stream": draw_stream(),
+        "drawings": draw_model(preset(arguments.preset)),
+        "drawing_attention": draw_attention(arguments.sentence.split(), arguments.width, seed=seed),
+        "drawing_cache": draw_cache(arguments.tokens, window),
+        "drawing_stream": draw_stream(window=window),
     }
     for name, figure in figures.items():
         save_picture(figure, arguments, name, text=True)
     return figures
-
-
-if __name__ == "__main__":
-    main()

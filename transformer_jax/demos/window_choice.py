@@ -1,6 +1,6 @@
 """Choose a window: train encoders of frames with several, and compare accuracy, latency and cost.
 
-    python -m reproduce.lectures.window_choice
+    python -m transformer_jax demo window_choice
 
 The frames are those of `--task tones`: log energies of noisy tones, one every 16 ms. A tone lasts 4
 to 8 frames, and each frame is to be named, by its letter or as silence. A causal encoder of one
@@ -10,25 +10,26 @@ D frames are the latency, and W is the work of a frame and the memory of the str
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import ModelConfig, StreamingEncoder, cross_entropy, init_cache
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
     train,
 )
-from transformer_jax import ModelConfig, StreamingEncoder, cross_entropy, init_cache
 from transformer_jax.training.tasks.signals import HOP, RATE, SILENCE, TONE, WINDOW, log_energies
+
+OPTIONS: Options = {"steps": (800, 200)}
 
 LETTERS, FRAMES, NOISE = 8, 64, 1.1
 DELAYS = 0, 1, 2, 4, 8
@@ -107,7 +108,7 @@ def state_bytes(window: int) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def draw(means: dict[int, np.ndarray], arguments: argparse.Namespace) -> None:
+def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:
     """Draw percentages by window, f64[delays] each, over the window and over the latency."""
     windows, latency = list(means), [TIME * delay for delay in DELAYS]
     figure, (left, right) = new_figure(2)
@@ -123,13 +124,12 @@ def draw(means: dict[int, np.ndarray], arguments: argparse.Namespace) -> None:
     save_picture(figure, arguments, "window_choice")
 
 
-def main(argv: Sequence[str] | None = None) -> dict[int, np.ndarray]:
+def demonstrate(arguments: Namespace) -> dict[int, np.ndarray]:
     """Run the demonstration; return by window the accuracies f64[seeds, delays]."""
-    arguments = read_arguments(__doc__, argv)
     windows = (1, 8) if arguments.quick else (1, 2, 4, 8, 16, 32)
-    steps, seeds = (200, 1) if arguments.quick else (800, 3)
+    seeds = 1 if arguments.quick else 3
     found = {
-        window: np.array([accuracies(window, steps, seed) for seed in range(seeds)])
+        window: np.array([accuracies(window, arguments.steps, seed) for seed in range(seeds)])
         for window in windows
     }
     means = {window: values.mean(axis=0) for window, values in found.items()}
@@ -143,7 +143,3 @@ def main(argv: Sequence[str] | None = None) -> dict[int, np.ndarray]:
     print(f"means of {seeds} seeds, which differ by {100 * apart:.1f} % at most")
     draw({window: 100 * found[window].mean(axis=0) for window in windows}, arguments)
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Count and time what it costs to generate n tokens: without a cache, with one, with a window.
 
-    python -m reproduce.lectures.decoding_cost
+    python -m transformer_jax demo decoding_cost
 
 Query-key products of one head of one layer, where step t has t tokens:
 
@@ -17,21 +17,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
-    COLOURS,
-    label,
-    new_figure,
-    print_table,
-    read_arguments,
-    save_picture,
-)
 from transformer_jax import (
     Causal,
     ModelConfig,
@@ -43,18 +36,27 @@ from transformer_jax import (
     init_params,
     make_step,
 )
+from transformer_jax.config import Rope
+from transformer_jax.demos.shared import (
+    COLOURS,
+    Options,
+    halved,
+    label,
+    new_figure,
+    print_table,
+    save_picture,
+)
 
-WINDOW = 16
-NAMES = ("no cache", "cache", f"window {WINDOW}")
+OPTIONS: Options = {"tokens": (512, 24), "window": (16, 16), "width": (32, 32)}
 
 
-def formulas(n: int) -> list[int]:
+def formulas(n: int, window: int) -> list[int]:
     """Return the number of query-key products of each way to generate n tokens."""
-    w = min(WINDOW, n)
+    w = min(window, n)
     return [n * (n + 1) * (n + 2) // 6, n * (n + 1) // 2, n * w - w * (w - 1) // 2]
 
 
-def count(n: int) -> list[int]:
+def count(n: int, window: int) -> list[int]:
     """Count the pairs that the masks of all n steps let through."""
 
     def without(t: jax.Array) -> jax.Array:
@@ -73,16 +75,16 @@ def count(n: int) -> list[int]:
         lambda: (
             jax.lax.map(without, jnp.arange(1, n + 1)),
             with_cache(Causal(), n),
-            with_cache(Causal() & Window(WINDOW), min(WINDOW, n)),
+            with_cache(Causal() & Window(window), min(window, n)),
         )
     )()
     return [int(np.asarray(steps, np.int64).sum()) for steps in counts]
 
 
-def ways_to_generate(n: int) -> dict[str, Callable[[], Any]]:
+def ways_to_generate(n: int, window: int, width: int) -> list[Callable[[], Any]]:
     """Return a function for each way, which generates n tokens and waits for them."""
     config = ModelConfig(
-        vocab_size=61, d_model=32, num_layers=1, num_heads=2, positions="rope", max_len=n + 1
+        vocab_size=61, d_model=width, num_layers=1, num_heads=2, positions=Rope(), max_len=n + 1
     )
     prompt, calls = jnp.zeros((1, 1), jnp.int32), []
     params = init_params(config, jax.random.key(0))
@@ -96,45 +98,46 @@ def ways_to_generate(n: int) -> dict[str, Callable[[], Any]]:
         return jax.lax.fori_loop(0, n, step, jnp.zeros((1, n + 1), jnp.int32))
 
     calls.append(lambda: without(params))
-    for window in (None, WINDOW):
-        model = build(ModelConfig(**{**vars(config), "window": window}))
-        capacity = n + 1 if window is None else window
+    for size in (None, window):
+        model = build(ModelConfig(**{**vars(config), "window": size}))
+        capacity = n + 1 if size is None else size
 
         def cached(model: Any = model, capacity: int = capacity) -> jax.Array:
             state = init_cache(model.config, batch=1, capacity=capacity)
             return generate(make_step(model), params, prompt, state, num_tokens=n).tokens
 
         calls.append(cached)
-    return dict(zip(NAMES, calls, strict=True))
+    return calls
 
 
-def measure_times(n: int, runs: int) -> list[float]:
+def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
     """Return the median seconds of each way to generate n tokens; the ways take turns."""
-    calls = ways_to_generate(n)
-    for call in calls.values():
+    calls = ways_to_generate(n, window, width)
+    for call in calls:
         jax.block_until_ready(call())
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(runs):
-        for name, call in calls.items():
+        for taken, call in zip(seconds, calls, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
-    return [statistics.median(each) for each in seconds.values()]
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(each) for each in seconds]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return lengths, counts, formulas and seconds."""
-    arguments = read_arguments(__doc__, argv)
-    lengths, runs = ([24], 2) if arguments.quick else ([64, 128, 256, 512], 5)
-    counts = [count(n) for n in lengths]
-    seconds = [measure_times(n, runs) for n in lengths]
+    window, runs = arguments.window, 2 if arguments.quick else 5
+    lengths = halved(arguments.tokens, 1 if arguments.quick else 4)
+    names = "no cache", "cache", f"window {window}"
+    counts = [count(n, window) for n in lengths]
+    seconds = [measure_times(n, window, arguments.width, runs) for n in lengths]
     rows = [
         [n, *pairs, *(f"{1e3 * s:.1f} ms" for s in times)]
         for n, pairs, times in zip(lengths, counts, seconds, strict=True)
     ]
-    print_table(["tokens n", *(f"{name}: products" for name in NAMES), *NAMES], rows)
+    print_table(["tokens n", *(f"{name}: products" for name in names), *names], rows)
     figure, (left, right) = new_figure(2)
-    for i, name in enumerate(NAMES):
+    for i, name in enumerate(names):
         left.plot(lengths, [c[i] for c in counts], "o-", color=COLOURS[i], label=name)
         right.plot(lengths, [1e3 * s[i] for s in seconds], "o-", color=COLOURS[i], label=name)
     for axes in (left, right):
@@ -144,9 +147,5 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(left, "Query-key products", "tokens generated", "products of a head")
     label(right, "Time of one generation", "tokens generated", "milliseconds")
     save_picture(figure, arguments, "decoding_cost")
-    expected = [formulas(n) for n in lengths]
+    expected = [formulas(n, window) for n in lengths]
     return {"lengths": lengths, "counts": counts, "formulas": expected, "seconds": seconds}
-
-
-if __name__ == "__main__":
-    main()

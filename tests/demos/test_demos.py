@@ -12,13 +12,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from reproduce.lectures.shared import darkened
+from transformer_jax.demos import demonstrations
+from transformer_jax.demos.shared import darkened, settings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "reproduce" / "lectures"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "shared"))
+NAMES = list(demonstrations())
 EMBEDDINGS = np.array([[1, 2, 1, 2], [3, 2, 1, 2], [4, 1, 2, 1]])
 W_Q = np.array([[1, 2, 3, 1], [4, 1, 2, 3], [1, 1, 2, 2], [1, 2, 1, 1]])
 W_K = np.array([[1, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
@@ -31,8 +31,8 @@ def demonstrate(tmp_path_factory):
 
     @functools.cache
     def run(name: str) -> Any:
-        script = importlib.import_module(f"reproduce.lectures.{name}")
-        found = script.main(["--quick", "--out", str(folder)])
+        module = importlib.import_module(f"transformer_jax.demos.{name}")
+        found = module.demonstrate(settings(module.OPTIONS, folder, quick=True))
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         return found
 
@@ -46,7 +46,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     assert len(NAMES) == 20
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
-        assert f"python -m reproduce.lectures.{name}" in pages, name
+        assert f"python -m transformer_jax demo {name}" in pages, name
         assert f"pictures/lectures/{name}.svg" in pages, name
         size = (ROOT / "docs" / "pictures" / "lectures" / f"{name}.svg").stat().st_size
         assert 1000 < size < 60_000, name
@@ -150,7 +150,7 @@ def test_overlapping_windows_agree_with_a_stream_once_they_overlap_enough(demons
 def test_stacked_windows_see_as_many_inputs_as_the_formula_says(demonstrate):
     """Compare the inputs that have a gradient with L (W - 1) + 1."""
     fields = demonstrate("receptive_field")
-    assert len(fields) == 3
+    assert len(fields) == 4
     for (layers, window), (measured, formula) in fields.items():
         assert measured == formula == layers * (window - 1) + 1
 
@@ -191,7 +191,7 @@ def test_words_that_stand_in_the_same_places_get_like_vectors(demonstrate):
     of = found["pairs"]
     assert of["king", "queen"][0] > of["king", "farmer"][0] > of["king", "walks"][0]
     assert of["runs", "walks"][0] > of["runs", "bread"][0]
-    script = importlib.import_module("reproduce.lectures.embeddings")
+    script = importlib.import_module("transformer_jax.demos.embeddings")
     texts = script.sentences()
     assert len(texts) == len({" ".join(text) for text in texts}) == 240
     held = np.random.default_rng(0).permutation(240)[:48]

@@ -1,6 +1,6 @@
 """Count the multiplications of one layer: attention, recurrence, convolution, feed-forward.
 
-    python -m reproduce.lectures.operations
+    python -m transformer_jax demo operations
 
 Table 1 of Vaswani et al. 2017, of n tokens, width d and a convolution over k tokens:
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -28,15 +29,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from reproduce.lectures.shared import (
+from transformer_jax import dot_product_attention
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
+    halved,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
-from transformer_jax import dot_product_attention
+
+OPTIONS: Options = {"tokens": (4096, 32), "width": (64, 8)}
 
 KERNEL = 3
 NAMES = ("self-attention", "recurrent", f"convolution of {KERNEL}", "feed-forward", "projections")
@@ -49,11 +53,12 @@ def products(program: Jaxpr) -> int:
         inner = 0
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr)):
             if isinstance(value, ClosedJaxpr | Jaxpr):
-                inner += products(getattr(value, "jaxpr", value))
+                inner += products(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
         total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            left, right = (value.aval.shape for value in equation.invars[:2])
-            out = math.prod(equation.outvars[0].aval.shape)
+            variables: list[Any] = [*equation.invars[:2], equation.outvars[0]]
+            left, right, result = (variable.aval.shape for variable in variables)
+            out = math.prod(result)
             if equation.primitive.name == "dot_general":
                 contracted = equation.params["dimension_numbers"][0][0]
                 total += out * math.prod(left[axis] for axis in contracted)
@@ -108,17 +113,16 @@ def measure(n: int, d: int, rounds: int) -> dict[str, tuple[float, int]]:
             start = time.perf_counter()
             jax.block_until_ready(compiled(q, k, v))
             seconds.append(time.perf_counter() - start)
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         found[name] = statistics.median(seconds), int(memory.temp_size_in_bytes)
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return counts, formulas, and what was measured, by length."""
-    arguments = read_arguments(__doc__, argv)
-    width, lengths, timed, rounds = 64, (16, 64, 256, 1024), (256, 512, 1024, 2048, 4096), 9
-    if arguments.quick:
-        width, lengths, timed, rounds = 8, (4, 16, 64), (16, 32), 2
+    width, rounds = arguments.width, 2 if arguments.quick else 9
+    lengths = (4, 16, 64) if arguments.quick else (16, 64, 256, 1024)
+    timed = halved(arguments.tokens, 2 if arguments.quick else 5)
     counts = {n: count(n, width) for n in lengths}
     print(f"millions of multiplications of one layer, width {width}")
     print_table(["layer", *(f"n = {n}" for n in lengths)], [
@@ -133,8 +137,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ])  # fmt: skip
     figure, plots = new_figure(2)
     for i, (name, colour) in enumerate(zip(NAMES[:4], COLOURS, strict=False)):
-        curve = [counts[n][i] for n in lengths]
-        plots[0].plot(lengths, curve, "o-", color=colour, label=name)
+        plots[0].plot(lengths, [counts[n][i] for n in lengths], "o-", color=colour, label=name)
     plots[0].axvline(4 * width, color="#bbbbbb", linestyle="--", label="n = 4 d")
     for way, colour in zip(("xla", "blockwise"), COLOURS, strict=False):
         curve = [measured[n][way][1] / 1024 for n in timed]
@@ -144,12 +147,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for axes, ticks in zip(plots, (lengths, timed), strict=True):
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xticks(ticks, ticks)
+        axes.set_xticks(ticks, list(map(str, ticks)))
     label(plots[0], f"Multiplications of one layer, d = {width}", "tokens n", "multiplications")
     label(plots[1], "One call of attention", "tokens n", "ms, and KiB of intermediate results")
     save_picture(figure, arguments, "operations")
     return {"counts": counts, "measured": measured, "width": width}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare a streaming causal window with overlapping windows that are computed anew.
 
-    python -m reproduce.lectures.streaming_windows
+    python -m transformer_jax demo streaming_windows
 
 Frames arrive in chunks of C. A stack of L causal layers of window W sees R = L (W - 1) + 1 frames.
 
@@ -13,25 +13,42 @@ Counted beside frames: query-key products of a head, from the masks of the layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reproduce.lectures.shared import (
+from transformer_jax import Causal, ModelConfig, StreamingEncoder, Window, init_cache
+from transformer_jax.config import Rope
+from transformer_jax.config.fields import fail
+from transformer_jax.demos.shared import (
     COLOURS,
+    Options,
     label,
     new_figure,
     print_table,
-    read_arguments,
     save_picture,
 )
-from transformer_jax import Causal, ModelConfig, StreamingEncoder, Window, init_cache
 from transformer_jax.models.streaming import receptive_field
 
+OPTIONS: Options = {
+    "tokens": (96, 24),
+    "window": (9, 5),
+    "layers": (3, 2),
+    "width": (16, 16),
+    "seed": (0, 0),
+}
+
 CHUNK, FRAME = 8, 5
+
+
+def only_window(config: ModelConfig) -> int:
+    """Return the window that all layers have."""
+    (window,) = config.windows
+    assert window is not None
+    return window
 
 
 def products(window: int, queries: np.ndarray, keys: np.ndarray) -> int:
@@ -44,47 +61,54 @@ def run_overlapping(
     apply: Any, frames: jax.Array, history: int, config: ModelConfig
 ) -> tuple[jax.Array, int, int]:
     """Return the outputs [B, T, D] of overlapping windows, frames run, and products of a head."""
-    outputs, run, pairs = [], 0, 0
+    outputs, run, pairs, window = [], 0, 0, only_window(config)
     for start in range(0, frames.shape[1], CHUNK):
         first = max(0, start - history)
         features, _ = apply(frames[:, first : start + CHUNK], None)
         outputs.append(features[:, start - first :])
         positions = np.arange(first, start + CHUNK)
         run += len(positions)
-        pairs += config.num_layers * products(config.window, positions, positions)
+        pairs += config.num_layers * products(window, positions, positions)
     return jnp.concatenate(outputs, axis=1), run, pairs
 
 
 def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[jax.Array, int, int]:
     """Return the outputs [B, T, D] of a stream, frames run, and products of a head."""
-    outputs, run, pairs = [], 0, 0
-    state = init_cache(config, batch=len(frames), capacity=config.window)
+    outputs, run, pairs, window = [], 0, 0, only_window(config)
+    state = init_cache(config, batch=len(frames), capacity=window)
     for start in range(0, frames.shape[1], CHUNK):
         features, state = apply(frames[:, start : start + CHUNK], state)
         outputs.append(features)
         positions = np.arange(start, start + CHUNK)
-        held = np.arange(max(0, start - config.window), start + CHUNK)
+        held = np.arange(max(0, start - window), start + CHUNK)
         run += len(positions)
-        pairs += config.num_layers * products(config.window, positions, held)
+        pairs += config.num_layers * products(window, positions, held)
     return jnp.concatenate(outputs, axis=1), run, pairs
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return of each way (largest error, frames, products)."""
-    arguments = read_arguments(__doc__, argv)
-    layers, window, length = (2, 5, 24) if arguments.quick else (3, 9, 96)
+    layers, window, length = arguments.layers, arguments.window, arguments.tokens
+    if length % CHUNK:
+        fail("tokens", length, f"must be a multiple of {CHUNK}, the frames of a chunk")
     config = ModelConfig(
-        d_model=16, num_layers=layers, num_heads=2, positions="rope", window=window, init_std=0.3
+        d_model=arguments.width,
+        num_layers=layers,
+        num_heads=2,
+        positions=Rope(),
+        window=window,
+        init_std=0.3,
     )
     model = StreamingEncoder(config, frame_dim=FRAME)
-    frames = jax.random.normal(jax.random.key(0), (1, length, FRAME))  # [B, T, frame_dim]
+    frames = jax.random.normal(
+        jax.random.key(arguments.seed), (1, length, FRAME)
+    )  # [B, T, frame_dim]
     params = model.init(jax.random.key(1), frames[:, :1])
     whole, _ = model.apply(params, frames)
     apply = jax.jit(lambda frames, state: model.apply(params, frames, cache=state))
     reach = receptive_field(config) - 1
-    histories = [0, reach - 1, reach]
-    if not arguments.quick:
-        histories[1:1] = [reach // 4, reach // 2]
+    shares = () if arguments.quick else (reach // 4, reach // 2)
+    histories = sorted({0, *shares, max(0, reach - 1), reach})
     ways = {f"overlap {h}": run_overlapping(apply, frames, h, config) for h in histories}
     ways["streaming"] = run_streaming(apply, frames, config)
     found = {
@@ -111,7 +135,3 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     label(right, "Frames computed a new frame", "overlap h (frames)", "frames")
     save_picture(figure, arguments, "streaming_windows")
     return {"reach": reach, "length": length, **found}
-
-
-if __name__ == "__main__":
-    main()

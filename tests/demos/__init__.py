@@ -1,0 +1,1 @@
+"""Tests of the scripts that repeat published and lectured results."""
