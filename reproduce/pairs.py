@@ -30,7 +30,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import environment
-from reproduce.lectures.shared import (
+from transformer_jax import ModelConfig, num_params
+from transformer_jax.checkpoints.run_folder import RunFolder
+from transformer_jax.cli.process import keep_freed_memory
+from transformer_jax.config import Rope, TrainConfig
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
+from transformer_jax.demos.shared import (
     COLOURS,
     draw_matrix,
     label,
@@ -38,11 +43,6 @@ from reproduce.lectures.shared import (
     print_table,
     save_picture,
 )
-from transformer_jax import ModelConfig, num_params
-from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.cli.process import keep_freed_memory
-from transformer_jax.config import Rope, TrainConfig
-from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.text.text_model import TextModel, load_run
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks import Tokenizers
