@@ -282,4 +282,4 @@ def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, caps
     prompt = f"to be {own.mask_token} not"
     assert generate(["--run", str(tmp_path / "run"), "--prompt", prompt]) == 0
     want = own.decode(ids, skip_special_tokens=True).replace("\n", "\\n")
-    assert capsys.readouterr().out.strip() == want.strip()
+    assert capsys.readouterr().out.splitlines()[0].strip() == want.strip()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import ModelConfig, StreamingEncoder, cross_entropy, init_cache
+from transformer_jax import ModelConfig, Rope, StreamingEncoder, cross_entropy, init_cache
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
@@ -61,7 +61,7 @@ def sounds(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:  # f32[B, T,
 def encoder(window: int) -> StreamingEncoder:
     """Return an encoder of one layer that sees so many frames."""
     config = ModelConfig(
-        d_model=32, num_layers=1, num_heads=4, positions="rope", window=window, init_std=0.1
+        d_model=32, num_layers=1, num_heads=4, positions=Rope(), window=window, init_std=0.1
     )
     return StreamingEncoder(config, frame_dim=16)
 
