@@ -1014,4 +1014,22 @@ SLIPS: tuple[Slip, ...] = (
             "training/test_task_data.py::test_f1_is_the_mean_over_classes_that_occur",
         ),
     ),
+    *of(
+        "transformer_jax/inside/heads.py",
+        (
+            "an induction head attends to the token after the next one",
+            "score(period - 1, period))",
+            "score(period - 2, period))",
+            "inside/test_heads.py::test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1",
+        ),
+    ),
+    *of(
+        "transformer_jax/demos/rotations.py",
+        (
+            "a pair of sinusoids turns the other way",
+            "angle = k * 10_000.0",
+            "angle = -k * 10_000.0",
+            "demos/test_demos.py::test_a_table_of_sinusoids_is_turned_by_an_offset",
+        ),
+    ),
 )
