@@ -22,7 +22,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.linen import module as linen
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.stages import Lowered, Traced, Wrapped
 
 PACKAGE = "transformer_jax"
@@ -182,10 +182,16 @@ def _host_calls(jaxpr: Jaxpr) -> Iterable[tuple[int, str]]:
         if "callback" in one.primitive.name or "debug" in one.primitive.name:
             called = one.params.get("callback")
             yield id(getattr(called, "callback_func", called)), str(one.params)
-        for value in jax.tree.leaves(list(one.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if isinstance(inner, Jaxpr):
-                yield from _host_calls(inner)
+        for inner in programs_within(one):
+            yield from _host_calls(inner)
+
+
+def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """Yield the programs that an equation holds: the body of a loop, what a function calls."""
+    for value in jax.tree.leaves(list(equation.params.values())):
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            yield inner
 
 
 def shapes_of(function: Callable[..., object], *args: object) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 
 import numpy as np
 import pytest
@@ -74,17 +73,6 @@ def test_an_unknown_word_is_refused_before_the_training(tmp_path, capsys):
     assert demo.main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo alignment: sentence is 'je suis roi': 'roi' is not one of a, ")
-
-
-def test_a_missing_matplotlib_is_one_clear_line(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("transformer_jax.demos.")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert demo.main(["rotations"]) == 2
-    rule = "a picture needs matplotlib, which is not installed: pip install matplotlib"
-    assert capsys.readouterr().err == f"demo: {rule}\n"
 
 
 def test_numbers_of_ones_own_are_used(tmp_path, capsys):

@@ -11,7 +11,7 @@ ROWS = {
     for line in PAGE.splitlines()
     if line.startswith("| ") and line.split("|")[1].strip().isdigit()
 }
-"""By its number, a slip's place, what the lecture says and what is right."""
+"""Map the number of each slip to its place, what the lecture says and what is right."""
 
 
 def softmax(x):

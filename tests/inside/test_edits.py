@@ -64,7 +64,7 @@ def test_a_mean_is_that_of_the_call(over):
 
 @pytest.mark.slow
 def test_every_place_put_in_from_another_run_gives_that_run():
-    """Of each place the token that is asked for, and before anything is mixed no others."""
+    """Put in every place; then one token, which changes no other before tokens are mixed."""
     model, _ = model_of("llama")
     asked = tuple(x for x in places(model.config) if not x.endswith("key_positions"))
     other = run("llama", tokens=draw(3), capture=asked)

@@ -133,7 +133,7 @@ def test_integrated_gradients_sum_to_the_difference_of_the_outputs(shape, scanne
 
 @pytest.mark.slow
 def test_integrated_gradients_are_those_of_the_path_in_float64():
-    """By central differences of the oracle, whose token vectors are those of the path."""
+    """Take central differences of the oracle, with token vectors along the path."""
     model, params = model_of("llama")
     tokens = np.arange(3, 3 + T, dtype=np.int32)[None]  # each token once
     found = integrated_gradients(model, params, tokens, 2, metric, steps=5)

@@ -69,7 +69,7 @@ def test_a_table_is_the_rest_of_the_model_after_a_stream_with_one_row_of_the_oth
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["gpt2", "t5", "bert"])
 def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
-    """By the seam itself, an edit of one head of one block at one token at a time."""
+    """Compute each entry with one edit of one head of one block at one token."""
     model, params = model_of(shape, scanned=scanned)
     apply = partial(model.apply, {"params": params}, **more(shape))
     names = [f"block_{i}/attention/heads" for i in range(L)]
@@ -142,7 +142,7 @@ def test_attribution_is_the_slope_of_patching(scanned):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt2", "t5"])
 def test_attribution_and_patching_agree_to_first_order(shape):
-    """Of prompts whose embeddings are near, by token and head; and tables have the same axes."""
+    """Compare both tables for prompts whose embeddings are near; their axes are the same."""
     model, params = model_of(shape)
     near = jax.tree.map(np.copy, params)
     table, change = near["embed"]["tokens"], np.random.default_rng(3).standard_normal((13, D))

@@ -393,7 +393,7 @@ def test_sinusoids_match_the_formula():
 
 
 def test_sinusoids_and_rotations_are_float64_under_x64(rng):
-    """To all digits of the slides; the model's own stream stays in its dtype."""
+    """Compare all digits of the slides; the model's own stream stays in its dtype."""
     positions = np.array([0, 1, 2, 31, 100_003, 2**31 - 1, -3])
     with jax.enable_x64(True):
         table = np.asarray(pos.sinusoidal(jnp.asarray(positions), 6))

@@ -1,8 +1,7 @@
-"""What a loaded model shows of itself: attention, neighbours of words, candidates, n-best."""
+"""Check what a loaded model shows: attention, neighbours of words, candidates, n-best."""
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import replace
 
 import jax
@@ -76,7 +75,7 @@ def recurrent(**fields):
 
 @pytest.mark.slow
 def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
-    """With "dot" and the context after the cell, a score is h . m."""
+    """Compute the scores h . m, which "dot" with the context after the cell has."""
     model = recurrent(attention="dot")
     seen, source = model.attend(("bad", "feed")), LETTERS.encode("bad")[None]
     ids = [special_ids(model.tokenizer)["bos"], *LETTERS.encode("feed")]
@@ -162,19 +161,6 @@ def test_a_picture_is_narrowed_to_a_part_a_layer_and_a_head(tmp_path):
     ):
         with pytest.raises(ConfigError, match=rule):
             seen.plot(**given)
-
-
-def test_without_matplotlib_a_line_says_so(monkeypatch):
-    own = builtins.__import__
-
-    def missing(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return own(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match="needs matplotlib, which is not installed: pip install"):
-        made(1, 1, ["a"]).plot()
 
 
 def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:

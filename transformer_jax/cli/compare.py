@@ -50,7 +50,7 @@ class Compared:
 
     model: str
     parameters: int
-    """Of an n-gram, how many distinct n-grams it has counted."""
+    """How many numbers are trained; an n-gram's are the distinct n-grams that it has counted."""
     learning_rate: float | None
     order: int | None
     tokens: int
@@ -60,7 +60,7 @@ class Compared:
     bits: float
     perplexity: float
     seconds: float
-    """With compilation and evaluation, without the search."""
+    """Wall time of training, compilation and evaluation; the search is left out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,14 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rule = f"must be {' or '.join(known)}{nearest(name, known)}"
         print(f"demo: demonstration is {name!r}: {rule}", file=sys.stderr)
         return 2
-    try:
-        demonstration = importlib.import_module(f"transformer_jax.demos.{name}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        rule = "pip install matplotlib"
-        print(f"demo: a picture needs matplotlib, which is not installed: {rule}", file=sys.stderr)
-        return 2
+    demonstration = importlib.import_module(f"transformer_jax.demos.{name}")
     return run(_parser(name, demonstration), rest, lambda given: _demonstrate(demonstration, given))
 
 

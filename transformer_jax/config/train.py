@@ -101,7 +101,8 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Linear warm-up from 0; None is 100, or a tenth of the steps where that is less."""
     optimizer: Optimizer = field(default_factory=AdamW)
-    """What makes a step of a gradient: adamw, sgd, adafactor, lion, muon or schedulefree."""
+    """The optimizer, which turns a gradient into a step: adamw, sgd, adafactor, lion, muon or
+    schedulefree."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -27,7 +27,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from transformer_jax import dot_product_attention
 from transformer_jax.demos.shared import (
@@ -39,6 +39,7 @@ from transformer_jax.demos.shared import (
     print_table,
     save_picture,
 )
+from transformer_jax.programs import programs_within
 
 OPTIONS: Options = {"tokens": (4096, 32), "width": (64, 8)}
 
@@ -50,10 +51,7 @@ def products(program: Jaxpr) -> int:
     """Count a program's multiplications of matrices, those of a loop once for each step."""
     total = 0
     for equation in program.eqns:
-        inner = 0
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr)):
-            if isinstance(value, ClosedJaxpr | Jaxpr):
-                inner += products(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
+        inner = sum(map(products, programs_within(equation)))
         total += inner * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             variables: list[Any] = [*equation.invars[:2], equation.outvars[0]]

@@ -23,7 +23,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from transformer_jax import (
     Causal,
@@ -44,6 +44,7 @@ from transformer_jax.demos.shared import (
     print_table,
     save_picture,
 )
+from transformer_jax.programs import programs_within
 
 OPTIONS: Options = {"tokens": (64, 13), "window": (5, 5)}
 
@@ -56,10 +57,7 @@ def loop_steps(program: Jaxpr) -> int:
     def count(program: Jaxpr) -> int:
         total = 0
         for equation in program.eqns:
-            inner = 0
-            for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr)):
-                if isinstance(value, ClosedJaxpr | Jaxpr):
-                    inner += count(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
+            inner = sum(map(count, programs_within(equation)))
             is_loop = equation.primitive.name == "scan"
             total += equation.params["length"] * max(inner, 1) if is_loop else inner
         return total

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import ConfigError
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import marked
 
@@ -37,15 +36,12 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     """Draw the maps of each part in a grid: a row for each layer, a column for each head.
 
     A weight is a shade from white, 0, to dark blue, 1; a map that is drawn alone has the numbers in
-    it, as far as there is room. ConfigError where matplotlib is missing.
+    it, as far as there is room.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ModuleNotFoundError:
-        rule = "pip install matplotlib"
-        raise ConfigError(f"a picture needs matplotlib, which is not installed: {rule}") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
     labels, families = drawable([text for part in parts for text in (*part.rows, *part.columns)])
     figure = Figure(figsize=(1, 1), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)

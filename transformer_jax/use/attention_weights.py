@@ -69,8 +69,7 @@ class AttentionWeights:
             head: one head, from 0 on; None is all.
 
         Raises:
-            ConfigError: if these weights have no such part, layer or head, or matplotlib is not
-                installed.
+            ConfigError: if these weights have no such part, layer or head.
         """
         every: dict[str, Maps] = {}
         source = self.source_tokens or []
