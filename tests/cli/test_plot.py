@@ -5,11 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.cli.test_train import run_command
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.cli.plot import named, read_runs, table
-from transformer_jax.config import AdamW, Lion, ModelConfig, RecurrentConfig, TrainConfig
+from transformer_jax.cli.plot import draw, named, read_runs, table
+from transformer_jax.config import (
+    AdamW,
+    Lion,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    TrainConfig,
+)
 
 BASE = TrainConfig(model=ModelConfig(d_model=32, num_heads=4, max_len=16), batch_size=4)
 
@@ -64,8 +72,28 @@ def test_the_table_says_what_each_run_came_to(runs):
     assert small.split()[:3] == ["small", "30", "1,920"] and wide.split()[2] == "3,200"
     held_out = [1.5 + 3 / step + (0.3 if step > 20 else 0) for step in range(5, 31, 5)]
     assert f"{held_out[-1]:.4f}" in small and f"{min(held_out):.4f}, 20" in small
+    assert f" {np.exp(min(held_out)):.4g} " in small
     assert small.endswith("1,000  d_model 32, accumulation 1")
     assert wide.endswith("500  d_model 64, accumulation 2")
+
+
+def test_an_ngram_is_a_line_without_a_place_on_the_axis(runs, tmp_path, monkeypatch):
+    """It is counted in one step: its loss is drawn as a line, also below all the others."""
+    counted = replace(BASE, model=NgramConfig(order=3), steps=1, warmup_steps=0)
+    path = write_run(tmp_path / "counted", counted, 0, 0.0)
+    RunFolder(path).append_metrics({"step": 1, "loss": 0.5, "val_loss": 0.625})
+    curves = read_runs([*runs, path])
+    row = table(curves).splitlines()[-1]
+    assert row.split()[:3] == ["counted", "1", "-"] and f" {np.exp(0.625):.4g} " in row
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: drawn.append(figure))
+    draw(curves, "tokens", tmp_path / "runs.png")
+    (panel, *_) = drawn[0].axes
+    (line,) = [line for line in panel.lines if line.get_linestyle() == "--"]
+    assert set(line.get_ydata()) == {0.625}
+    assert panel.get_ylim()[0] < 0.625 < panel.get_ylim()[1]
+    assert any("counted" in text.get_text() and "1.868" in text.get_text() for text in panel.texts)
 
 
 @pytest.mark.parametrize(
