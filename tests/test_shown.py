@@ -157,8 +157,8 @@ MADE = {
 """How instances are made of the public classes that need arguments; large where they can be."""
 
 OF_ARRAYS = {
-    "AttentionWeights", "Batch", "History", "Proposal", "RecentTokens", "Slots", "SourceMemory",
-    "Speculation",
+    "AttentionWeights", "Batch", "HeadScores", "History", "LogitAttribution", "Proposal",
+    "RecentTokens", "Slots", "SourceMemory", "Speculation",
 }  # fmt: skip
 
 
@@ -211,6 +211,14 @@ def test_a_name_that_is_not_public_says_where_it_is_or_what_is_near(name, said):
         AttributeError, match=f"^module 'transformer_jax' has no .* '{name}'{said}$"
     ):
         getattr(tj, name)
+
+
+def test_every_public_class_has_an_instance_to_print():
+    def is_empty(parameter: inspect.Parameter) -> bool:
+        return parameter.default is parameter.empty and parameter.kind not in (2, 4)
+
+    needs = lambda kind: any(map(is_empty, inspect.signature(kind).parameters.values()))  # noqa: E731
+    assert {k.__name__ for k in public_classes() if needs(k)} <= {*MADE, *OF_ARRAYS}
 
 
 @pytest.mark.slow
