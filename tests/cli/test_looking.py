@@ -125,6 +125,9 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
     [
         ("attention --run plain", "prompt is None: the text to look at is needed"),
         ("attention --run plain --prompt a --out a.jpg", "out is 'a.jpg': must end in .png"),
+        ("attention --run plain --prompt a --out no/a.png", "out is 'no/a.png': must be a file in"),
+        ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in a folder that exists"),
+        ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
         ("attention --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
         ("attention --prompt a", "run and model: give one of them"),
         ("attention --model x --checkpoint best --prompt a", "checkpoint is 'best': needs run"),

@@ -10,10 +10,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformer_jax.cli.command import MASKS, Parser, add_model, load_either, run, say_unknown
+from transformer_jax.cli.command import (
+    MASKS,
+    Parser,
+    add_model,
+    check_picture,
+    load_either,
+    run,
+    say_unknown,
+)
 from transformer_jax.config import ConfigError
-
-SUFFIXES = ".png", ".svg", ".pdf"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(arguments: argparse.Namespace) -> None:
-    if arguments.out.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"out is {str(arguments.out)!r}: must end in {' or '.join(SUFFIXES)}")
+    check_picture(arguments.out)
     if not arguments.prompt:
         raise ConfigError(f"prompt is {arguments.prompt!r}: the text to look at is needed")
     model = load_either("attention", arguments)

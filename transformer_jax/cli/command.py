@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from transformer_jax.cli.flags import spelled
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MASKS = "[MASK]", "_"
 """How a prompt spells a token that a masked model fills."""
+
+PICTURES = ".png", ".svg", ".pdf"
+"""How the file of a picture may end."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,6 +98,14 @@ def check_either(arguments: argparse.Namespace) -> None:
     for name in ("checkpoint", "init_from"):
         if arguments.model is not None and getattr(arguments, name) is not None:
             raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs run")
+
+
+def check_picture(out: Path) -> None:
+    """Raise ConfigError unless a picture can be written to the file; before the work is done."""
+    if out.suffix.lower() not in PICTURES:
+        raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(PICTURES)}")
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"out is {str(out)!r}: must be a file in a folder that exists")
 
 
 def say_unknown(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.command import Parser, check_picture, run
 from transformer_jax.config import ConfigError, NgramConfig, TrainConfig
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
@@ -85,12 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
     parser.add_argument("--x", choices=("step", "tokens", "hours"), default="step")
-    parser.add_argument("--out", type=Path, default=Path("runs.png"), help="the picture, a PNG")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs.png"), help="the picture, .png, .svg or .pdf"
+    )
     return run(parser, argv, plot)
 
 
 def plot(arguments: argparse.Namespace) -> None:
     """Print the table and draw the picture."""
+    check_picture(arguments.out)
     curves = read_runs([Path(path) for path in arguments.runs])
     print(table(curves))
     for one in curves:
