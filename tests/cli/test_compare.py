@@ -50,6 +50,12 @@ def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_search(text, capsys):
+    out = text / "out"  # in a file
+    assert run_command(["compare", "--data", str(text), "--out", str(out), *SMALL]) == 1
+    assert capsys.readouterr() == ("", f"compare: {out}: Not a directory\n")
+
+
 @pytest.mark.parametrize("best", [0, 3, 5, len(RATES) - 1])
 def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_path):
     """Losses that fall towards one rate; NaN far above it, as of a rate that is too high."""

@@ -68,6 +68,13 @@ def test_what_is_refused_is_one_line_with_name_value_and_rule(argv, error, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path, capsys):
+    out = tmp_path / "a"
+    out.touch()
+    assert demo.main(["rotations", "--out", str(out)]) == 1
+    assert capsys.readouterr() == ("", f"demo rotations: {out}: File exists\n")
+
+
 def test_an_unknown_word_is_refused_before_the_training(tmp_path, capsys):
     argv = ["alignment", "--sentence", "je suis roi", "--out", str(tmp_path)]
     assert demo.main(argv) == 2

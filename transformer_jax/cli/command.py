@@ -101,7 +101,7 @@ def check_either(arguments: argparse.Namespace) -> None:
 
 
 def check_picture(out: Path) -> None:
-    """Raise ConfigError unless a picture can be written to the file; before the work is done."""
+    """Raise ConfigError unless the file's ending is a picture's and its folder exists."""
     if out.suffix.lower() not in PICTURES:
         raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(PICTURES)}")
     if not out.parent.is_dir() or out.is_dir():

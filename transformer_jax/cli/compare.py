@@ -106,6 +106,7 @@ def compare(arguments: argparse.Namespace) -> None:
     data = load_task(base)
     (text,) = data.documents()
     models = equal_models(data.config.model.vocab_size, arguments.d_model, arguments.context)
+    out.mkdir(parents=True, exist_ok=True)  # before the search, which takes minutes
 
     found = []
     with tempfile.TemporaryDirectory() as scratch, interrupts() as received:

@@ -71,4 +71,5 @@ def _demonstrate(demonstration: Any, arguments: argparse.Namespace) -> None:
     found.format, found.dark = arguments.format, arguments.dark
     if found.dark and found.format != "svg":
         raise ConfigError("dark needs --format svg")
+    arguments.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
     demonstration.demonstrate(found)
