@@ -81,6 +81,8 @@ class Case:
         self.suffix, self.marked = pick(SUFFIXES), self.random.random() < 0.3
         self.blank = pick([0, 0, 0.3])
         self.texts = [self.text() for _ in range(self.random.randrange(1, 30))]
+        if "\0" in "".join(self.texts)[:4]:  # U+0000 and a letter, twice: a beginning of UTF-16
+            self.texts[0] = f"word {self.texts[0]}"
         self.last = pick(["", "\n"])
         self.valid = self.encoding in ("utf-8", "utf-8-sig") and self.packing is None
 
