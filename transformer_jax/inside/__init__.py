@@ -1,8 +1,9 @@
 """Look for what a transformer has learnt: tools over `capture=` and `edit=` of `model.apply`.
 
 `lens` reads logits out of the stream and takes them apart, `edits` makes edits that ablate and
-steer, `patching` puts values of one prompt into the pass over another, `heads` scores and follows
-the weights of attention, and `gradients` attributes an output to the tokens that were read.
+steer, `patching` puts values of one prompt into the pass over another, `paths` does so along some
+paths alone, `heads` scores and follows the weights of attention, and `gradients` attributes an
+output to the tokens that were read.
 
     from transformer_jax import inside
 
@@ -20,6 +21,7 @@ from transformer_jax.inside.heads import (
 )
 from transformer_jax.inside.lens import LogitAttribution, logit_attribution, logit_lens
 from transformer_jax.inside.patching import attribution_patching, patch
+from transformer_jax.inside.paths import path_patching
 
 __all__ = [
     "HeadScores",
@@ -34,6 +36,7 @@ __all__ = [
     "logit_lens",
     "mean",
     "patch",
+    "path_patching",
     "repeated_tokens",
     "resample",
     "zero",

@@ -68,33 +68,49 @@ def patch(
     Raises:
         ValueError: if the prompts differ in shape, a name is no place, or a place has no such axis.
     """
-    names = _check("patch", model, clean, corrupted, places, each, arguments)
+    names = check_prompts("patch", model, clean, corrupted, places, each, arguments)
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)
         values = apply(clean, capture=names)[1]
-        sizes = len(names), *_sizes(values, each)
 
-        def entry(index: jax.Array) -> jax.Array:  # i32[1 + len(each)]
-            def put(number: int, name: str) -> Edit:
-                def edit(value: jax.Array) -> jax.Array:
-                    chosen = index[0] == number
-                    for i, axis in enumerate(each, 1):
-                        shape = [1] * value.ndim
-                        shape[axes_of(name, value.ndim)[axis]] = -1
-                        chosen = chosen & (jnp.arange(sizes[i]) == index[i]).reshape(shape)
-                    return jnp.where(chosen, values[name], value)
-
-                return edit
-
-            edit = {name: put(number, name) for number, name in enumerate(names)}
+        def entry(edit: dict[str, Edit]) -> jax.Array:
             return metric(apply(corrupted, edit=edit)[0])
 
-        grid = jnp.asarray(np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1))
-        found = jax.lax.map(entry, grid, batch_size=min(batch_size, len(grid)))
-        return found.reshape(*sizes, *found.shape[1:])
+        return map_entries(entry, values, each, batch_size)
 
     return jax.jit(table)(params, clean, corrupted)
+
+
+def map_entries(
+    entry: Callable[[dict[str, Edit]], jax.Array],
+    values: dict[str, jax.Array],  # of each place [B, T, ...]
+    each: Sequence[Axis],
+    batch_size: int,
+) -> jax.Array:  # [P, ...]
+    """Return what `entry` makes of each edit that puts one value in: one program for all of them.
+
+    `patch` says what `each` is, and of what shape the table.
+    """
+    sizes = len(values), *_sizes(values, each)
+
+    def one(index: jax.Array) -> jax.Array:  # i32[1 + len(each)]
+        def put(number: int, name: str) -> Edit:
+            def edit(value: jax.Array) -> jax.Array:
+                chosen = index[0] == number
+                for i, axis in enumerate(each, 1):
+                    shape = [1] * value.ndim
+                    shape[axes_of(name, value.ndim)[axis]] = -1
+                    chosen = chosen & (jnp.arange(sizes[i]) == index[i]).reshape(shape)
+                return jnp.where(chosen, values[name], value)
+
+            return edit
+
+        return entry({name: put(number, name) for number, name in enumerate(values)})
+
+    grid = jnp.asarray(np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1))
+    found = jax.lax.map(one, grid, batch_size=min(batch_size, len(grid)))
+    return found.reshape(*sizes, *found.shape[1:])
 
 
 def attribution_patching(
@@ -130,7 +146,7 @@ def attribution_patching(
     Raises:
         ValueError: if the prompts differ in shape, a name is no place, or a place has no such axis.
     """
-    names = _check("attribution_patching", model, clean, corrupted, places, each, arguments)
+    names = check_prompts("attribution_patching", model, clean, corrupted, places, each, arguments)
 
     def table(params: Params, clean: jax.Array, corrupted: jax.Array) -> jax.Array:
         apply = partial(run, model, params, arguments)
@@ -161,7 +177,7 @@ def attribution_patching(
     return jax.jit(table)(params, clean, corrupted)
 
 
-def _check(
+def check_prompts(
     tool: str,
     model: Transformer,
     clean: jax.Array,
