@@ -157,8 +157,8 @@ MADE = {
 """How instances are made of the public classes that need arguments; large where they can be."""
 
 OF_ARRAYS = {
-    "AttentionWeights", "Batch", "HeadScores", "History", "LogitAttribution", "Proposal",
-    "RecentTokens", "Slots", "SourceMemory", "Speculation",
+    "AttentionWeights", "Batch", "Circuits", "HeadScores", "History", "LogitAttribution",
+    "Proposal", "RecentTokens", "Slots", "SourceMemory", "Speculation",
 }  # fmt: skip
 
 

@@ -2,14 +2,15 @@
 
 `lens` reads logits out of the stream and takes them apart, `edits` makes edits that ablate and
 steer, `patching` puts values of one prompt into the pass over another, `paths` does so along some
-paths alone, `heads` scores and follows the weights of attention, and `gradients` attributes an
-output to the tokens that were read.
+paths alone, `heads` scores and follows the weights of attention, `circuits` has the singular values
+of what a head reads and writes, and `gradients` attributes an output to the tokens that were read.
 
     from transformer_jax import inside
 
     table = inside.patch(model, params, clean, corrupted, "block_*/residual", metric)
 """
 
+from transformer_jax.inside.circuits import Circuits, circuits
 from transformer_jax.inside.edits import add, mean, resample, zero
 from transformer_jax.inside.gradients import integrated_gradients
 from transformer_jax.inside.heads import (
@@ -24,12 +25,14 @@ from transformer_jax.inside.patching import attribution_patching, patch
 from transformer_jax.inside.paths import path_patching
 
 __all__ = [
+    "Circuits",
     "HeadScores",
     "LogitAttribution",
     "add",
     "attention_entropy",
     "attention_rollout",
     "attribution_patching",
+    "circuits",
     "head_scores",
     "integrated_gradients",
     "logit_attribution",
