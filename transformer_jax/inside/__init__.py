@@ -3,7 +3,8 @@
 `lens` reads logits out of the stream and takes them apart, `edits` makes edits that ablate and
 steer, `patching` puts values of one prompt into the pass over another, `paths` does so along some
 paths alone, `heads` scores and follows the weights of attention, `circuits` has the singular values
-of what a head reads and writes, and `gradients` attributes an output to the tokens that were read.
+of what a head reads and writes, `probes` fits linear maps that read a property out of values, and
+`gradients` attributes an output to the tokens that were read.
 
     from transformer_jax import inside
 
@@ -23,11 +24,13 @@ from transformer_jax.inside.heads import (
 from transformer_jax.inside.lens import LogitAttribution, logit_attribution, logit_lens
 from transformer_jax.inside.patching import attribution_patching, patch
 from transformer_jax.inside.paths import path_patching
+from transformer_jax.inside.probes import Probe, probe
 
 __all__ = [
     "Circuits",
     "HeadScores",
     "LogitAttribution",
+    "Probe",
     "add",
     "attention_entropy",
     "attention_rollout",
@@ -40,6 +43,7 @@ __all__ = [
     "mean",
     "patch",
     "path_patching",
+    "probe",
     "repeated_tokens",
     "resample",
     "zero",
