@@ -158,7 +158,7 @@ MADE = {
 
 OF_ARRAYS = {
     "AttentionWeights", "Batch", "Circuits", "HeadScores", "History", "LogitAttribution",
-    "Probe", "Proposal", "RecentTokens", "Slots", "SourceMemory", "Speculation",
+    "Probe", "Proposal", "RecentTokens", "Slots", "SourceMemory", "Speculation", "Translators",
 }  # fmt: skip
 
 

@@ -95,6 +95,7 @@ def test_a_map_over_layers_has_the_probe_of_each_and_noise_scores_as_the_baselin
     np.testing.assert_array_equal(mapped.baseline, alone.baseline)
 
 
+@pytest.mark.slow
 def test_shuffled_rows_are_held_out_whole():
     """Rows are all of one class each, and the last of one class alone."""
     values = jnp.repeat(jnp.eye(4)[jnp.arange(20) // 5][:, None], 3, axis=1)

@@ -12,6 +12,7 @@ mathematical framework for transformer circuits"; Wang et al. 2023 (arXiv:2211.0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -53,19 +54,37 @@ def logit_lens(
     """
     check_model("logit_lens", model, arguments, "capture")
     refuse_edits("logit_lens", model, arguments.get("edit", {}), "final_norm", "logits")
-    depth = model.config.decoder_layers
-    names = ("embedding", *(f"block_{i}/residual" for i in range(depth)))
-    captured = run(model, params, arguments, tokens, capture=names)[1]
-    streams = jnp.concatenate([captured[name] for name in names], axis=1)  # [B, (L + 1) * T, D]
+    return read_out(model, params, streams_of(model, params, arguments, tokens))
 
-    def read_out(model: Transformer, x: jax.Array) -> jax.Array:
+
+def streams_of(
+    model: Transformer,
+    params: Params,
+    arguments: Mapping[str, Any],
+    tokens: jax.Array,  # i32[B, T]
+) -> jax.Array:  # [B, L + 1, T, D]
+    """Return the embedding and what each block hands on."""
+    names = ("embedding", *(f"block_{i}/residual" for i in range(model.config.decoder_layers)))
+    captured = run(model, params, arguments, tokens, capture=names)[1]
+    return jnp.stack([captured[name] for name in names], axis=1)
+
+
+def read_out(
+    model: Transformer,
+    params: Params,
+    streams: jax.Array,  # [B, L, T, D]
+) -> jax.Array:  # f32[B, L, T, V]
+    """Return the logits of streams as the model has them of its last one."""
+
+    def of_rows(model: Transformer, x: jax.Array) -> jax.Array:  # [B, n, D] -> f32[B, n, V]
         stack = model.encoder if isinstance(model, Encoder) else model.decoder
         x = x if model.config.norm_order == "post" else stack.norm(x)
         return model._logits(x) if isinstance(model, Encoder) else model.embed.logits(x)
 
-    logits = model.apply({"params": params}, streams, method=read_out)
+    B, L, T, D = streams.shape
+    logits = model.apply({"params": params}, streams.reshape(B, L * T, D), method=of_rows)
     assert isinstance(logits, jax.Array)
-    return logits.reshape(len(tokens), depth + 1, -1, logits.shape[-1])
+    return logits.reshape(B, L, T, -1)
 
 
 @short_repr
