@@ -1,0 +1,58 @@
+"""Take the flags of an experiment, print its figures beside what the paper says, and train."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.timing import environment
+from transformer_jax.demos.shared import print_table
+
+Row = tuple[str, str, Sequence[float]]
+"""A quantity, what the paper says of it, and its figure for each seed."""
+
+
+def read_arguments(
+    text: str | None, argv: Sequence[str] | None, **sizes: int
+) -> argparse.Namespace:
+    """Parse --seeds, --out and a flag for each of the sizes, with its default.
+
+    `seeds` becomes the range of them, and `started` is when the flags were read.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"seeds": 3} | sizes
+    for name, default in sizes.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--out", type=Path, help="folder of the picture; without it none is drawn")
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
+    arguments = parser.parse_args(argv)
+    for name in sizes:
+        if getattr(arguments, name) < 1:
+            parser.error(f"{name} is {getattr(arguments, name)}: must be positive")
+    arguments.dark, arguments.started = False, time.perf_counter()
+    arguments.seeds = range(arguments.seeds)
+    return arguments
+
+
+def print_figures(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print rows with the figure of each seed and the spread, largest less smallest."""
+    table = [
+        [name, claim, *(f"{x:.3g}" for x in found), f"{np.ptp(np.asarray(found)):.2g}"]
+        for name, claim, found in rows
+    ]
+    seeds = [f"seed {seed}" for seed in arguments.seeds]
+    print_table(["figure", "the paper says", *seeds, "spread"], table)
+    where = environment()
+    versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("jax", "flax", "optax"))
+    seconds = time.perf_counter() - arguments.started
+    print(
+        f"\n{versions}, {where['device']} with {where['cores']} cores, {where['time'][:10]}", end=""
+    )
+    print(f", {seconds:.0f} s, load {where['load']:.1f}")
