@@ -4,8 +4,10 @@ import gc
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from contextlib import contextmanager
 from functools import partial
+from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TRANSFORMER_JAX_CACHE"] = "0"  # commands of tests compile their own programs
@@ -106,6 +108,18 @@ def usual_compilation():
         jax.clear_caches()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", type=part, help="of the slow tests one part: 2/3 is the second third")
+
+
+def part(text):
+    """Return (which, of how many) of "2/3"."""
+    found = re.fullmatch(r"([1-9])/([1-9])", text)
+    if found is None or found[1] > found[2]:
+        raise ArgumentTypeError(f"part is {text!r}: must be I/N with I from 1 to N, such as 2/3")
+    return int(found[1]), int(found[2])
+
+
 def pytest_collection_modifyitems(config, items):
     """Mark as slow or long what `slow_except` and `long_except` do not name; what is long is slow.
 
@@ -139,6 +153,14 @@ def pytest_collection_modifyitems(config, items):
     wrong = [f"{where}: {kind} names {left}" for (where, kind), left in unused.items() if left]
     if wrong and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("no such tests: " + "; ".join(wrong))
+    if config.option.part is not None:
+        which, parts = config.option.part
+
+        def is_left_out(item):
+            return item.get_closest_marker("slow") and crc32(item.nodeid.encode()) % parts != which - 1
+
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+        items[:] = [item for item in items if not is_left_out(item)]
 
 
 def nearest(item, kind):
