@@ -109,7 +109,9 @@ def usual_compilation():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", type=part, help="of the slow tests one part: 2/3 is the second third")
+    parser.addoption(
+        "--part", type=part, help="of the slow tests one part: 2/3 is the second third"
+    )
 
 
 def part(text):
@@ -157,7 +159,9 @@ def pytest_collection_modifyitems(config, items):
         which, parts = config.option.part
 
         def is_left_out(item):
-            return item.get_closest_marker("slow") and crc32(item.nodeid.encode()) % parts != which - 1
+            return (
+                item.get_closest_marker("slow") and crc32(item.nodeid.encode()) % parts != which - 1
+            )
 
         config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
         items[:] = [item for item in items if not is_left_out(item)]

@@ -79,8 +79,11 @@ def check_key(name: str, key: object) -> None:
         raise ValueError(f"{name} is {key.dtype}{tuple(key.shape)}: {rule}")
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless this is an integer of at least `least`; an export's open size is."""
+def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless this is an integer from `least` to `most`; an export's open size is.
+
+    What counts tokens is at most INT32.max, the largest position.
+    """
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -88,6 +91,8 @@ def check_count(name: str, value: int, least: int) -> None:
         if isinstance(value, jax.Array | np.ndarray) and value.ndim:
             given = f"{value.dtype}{list(value.shape)}"
         raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} is {value}: must be at most {most}")
 
 
 def as_number(name: str, value: float | jax.Array) -> float:

@@ -505,6 +505,10 @@ def test_mask_is_an_argument_of_jit_without_recompiling():
 
 BAD = [
     (lambda: Window(-1), "-1"),
+    (lambda: Window(True), "left is True: must be an integer of 0 or more"),
+    (lambda: Window(jnp.float32(3)), r"left is Array\(3., .*: must be an integer of 0 or more"),
+    (lambda: Window(None, np.array([3])), r"right is array\(\[3\]\): must be an integer"),
+    (lambda: jax.jit(Window)(3), r"left is JitTracer\(.*int32.*: must be an integer of 0 or more"),
     (lambda: Window(2, -3), "-3"),
     (lambda: Window(2.5), "2.5"),
     (lambda: Window(None, None), "None"),

@@ -268,6 +268,15 @@ def test_the_cache_keeps_its_dtypes(rng, dtype):
     np.testing.assert_array_equal(keys[:, 5:], jnp.asarray(k).astype(dtype))
 
 
+def test_a_list_is_no_array_of_keys():
+    shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
+    arrays = {n: np.zeros(s, int if n == "positions" else None) for n, s in shapes.items()}
+    for name, rule in (("k", "K, H"), ("v", "K, Hv"), ("positions", "B, T")):
+        given = arrays | {name: arrays[name].tolist()}
+        with pytest.raises(ValueError, match=rf"{name} is a list: must be an array .*{rule}\]"):
+            kv.update(init(2, 5), **given)
+
+
 @pytest.mark.slow_except(
     "k-{'k': (2, 3, 3)}",
     "k-{'k': (2, 3, 3, 3)}",

@@ -740,6 +740,7 @@ REFUSED = [
     (r"num_beams is 0: must be an integer of at least 1", dict(num_beams=0)),
     (r"num_beams is 2.0", dict(num_beams=2.0)),
     (r"num_tokens is 0", dict(num_tokens=0)),
+    (r"num_tokens is 2147483648: must be at most 2147483647", dict(num_tokens=2**31)),
     (r"num_results is 0", dict(num_results=0)),
     (r"num_results is 5: must be at most num_beams, 4", dict(num_results=5)),
     (r"groups is 0", dict(groups=0)),

@@ -450,6 +450,7 @@ def test_bad_arguments_are_refused_before_compiling(rope):
     for rule, change in (
         (r"stop have -1: must be token ids", dict(stop=-1)),
         (r"stop have 2\.5", dict(stop=[2.5])),
+        (r"num_tokens is 2147483648: must be at most 2147483647", dict(num_tokens=2**31)),
         (r"stop is 31: must be in 0\.\.30", dict(stop=[3, VOCAB])),
         (r"limits are float64\[3\]: must be integers \[3\]", dict(limits=[1.0, 2.0, 3.0])),
         (r"limits are int64\[2\]", dict(limits=[1, 2])),
@@ -463,7 +464,13 @@ def test_bad_arguments_are_refused_before_compiling(rope):
             if hasattr(step, "attend"):
                 continue
         with pytest.raises(ValueError, match=rule):
-            generate(step, parameters(ROPE), prompts(), state, num_tokens=NEW, **change)
+            generate(step, parameters(ROPE), prompts(), state, **dict(num_tokens=NEW) | change)
+
+    def until(token):
+        return generate(step, parameters(ROPE), prompts(), state, num_tokens=NEW, stop=token)
+
+    with pytest.raises(ValueError, match=r"stop is JitTracer\(.*: must be a known token id"):
+        jax.jit(until)(3)
     assert [call for call in step.calls if call != (3, 1)] == []
 
 

@@ -134,9 +134,13 @@ class Window(_Ours):
             value = getattr(self, name)
             if value is None:
                 continue
-            if not hasattr(value, "__index__") or operator.index(value) < 0:
+            try:
+                number = -1 if isinstance(value, bool) else operator.index(value)
+            except TypeError:  # a float, several numbers, or one that is not known yet
+                number = -1
+            if number < 0:
                 raise ValueError(f"Window: {name} is {value!r}: must be an integer of 0 or more")
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, number)
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         if self.left is not None and self.right is not None and self.left + self.right < 2:

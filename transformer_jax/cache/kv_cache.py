@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import as_int32, check_count
+from transformer_jax.checks import as_int32, check_array, check_count
 from transformer_jax.kernels.caches import dequantise as dequantise
 from transformer_jax.pytree import Tree, exportable
 from transformer_jax.sharding import by_compiler, split
@@ -316,6 +316,9 @@ def check_update(
 ) -> None:
     """Raise ValueError where new tokens are not of these sizes."""
     rows, heads, dim, value_dim = sizes
+    check_array("k", k, "[B, T, K, H]")
+    check_array("v", v, "[B, T, K, Hv]")
+    check_array("positions", positions, "i32[B, T]")
     tokens = k.shape[1] if k.ndim == 4 else -1
     for name, array, expected in (
         ("k", k, (rows, tokens, heads, dim)),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import as_int32, check_count, check_key
+from transformer_jax.checks import INT32, as_int32, check_count, check_key
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.logit_processors import (
     HistoryProcessor,
@@ -96,7 +96,7 @@ def check_arguments(
     """
     name, step = type(step).__name__, as_step(step)
     check_given(params, state)
-    check_count("num_tokens", num_tokens, 1)
+    check_count("num_tokens", num_tokens, 1, INT32.max)
     if chunk is not None:
         check_count("chunk", chunk, 1)
     if attention and not step.offers("attend"):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count, check_finite
+from transformer_jax.checks import INT32, check_count, check_finite
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     PerRow,
@@ -516,7 +516,7 @@ def _check_options(
     counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
     counts["groups"] = groups
     for name, value in counts.items():
-        check_count(name, value, 1)
+        check_count(name, value, 1, INT32.max)
     if num_results > num_beams:
         raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
     if num_beams % groups:

@@ -398,6 +398,8 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
 def as_tuple(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
     """Return one token id, also as an array without axes, or several of them as a tuple."""
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
+        if isinstance(ids, jax.core.Tracer):
+            raise ValueError(f"{name} is {ids!r}: must be a known token id")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
         raise ValueError(f"{name} is {ids!r}: must be a token id or several")

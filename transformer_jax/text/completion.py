@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.batch_rows import fork
@@ -149,10 +149,9 @@ def samples(
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
     """
-    if count < 1:
-        raise ValueError(f"count is {count}: must be at least 1")
+    check_count("count", count, 1)
     stop = check_stop_strings(stop)
-    check_count("num_tokens", num_tokens, 1)
+    check_count("num_tokens", num_tokens, 1, INT32.max)
     step: Any = _step(config)
     read: Any = _known_prompt(config, tokenizer, prompt)[None]
     empty = init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Never, Unpack, overload
 import jax
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor
@@ -333,7 +333,7 @@ class LanguageModel(Writer):
             ValueError: if an argument is wrong, or no token fits after the prompt.
         """
         if num_tokens is not None:
-            check_count("num_tokens", num_tokens, 1)
+            check_count("num_tokens", num_tokens, 1, INT32.max)
         if not isinstance(prompt, str | np.ndarray):
             raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
         of_chat = self.kind == "chat" and not isinstance(prompt, str)
