@@ -1,11 +1,11 @@
 """Look for what a transformer has learnt: tools over `capture=` and `edit=` of `model.apply`.
 
 `lens` reads logits out of the stream and takes them apart, `tuned_lens` does so through trained
-translators, `edits` makes edits that ablate and steer, `patching` puts values of one prompt into
-the pass over another, `paths` does so along some paths alone, `heads` scores and follows the
-weights of attention, `circuits` has the singular values of what a head reads and writes, `probes`
-fits linear maps that read a property out of values, and `gradients` attributes an output to the
-tokens that were read.
+translators, `edits` makes edits that ablate and steer, and `steering` vectors for them, `patching`
+puts values of one prompt into the pass over another, `paths` does so along some paths alone,
+`heads` scores and follows the weights of attention, `circuits` has the singular values of what a
+head reads and writes, `probes` fits linear maps that read a property out of values, and `gradients`
+attributes an output to the tokens that were read.
 
     from transformer_jax import inside
 
@@ -26,6 +26,7 @@ from transformer_jax.inside.lens import LogitAttribution, logit_attribution, log
 from transformer_jax.inside.patching import attribution_patching, patch
 from transformer_jax.inside.paths import path_patching
 from transformer_jax.inside.probes import Probe, probe
+from transformer_jax.inside.steering import steering_vector
 from transformer_jax.inside.tuned_lens import (
     Translators,
     fit_tuned_lens,
@@ -56,6 +57,7 @@ __all__ = [
     "probe",
     "repeated_tokens",
     "resample",
+    "steering_vector",
     "tuned_lens",
     "zero",
 ]

@@ -30,6 +30,7 @@ from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.recent_tokens import RecentTokens, init_recent_tokens
 from transformer_jax.models.recurrent import (
     RecurrentLM,
@@ -285,6 +286,7 @@ def init_decode_state(
     source: Array | None = None,  # i32[B, S], or what the config's inputs describe
     source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> DecodeState:
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
 
@@ -301,6 +303,8 @@ def init_decode_state(
         source: i32[B, S], or what the config's inputs describe, of a model that reads one.
         source_valid: bool[B, S], False is padding; None has none.
         dtype: of a cache's keys and values; None is the compute dtype.
+        edit: functions by the names of the places of the source's encoder, "encoder/...", which
+            change the values there; those of the decoder are `make_step`'s.
 
     Raises:
         ValueError: if a source is missing, or given to a model that reads none, the model writes no
@@ -309,6 +313,9 @@ def init_decode_state(
     _check_config(config)
     reads = _check_state_arguments(config, batch, source, source_valid, dtype)
     if not reads:
+        if edit:
+            rule = "no source is read here; make_step(model, edit=...) edits what reads the tokens"
+            raise ValueError(f"edit has {next(iter(edit))!r}: {rule}")
         if isinstance(config, ModelConfig):
             return init_cache(config, batch, capacity, dtype)
         if isinstance(config, RecurrentConfig):
@@ -317,7 +324,7 @@ def init_decode_state(
     model: Any = build(config)
     state: DecodeState
     if isinstance(config, RecurrentConfig):
-        given: dict[str, Any] = dict(valid=source_valid)
+        given: dict[str, Any] = dict(valid=source_valid, edit=edit)
         state = model.apply({"params": params}, source, **given, method="init_state")
         return state
     positions = None
@@ -326,7 +333,7 @@ def init_decode_state(
         rows = source if source.ndim == 2 else source[:, :, 0]  # a frame has one place
         valid = check_valid("source", rows, source_valid)
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
-    given = dict(capacity=capacity, dtype=dtype, positions=positions)
+    given = dict(capacity=capacity, dtype=dtype, positions=positions, edit=edit)
     state = model.apply({"params": params}, source, **given, method="init_cache")
     return state
 

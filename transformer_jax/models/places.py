@@ -157,6 +157,15 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
+def split_edit(config: Config, edit: Mapping[str, Edit]) -> tuple[dict[str, Edit], dict[str, Edit]]:
+    """Return the edits of the encoder that reads a source, and all others: for `make_step`."""
+    if not edit:
+        return {}, {}
+    named = Places.of(config, (), edit).edit
+    parts = [{name: f for name, f in named if name.startswith("encoder/") == of} for of in (1, 0)]
+    return parts[0], parts[1]
+
+
 @short_repr
 @jax.tree_util.register_static
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ be the beginning of a stop string.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_decode_state
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -71,6 +72,7 @@ def complete(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> Iterator[str]:
     """Yield the text after a prompt, a piece at a time.
 
@@ -91,12 +93,16 @@ def complete(
         stop: a text, or several, before the first of which the result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
     history = _known_prompt(config, tokenizer, prompt)
     sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
-    ids = _ids(config, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype)
+    step = _step(config, edit)
+    ids = _ids(
+        config, step, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype
+    )
     return pieces(tokenizer, ids, stop, stop_ids)
 
 
@@ -105,10 +111,10 @@ def longest_text(config: AnyModelConfig) -> int:
     return config.max_len if isinstance(config, ModelConfig) else 2**30
 
 
-def _step(config: AnyModelConfig) -> Any:
+def _step(config: AnyModelConfig, edit: Mapping[str, Edit]) -> Any:
     """Return the step of a model that writes tokens."""
     model: Any = build(config)  # one that writes: `make_step` refuses the others
-    return make_step(model)
+    return make_step(model, edit=edit)
 
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
@@ -130,6 +136,7 @@ def samples(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[str]:
     """Draw several texts after one prompt, which is read once and forked.
 
@@ -148,11 +155,12 @@ def samples(
         stop: a text, or several, before the first of which a result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     check_count("count", count, 1)
     stop = check_stop_strings(stop)
     check_count("num_tokens", num_tokens, 1, INT32.max)
-    step: Any = _step(config)
+    step: Any = _step(config, edit)
     read: Any = _known_prompt(config, tokenizer, prompt)[None]
     empty = init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype)
     columns = read.shape[1]
@@ -186,6 +194,7 @@ def search(
     processors: Sequence[HistoryProcessor] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[tuple[float, str]]:
     """Return the best texts of a beam search, and their scores.
 
@@ -201,9 +210,10 @@ def search(
         processors: change the logits by the text so far.
         stop_ids: tokens that end a text.
         cache_dtype: of keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     found = beam_search(
-        _step(config),
+        _step(config, edit),
         params,
         jnp.asarray(_known_prompt(config, tokenizer, prompt)[None]),
         init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
@@ -240,6 +250,7 @@ def look_up(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> tuple[str, Speculation]:
     """Write a text by speculative decoding, which proposes what followed the same words before.
 
@@ -256,6 +267,7 @@ def look_up(
         stop: a text, or several, before the first of which the result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     stop = check_stop_strings(stop)
     space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=cache_dtype)
@@ -264,7 +276,7 @@ def look_up(
     elif config.window is not None:
         space["slack"] = num_draft
     out = speculate(
-        _step(config),
+        _step(config, edit),
         params,
         jnp.asarray(_known_prompt(config, tokenizer, prompt)[None]),
         init_cache(config, **space),
@@ -294,6 +306,7 @@ def answer(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of a prompt and the text after it, as each is done.
 
@@ -314,6 +327,7 @@ def answer(
         stop: a text, or several, before the first of which a result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     stop = check_stop_strings(stop)
     read = [_known_prompt(config, tokenizer, prompt) for prompt in prompts]
@@ -322,7 +336,7 @@ def answer(
         for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
     ]
     done = serve(
-        _step(config),
+        _step(config, edit),
         params,
         requests,
         init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
@@ -411,6 +425,7 @@ def _first_prompt(tokenizer: Tokenizer) -> str:
 
 def _ids(
     config: AnyModelConfig,
+    step: Any,
     params: Params,
     history: np.ndarray,  # i32[P]
     num_tokens: int,
@@ -421,7 +436,7 @@ def _ids(
     cache_dtype: jax.typing.DTypeLike | None,
 ) -> Iterator[int]:
     """Yield token after token; where the text outgrows max_len, read its last half anew."""
-    step, length = _step(config), longest_text(config)
+    length = longest_text(config)
     part, written, given = 0, 0, len(history)
     while num_tokens > 0:
         read = history if len(history) <= length else history[-max(1, length // 2) :]

@@ -6,7 +6,7 @@ forced upon it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.encoder_decoder import EncoderDecoder
+from transformer_jax.models.places import NO_EDIT, Edit, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import (
@@ -50,6 +51,7 @@ def translate(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[str]:
     """Draw targets of one source.
 
@@ -67,12 +69,15 @@ def translate(
         stop: a text, or several, before the first of which a result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of the target's keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
     stop = check_stop_strings(stop)
-    state = _read(config, params, source, num_tokens, cache_dtype)
+    of_source, of_target = split_edit(config, edit)
+    state = _read(config, params, source, num_tokens, cache_dtype, of_source)
     known = known_ids(config, tokenizer)
     out = generate(
-        make_step(EncoderDecoder(config)), params, jnp.full((count, 1), start, jnp.int32),
+        make_step(EncoderDecoder(config), edit=of_target), params,
+        jnp.full((count, 1), start, jnp.int32),
         fork(state, count), num_tokens=num_tokens,
         sampler=Sample(*known, *sampler.processors), key=key,
         processors=processors, stop=stop_ids,
@@ -94,6 +99,7 @@ def search_translations(
     processors: Sequence[HistoryProcessor] = (),
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[tuple[float, str]]:
     """Return the best targets that beam search finds, and their scores.
 
@@ -110,12 +116,14 @@ def search_translations(
         processors: change the logits by the target so far.
         stop_ids: tokens that end a target.
         cache_dtype: of the target's keys and values; None is the compute dtype.
+        edit: functions by the names of places, which change the values there.
     """
+    of_source, of_target = split_edit(config, edit)
     found = beam_search(
-        make_step(EncoderDecoder(config)),
+        make_step(EncoderDecoder(config), edit=of_target),
         params,
         jnp.full((1, 1), start, jnp.int32),
-        _read(config, params, source, num_tokens, cache_dtype),
+        _read(config, params, source, num_tokens, cache_dtype, of_source),
         num_tokens=num_tokens,
         num_beams=beams,
         num_results=results,
@@ -133,15 +141,16 @@ def search_translations(
     ]
 
 
-@program(static=("config", "capacity", "dtype"))
+@program(static=("config", "capacity", "dtype", "edit"))
 def _state(
     config: ModelConfig,
     params: Params,
     source: jax.Array,  # i32[1, S]
     capacity: int,
     dtype: jax.typing.DTypeLike | None,
+    edit: tuple[tuple[str, Edit], ...],
 ) -> ModelCache:
-    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype)
+    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, edit=dict(edit))
     model: Any = EncoderDecoder(config)
     found: ModelCache = model.apply({"params": params}, source, method="init_cache", **arguments)
     return found
@@ -153,6 +162,7 @@ def _read(
     source: np.ndarray,  # i32[S]
     num_tokens: int,
     dtype: jax.typing.DTypeLike | None,
+    edit: Mapping[str, Edit],
 ) -> ModelCache:
     """Return the decoder's state after reading one source, with room for `num_tokens`."""
     if not len(source):
@@ -162,7 +172,7 @@ def _read(
     if wrong := [int(i) for i in source if not 0 <= i < config.encoder_vocab_size]:
         rule = f"the model has {config.encoder_vocab_size}"
         raise ValueError(f"the source has id {wrong[0]}: {rule}")
-    return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype)
+    return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype, tuple(edit.items()))
 
 
 def _text(

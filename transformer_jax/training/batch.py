@@ -21,6 +21,7 @@ from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.kernels import platform
 from transformer_jax.models.factory import build
+from transformer_jax.models.places import Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
@@ -70,7 +71,11 @@ def as_given(batch: Batch) -> Batch:
     return batch
 
 
-def _reading(config: AnyModelConfig) -> Callable[..., Any]:
+Edits = tuple[tuple[str, Edit], ...]
+"""Functions by the names of places, in a form that can be a static argument."""
+
+
+def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
     """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
     model = build(config)
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
@@ -94,18 +99,21 @@ def _reading(config: AnyModelConfig) -> Callable[..., Any]:
             given["mask"] = Causal() | Padding(batch.prefix)
         if shape == "encoder-decoder":
             given |= {"source": batch.source, **padding("source_", batch.source_valid)}
+        if edit:
+            given["edit"] = dict(edit)
         return model.apply({"params": params}, batch.tokens, method=method, **given)
 
     return read
 
 
-def batch_logits(config: AnyModelConfig) -> Callable[..., jax.Array]:
+def batch_logits(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., jax.Array]:
     """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
 
     A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
-    encoder reads a row in both directions; an encoder-decoder reads the source besides.
+    encoder reads a row in both directions; an encoder-decoder reads the source besides. `edit`
+    changes the values of places on the way.
     """
-    read = _reading(config)
+    read = _reading(config, edit)
 
     def logits(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:
         if batch.labels.ndim == 1:
@@ -240,11 +248,13 @@ def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[...
     return scores
 
 
-@program(static=("config",))
-def token_nats(config: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[B, T]
+@program(static=("config", "edit"))
+def token_nats(
+    config: AnyModelConfig, params: Params, batch: Batch, edit: Edits
+) -> jax.Array:  # f32[B, T]
     """Return -log p of each label [B, T]; 0 of one that does not count."""
     labels = batch.labels
-    if isinstance(config, ModelConfig):
+    if isinstance(config, ModelConfig) and not edit:
         x, table, bias = _reading(config)("output_layer", params, batch, None)
         rows, length = labels.shape
         size = chosen_chunk(rows, length, config.vocab_size)
@@ -252,7 +262,7 @@ def token_nats(config: AnyModelConfig, params: Params, batch: Batch) -> jax.Arra
             x, table, labels, chunk_size=size, softcap=config.logit_softcap, logit_bias=bias,
             ignore_label=IGNORE,
         )  # fmt: skip
-    found = jax.nn.log_softmax(batch_logits(config)(params, batch, None).astype(jnp.float32))
+    found = jax.nn.log_softmax(batch_logits(config, edit)(params, batch, None).astype(jnp.float32))
     picked = jnp.where(labels == IGNORE, 0, labels)[..., None]
     nats = -jnp.take_along_axis(found, picked, axis=-1)[..., 0]
     return jnp.where(labels == IGNORE, 0.0, nats)

@@ -9,7 +9,7 @@ What a model does with a text follows from what it was trained for (`kind`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Never, Unpack, overload
 
@@ -21,6 +21,7 @@ from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.text import completion
 from transformer_jax.text.text_model import (
@@ -152,6 +153,7 @@ class LanguageModel(Writer):
         samples: int | None = None,
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
         **unknown: Never,
     ) -> Written:
         """Return the text that follows a prompt, or the target of a source, or masks filled.
@@ -173,6 +175,9 @@ class LanguageModel(Writer):
             samples: draw so many texts of one prompt, and return a list; None draws one.
             slots: how many texts of a list are written at a time.
             cache_dtype: of the keys and values that are kept; None is the compute dtype.
+            edit: functions by the names of places in the model (`transformer_jax.places`), which
+                change the values there, as `transformer_jax.inside` makes them. A function gets the
+                tokens of the prompt, then each new one by itself.
 
         Returns:
             A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
@@ -188,7 +193,7 @@ class LanguageModel(Writer):
             raise ConfigError(f"generate: {self.instead()}")
         counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(texts) if is_list else None)
-        drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
+        drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
         given: dict[str, object] = dict(
@@ -199,13 +204,13 @@ class LanguageModel(Writer):
             given |= {"key": None if key is None else "a key"}
             self._refuse(given, "each mask is filled with its likeliest token")
             run = self._masked_run()
-            filled = [fill_masks(run, self.tokenizers, self.params, text) for text in texts]
+            filled = [fill_masks(run, self.tokenizers, self.params, text, edit) for text in texts]
             return as_given(filled, is_list, stream)
         if self.kind == "targets" and self.model.run is not None:
             self._refuse(given | {"samples": samples}, "it takes the likeliest tokens, or beams")
             found = answer_sources(
                 self.model.run, self.tokenizers, self.params, texts, beams=beams or 1,
-                num_tokens=num_tokens,
+                num_tokens=num_tokens, edit=edit,
             )  # fmt: skip
             cut = [completion.cut_at_stop(text, stop) for text in found]
             return as_given(cut, is_list, stream)
@@ -216,7 +221,7 @@ class LanguageModel(Writer):
             )
             best = [
                 self.search(text, num_tokens, beams=beams, processors=processors,
-                            cache_dtype=cache_dtype)[0][1]
+                            cache_dtype=cache_dtype, edit=edit)[0][1]
                 for text in texts
             ]  # fmt: skip
             return as_given(best, is_list, stream)
@@ -258,6 +263,7 @@ class LanguageModel(Writer):
         samples: int | None = None,
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
         **unknown: Never,
     ) -> Written:
         """Return the assistant's answer to messages, as the model was trained to read them.
@@ -274,6 +280,9 @@ class LanguageModel(Writer):
             samples: draw so many answers to one conversation, and return a list; None draws one.
             slots: how many answers of a list are written at a time.
             cache_dtype: of the keys and values that are kept; None is the compute dtype.
+            edit: functions by the names of places in the model (`transformer_jax.places`), which
+                change the values there, as `transformer_jax.inside` makes them. A function gets the
+                tokens of the prompt, then each new one by itself.
 
         Returns:
             A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
@@ -290,7 +299,7 @@ class LanguageModel(Writer):
         talks: Sequence[Any] = messages if many else [messages]  # asked one by one, below
         counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(talks) if many else None)
-        drawn = self._drawn(sampler, key, processors, cache_dtype, samples)
+        drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
             if len(prompt) > (length := completion.longest_text(self.config)):
@@ -311,6 +320,7 @@ class LanguageModel(Writer):
         length_penalty: float | None = None,
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> list[tuple[float, str]]:
         """Return the best texts that a beam search finds after a prompt, with their scores.
 
@@ -324,6 +334,9 @@ class LanguageModel(Writer):
                 and of a run on pairs 1, by which its task judges.
             processors: what changes the logits before tokens are compared; not of a run on pairs.
             cache_dtype: of the keys and values that are kept; None is the compute dtype.
+            edit: functions by the names of places in the model (`transformer_jax.places`), which
+                change the values there, as `transformer_jax.inside` makes them. A function gets the
+                tokens of the prompt, then each new one by itself.
 
         Returns:
             Pairs of a score and a text, best first.
@@ -345,11 +358,11 @@ class LanguageModel(Writer):
             return search_targets(
                 self.model.run, self.tokenizers, self.params, str(prompt), beams=beams,
                 results=results, num_tokens=num_tokens,
-                length_penalty=1.0 if length_penalty is None else length_penalty,
+                length_penalty=1.0 if length_penalty is None else length_penalty, edit=edit,
             )  # fmt: skip
         given: dict[str, Any] = dict(
             beams=beams, results=results, length_penalty=length_penalty or 0.0,
-            cache_dtype=cache_dtype, stop_ids=self.model.stop_ids,
+            cache_dtype=cache_dtype, stop_ids=self.model.stop_ids, edit=edit,
         )  # fmt: skip
         own = (*self.model.processors, *completion.check_processors(processors))
         if self.kind == "targets":
@@ -369,16 +382,20 @@ class LanguageModel(Writer):
         )
 
     @overload
-    def score(self, text: Scored, *, stride: int | None = None) -> Score: ...
+    def score(
+        self, text: Scored, *, stride: int | None = None, edit: Mapping[str, Edit] = ...
+    ) -> Score: ...
     @overload
     def score(
-        self, text: list[str] | list[tuple[str, str]], *, stride: int | None = None
-    ) -> list[Score]: ...
+        self, text: list[str] | list[tuple[str, str]], *, stride: int | None = None,
+        edit: Mapping[str, Edit] = ...,
+    ) -> list[Score]: ...  # fmt: skip
     def score(
         self,
         text: Scored | list[str] | list[tuple[str, str]],
         *,
         stride: int | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
         **unknown: Never,
     ) -> Score | list[Score]:
         """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
@@ -392,6 +409,8 @@ class LanguageModel(Writer):
             stride: a longer text than `max_len` is read in windows that begin so many tokens after
                 one another, from 1 to max_len; a token counts once, in the first window that has
                 it, where at least max_len - stride tokens are before it. None is max_len / 2.
+            edit: functions by the names of places, which change the values there, as in `generate`;
+                they get all tokens of a window at once.
 
         Raises:
             ConfigError: if the model gives no probability of a text, as a masked one.
@@ -404,7 +423,7 @@ class LanguageModel(Writer):
         if isinstance(text, list) and not text:
             raise ValueError("text is an empty list: must have a text")
         if isinstance(text, list) and isinstance(text[0], str | tuple):
-            return [self.score(one, stride=stride) for one in text]
+            return [self.score(one, stride=stride, edit=edit) for one in text]
         if self.kind == "masks":
             rule = (
                 "a masked model has no probability of a text; its pseudo-likelihood, of each token "
@@ -413,7 +432,7 @@ class LanguageModel(Writer):
             raise ConfigError(f"score: {rule}")
         if self.kind in ("labels", "signals", "vectors"):
             raise ConfigError(f"score: {self.instead()}")
-        return score_text(self, text, stride)  # type: ignore[arg-type]
+        return score_text(self, text, stride, edit)  # type: ignore[arg-type]
 
     def attend(self, text: str | tuple[str, str]) -> AttentionWeights:
         """Return the attention weights of every layer and head, with the tokens as labels.
@@ -470,12 +489,15 @@ class LanguageModel(Writer):
         away, added = ([one] if isinstance(one, str) else list(one) for one in (minus, plus))
         return nearest_words(self, word, away, added, count)
 
-    def candidates(self, text: str, *, count: int = 5) -> list[list[tuple[str, float]]]:
+    def candidates(
+        self, text: str, *, count: int = 5, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> list[list[tuple[str, float]]]:
         """Return for each `[MASK]` (or `_`) of a text its likeliest tokens and their probabilities.
 
         Args:
             text: a text with masks.
             count: how many tokens are returned for each mask, at least 1.
+            edit: functions by the names of places, which change the values there.
 
         Returns:
             For each mask pairs of a token's text and p = softmax(logits) over all tokens of the
@@ -488,7 +510,7 @@ class LanguageModel(Writer):
         if self.kind != "masks":
             raise ConfigError(f"candidates: {self.instead()}")
         check_count("count", count, 1)
-        return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count)
+        return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count, edit)
 
     @overload
     def classify(self, text: str) -> tuple[str, float]: ...

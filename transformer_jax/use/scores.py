@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -13,6 +13,7 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
+from transformer_jax.models.places import Edit
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
@@ -69,18 +70,18 @@ class Score:
         return f"Score({said}, {rest})"
 
 
-def score_text(model: Reader, text: Scored, stride: int | None) -> Score:
+def score_text(model: Reader, text: Scored, stride: int | None, edit: Mapping[str, Edit]) -> Score:
     """Return the score of what `LanguageModel.score` takes."""
     if model.kind == "targets":
-        return _score_pair(model, text, stride)
+        return _score_pair(model, text, stride, edit)
     if isinstance(text, str) and model.kind == "text":
-        return _score_plain(model, text, stride)
+        return _score_plain(model, text, stride, edit)
     turn, said = _turn(model, text)
     ids = model.known(np.append(turn.prompt, turn.answer), "the text")
     if not len(turn.prompt):  # nothing is before the first token of the answer
         size = len(utf8(said)) - _bytes_of_first(model, ids, said)
-        return _score_ids(model, ids, 1, size, stride)
-    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride)
+        return _score_ids(model, ids, 1, size, stride, edit)
+    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride, edit)
 
 
 def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
@@ -106,7 +107,7 @@ def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     raise DataError(f"text is {text!r:.80}: must be {rule}")
 
 
-def _score_plain(model: Reader, text: str, stride: int | None) -> Score:
+def _score_plain(model: Reader, text: str, stride: int | None, edit: Mapping[str, Edit]) -> Score:
     """Score a text after what begins every text; where that is nothing, all but its first token."""
     own, begin = encode_text(model.tokenizer, text), model.model.begin_id
     first = frame(model.tokenizer).first if begin is None else (begin,)
@@ -117,7 +118,7 @@ def _score_plain(model: Reader, text: str, stride: int | None) -> Score:
     if len(own) < (1 if first else 2):
         least = "one token" if first else "two tokens, of which the second is scored"
         raise DataError(f"text is {text!r:.40}: must have at least {least}")
-    return _score_ids(model, ids, len(first) or 1, size, stride)
+    return _score_ids(model, ids, len(first) or 1, size, stride, edit)
 
 
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
@@ -135,6 +136,7 @@ def _score_ids(
     first: int,  # how many are only read
     size: int,
     stride: int | None,
+    edit: Mapping[str, Edit],
 ) -> Score:
     longest = longest_text(model.config)
     stride = max(1, longest // 2) if stride is None else stride
@@ -142,13 +144,14 @@ def _score_ids(
         raise ValueError(f"stride is {stride}: must be at most max_len {longest}")
     nats: list[float] = []
     for batch in windows(ids, first, longest, stride):
-        nats += _nats(model, batch)
+        nats += _nats(model, batch, edit)
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
 
 
-def _nats(model: Reader, batch: Batch) -> list[float]:
+def _nats(model: Reader, batch: Batch, edit: Mapping[str, Edit]) -> list[float]:
     """Return -log p of each label that counts, of a batch of one row."""
-    found = np.asarray(token_nats(model.config, model.params, batch), np.float64)
+    given = model.config, model.params, batch, tuple(edit.items())
+    found = np.asarray(token_nats(*given), np.float64)
     values: list[float] = found[np.asarray(batch.labels) != IGNORE].tolist()
     return values
 
@@ -178,7 +181,7 @@ def _is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
 
 
-def _score_pair(model: Reader, text: Scored, stride: int | None) -> Score:
+def _score_pair(model: Reader, text: Scored, stride: int | None, edit: Mapping[str, Edit]) -> Score:
     """Score the target of a source, and its end."""
     if stride is not None:
         raise ConfigError(f"stride is {stride}: of pairs, a target is scored whole")
@@ -188,7 +191,7 @@ def _score_pair(model: Reader, text: Scored, stride: int | None) -> Score:
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
     labels = np.asarray(example.labels)
     tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
-    return Score(len(utf8(text[1])), tuple(tokens), tuple(_nats(model, row)))
+    return Score(len(utf8(text[1])), tuple(tokens), tuple(_nats(model, row, edit)))
 
 
 def pair_batch(model: Reader, source: str, target: str) -> Batch:

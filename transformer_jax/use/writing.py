@@ -15,6 +15,7 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.translation import translate
@@ -39,6 +40,7 @@ class Writing(TypedDict, total=False):
     processors: Sequence[HistoryProcessor]
     slots: int
     cache_dtype: jax.typing.DTypeLike | None
+    edit: Mapping[str, Edit]
 
 
 class Searching(Writing, total=False):
@@ -54,6 +56,7 @@ class Drawn(TypedDict):
     key: jax.Array
     processors: tuple[HistoryProcessor, ...]
     cache_dtype: jax.typing.DTypeLike | None
+    edit: Mapping[str, Edit]
 
 
 class Writer(Reader):
@@ -73,6 +76,7 @@ class Writer(Reader):
         processors: Sequence[HistoryProcessor],
         cache_dtype: jax.typing.DTypeLike | None,
         samples: int | None,
+        edit: Mapping[str, Edit],
     ) -> Drawn:
         """Return how a token is chosen, as `completion` takes it."""
         if sampler is not None and not isinstance(sampler, Greedy | Sample):
@@ -85,7 +89,7 @@ class Writer(Reader):
         if key is None:
             raise ValueError(f"key is None: {sampler!r} draws random numbers")
         own = (*self.model.processors, *completion.check_processors(processors))
-        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype)
+        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype, edit=edit)
 
     def _written(
         self,

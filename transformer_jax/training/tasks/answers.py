@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor, never
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.models.places import NO_EDIT, Edit, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -71,6 +72,7 @@ def answer_sources(
     *,
     beams: int | None = None,
     num_tokens: int | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
     report: Report | None = None,
 ) -> list[str]:
     """Write the target of each source: with `beams`, those of the task where it is None.
@@ -84,8 +86,9 @@ def answer_sources(
         beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
     encoded = [_encoded(config, tokenizers, text) for text in sources]
     return write_targets(
-        config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens, report=report
-    )
+        config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens, edit=edit,
+        report=report,
+    )  # fmt: skip
 
 
 def write_targets(
@@ -96,6 +99,7 @@ def write_targets(
     *,
     beams: int = 1,
     num_tokens: int | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
     report: Report | None = None,
 ) -> list[str]:
     """Write the target of each source that is given as the model reads it, as `answer_sources`.
@@ -111,7 +115,7 @@ def write_targets(
         chosen = order[start : start + BATCH]
         rows = [sources[i] for i in chosen]
         rows += [rows[-1]] * (BATCH - len(rows) if len(sources) > BATCH else 0)  # one program
-        written = _write(config, tokenizers, params, rows, beams, num_tokens)
+        written = _write(config, tokenizers, params, rows, beams, num_tokens, edit)
         for i, ids in zip(chosen, written, strict=False):
             found[i] = _text(tokenizers.tokenizer, ids, begins)
         tell(start + len(chosen), len(sources))
@@ -142,6 +146,7 @@ def _start(
     params: Params,
     rows: Sequence[np.ndarray],
     num_tokens: int | None,
+    edit: Mapping[str, Edit],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what `generate` and `beam_search` go on from: arguments in order, and by name."""
     model, tokenizer = config.model, tokenizers.tokenizer
@@ -152,7 +157,8 @@ def _start(
     processors: tuple[HistoryProcessor, ...] = ()
     stop: tuple[int, ...] = ()
     built: Any = build(model)  # one that writes: `make_step` refuses the others
-    step: Any = make_step(built)
+    of_source, edit = split_edit(model, edit)
+    step: Any = make_step(built, edit=edit)
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)
@@ -161,7 +167,8 @@ def _start(
             processors = (*processors, Force(target.forced_bos))
         if target.forced_eos is not None:
             processors = (*processors, ForceLast(count, target.forced_eos))
-        state = _init(model, params, len(rows), count, tokens, valid)
+        given = tokens, valid, tuple(of_source.items())
+        state = _init(model, params, len(rows), count, *given)
     else:
         stop, capacity = end_ids(tokenizer), config.sequence_len
         if isinstance(model, ModelConfig):
@@ -170,7 +177,7 @@ def _start(
             count = min(count, config.sequence_len)
             capacity = min(capacity, bucket(tokens.shape[1]) + count)
         if isinstance(config.task, PrefixTask) and config.task.bidirectional:
-            step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
+            step = PrefixStep(step.model, step.edit) if isinstance(step, ModelStep) else step
         prompt, prompts["lengths"] = tokens, lengths
         state = init_decode_state(model, params, len(rows), capacity)
     named = dict(num_tokens=count, stop=stop, processors=processors, **prompts)
@@ -184,9 +191,10 @@ def _write(
     rows: Sequence[np.ndarray],
     beams: int,
     num_tokens: int | None,
+    edit: Mapping[str, Edit],
 ) -> list[np.ndarray]:
     """Return the ids that are written after each row, up to their end."""
-    start, named = _start(config, tokenizers, params, rows, num_tokens)
+    start, named = _start(config, tokenizers, params, rows, num_tokens, edit)
     if beams == 1:
         written = generate(*start, **named).rows()
     else:
@@ -210,13 +218,14 @@ def search_targets(
     results: int = 1,
     num_tokens: int | None = None,
     length_penalty: float = 1.0,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[tuple[float, str]]:
     """Return the best targets of a source that a beam search finds, and their scores.
 
     A score is log p / n^length_penalty, of the n tokens of a target with its end.
     """
     row = _encoded(config, tokenizers, source)
-    start, named = _start(config, tokenizers, params, [row], num_tokens)
+    start, named = _start(config, tokenizers, params, [row], num_tokens, edit)
     found = beam_search(
         *start, num_beams=beams, num_results=results,
         length_penalty=LengthPenalty(length_penalty), **named,
@@ -232,7 +241,7 @@ def search_targets(
     ]
 
 
-@program(static=("model", "batch", "capacity"))
+@program(static=("model", "batch", "capacity", "edit"))
 def _init(
     model: AnyModelConfig,
     params: Params,
@@ -240,9 +249,12 @@ def _init(
     capacity: int,
     source: Array,
     valid: Array | None,
+    edit: tuple[tuple[str, Edit], ...],
 ) -> PyTree:
     """Return the state of a decoder whose encoder has read the sources."""
-    return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)
+    return init_decode_state(
+        model, params, batch, capacity, source=source, source_valid=valid, edit=dict(edit)
+    )
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray, begins: bool) -> str:

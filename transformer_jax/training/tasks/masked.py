@@ -9,7 +9,7 @@ puts around a text; no special token is ever hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.pieces import token_texts
@@ -25,7 +26,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params, batch_logits, scored
+from transformer_jax.training.batch import Batch, Edits, Params, batch_logits, scored
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
 from transformer_jax.training.tasks.task import (
@@ -214,17 +215,19 @@ def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     return corpus[starts[..., None] + np.arange(length)].astype(np.int32)
 
 
-@program(static=("model",))
-def _logits(model: AnyModelConfig, params: Params, tokens: Array) -> jax.Array:  # f32[B, T, V]
+@program(static=("model", "edit"))
+def _logits(
+    model: AnyModelConfig, params: Params, tokens: Array, edit: Edits
+) -> jax.Array:  # f32[B, T, V]
     batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
-    return batch_logits(model)(params, batch, None)
+    return batch_logits(model, edit)(params, batch, None)
 
 
 def _guesses(
     config: TrainConfig, params: Params, tokens: np.ndarray, kinds: int
 ) -> np.ndarray:  # i32[B, T]
     """Return the likeliest of the first `kinds` tokens, which stand for text, at every place."""
-    return np.asarray(jnp.argmax(_logits(config.model, params, tokens)[..., :kinds], axis=-1))
+    return np.asarray(jnp.argmax(_logits(config.model, params, tokens, ())[..., :kinds], axis=-1))
 
 
 def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
@@ -251,7 +254,7 @@ def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
 
 
 def _read(
-    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str, edit: Mapping[str, Edit]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
     """Return the tokens of a text, which are masks, and the logits there; DataError without any."""
     tokenizer = tokenizers.tokenizer
@@ -263,17 +266,21 @@ def _read(
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
-    return tokens, masks, np.asarray(_logits(config.model, params, tokens[None]))[0]
+    logits = _logits(config.model, params, tokens[None], tuple(edit.items()))
+    return tokens, masks, np.asarray(logits)[0]
 
 
-def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str) -> str:
+def fill_masks(
+    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str,
+    edit: Mapping[str, Edit] = NO_EDIT,
+) -> str:  # fmt: skip
     """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
 
     The space that a first word may bring is left out. DataError where there is no mask.
     """
     tokenizer = tokenizers.tokenizer
     own = plain(tokenizer)
-    tokens, masks, logits = _read(config, tokenizers, params, text)
+    tokens, masks, logits = _read(config, tokenizers, params, text, edit)
     guess = logits[:, : min(own.vocab_size, config.model.vocab_size)].argmax(axis=-1)
     filled = np.where(masks, guess, tokens).tolist()
     if isinstance(own, PretrainedTokenizer):
@@ -284,7 +291,12 @@ def fill_masks(config: TrainConfig, tokenizers: Tokenizers, params: Params, text
 
 
 def mask_candidates(
-    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str, count: int
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    text: str,
+    count: int,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[list[tuple[str, float]]]:
     """Return for each mask of a text, as `fill_masks`, the likeliest tokens: texts, probabilities.
 
@@ -292,7 +304,7 @@ def mask_candidates(
     """
     tokenizer = tokenizers.tokenizer
     kinds = min(plain(tokenizer).vocab_size, config.model.vocab_size)
-    _, masks, logits = _read(config, tokenizers, params, text)
+    _, masks, logits = _read(config, tokenizers, params, text, edit)
     found = []
     for row in logits[masks].astype(np.float64):
         p = np.exp(row - row.max())

@@ -1,0 +1,61 @@
+"""A steering vector against means taken by hand, and what it refuses."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.inside.tiny import N, draw, model_of
+from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.inside import steering_vector
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+NEAR = 5 * FORWARD_F32
+
+
+@pytest.mark.slow_except("llama-True")
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("shape", ["llama", "bert"])
+def test_rows_of_unlike_length_count_up_to_their_ends(shape, scanned):
+    model, params = model_of(shape, scanned=scanned)
+    place = "block_1/attention/heads"
+    long, short = draw(3), draw(4, rows=3)[:, :4]
+    rows = [long[0], short[0], short[1]]
+    found = steering_vector(model, params, rows, long, place, over="all")
+
+    read = jax.jit(lambda tokens: model.apply({"params": params}, tokens, capture=(place,))[2])
+    value = lambda row: np.asarray(read(row[None])[place], np.float64)[0].mean(0)  # noqa: E731
+    wanted = np.mean([value(row) for row in rows], 0) - np.mean([value(row) for row in long], 0)
+    assert found.shape == (N, 6)
+    assert_near(found, wanted, NEAR)
+    assert np.abs(wanted).max() > 0.01
+
+
+@pytest.mark.slow
+def test_an_array_is_its_rows_under_jit_and_with_an_edit_before():
+    model, params = model_of("gpt2", scanned=True)
+    edit = {"block_0/residual": lambda x: 2 * x}
+    given, place = (draw(3), draw(4)), "block_1/residual"
+    of = jax.jit(lambda own, *rows: steering_vector(model, own, *rows, place, edit=edit))
+    found = of(params, *given)
+    assert_near(found, steering_vector(model, params, *map(list, given), place, edit=edit), NEAR)
+    plain = steering_vector(model, params, draw(3), draw(4), "block_1/residual")
+    assert np.abs(found - plain).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(place="block_*/residual"), r"place is 'block_\*/residual': must be the name of one"),
+        (dict(place="block_0/attention/weights"), "place is .*: must be the name of one value"),
+        (dict(over="first"), "over is 'first': must be 'last' or 'all'"),
+        (dict(positive=[]), r"positive is \[\]: must be rows of ids, each of at least one token"),
+        (dict(negative=[[3], []]), r"negative is \[\[3\], \[\]\]: must be rows"),
+        (dict(positive="bad"), "positive is 'bad': must be rows of ids"),
+        (dict(positions=None), "steering_vector takes no positions"),
+    ],
+)
+def test_what_gives_no_vector_is_refused_by_name(arguments, message):
+    model, params = model_of("llama")
+    given = dict(positive=draw(3), negative=draw(4), place="block_0/residual") | arguments
+    with pytest.raises(ValueError, match=message):
+        steering_vector(model, params, **given)

@@ -1,0 +1,130 @@
+"""Edits of a loaded model's texts: a silenced head is one whose rows of the output matrix are 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.use.test_language_model import CHAT, KEY, LETTERS, MASKED, PAIRS, PLAIN, TURNS, run_of
+from transformer_jax.config.tasks import PrefixTask
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.inside import add, steering_vector, zero
+from transformer_jax.models.factory import init_decode_state
+from transformer_jax.text.translation import search_translations, translate
+from transformer_jax.use.language_model import LanguageModel
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SILENT = zero("block_*/attention/heads", heads=1)
+
+
+def silenced(params, *sides):
+    """Return parameters in which head 1 of every block of these sides gives nothing."""
+
+    def cut(path, leaf):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if names[0] in sides and names[-3:] == ["attention", "out", "kernel"]:
+            return leaf.at[1].set(0)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def without_head(model: LanguageModel, *sides: str) -> LanguageModel:
+    changed = replace(model.model, params=silenced(model.params, *sides))
+    return LanguageModel(changed, model.name)
+
+
+@pytest.mark.slow
+def test_every_way_to_write_a_text_is_edited():
+    other, drawn = without_head(PLAIN, "decoder"), dict(sampler=tj.Sample(), key=KEY)
+    calls = {
+        "one": lambda m, **e: m.generate("bad", 7, **e),
+        "outgrown": lambda m, **e: m.generate("badcab" * 2, 9, **e),
+        "stream": lambda m, **e: "".join(m.generate("bad", 7, stream=True, **e)),
+        "list": lambda m, **e: m.generate(["bad", "a", "badcab" * 2], 9, **drawn, **e),
+        "samples": lambda m, **e: m.generate("bad", 5, samples=3, **drawn, **e),
+        "beams": lambda m, **e: m.generate("bad", 5, beams=3, **e),
+        "search": lambda m, **e: [text for _, text in m.search("bad", 5, beams=3, results=2, **e)],
+        "score": lambda m, **e: np.round(m.score("badcabfeed", **e).nats, 3),
+    }
+    plain = {name: call(PLAIN) for name, call in calls.items()}
+    for name, call in calls.items():
+        assert call(PLAIN, edit=SILENT) == call(other), name
+    assert {name: call(PLAIN) for name, call in calls.items()} == plain, "nothing stays edited"
+    assert sum(plain[name] != call(other) for name, call in calls.items()) > 5
+
+
+@pytest.mark.slow
+def test_answers_targets_and_masks_are_edited():
+    other = without_head(CHAT, "decoder")
+    assert CHAT.chat("bad", 6, edit=SILENT) == other.chat("bad", 6) != CHAT.chat("bad", 6)
+    assert CHAT.score(TURNS, edit=SILENT).nats == pytest.approx(other.score(TURNS).nats, rel=1e-5)
+    prefixes = run_of(PrefixTask(), names=["sep", "eos"])
+    other = without_head(prefixes, "decoder")
+    assert prefixes.generate("bad", 6, edit=SILENT) == other.generate("bad", 6)
+    assert prefixes.generate("bad", 6) != other.generate("bad", 6)
+    other = without_head(MASKED, "encoder")
+    assert MASKED.generate("b_d_", edit=SILENT) == other.generate("b_d_")
+    found, wanted, plain = (
+        [p for _, p in m.candidates("b_d", count=3, **e)[0]]
+        for m, e in ((MASKED, dict(edit=SILENT)), (other, {}), (MASKED, {}))
+    )
+    assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["decoder", "encoder"])
+def test_sources_are_read_and_targets_written_with_edits(side):
+    place = "block_*/attention/heads" if side == "decoder" else "encoder/block_*/attention/heads"
+    edit, other = zero(place, heads=1), without_head(PAIRS, side)
+    pair = "bad", "feed"
+    assert PAIRS.generate("badcab", 6, edit=edit) == other.generate("badcab", 6)
+    assert PAIRS.search("bad", 4, beams=2, edit=edit)[0][0] == pytest.approx(
+        other.search("bad", 4, beams=2)[0][0], rel=1e-5
+    )
+    nats = PAIRS.score(pair, edit=edit).nats
+    assert nats == pytest.approx(other.score(pair).nats, rel=1e-5)
+    assert nats != pytest.approx(PAIRS.score(pair).nats, rel=1e-3)
+    given = (PAIRS.config, LETTERS, np.array([1, 0, 3], np.int32), 4)
+    config, tokenizer, source, count = given
+
+    def written(params, **e):
+        ways = dict(start=0, sampler=Sample(Temperature(0.0)), key=KEY)
+        once = translate(config, params, PAIRS.tokenizer, source, count, **ways, **e)
+        best = search_translations(
+            config, params, PAIRS.tokenizer, source, count, start=0, beams=2, **e
+        )
+        return once, [text for _, text in best], np.round(best[0][0], 4)
+
+    assert written(PAIRS.params, edit=edit) == written(other.params) != written(PAIRS.params)
+    assert tokenizer is LETTERS
+
+
+def test_an_edit_of_no_source_is_refused_where_a_state_is_made():
+    with pytest.raises(ValueError, match="edit has 'embedding': no source is read here; make_step"):
+        init_decode_state(PLAIN.config, None, 1, 4, edit={"embedding": abs})
+
+
+@pytest.mark.slow
+def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
+    place, model = "block_0/residual", tj.build(PLAIN.config)
+    texts = ["bad", "cab", "feed"], ["dig", "kid"]
+    rows = [[LETTERS.encode(text) for text in part] for part in texts]
+
+    def streams(row):
+        found = model.apply({"params": PLAIN.params}, np.array([row]), capture=(place,))
+        return np.asarray(found[2][place], np.float64)[0]
+
+    for over, read in {"last": lambda x: x[-1], "all": lambda x: x.mean(0)}.items():
+        vector = steering_vector(model, PLAIN.params, *rows, place, over=over)
+        means = [np.mean([read(streams(row)) for row in part], axis=0) for part in rows]
+        np.testing.assert_allclose(vector, means[0] - means[1], atol=1e-5)
+    moved = PLAIN.generate("bad", 6, edit=add(place, 30 * vector))
+    step = tj.make_step(model, edit=add(place, 30 * vector))
+    cache = tj.init_cache(PLAIN.config, 1, 17)
+    ids = tj.generate(step, PLAIN.params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
+    assert moved == LETTERS.decode(ids.tokens[0]) != PLAIN.generate("bad", 6)
