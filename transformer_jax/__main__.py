@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "write, answer or translate with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
     "attention": "draw what each token of a text looks at, in every layer and head",
+    "inside": "look inside a model: lens, patching, heads, attribution, as a picture or a page",
     "tokens": "show the pieces of a text that a model reads, with their ids",
     "nearest": "list the words whose vectors are nearest to that of a word",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
@@ -26,7 +27,7 @@ COMMANDS = {
 }
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 
-RUN_PROGRAMS = "generate", "evaluate", "attention"
+RUN_PROGRAMS = "generate", "evaluate", "attention", "inside"
 """The commands that run a model, whose programs are kept for the next time; train says itself."""
 
 USAGE = "\n".join(

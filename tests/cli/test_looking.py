@@ -130,6 +130,14 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
         ("attention --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
         ("attention --prompt a", "run and model: give one of them"),
+        ("inside --run plain", "prompt is None: the text to look at is needed"),
+        ("inside --run plain --prompt a --out a.jpg", "out is 'a.jpg': must end in .png or .svg"),
+        ("inside --run plain --prompt a --other b", "other is 'b': needs what to be patch"),
+        ("inside --run plain --prompt a --what patch", "other is None: the prompt to patch is nee"),
+        ("inside --run plain --prompt a --baseline b", "baseline is 'b': needs what to be attribu"),
+        ("inside --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
+        ("inside --prompt a", "run and model: give one of them"),
+        ("inside --run classes --prompt a", "lens: a run of task 'classify' names the class of"),
         ("attention --model x --checkpoint best --prompt a", "checkpoint is 'best': needs run"),
         ("tokens --prompt a", "run, model and data: give one of them"),
         ("tokens --run x", "prompt is None: the text to cut is needed"),
@@ -154,3 +162,21 @@ def test_what_cannot_be_is_one_line(said, argv, rule):
     status, printed, error = said(*argv.split())
     assert status == 2 and not printed
     assert error.startswith(f"{argv.split()[0]}: {rule}") and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
+    given = "inside", "--run", "plain", "--prompt", "bad"
+    page, seen = tmp_path / "lens.html", PLAIN.lens("bad")
+    status, printed, _ = said(*given, "--out", str(page))
+    assert (status, printed) == (0, f"{seen.summary()}\ndrawn: {page}\n")
+    assert page.read_text() == seen.html() and "<html" in page.read_text()
+    picture = tmp_path / "patch.svg"
+    asked = "--what", "patch", "--other", "cab", "--answer", "d", "--other-answer", "b"
+    status, printed, _ = said(*given, *asked, "--out", str(picture))
+    found = PLAIN.patch("bad", "cab", answer="d", other_answer="b")
+    assert (status, printed) == (0, f"{found.summary()}\ndrawn: {picture}\n")
+    assert "<svg" in picture.read_text()
+    target = PAIRS.generate("bad")
+    printed = said("inside", "--run", "pairs", "--prompt", "bad", "--out", str(page))[1]
+    assert printed.startswith(f"bad -> {target}\n{PAIRS.lens(('bad', target)).summary()}\n")

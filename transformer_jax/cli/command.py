@@ -100,10 +100,10 @@ def check_either(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs run")
 
 
-def check_picture(out: Path) -> None:
+def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
     """Raise ConfigError unless the file's ending is a picture's and its folder exists."""
-    if out.suffix.lower() not in PICTURES:
-        raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(PICTURES)}")
+    if out.suffix.lower() not in endings:
+        raise ConfigError(f"out is {str(out)!r}: must end in {' or '.join(endings)}")
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"out is {str(out)!r}: must be a file in a folder that exists")
 

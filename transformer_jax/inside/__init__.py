@@ -4,8 +4,9 @@
 translators, `edits` makes edits that ablate and steer, and `steering` vectors for them, `patching`
 puts values of one prompt into the pass over another, `paths` does so along some paths alone,
 `heads` scores and follows the weights of attention, `circuits` has the singular values of what a
-head reads and writes, `probes` fits linear maps that read a property out of values, and `gradients`
-attributes an output to the tokens that were read.
+head reads and writes, `probes` fits linear maps that read a property out of values, `gradients`
+attributes an output to the tokens that were read, and `hooks` knows the names that TransformerLens
+has for places.
 
     from transformer_jax import inside
 
@@ -22,6 +23,7 @@ from transformer_jax.inside.heads import (
     head_scores,
     repeated_tokens,
 )
+from transformer_jax.inside.hooks import place_of_hook
 from transformer_jax.inside.lens import LogitAttribution, logit_attribution, logit_lens
 from transformer_jax.inside.patching import attribution_patching, patch
 from transformer_jax.inside.paths import path_patching
@@ -54,6 +56,7 @@ __all__ = [
     "mean",
     "patch",
     "path_patching",
+    "place_of_hook",
     "probe",
     "repeated_tokens",
     "resample",

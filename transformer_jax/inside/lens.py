@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.config import ModelConfig
 from transformer_jax.inside.models import Transformer, check_model, refuse_edits, run
 from transformer_jax.models import ops
 from transformer_jax.models.adapters import product
@@ -113,6 +114,20 @@ class LogitAttribution(NamedTuple):
         return self.embedding + heads + self.bias
 
 
+def no_sum(config: ModelConfig) -> str | None:
+    """Return why a logit is not the sum of what parts add, or None where it is."""
+    if config.norm_order != "pre":
+        rule = "the last stream is the sum of what parts give in a pre-norm model alone"
+        return f"norm_order is {config.norm_order!r}: {rule}"
+    if config.logit_softcap is not None:
+        rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
+        return f"logit_softcap is {config.logit_softcap}: {rule}"
+    if config.masked_token_head:
+        rule = "its activation is after the last stream, and so logits are no sum"
+        return f"masked_token_head is True: {rule}"
+    return None
+
+
 def logit_attribution(
     model: Transformer,
     params: Params,
@@ -144,15 +159,8 @@ def logit_attribution(
     """
     check_model("logit_attribution", model, arguments, "capture")
     cfg = model.config
-    if cfg.norm_order != "pre":
-        rule = "the last stream is the sum of what parts give in a pre-norm model alone"
-        raise ValueError(f"logit_attribution: norm_order is {cfg.norm_order!r}: {rule}")
-    if cfg.logit_softcap is not None:
-        rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
-        raise ValueError(f"logit_attribution: logit_softcap is {cfg.logit_softcap}: {rule}")
-    if cfg.masked_token_head:
-        rule = "its activation is after the last stream, and so logits are no sum"
-        raise ValueError(f"logit_attribution: masked_token_head is True: {rule}")
+    if (why := no_sum(cfg)) is not None:
+        raise ValueError(f"logit_attribution: {why}")
     edited = "residual", "residual_mid"
     depth, side = cfg.decoder_layers, "encoder" if cfg.kind == "encoder" else "decoder"
     refuse_edits(

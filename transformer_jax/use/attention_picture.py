@@ -135,10 +135,19 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Letters that no font of this computer has are written as \u4e2d.
     """
+    labels = [marked(text) for text in texts]
+    return spelled([shortened(label) for label in labels])
+
+
+def shortened(label: str) -> str:
+    """Return a label with at most `LONGEST_LABEL` letters."""
+    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
+
+
+def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return labels as they can be drawn, and the names of the fonts that have their letters."""
     from matplotlib import font_manager
 
-    labels = [marked(text) for text in texts]
-    labels = [t if len(t) <= LONGEST_LABEL else f"{t[: LONGEST_LABEL - 1]}…" for t in labels]
     missing = {letter for label in labels for letter in label}
     usual = dict(style="normal", weight=400, stretch="normal")
     fonts = {
@@ -158,5 +167,5 @@ def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
             missing -= found
         if not missing:
             break
-    spelled = {letter: letter.encode("unicode_escape").decode() for letter in missing}
-    return ["".join(spelled.get(c, c) for c in label) for label in labels], families
+    codes = {letter: letter.encode("unicode_escape").decode() for letter in missing}
+    return ["".join(codes.get(c, c) for c in label) for label in labels], families

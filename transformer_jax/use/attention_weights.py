@@ -9,21 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import token_texts
-from transformer_jax.tokenizers.special import encode_text, encoder_frame, special_ids
-from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.tasks.masked import masked_ids
 from transformer_jax.use.attention_picture import Maps, draw_maps
+from transformer_jax.use.prompts import arguments, read_prompt
 from transformer_jax.use.reading import Reader
-from transformer_jax.use.scores import pair_batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,45 +108,15 @@ def attention_weights(model: Reader, text: Any) -> AttentionWeights:
     if not transformer and getattr(config, "attention", None) is None:
         rule = "has no attention over tokens; model.apply(..., capture=places(config)) looks inside"
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
-    pairs = model.kind == "targets"
-    if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
-        isinstance(one, str) for one in (text if pairs else (text,))
-    ):
-        rule = "(source, target)" if pairs else "a text"
-        raise DataError(f"text is {text!r:.80}: must be {rule}")
-    source, prefix = None, None
-    tokenizer = model.tokenizer
-    if pairs:
-        example = pair_batch(model, *text)
-        ids, source, prefix = np.asarray(example.tokens), example.source, example.prefix
-    elif model_shape(config) == "encoder":
-        if model.kind == "labels":
-            ids = encoder_frame(tokenizer).around(encode_text(tokenizer, text))
-        else:
-            ids = masked_ids(tokenizer, text)
-    elif model.kind == "chat":
-        ids = model.read_messages(text)
-    elif model.kind == "labels":
-        ids = np.append(encode_text(tokenizer, text), special_ids(tokenizer)["cls"])
-    else:
-        ids = model.read(text)
-    if not text:
-        raise DataError("text is '': must have at least one token")
-    ids = model.known(ids.astype(np.int32), "the text")
-    if isinstance(config, ModelConfig):
-        positions = config.positions
-        limited = positions is None or positions.absolute or config.kind != "encoder-decoder"
-        if limited and len(ids) > (most := config.max_len):
-            raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
-    prefix = None if prefix is None else prefix[None]
-    source_row = None if source is None else np.asarray(source)[None]
-    found = _weights(config, model.params, ids[None], source_row, prefix)
+    prompt, tokenizer = read_prompt(model, text), model.tokenizer
+    ids, source = prompt.ids, prompt.source
+    found = _weights(config, model.params, ids[None], prompt.given())
     labels = token_texts(tokenizer, ids)
     of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
     if isinstance(config, ModelConfig):
         depth = config.num_layers if config.kind == "encoder" else config.decoder_layers
         of_blocks = _stacked(found, "block_{}/attention/weights", depth)
-    if source is None:
+    if source is None or prompt.labels is None:
         return AttentionWeights(labels, of_blocks)
     if isinstance(config, ModelConfig):
         cross = _stacked(found, "block_{}/cross_attention/weights", config.decoder_layers)
@@ -158,8 +124,8 @@ def attention_weights(model: Reader, text: Any) -> AttentionWeights:
     else:
         cross = np.asarray(found["attention/weights"], np.float32)[None]
     return AttentionWeights(
-        labels, of_blocks, token_texts(model.tokenizers.of_source, np.asarray(source)), cross,
-        encoder, token_texts(tokenizer, np.asarray(example.labels)),
+        labels, of_blocks, token_texts(model.tokenizers.of_source, source), cross,
+        encoder, token_texts(tokenizer, prompt.labels),
     )  # fmt: skip
 
 
@@ -169,18 +135,11 @@ def _stacked(found: dict[str, jax.Array], name: str, depth: int) -> np.ndarray: 
 
 @program(static=("config",))
 def _weights(
-    config: AnyModelConfig,
-    params: Params,
-    tokens: Array,
-    source: Array | None,
-    prefix: Array | None,
+    config: AnyModelConfig, params: Params, tokens: Array, given: dict[str, Array]
 ) -> dict[str, jax.Array]:
     """Return the weights of all layers by their places."""
     capture = tuple(name for name in places(config) if name.endswith("attention/weights"))
-    given: dict[str, Any] = {} if source is None else {"source": source}
-    if prefix is not None:
-        given["mask"] = Causal() | Padding(jnp.asarray(prefix))
     found: Any = build(config).apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, **given
+        {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
     )
     return dict(found[-1])

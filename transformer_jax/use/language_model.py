@@ -40,13 +40,13 @@ from transformer_jax.training.tasks.classify import label_texts
 from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
 from transformer_jax.use.evaluation import EvaluateOptions, evaluate
+from transformer_jax.use.looking import Looker
 from transformer_jax.use.nearest import nearest_words
 from transformer_jax.use.reading import Conversation
 from transformer_jax.use.scores import Score, Scored, score_text
 from transformer_jax.use.writing import (
     NUM_TOKENS,
     Searching,
-    Writer,
     Writing,
     Written,
     as_given,
@@ -116,7 +116,7 @@ def _began_as_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "lock").exists()
 
 
-class LanguageModel(Writer):
+class LanguageModel(Looker):
     """Use a model on texts; `load` makes one."""
 
     @overload

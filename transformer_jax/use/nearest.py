@@ -12,9 +12,10 @@ from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, Recurr
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, plain, special_ids
-from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordTokenizer
+from transformer_jax.tokenizers.special import plain, special_ids
+from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.use.prompts import token_id
 from transformer_jax.use.reading import Reader
 
 
@@ -29,7 +30,10 @@ def nearest_words(
     unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
     named = [("word", word, 1.0)]
     named += [("minus", one, -1.0) for one in minus] + [("plus", one, 1.0) for one in plus]
-    ids = [_id_of(tokenizer, name, one, len(table)) for name, one, _ in named]
+    for name, one, _ in named:
+        if not isinstance(one, str) or len(one.split()) != 1:
+            raise DataError(f"{name} is {one!r:.60}: must be one word")
+    ids = [token_id(tokenizer, name, one, len(table)) for name, one, _ in named]
     wanted = sum(sign * unit[i] for i, (_, _, sign) in zip(ids, named, strict=True))
     if not (length := np.linalg.norm(wanted)):
         raise DataError(f"word is {word!r}: the sum of the vectors is 0, which has no direction")
@@ -63,27 +67,3 @@ def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)
-
-
-def _id_of(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
-    """Return the one token of a word; DataError where it has several, or was never seen."""
-    if not isinstance(word, str) or not word.strip() or len(word.split()) > 1:
-        raise DataError(f"{name} is {word!r:.60}: must be one word")
-    own = plain(tokenizer)
-    within_text = isinstance(own, BPETokenizer | PretrainedTokenizer)
-    for text in (f" {word}", word) if within_text else (word,):  # as after another word, if it can
-        ids = encode_text(tokenizer, text)
-        if len(ids) == 1:
-            break
-    unknown = 0 if isinstance(own, WordTokenizer) else None
-    if isinstance(own, PretrainedTokenizer):
-        unknown = own.special_ids.get("unk")
-    if unknown in ids:
-        raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
-    if len(ids) != 1:
-        parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
-        rule = "must be one, which has a vector"
-        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): {rule}")
-    if ids[0] >= known:
-        raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")
-    return int(ids[0])

@@ -1,0 +1,273 @@
+"""Check what is seen inside a model of texts, and how it is drawn."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.use.test_language_model import (
+    CHAT,
+    CLASSES,
+    CONFIG,
+    LETTERS,
+    MASKED,
+    PAIRS,
+    PLAIN,
+    PREFIX,
+    logits_of,
+    model_of,
+)  # fmt: skip
+from transformer_jax.config import ConfigError
+from transformer_jax.inside import HeadScores
+from transformer_jax.models.factory import build
+from transformer_jax.tokenizers.special import special_ids
+from transformer_jax.use.looking import Attribution, Heads, Lens, Patching
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BAD, CAB = LETTERS.encode("bad"), LETTERS.encode("cab")
+B, D = LETTERS.encode("bd")
+
+
+def changed(model, change):
+    """The model with other parameters: of `change`, which gets a copy of them."""
+    params = jax.tree.map(np.array, model.params)
+    change(params)
+    return replace(model, model=replace(model.model, params=params))
+
+
+@pytest.mark.slow_except("plain")
+@pytest.mark.parametrize("name", ["plain", "masked"])
+def test_the_lens_ends_in_the_probabilities_of_the_model(name):
+    model, text = {"plain": (PLAIN, "bad"), "masked": (MASKED, "b_d")}[name]
+    mask = special_ids(MASKED.tokenizer).get("mask")
+    logits = logits_of(model, BAD if name == "plain" else [1, mask, 3])
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    seen = model.lens(text, count=3)
+    order = np.argsort(-p, axis=-1)[:, :3]
+    np.testing.assert_allclose(seen.probabilities[-1], np.take_along_axis(p, order, -1), atol=1e-5)
+    known = [*LETTERS.decode(range(11)), "<mask>"]
+    assert seen.top[-1] == [[known[i] for i in row] for row in order]
+    assert seen.probabilities.shape == (3, 3, 3) and len(seen.top) == 3
+    assert seen.tokens == list("bad") or name == "masked"
+
+
+@pytest.mark.slow
+def test_what_is_patched_is_what_an_edit_puts_in():
+    seen = PLAIN.patch("bad", "cab", answer="d", other_answer="b")
+    z = lambda logits: logits[-1, D] - logits[-1, B]  # noqa: E731
+    clean, corrupted = z(logits_of(PLAIN, BAD)), z(logits_of(PLAIN, CAB))
+    assert (seen.clean, seen.corrupted) == pytest.approx((clean, corrupted), abs=1e-5)
+    place = "block_0/attention/heads"
+    model, params = build(PLAIN.config), {"params": PLAIN.params}
+    values = model.apply(params, BAD[None], capture=(place, "block_1/residual"))[2]
+    put = {place: lambda heads: heads.at[:, :, 1].set(values[place][:, :, 1])}
+    wanted = (z(logits_of(PLAIN, CAB, edit=put)) - corrupted) / (clean - corrupted)
+    assert seen.by_head["attention/heads"][0, 1] == pytest.approx(wanted, abs=1e-4)
+    kept = values["block_1/residual"]
+    put = {"block_1/residual": lambda x: x.at[:, 2].set(kept[:, 2])}
+    wanted = (z(logits_of(PLAIN, CAB, edit=put)) - corrupted) / (clean - corrupted)
+    assert wanted == pytest.approx(1, abs=1e-4)  # the last token's stream is all that is read
+    np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
+    assert list(seen.by_token) == ["residual", "attention/output", "feed_forward/output"]
+    assert all(x.shape == (2, 3) for x in seen.by_token.values())
+    likely = PLAIN.patch("bad", "cab")
+    said = [LETTERS.decode([logits_of(PLAIN, ids)[-1].argmax()]) for ids in (BAD, CAB)]
+    assert [likely.answer, likely.other_answer] == said
+
+
+@pytest.mark.slow
+def test_a_patched_target_keeps_its_source():
+    seen = PAIRS.patch(("bad", "fe"), ("bad", "ab"))
+    assert seen.by_head["cross_attention/heads"].shape == (2, 2)
+    assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
+    np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
+    with pytest.raises(ValueError, match=r"other is \('cad', 'ab'\): must have the source of the"):
+        PAIRS.patch(("bad", "fe"), ("cad", "ab"))
+
+
+@pytest.mark.slow
+def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
+    seen = PLAIN.heads("bad", answer="d", other_answer="b")
+    z = lambda model: float(logits_of(model, BAD)[-1] @ (np.eye(11)[D] - np.eye(11)[B]))  # noqa: E731
+
+    def silence(params):
+        params["decoder"]["block_1"]["attention"]["out"]["kernel"][0] = 0
+
+    assert seen.value == pytest.approx(z(PLAIN), abs=1e-5)
+    wanted = z(changed(PLAIN, silence)) - z(PLAIN)
+    assert abs(wanted) > 0.1 and seen.without[1, 0] == pytest.approx(wanted, abs=1e-5)
+    weights = PLAIN.attend("bad").weights.astype(np.float64)  # [L, N, T, T]
+    entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(-1)
+    np.testing.assert_allclose(seen.entropy, entropy, atol=1e-5)
+    assert seen.scores.induction.shape == (2, 2) and seen.cross_without is None
+
+
+@pytest.mark.slow
+def test_heads_over_a_source_are_silenced_too():
+    seen = PAIRS.heads(("bad", "fe"), answer="d")
+    ids = [special_ids(PAIRS.tokenizer)["bos"], *LETTERS.encode("fe")]
+    z = lambda model: logits_of(model, ids, source=BAD[None])[-1, D]  # noqa: E731
+
+    def silence(params):
+        params["decoder"]["block_0"]["cross_attention"]["out"]["kernel"][1] = 0
+
+    wanted = z(changed(PAIRS, silence)) - z(PAIRS)
+    assert abs(wanted) > 0.01 and seen.cross_without[0, 1] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "pairs", "prefix", "masked", "chat"])
+def test_what_tokens_and_parts_add_is_the_answer(name):
+    model, text = {
+        "plain": (PLAIN, "badcab"), "pairs": (PAIRS, ("bad", "fe")),
+        "prefix": (PREFIX, ("bad", "")), "masked": (MASKED, "b_dcab"), "chat": (CHAT, "bad"),
+    }[name]  # fmt: skip
+    given = dict(baseline="k") if name == "plain" else {}
+    seen = model.attribution(text, answer="d", other_answer="b", **given)
+    assert np.abs(seen.shares).max() > 0.05
+    assert seen.shares.sum() == pytest.approx(seen.value - seen.baseline_value, abs=2e-3)
+    parts = [seen.heads, seen.feed_forward, seen.embedding, seen.bias, seen.cross_heads]
+    total = sum(np.sum(part) for part in parts if part is not None)
+    assert total == pytest.approx(seen.value, abs=1e-4)
+    assert (seen.cross_heads is not None) == (name == "pairs") and seen.reason is None
+    if name == "masked":  # answered where the mask is, which is the baseline
+        ids = [1, special_ids(MASKED.tokenizer)["mask"], *LETTERS.encode("dcab")]
+        logits = logits_of(model, ids)[1]
+        assert seen.value == pytest.approx(logits[D] - logits[B], abs=1e-5)
+        assert seen.baseline == "<mask>" and seen.shares[1] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
+    post = model_of(replace(CONFIG, norm_order="post"))
+    seen = post.attribution("bad", baseline="k")
+    assert seen.heads is None and seen.reason.startswith("norm_order is 'post'")
+    assert seen.shares.sum() == pytest.approx(seen.value - seen.baseline_value, abs=2e-3)
+    assert len(seen.tables()) == 1 and "no parts: norm_order is 'post'" in seen.summary()
+
+
+NGRAMS = replace(PLAIN, model=replace(PLAIN.model, config=tj.NgramConfig(vocab_size=11)))
+
+
+@pytest.mark.parametrize(
+    ("ask", "rule"),
+    [
+        (lambda: CLASSES.lens("bad"), "lens: a run of task 'classify' names the class of a text"),
+        (lambda: NGRAMS.heads("bad"), "heads: a NgramConfig of 'here' has no blocks and heads"),
+        (lambda: PAIRS.lens("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: PLAIN.lens("bad", count=0), "count is 0: must be an integer of at least 1"),
+        (lambda: PLAIN.lens("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: PLAIN.patch("bad", "ba"), "other has 2 tokens: must be as many as those of the"),
+        (lambda: PLAIN.patch("a", "b", answer="c", other_answer="c"), "both prompts are answered"),
+        (lambda: PLAIN.heads("bad", answer="ab"), r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
+        (lambda: PLAIN.heads("bad", answer=""), "answer is '': must be a text of one token"),
+        (lambda: PLAIN.heads("a", answer="a", other_answer="a"), "other_answer are 'a': must"),
+        (lambda: PLAIN.attribution("bad", answer="a"), "baseline is None: the tokenizer has no"),
+        (lambda: MASKED.heads("bad"), "text has no mask: must have one"),
+        (lambda: MASKED.patch("b_d", "_bd"), "other has its mask elsewhere: must be where that of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_seen_says_why(ask, rule):
+    with pytest.raises((ConfigError, ValueError), match=rule):
+        ask()
+
+
+ODD = [
+    "<script>alert(1)</script>", '"', "'", "&amp;", "\n", " a", "</td>", "\u202e", "\ud800",
+    "$x^2$", "שלום", "中文", "", "a" * 40, "🙂",
+]  # fmt: skip
+RNG = np.random.default_rng(3)
+TABLE = RNG.standard_normal((2, len(ODD)))
+SEEN = [
+    Lens(ODD, [[[x, "b"] for x in ODD]] * 3, RNG.random((3, len(ODD), 2))),
+    Patching(ODD, ODD[::-1], *ODD[:2], 1.0, 0.0, {"residual": TABLE}, {"heads": TABLE[:, :3]}),
+    Heads(ODD, ODD[0], None, 1.0, TABLE[:, :3], TABLE[:, :3] ** 2, HeadScores(*[TABLE[:, :3]] * 3)),
+    Attribution(ODD, *ODD[:2], 1.0, "\n", 0.0, TABLE[0], TABLE[:, :3], TABLE[:, 3], 0.1, 0.2),
+]
+
+
+class Reader(HTMLParser):
+    """Keep the tags, the attributes, and the text of each cell without what is hovered."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.cells, self.hints, self.open = [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta",):
+            self.open.append(tag)
+        if tag in ("td", "b"):
+            self.cells.append("")
+        if tag == "i":
+            self.hints.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "b"):
+            self.cells[-1] += data
+        if self.open and self.open[-1] == "i":
+            self.hints[-1] += data
+
+
+@pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
+def test_a_page_is_one_file_in_which_every_token_is_text(seen):
+    page = seen.html()
+    page.encode("utf-8")
+    read = Reader(page)
+    assert not read.open and set(read.tags) <= {
+        "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table", "thead",
+        "tbody", "tr", "th", "td", "b", "i",
+    }  # fmt: skip
+    assert {name for name, _ in read.attributes} <= {
+        "lang", "charset", "http-equiv", "content", "name", "class", "style",
+    }  # fmt: skip
+    assert "default-src 'none'" in dict(read.attributes)["content"] or "url(" not in page
+    assert "url(" not in page and "@import" not in page and "http:" not in page
+    assert len(read.cells) == len(read.hints) == sum(t.values.size for t in seen.tables())
+    assert "prefers-color-scheme: dark" in page
+    said = "".join((*read.cells, *read.hints))
+    if not isinstance(seen, Heads):  # which has no columns of tokens
+        assert "<script>alert(1)</script>" in said and "\\n" in said and "\\ud800" in said
+    if isinstance(seen, Lens):
+        assert read.cells[:3] == ["<script>alert(1)</script>", '"', "'"]
+        assert read.hints[1].splitlines()[0] == f'embedding · ": {seen.probabilities[0, 1, 0]:.4g}'
+        assert f"'b' {seen.probabilities[0, 1, 1]:.3f}" in read.hints[1]
+    if isinstance(seen, Attribution):
+        assert read.cells[: len(ODD)][-1] == "🙂" and read.cells[12] == "''"
+        assert re.search(rf"🙂: {TABLE[0, -1]:.4g}$", read.hints[len(ODD) - 1])
+
+
+@pytest.mark.slow_except("Lens")
+@pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
+def test_a_picture_shows_every_number_and_its_labels_lie_within(seen):
+    """Whatever the tokens are made of: a warning about a letter would be an error."""
+    figure = seen.plot()
+    figure.canvas.draw()
+    axes, box = figure.axes[0], figure.bbox
+    tables = seen.tables()
+    assert len(axes.images) == len(tables)
+    for image, table in zip(axes.images, tables, strict=True):
+        most = np.abs(table.values).max() if table.most is None else table.most
+        np.testing.assert_allclose(image.get_array(), np.clip(table.values / most, -1, 1))
+    said = [text.get_text() for text in axes.texts]
+    wanted = [table.title for table in tables]
+    assert [text for text in wanted if text.isascii() and text not in said] == []
+    if isinstance(seen, Heads):
+        assert f"{TABLE[0, 0]:.2f}" in said and said.count("head 2") == len(tables)
+    for text in axes.texts:
+        place = text.get_window_extent()
+        assert box.x0 <= place.x0 and place.x1 <= box.x1, text.get_text()
+        assert box.y0 <= place.y0 and place.y1 <= box.y1, text.get_text()

@@ -1,0 +1,486 @@
+"""Look inside a transformer as it reads a text: `transformer_jax.inside` with a tokenizer.
+
+`LanguageModel` has these methods; what they return holds arrays, and draws itself: `plot()` is a
+figure, `html()` a page. The number that is looked at is how the model answers a text:
+
+    z = logit(answer) - logit(other answer), or logit(answer) where there is no other
+
+where the next token is chosen, or at the first mask of a masked model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_jax import inside
+from transformer_jax.checks import check_count
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.inside.lens import no_sum
+from transformer_jax.pytree import Array
+from transformer_jax.shown import short_repr
+from transformer_jax.tokenizers.pieces import marked, token_texts
+from transformer_jax.tokenizers.special import plain, special_ids
+from transformer_jax.tokenizers.trained import WordTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.use import looking_programs as programs
+from transformer_jax.use.prompts import Prompt, read_prompt, token_id
+from transformer_jax.use.reading import Reader
+from transformer_jax.use.tables import Pictured, Table
+from transformer_jax.use.writing import Writer
+
+Text = str | tuple[str, str]
+"""A text; of a model of pairs (source, target), the target as far as it is given."""
+
+Given = dict[str, Array]
+"""What is read beside the tokens, by name."""
+
+PERIOD, ROWS = 25, 4
+"""Tokens that are repeated to score heads, and rows of them."""
+
+
+@short_repr
+@dataclass(frozen=True)
+class Lens(Pictured):
+    """Hold what a model would write after each of its blocks (nostalgebraist 2020).
+
+    Attributes:
+        tokens: the text of each token that is read.
+        top: the likeliest tokens after the embedding and after each block, [L + 1][T][count].
+        probabilities: f32[L + 1, T, count], theirs.
+    """
+
+    tokens: list[str]
+    top: list[list[list[str]]]
+    probabilities: np.ndarray  # f32[L + 1, T, count]
+
+    def tables(self) -> list[Table]:
+        """Return one table: a row for the embedding and each block, shaded by probability."""
+        p = self.probabilities
+        rows = ["embedding", *(f"block {i}" for i in range(len(p) - 1))]
+        hints = [
+            [_listed(*one) for one in zip(*row, strict=True)]
+            for row in zip(self.top, p, strict=True)
+        ]
+        cells = [[marked(best[0]) for best in row] for row in self.top]
+        title = "logit lens: the likeliest next token if the model ended there"
+        return [Table(title, rows, _marked(self.tokens), p[..., 0], 1.0, cells, hints)]
+
+    def summary(self) -> str:
+        """Return the likeliest tokens after the last token, from the last block."""
+        likely = _listed(self.top[-1][-1], self.probabilities[-1, -1])
+        return f"after the last token: {likely}"
+
+
+@short_repr
+@dataclass(frozen=True)
+class Patching(Pictured):
+    """Hold what of one prompt, put into the pass over another, brings back its answer.
+
+    A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 leaves the answer to the other
+    prompt, 1 is the answer to the text (activation patching, Meng et al. 2022; Wang et al. 2023).
+
+    Attributes:
+        tokens: the text of each token of the text, and `other_tokens` of the other prompt.
+        answer: the token whose logit counts, and `other_answer` the one that is subtracted.
+        clean: z of the text.
+        corrupted: z of the other prompt.
+        by_token: shares f32[L, T] by the name of a place in a block, one token of it put in.
+        by_head: shares f32[L, N], all tokens of one head put in.
+    """
+
+    tokens: list[str]
+    other_tokens: list[str]
+    answer: str
+    other_answer: str
+    clean: float
+    corrupted: float
+    by_token: dict[str, np.ndarray]
+    by_head: dict[str, np.ndarray]
+
+    def tables(self) -> list[Table]:
+        """Return a table for each place: rows are blocks, columns tokens or heads."""
+        pairs = zip(_marked(self.tokens), _marked(self.other_tokens), strict=True)
+        columns = [one if one == two else f"{one} / {two}" for one, two in pairs]
+        found = [
+            Table(f"{name}, one token put in: share of the answer", _blocks(x), columns, x, 1.0)
+            for name, x in self.by_token.items()
+        ]
+        for name, x in self.by_head.items():
+            title = f"{name}, one head put in: share of the answer"
+            found.append(Table(title, _blocks(x), _heads(x), x, 1.0))
+        return found
+
+    def summary(self) -> str:
+        """Return z of both prompts, and the heads that bring back most of it."""
+        what = _difference(self.answer, self.other_answer)
+        lines = [f"{what}: {self.clean:.3f} of the text, {self.corrupted:.3f} of the other"]
+        lines += [f"{name}: {_largest(x)}" for name, x in self.by_head.items()]
+        return "\n".join(lines)
+
+
+@short_repr
+@dataclass(frozen=True)
+class Heads(Pictured):
+    """Hold what each head is worth to an answer, and what kind of head it is.
+
+    Attributes:
+        tokens: the text of each token that is read.
+        answer: the token whose logit counts; `other_answer` is subtracted, unless None.
+        value: z, with all heads.
+        without: f32[L, N], z with one head silenced (its output is 0) less z with all of them.
+        entropy: f32[L, N], nats of the weights over this text, the mean of its tokens.
+        scores: f32[L, N] each, weights on random tokens that are repeated once, of rows drawn with
+            key 0: to the token before, the same token, and the token after it (Olsson et al. 2022).
+        cross_without: f32[L, N], as `without`, of the heads over a source.
+    """
+
+    tokens: list[str]
+    answer: str
+    other_answer: str | None
+    value: float
+    without: np.ndarray  # f32[L, N]
+    entropy: np.ndarray  # f32[L, N]
+    scores: inside.HeadScores
+    cross_without: np.ndarray | None = None  # f32[L, N]
+
+    def tables(self) -> list[Table]:
+        """Return a table for each measure: rows are blocks, columns heads."""
+        what = _difference(self.answer, self.other_answer)
+        named: dict[str, tuple[np.ndarray, float | None]] = {
+            f"change of {what} without the head": (self.without, None)
+        }
+        if self.cross_without is not None:
+            named[f"change of {what} without the head over the source"] = self.cross_without, None
+        for name, x in self.scores._asdict().items():
+            title = f"{name.replace('_', ' ')} score, on random tokens repeated once"
+            named[title] = np.asarray(x), 1.0
+        named["entropy of attention over this text, nats"] = self.entropy, None
+        return [Table(title, _blocks(x), _heads(x), x, most) for title, (x, most) in named.items()]
+
+    def summary(self) -> str:
+        """Return z, and the heads without which it changes most."""
+        what = _difference(self.answer, self.other_answer)
+        lines = [f"{what}: {self.value:.3f}", f"change without: {_largest(self.without)}"]
+        if self.cross_without is not None:
+            lines.append(f"change without, over the source: {_largest(self.cross_without)}")
+        return "\n".join(lines)
+
+
+@short_repr
+@dataclass(frozen=True)
+class Attribution(Pictured):
+    """Hold what each token that is read, and each part of the model, adds to an answer.
+
+    Attributes:
+        tokens: the text of each token that is read.
+        answer: the token whose logit counts; `other_answer` is subtracted, unless None.
+        value: z.
+        baseline: the token that was put in the place of each, and `baseline_value` z of those.
+        shares: f32[T], integrated gradients (Sundararajan et al. 2017): their sum is about
+            value - baseline_value.
+        heads: f32[L, N], what each head adds to z at that token; `feed_forward` f32[L] each
+            feed-forward branch, `embedding` and `bias` the rest: together z (direct logit
+            attribution). None where z is no sum, which `reason` says.
+        cross_heads: f32[L, N], of the heads over a source.
+    """
+
+    tokens: list[str]
+    answer: str
+    other_answer: str | None
+    value: float
+    baseline: str
+    baseline_value: float
+    shares: np.ndarray  # f32[T]
+    heads: np.ndarray | None = None  # f32[L, N]
+    feed_forward: np.ndarray | None = None  # f32[L]
+    embedding: float | None = None
+    bias: float | None = None
+    cross_heads: np.ndarray | None = None  # f32[L, N]
+    reason: str | None = None
+
+    def tables(self) -> list[Table]:
+        """Return the tokens, and a table of the parts: rows are blocks."""
+        what = _difference(self.answer, self.other_answer)
+        title = f"{what}: what each token adds, for {marked(self.baseline)!r} in its place"
+        found = [Table(title, [""], _marked(self.tokens), self.shares[None])]
+        if self.heads is None or self.feed_forward is None:
+            return found
+        parts, columns = [self.heads, self.feed_forward[:, None]], _heads(self.heads)
+        columns.append("feed-forward")
+        if self.cross_heads is not None:
+            parts.append(self.cross_heads)
+            columns += [f"source {name}" for name in _heads(self.cross_heads)]
+        rest = f"embedding {self.embedding:.2f}, biases {self.bias:.2f}"
+        table = np.concatenate(parts, axis=1)
+        title = f"what each part adds by itself; besides {rest}"
+        return [*found, Table(title, _blocks(table), columns, table)]
+
+    def summary(self) -> str:
+        """Return z, and what adds most to it."""
+        what = _difference(self.answer, self.other_answer)
+        lines = [f"{what}: {self.value:.3f}, of {self.baseline!r} alone {self.baseline_value:.3f}"]
+        order = np.argsort(-np.abs(self.shares), kind="stable")[:5]
+        said = ", ".join(f"{self.tokens[t]!r} {self.shares[t]:+.3f}" for t in order)
+        lines.append(f"tokens: {said}")
+        if self.heads is not None:
+            lines.append(f"heads: {_largest(self.heads)}")
+        if self.reason is not None:
+            lines.append(f"no parts: {self.reason}")
+        return "\n".join(lines)
+
+
+class Looker(Writer):
+    """Look inside a transformer as it reads a text."""
+
+    def lens(self, text: Text, *, count: int = 5) -> Lens:
+        """Return what the model would write after each block, at each token: the logit lens.
+
+        Args:
+            text: a text, or (source, target) of a model of pairs, whose decoder is read.
+            count: how many tokens are returned for each place, the likeliest first.
+
+        Raises:
+            ConfigError: if the model is no transformer that writes tokens.
+            ValueError: if the text has another form, or is longer than the model reads.
+        """
+        config, prompt, given = _read(self, "lens", text)
+        kinds = _kinds(self)
+        check_count("count", count, 1)
+        found = programs.lens(
+            config, self.params, prompt.ids[None], given, min(count, kinds), kinds
+        )
+        p, ids = map(np.asarray, found)
+        flat = token_texts(self.tokenizer, ids.ravel())
+        texts = np.array(flat, object).reshape(ids.shape).tolist()
+        return Lens(token_texts(self.tokenizer, prompt.ids), texts, p)
+
+    def patch(
+        self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
+    ) -> Patching:
+        """Return which values of a text bring its answer into the pass over another prompt.
+
+        Args:
+            text: the prompt whose values are put in; (source, target) of a model of pairs.
+            other: the prompt that is read: of as many tokens, with the same source.
+            answer: a word of one token, the answer to the text; None is the model's likeliest.
+            other_answer: the answer to the other prompt; None is the model's likeliest.
+
+        Raises:
+            ConfigError: if the model is no transformer that writes tokens.
+            ValueError: if the prompts differ in length, or are answered alike, or an answer is no
+                token.
+        """
+        config, clean, given = _read(self, "patch", text)
+        _, corrupted, others = _read(self, "patch", other)
+        if len(clean.ids) != len(corrupted.ids):
+            rule = f"must be as many as those of the text, {len(clean.ids)}"
+            raise DataError(f"other has {len(corrupted.ids)} tokens: {rule}")
+        if any(not np.array_equal(given[name], others[name]) for name in given):
+            raise DataError(f"other is {other!r:.80}: must have the source of the text")
+        at = _place_of_answer(self, clean)
+        if _place_of_answer(self, corrupted) != at:
+            raise DataError("other has its mask elsewhere: must be where that of the text is")
+        asked = (answer, clean), (other_answer, corrupted)
+        names = "answer", "other_answer"
+        ids = [_answer(self, *pair, given, at, n) for n, pair in zip(names, asked, strict=True)]
+        said = token_texts(self.tokenizer, ids)
+        if ids[0] == ids[1]:
+            rule = "give an answer and an other_answer that differ"
+            raise DataError(f"both prompts are answered by {said[0]!r}: {rule}")
+        found = programs.patched(
+            config, self.params, clean.ids[None], corrupted.ids[None], given,
+            np.array(ids, np.int32), at,
+        )  # fmt: skip
+        whole, base, by_token, by_head = jax.tree.map(np.asarray, found)
+        if abs(whole - base) < 1e-6:
+            rule = f"{_difference(*said)} must differ between the prompts"
+            raise DataError(f"nothing to bring back: {rule}, and is {whole:.6f}")
+        share = lambda x: (x - base) / (whole - base)  # noqa: E731
+        streams, branches = programs.streams(config), programs.branches(config)
+        return Patching(
+            token_texts(self.tokenizer, clean.ids), token_texts(self.tokenizer, corrupted.ids),
+            said[0], said[1], float(whole), float(base),
+            dict(zip(streams, share(by_token), strict=True)),
+            {f"{b}/heads": share(x) for b, x in zip(branches, by_head, strict=True)},
+        )  # fmt: skip
+
+    def heads(
+        self, text: Text, *, answer: str | None = None, other_answer: str | None = None
+    ) -> Heads:
+        """Return how an answer changes without each head, and what kind of head each is.
+
+        Args:
+            text: a text, or (source, target) of a model of pairs.
+            answer: a word of one token; None is the model's likeliest.
+            other_answer: a word whose logit is subtracted; None subtracts nothing.
+
+        Raises:
+            ConfigError: if the model is no transformer that writes tokens.
+            ValueError: if the text has another form, or an answer is no token.
+        """
+        config, prompt, given = _read(self, "heads", text)
+        ids, at, said = _answers(self, prompt, given, answer, other_answer)
+        value, without = programs.without(config, self.params, prompt.ids[None], given, ids, at)
+        kinds = _kinds(self)
+        period = min(PERIOD, config.max_len // 2, kinds)
+        repeated = inside.repeated_tokens(jax.random.key(0), kinds, rows=ROWS, period=period)
+        rows: Given = {n: np.repeat(x, ROWS, 0) for n, x in given.items() if n == "source"}
+        weights = programs.weights(config, self.params, np.asarray(repeated), rows)
+        entropy = inside.attention_entropy(
+            programs.weights(config, self.params, prompt.ids[None], given)[0]
+        ).mean(axis=-1)
+        scores = jax.tree.map(np.asarray, inside.head_scores(weights, period))
+        own, *cross = map(np.asarray, without)
+        return Heads(
+            token_texts(self.tokenizer, prompt.ids), *said, float(value), own, np.asarray(entropy),
+            scores, *cross,
+        )  # fmt: skip
+
+    def attribution(
+        self,
+        text: Text,
+        *,
+        answer: str | None = None,
+        other_answer: str | None = None,
+        baseline: str | None = None,
+    ) -> Attribution:
+        """Return what each token that is read, and each part of the model, adds to an answer.
+
+        Args:
+            text: a text, or (source, target) of a model of pairs, of which the target is asked.
+            answer: a word of one token; None is the model's likeliest.
+            other_answer: a word whose logit is subtracted; None subtracts nothing.
+            baseline: a text of one token that says nothing, which is put in the place of each
+                token; None is the tokenizer's mask, padding, unknown token or end of a text, the
+                first that it has, or else a space.
+
+        Raises:
+            ConfigError: if the model is no transformer that writes tokens.
+            ValueError: if the text has another form, or an answer or the baseline is no token.
+        """
+        config, prompt, given = _read(self, "attribution", text)
+        ids, at, said = _answers(self, prompt, given, answer, other_answer)
+        start = _baseline(self, baseline)
+        found = programs.attributed(
+            config, self.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
+        )
+        (value, base, shares), parts = jax.tree.map(np.asarray, found)
+        texts, named = token_texts(self.tokenizer, [*prompt.ids, start]), dict[str, Any]()
+        if parts is not None:
+            named = {name: x[0] for name, x in parts._asdict().items() if x is not None}
+            named |= {name: float(named[name]) for name in ("embedding", "bias")}
+        return Attribution(
+            texts[:-1], *said, float(value), texts[-1], float(base), shares, **named,
+            reason=no_sum(config),
+        )  # fmt: skip
+
+
+def _read(model: Reader, tool: str, text: Any) -> tuple[ModelConfig, Prompt, Given]:
+    """Return a text as the model reads it; ConfigError for a model without blocks or logits."""
+    config = model.config
+    if model.kind in ("labels", "signals", "vectors"):
+        raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
+    if not isinstance(config, ModelConfig):
+        rule = "has no blocks and heads; model.apply(..., capture=places(config)) looks inside"
+        raise ConfigError(f"{tool}: a {type(config).__name__} of {model.name!r} {rule}")
+    prompt = read_prompt(model, text)
+    return config, prompt, prompt.given()
+
+
+def _kinds(model: Reader) -> int:
+    """Return how many of the model's tokens its tokenizer knows."""
+    return min(model.tokenizer.vocab_size, model.config.vocab_size)
+
+
+def _place_of_answer(model: Reader, prompt: Prompt) -> int:
+    """Return where the answer's logits are: at the last token, or at the first mask."""
+    if model.kind != "masks":
+        return len(prompt.ids) - 1
+    masks = np.flatnonzero(prompt.ids == special_ids(model.tokenizer).get("mask", -1))
+    if not len(masks):
+        raise DataError("text has no mask: must have one, [MASK] or _, where it is answered")
+    return int(masks[0])
+
+
+def _answer(
+    model: Reader,
+    word: str | None,
+    prompt: Prompt,
+    given: Given,
+    at: int,
+    name: str,
+) -> int:
+    """Return the id of a word; without one, of the likeliest token that stands for text."""
+    if word is not None:
+        return token_id(model.tokenizer, name, word, model.config.vocab_size)
+    config: Any = model.config
+    logits = programs.logits(config, model.params, prompt.ids[None], given, at)
+    return int(np.argmax(np.asarray(logits)[: _kinds(model)]))
+
+
+def _answers(
+    model: Reader,
+    prompt: Prompt,
+    given: Given,
+    answer: str | None,
+    other: str | None,
+) -> tuple[np.ndarray, int, tuple[str, str | None]]:
+    """Return the ids of one or two answers, i32[1] or i32[2], their place, and their texts."""
+    at = _place_of_answer(model, prompt)
+    ids = [_answer(model, answer, prompt, given, at, "answer")]
+    if other is not None:
+        ids.append(token_id(model.tokenizer, "other_answer", other, model.config.vocab_size))
+        if ids[0] == ids[1]:
+            raise DataError(f"answer and other_answer are {other!r}: must differ")
+    said = token_texts(model.tokenizer, ids)
+    return np.array(ids, np.int32), at, (said[0], said[1] if other is not None else None)
+
+
+def _baseline(model: Reader, text: str | None) -> int:
+    known = model.config.vocab_size
+    if text is not None:
+        return token_id(model.tokenizer, "baseline", text, known)
+    named = special_ids(model.tokenizer)
+    if isinstance(plain(model.tokenizer), WordTokenizer):
+        named = {"unk": 0, **named}
+    for name in ("mask", "pad", "unk", "eos"):
+        if named.get(name, known) < known:
+            return named[name]
+    try:
+        return token_id(model.tokenizer, "baseline", " ", known)
+    except DataError:
+        rule = "the tokenizer has no mask, padding or space: give a text of one token"
+        raise DataError(f"baseline is None: {rule}") from None
+
+
+def _marked(tokens: list[str]) -> list[str]:
+    return [marked(text) for text in tokens]
+
+
+def _blocks(table: np.ndarray) -> list[str]:
+    return [f"block {i}" for i in range(len(table))]
+
+
+def _heads(table: np.ndarray) -> list[str]:
+    return [f"head {n}" for n in range(table.shape[1])]
+
+
+def _listed(texts: list[str], p: np.ndarray) -> str:
+    return ", ".join(f"{marked(one)!r} {q:.3f}" for one, q in zip(texts, p, strict=True))
+
+
+def _difference(answer: str, other: str | None) -> str:
+    """Return what z is, in words."""
+    named = f"logit of {marked(answer)!r}"
+    return named if other is None else f"{named} - {marked(other)!r}"
+
+
+def _largest(table: np.ndarray) -> str:  # [L, N]
+    """Return the heads of the five values furthest from 0."""
+    order = np.argsort(-np.abs(table), axis=None, kind="stable")[:5]
+    where = zip(*np.unravel_index(order, table.shape), strict=True)
+    return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in where)

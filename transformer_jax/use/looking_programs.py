@@ -1,0 +1,155 @@
+"""Compile what `looking` asks of a model: a program for each question, kept by config.
+
+z is the logit of an answer at one position of a prompt of one row, less that of another answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transformer_jax import inside
+from transformer_jax.config import ModelConfig
+from transformer_jax.inside.lens import no_sum
+from transformer_jax.models.factory import build
+from transformer_jax.programs import program
+from transformer_jax.pytree import Array, Params
+from transformer_jax.use.prompts import arguments
+
+MOST_LOGITS = 2**26
+"""How many logits are held by the passes that run together."""
+
+Metric = Callable[[jax.Array], jax.Array]
+
+
+def _metric(ids: Array, at: int) -> Metric:
+    """Return z as a function of logits f32[1, T, V]; ids are i32[1] or i32[2]."""
+
+    def metric(logits: jax.Array) -> jax.Array:
+        first, *rest = (logits[0, at, i] for i in ids)
+        return first - rest[0] if rest else first
+
+    return metric
+
+
+def _together(config: ModelConfig, tokens: Array) -> int:
+    """Return how many passes over a prompt run together."""
+    return max(1, MOST_LOGITS // (tokens.shape[1] * config.vocab_size))
+
+
+@program(static=("config", "at"))
+def logits(
+    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], at: int
+) -> jax.Array:  # f32[V]
+    """Return the logits at one position."""
+    found: Any = build(config).apply({"params": params}, jnp.asarray(tokens), **arguments(given))
+    return jnp.asarray(found[0][0, at])
+
+
+@program(static=("config", "count", "kinds"))
+def lens(
+    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], count: int,
+    kinds: int,
+) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]  # fmt: skip
+    """Return the likeliest of the first `kinds` tokens after each block, and which they are."""
+    logits = inside.logit_lens(build(config), params, jnp.asarray(tokens), **arguments(given))[0]
+    p = jax.nn.softmax(logits, axis=-1)
+    best, ids = jax.lax.top_k(p[..., :kinds], count)
+    return best, ids
+
+
+def branches(config: ModelConfig) -> list[str]:
+    """Return the kinds of attention that a block of the decoder, or of an encoder, has."""
+    return ["attention", *(["cross_attention"] if config.kind == "encoder-decoder" else [])]
+
+
+def streams(config: ModelConfig) -> list[str]:
+    """Return the places of a block that are patched token by token."""
+    return ["residual", *(f"{b}/output" for b in branches(config)), "feed_forward/output"]
+
+
+def depth(config: ModelConfig) -> int:
+    """Return how many blocks are looked at."""
+    return config.num_layers if config.kind == "encoder" else config.decoder_layers
+
+
+@program(static=("config", "at"))
+def patched(
+    config: ModelConfig, params: Params, clean: Array, corrupted: Array, given: dict[str, Array],
+    ids: Array, at: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
+    """Return z of both prompts, and z with values of the clean one put in.
+
+    These are f32[P, L, T] of the `streams`, and f32[L, N] of each of the `branches`.
+    """
+    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
+    put = partial(
+        inside.patch, model, params, clean, corrupted, metric=metric,
+        batch_size=_together(config, clean), **rest,
+    )  # fmt: skip
+    names = streams(config)
+    by_token = put(places=[f"block_*/{name}" for name in names])
+    by_head = [put(places=f"block_*/{b}/heads", each=("head",)) for b in branches(config)]
+    of = lambda x: metric(model.apply({"params": params}, x, **rest)[0])  # noqa: E731
+    return of(clean), of(corrupted), by_token.reshape(len(names), depth(config), -1), by_head
+
+
+@program(static=("config", "at"))
+def without(
+    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], ids: Array, at: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Return z, and its change without each head: of self-attention, and over a source."""
+    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    size = depth(config), config.num_heads
+
+    def value(**masks: Any) -> jax.Array:
+        found: Any = model.apply({"params": params}, jnp.asarray(tokens), **rest, **masks)
+        return metric(found[0])
+
+    whole = value()
+
+    def silenced(name: str, head: jax.Array) -> jax.Array:
+        mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
+        return value(**{name: mask}) - whole
+
+    names = ["head_mask", *(["cross_head_mask"] if config.kind == "encoder-decoder" else [])]
+    every = jnp.arange(size[0] * size[1])
+    together = min(_together(config, tokens), len(every))
+    return whole, [
+        jax.lax.map(partial(silenced, name), every, batch_size=together).reshape(size)
+        for name in names
+    ]
+
+
+@program(static=("config",))
+def weights(
+    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array]
+) -> jax.Array:  # f32[B, L, N, T, T]
+    """Return the weights of self-attention, in an encoder-decoder those of its decoder."""
+    capture = ("block_*/attention/weights",)
+    found: Any = build(config).apply(
+        {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
+    )
+    return jnp.stack(list(found[-1].values()), axis=1)
+
+
+@program(static=("config", "at"))
+def attributed(
+    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], ids: Array,
+    baseline: Array, at: int,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], inside.LogitAttribution | None]:  # fmt: skip
+    """Return z, z of the baseline, what tokens add, and what parts add where z is their sum."""
+    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    tokens = jnp.asarray(tokens)
+    start = jnp.full(tokens.shape, baseline)
+    shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
+    value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
+    if no_sum(config) is not None:
+        return (value, base, shares), None
+    parts = inside.logit_attribution(model, params, tokens, *ids, **rest)
+    return (value, base, shares), jax.tree.map(lambda x: x[..., at], parts)
