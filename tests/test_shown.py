@@ -125,6 +125,7 @@ MADE = {
         for leaf in jax.tree.leaves(quantize(PARAMS, "int8"), is_leaf=is_made_by(kind))
         if isinstance(leaf, kind)
     ),
+    "ConvolutionLM": lambda kind: kind(tj.ConvolutionConfig(vocab_size=7)),
     "RecentTokensStep": lambda kind: tj.make_step(tj.build(tj.WindowConfig(vocab_size=7))),
     "RecurrentLM": lambda kind: tj.build(RECURRENT),
     "RecurrentSeq2Seq": lambda kind: kind(RECURRENT),

@@ -14,9 +14,9 @@ What is public by this name; the rest is imported from its module, such as `mode
     Attention      dot_product_attention, dot_product_attention_weights, explain_attention
     Masks, biases  Mask, Causal, Window, Prefix, Segments, Padding, Dense, Predicate, Bias, ALiBi,
                    RelativeBias
-    Configs        ModelConfig, RecurrentConfig, WindowConfig, NgramConfig, LoraConfig,
-                   TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope, Sinusoidal,
-                   Learned, Shaw, T5Buckets, Vectors, Frames, Patches
+    Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
+                   LoraConfig, TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope,
+                   Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
@@ -61,6 +61,7 @@ from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
+    ConvolutionConfig,
     Frames,
     Learned,
     LoraConfig,
@@ -132,6 +133,7 @@ __all__ = [
     "Bias",
     "Causal",
     "ConfigError",
+    "ConvolutionConfig",
     "Decoder",
     "Dense",
     "Draft",

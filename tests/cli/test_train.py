@@ -35,6 +35,7 @@ from transformer_jax.cli.report import suggested_prompt, summary
 from transformer_jax.cli.run_flags import FLAGS, configure, parse
 from transformer_jax.config import (
     ConfigError,
+    ConvolutionConfig,
     Frames,
     LoraConfig,
     MeshConfig,
@@ -215,7 +216,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
-    models = ModelConfig, RecurrentConfig, WindowConfig, NgramConfig
+    models = ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig
     expected = flat(TrainConfig, "model").union(*map(flat, models))
     inputs = Patches, Frames, Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))

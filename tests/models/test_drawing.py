@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from tests.support import tolerances
-from transformer_jax.config import ModelConfig, RecurrentConfig, T5Buckets, WindowConfig
+from transformer_jax.config import (
+    ConvolutionConfig,
+    ModelConfig,
+    RecurrentConfig,
+    T5Buckets,
+    WindowConfig,
+)
 from transformer_jax.models import drawing, factory
 from transformer_jax.models.factory import init_params
 
@@ -25,6 +31,7 @@ CONFIGS = {
     ),
     "gru": RecurrentConfig(**SIZES, cell="gru", source_vocab_size=11, attention="additive"),
     "lstm": RecurrentConfig(**SIZES, cell="lstm", bidirectional=True),
+    "convolution": ConvolutionConfig(vocab_size=13, d_hidden=7),
     "window": WindowConfig(**SIZES, context=3),
 }
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import FORWARD_F32, assert_near
-from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.config import (
+    ConvolutionConfig,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    WindowConfig,
+)
 from transformer_jax.decoding.batch_rows import count_rows
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate
@@ -30,6 +36,7 @@ CONFIGS = {
     "translator": RecurrentConfig(
         **SIZES, source_vocab_size=11, cell="gru", attention="general", context="state"
     ),
+    "convolution": ConvolutionConfig(vocab_size=VOCAB, d_hidden=7, num_layers=2, init_std=0.7),
     "window": WindowConfig(**SIZES, context=3),
     "ngram": NgramConfig(vocab_size=VOCAB, order=3),
 }

@@ -1,4 +1,4 @@
-"""Look inside recurrent, window and n-gram models and encoders of streams, and change them."""
+"""Look inside models before transformers and encoders of streams, and change them."""
 
 from functools import cache, partial
 
@@ -9,7 +9,13 @@ import pytest
 
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax import places
-from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.config import (
+    ConvolutionConfig,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    WindowConfig,
+)
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -36,6 +42,7 @@ CONFIGS = {
     "window": WindowConfig(
         vocab_size=VOCAB, context=3, d_embed=E, d_hidden=H, num_layers=2, direct=True, init_std=0.7
     ),
+    "convolution": ConvolutionConfig(vocab_size=VOCAB, d_hidden=H, num_layers=2, init_std=0.7),
     "ngram": NgramConfig(vocab_size=VOCAB, order=2),
     "streaming": ModelConfig(
         d_model=14, num_layers=2, num_heads=2, head_dim=6, d_ff=11, window=3, positions="rope",
@@ -94,7 +101,7 @@ def begin(kind: str, edit=None):
         return model.apply(variables, draw(S, 5), method="init_state", edit=edit or {})
     if kind == "streaming":
         return init_cache(model.config, B, 3)
-    if kind in ("window", "ngram"):
+    if kind in ("convolution", "window", "ngram"):
         return init_recent_tokens(model.config, B)
     return init_recurrent_state(model.config, B)
 
@@ -300,5 +307,5 @@ def test_where_nothing_is_asked_for_the_program_is_the_same(kind):
 
     plain = program()
     assert program(capture=(), edit={}) == plain
-    name = "logits" if kind == "ngram" else "embedding"
+    name = "logits" if kind in ("convolution", "ngram") else "embedding"
     assert program(capture=(name,)) == plain  # its value is there, and is not returned here

@@ -12,6 +12,7 @@ from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import (
     AdamW,
+    ConvolutionConfig,
     ModelConfig,
     NgramConfig,
     RecurrentConfig,
@@ -59,6 +60,7 @@ MODELS = {
     "encoder-decoder": ModelConfig(kind="encoder-decoder", **{**SIZES, "num_layers": 1}),
     "decoder": ModelConfig(**SIZES),
     "encoder": ModelConfig(kind="encoder", positions="rope", **SIZES),
+    "convolution": ConvolutionConfig(d_hidden=48),
     "window": WindowConfig(context=12, d_embed=24, d_hidden=96),
     "ngram": NgramConfig(order=7),
     "wider decoder": ModelConfig(**WIDER | dict(init_std=0.1)),
@@ -141,7 +143,9 @@ WORDS = "alpha", "bravo", "cargo", "delta", "eagle"
 
 @pytest.mark.slow
 @pytest.mark.long_except("gru", "ngram")
-@pytest.mark.parametrize("model", ["decoder", "rnn", "lstm", "gru", "window", "ngram"])
+@pytest.mark.parametrize(
+    "model", ["decoder", "rnn", "lstm", "gru", "convolution", "window", "ngram"]
+)
 def test_a_text_is_foretold_nearly_as_well_as_it_can_be(tmp_path, model):
     """The text has five words in random order: log(5) nats a word of 6 characters, no less.
 

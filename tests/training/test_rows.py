@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_near
-from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.config import (
+    ConvolutionConfig,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    WindowConfig,
+)
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.tokenizers.utf8 import DataError
@@ -155,6 +161,7 @@ MODELS = {
     "causal": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),
     "prefix": ModelConfig(vocab_size=29, d_model=12, num_heads=2, num_layers=2, max_len=19),
     "gru": RecurrentConfig(vocab_size=29, cell="gru", d_embed=5, d_hidden=7),
+    "convolution": ConvolutionConfig(vocab_size=29, d_hidden=7, num_layers=2),
     "window": WindowConfig(vocab_size=29, context=3, d_embed=5, d_hidden=7),
     "ngram": NgramConfig(vocab_size=29, order=3),
 }

@@ -220,6 +220,7 @@ def model_cases() -> list[Case]:
             vocab_size=11, source_vocab_size=7, d_embed=5, d_hidden=7, cell="gru",
             attention="additive",
         ),
+        "ConvolutionLM": tj.ConvolutionConfig(vocab_size=11, d_hidden=3, num_layers=2),
         "WindowLM": tj.WindowConfig(vocab_size=11, context=2, d_embed=3, d_hidden=5),
     }  # fmt: skip
     found = [model_case(name, config) for name, config in kinds.items()]

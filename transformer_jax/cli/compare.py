@@ -27,6 +27,7 @@ from transformer_jax.cli.command import Parser, run
 from transformer_jax.cli.process import interrupts, keep_freed_memory
 from transformer_jax.config import (
     ConfigError,
+    ConvolutionConfig,
     ModelConfig,
     NgramConfig,
     RecurrentConfig,
@@ -39,7 +40,7 @@ from transformer_jax.models import num_params
 from transformer_jax.training.loop import Result, fit
 from transformer_jax.training.progress import Silent
 
-MODELS = ("ngram", "window", "rnn", "lstm", "gru", "transformer")
+MODELS = ("ngram", "window", "convolution", "rnn", "lstm", "gru", "transformer")
 ORDERS = (2, 3, 4, 5, 6, 7, 8)
 RATES = tuple(0.008 * 2.0**power for power in range(-5, 4))
 
@@ -156,9 +157,11 @@ def equal_models(vocab_size: int, d_model: int, context: int) -> dict[str, AnyMo
         return make(max(1, round(width)))
 
     window = WindowConfig(vocab_size=vocab_size, context=min(16, context), d_embed=d_model // 2)
+    convolution = ConvolutionConfig(vocab_size=vocab_size)
     recurrent = RecurrentConfig(vocab_size=vocab_size, d_embed=d_model)
     models: dict[str, AnyModelConfig] = {
         "window": nearest(lambda width: replace(window, d_hidden=width)),
+        "convolution": nearest(lambda width: replace(convolution, d_hidden=width)),
         "rnn": nearest(lambda width: replace(recurrent, cell="rnn", d_hidden=width)),
         "lstm": nearest(lambda width: replace(recurrent, cell="lstm", d_hidden=width)),
         "gru": nearest(lambda width: replace(recurrent, cell="gru", d_hidden=width)),

@@ -4,6 +4,7 @@
 imported, and no array or module is made here: `models` builds what a config describes.
 """
 
+from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.lora import LoraConfig
@@ -54,6 +55,7 @@ __all__ = [
     "Cell",
     "ConfigError",
     "ContextUse",
+    "ConvolutionConfig",
     "DType",
     "Frames",
     "Inputs",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.fields import FieldValue, kind_name
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.config.window import WindowConfig
 
-AnyModelConfig: TypeAlias = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
+AnyModelConfig: TypeAlias = (
+    ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig
+)
 """The config of any model that can be trained."""
 
 Shape = Literal["decoder", "encoder", "encoder-decoder"]
 
-ARCHITECTURES = "transformer", "lstm", "gru", "rnn", "window", "ngram"
+ARCHITECTURES = "transformer", "lstm", "gru", "rnn", "convolution", "window", "ngram"
 """Names that `--model` takes."""
 
 
@@ -68,4 +71,5 @@ def default_model(architecture: str, shape: Shape) -> AnyModelConfig | None:
         return RecurrentConfig(cell=cell, bidirectional=both, d_hidden=256, num_layers=2)
     if shape != "decoder":
         return None
-    return WindowConfig() if architecture == "window" else NgramConfig()
+    others = {"convolution": ConvolutionConfig, "window": WindowConfig, "ngram": NgramConfig}
+    return others[architecture]()

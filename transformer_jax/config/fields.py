@@ -57,10 +57,10 @@ def fail(name: str, value: object, rule: str) -> NoReturn:
 
 OTHER_NAMES = {
     "absolute": "learned", "adam": "adamw", "bert": "encoder", "bf16": "bfloat16",
-    "bytes": "byte", "character": "char", "dpo": "preference", "fixed": "sinusoidal",
-    "fp16": "float16", "fp32": "float32", "gelu_new": "gelu_tanh", "gpt": "decoder",
-    "half": "float16", "layer_norm": "layernorm", "mlm": "masked", "relative": "shaw",
-    "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
+    "bytes": "byte", "character": "char", "cnn": "convolution", "dpo": "preference",
+    "fixed": "sinusoidal", "fp16": "float16", "fp32": "float32", "gelu_new": "gelu_tanh",
+    "gpt": "decoder", "half": "float16", "layer_norm": "layernorm", "mlm": "masked",
+    "relative": "shaw", "rms_norm": "rmsnorm", "rotary": "rope", "sft": "chat",
     "swish": "silu", "translation": "seq2seq", "warmup_stable_decay": "wsd",
 }  # fmt: skip
 """What other libraries call a choice of this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.fields import (
     below_int32,
     check_types,
@@ -45,7 +46,7 @@ class TrainConfig:
 
     task: Task = field(default_factory=LanguageTask)
     """The task that the model is trained for."""
-    model: ModelConfig | RecurrentConfig | WindowConfig | NgramConfig = field(
+    model: ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig = field(
         default_factory=ModelConfig
     )
     """The model that is trained."""

@@ -20,6 +20,7 @@ from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_ca
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
+from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
@@ -409,13 +410,13 @@ class RecurrentStep(AppliedStep[RecurrentState]):
 @short_repr
 @dataclass(frozen=True)
 class RecentTokensStep(AppliedStep[RecentTokens]):
-    """Run `WindowLM` or `NgramLM` as a step; the state is its `RecentTokens`.
+    """Run a model that sees the last tokens alone as a step; the state is its `RecentTokens`.
 
     Attributes:
         model: what `build(config)` gave.
     """
 
-    model: WindowLM | NgramLM
+    model: ConvolutionLM | WindowLM | NgramLM
 
     def arguments(
         self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
@@ -482,9 +483,17 @@ def make_step(
     model: RecurrentLM | RecurrentSeq2Seq, *, edit: Mapping[str, Edit] = ...
 ) -> RecurrentStep: ...
 @overload
-def make_step(model: WindowLM | NgramLM, *, edit: Mapping[str, Edit] = ...) -> RecentTokensStep: ...
 def make_step(
-    model: Decoder | EncoderDecoder | RecurrentLM | RecurrentSeq2Seq | WindowLM | NgramLM,
+    model: ConvolutionLM | WindowLM | NgramLM, *, edit: Mapping[str, Edit] = ...
+) -> RecentTokensStep: ...
+def make_step(
+    model: Decoder
+    | EncoderDecoder
+    | RecurrentLM
+    | RecurrentSeq2Seq
+    | ConvolutionLM
+    | WindowLM
+    | NgramLM,
     *,
     edit: Mapping[str, Edit] = NO_EDIT,
 ) -> ModelStep | RecurrentStep | RecentTokensStep:
@@ -513,7 +522,8 @@ def make_step(
         raise ValueError(f"model is {_named(model)}: {rule}")
     kinds: dict[type, Any] = {
         Decoder: ModelStep, EncoderDecoder: ModelStep, RecurrentLM: RecurrentStep,
-        RecurrentSeq2Seq: RecurrentStep, WindowLM: RecentTokensStep, NgramLM: RecentTokensStep,
+        RecurrentSeq2Seq: RecurrentStep, ConvolutionLM: RecentTokensStep,
+        WindowLM: RecentTokensStep, NgramLM: RecentTokensStep,
     }  # fmt: skip
     kind = next((own for base, own in kinds.items() if isinstance(model, base)), None)
     if kind is None:

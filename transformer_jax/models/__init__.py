@@ -2,10 +2,12 @@
 
 `functional` holds arithmetic without parameters, `ops` the same as devices are fast at it, `layers`
 small modules, `block` attention with its projections and a block, `stack` all blocks, and
-`transformer`, `streaming`, `recurrent`, `window` and `ngram` the models, which `factory` makes.
+`transformer`, `streaming`, `recurrent`, `convolution`, `window` and `ngram` the models, which
+`factory` makes.
 Attention and caches are folders of their own; decoding knows a model only as a step.
 """
 
+from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
     build,
@@ -62,6 +64,7 @@ from transformer_jax.models.window import WindowLM
 
 __all__ = [
     "AttentionWeights",
+    "ConvolutionLM",
     "Decoder",
     "Encoder",
     "EncoderDecoder",

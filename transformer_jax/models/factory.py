@@ -18,6 +18,7 @@ from transformer_jax.cache import paged_cache
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.config import (
+    ConvolutionConfig,
     ModelConfig,
     NgramConfig,
     Patches,
@@ -25,6 +26,7 @@ from transformer_jax.config import (
     WindowConfig,
 )
 from transformer_jax.config.fields import ConfigError, fail
+from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.drawing import draw
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.inputs import example_inputs
@@ -47,7 +49,7 @@ from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
 Recurrent = RecurrentLM | RecurrentSeq2Seq | RecurrentTagger
-Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
+Config = ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig
 DecodeState = ModelCache | RecurrentState | RecentTokens
 
 
@@ -75,14 +77,16 @@ def build(config: ModelConfig) -> Model: ...
 @overload
 def build(config: RecurrentConfig) -> Recurrent: ...
 @overload
+def build(config: ConvolutionConfig) -> ConvolutionLM: ...
+@overload
 def build(config: WindowConfig) -> WindowLM: ...
 @overload
 def build(config: NgramConfig) -> NgramLM: ...
-def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
+def build(config: Config) -> Model | Recurrent | ConvolutionLM | WindowLM | NgramLM:
     """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
 
     Args:
-        config: of a transformer, a recurrent, a window or an n-gram model.
+        config: of a transformer, a recurrent, a convolutional, a window or an n-gram model.
 
     Raises:
         ConfigError: if `config.implementation` names none of `IMPLEMENTATIONS`.
@@ -93,6 +97,8 @@ def build(config: Config) -> Model | Recurrent | WindowLM | NgramLM:
             return RecurrentTagger(config)
         reads = config.source_vocab_size is not None
         return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
+    if isinstance(config, ConvolutionConfig):
+        return ConvolutionLM(config)
     if isinstance(config, WindowConfig):
         return WindowLM(config)
     if isinstance(config, NgramConfig):
@@ -291,9 +297,9 @@ def init_decode_state(
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
 
     A decoder has an empty cache; an encoder-decoder reads its source into one. A recurrent model
-    has zeros, or the states of its source; the feed-forward and the n-gram model have the last
-    tokens, and none yet: these are f32 and have no capacity. `config`, `batch`, `capacity` and
-    `dtype` are static under `jax.jit`.
+    has zeros, or the states of its source; the convolutional, the feed-forward and the n-gram model
+    have the last tokens, and none yet: these are f32 and have no capacity. `config`, `batch`,
+    `capacity` and `dtype` are static under `jax.jit`.
 
     Args:
         config: of a model that writes tokens.

@@ -28,7 +28,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, WindowConfig
+from transformer_jax.config import (
+    ConvolutionConfig,
+    ModelConfig,
+    NgramConfig,
+    RecurrentConfig,
+    WindowConfig,
+)
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
 from transformer_jax.shown import short_repr
@@ -44,7 +50,7 @@ NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
-Config = ModelConfig | RecurrentConfig | WindowConfig | NgramConfig
+Config = ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig
 
 
 def places(config: Config | nn.Module) -> dict[str, Shape]:
@@ -79,7 +85,8 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
         read_out             what the output matrix reads
 
     A token passes them by itself: of a recurrent model T is 1 where a function edits a state or
-    its attention. The probabilities of n-grams are known as `logits` alone.
+    its attention. Convolutions have `read_out` and `logits`: the vectors of earlier tokens are
+    computed anew from the tokens. The probabilities of n-grams are known as `logits` alone.
     """
     if isinstance(config, nn.Module) and isinstance(own := getattr(config, "config", None), Config):
         found = places(own)
@@ -95,6 +102,9 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
         for i in range(config.num_layers):
             of_window[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
         return of_window | {"logits": ("B", "T", config.vocab_size)}
+    if isinstance(config, ConvolutionConfig):
+        read_out: Shape = ("B", "T", config.d_hidden)
+        return {"read_out": read_out, "logits": ("B", "T", config.vocab_size)}
     if isinstance(config, NgramConfig):
         return {"logits": ("B", "T", config.vocab_size)}
     own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")

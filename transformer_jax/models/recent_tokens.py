@@ -1,8 +1,8 @@
 """Hold the last tokens of each row: the state of models that see a fixed number of tokens.
 
-`RecentTokens` is what the feed-forward model over a window (`models.window`) and the n-gram model
-(`models.ngram`) remember. A training pass has all windows at once, by a gather; decoding moves the
-window by a token at a time.
+`RecentTokens` is what convolutions (`models.convolution`), the feed-forward model over a window
+(`models.window`) and the n-gram model (`models.ngram`) remember. A training pass has all windows at
+once, by a gather; decoding moves the window by a token at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def init_recent_tokens(config: WindowSizes, batch: int) -> RecentTokens:
     """Make the state of a model that has read nothing: C times -1 in each row.
 
     Args:
-        config: a `WindowConfig` or an `NgramConfig`.
+        config: a `ConvolutionConfig`, a `WindowConfig` or an `NgramConfig`.
         batch: B, rows.
 
     Raises:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from transformer_jax.attention.additive import additive_attention, state_attention
 from transformer_jax.attention.masks import Padding
-from transformer_jax.config import RecurrentConfig, WindowConfig
+from transformer_jax.config import ConvolutionConfig, RecurrentConfig, WindowConfig
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_surplus
 from transformer_jax.models.ops import lookup
@@ -67,7 +67,7 @@ class RecurrentState:
 class Vocabulary(nn.Module):
     """Turn tokens into vectors, and vectors into logits."""
 
-    config: RecurrentConfig | WindowConfig
+    config: RecurrentConfig | ConvolutionConfig | WindowConfig
 
     def setup(self) -> None:
         cfg = self.config

@@ -1,0 +1,49 @@
+"""Configure one convolutional language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformer_jax.config.fields import check_types, fraction, positive
+from transformer_jax.shown import short_repr
+
+
+@short_repr
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig:
+    """Describe a language model of gated convolutions over earlier tokens (Dauphin et al. 2017)."""
+
+    vocab_size: int = 256
+    """Token kinds."""
+    kernel_size: int = 4
+    """Tokens that a layer reads at once: the newest, and those just before it."""
+    d_hidden: int = 128
+    """Width of a token's vector, and of each layer."""
+    num_layers: int = 4
+    """Convolutions on top of each other; each sees kernel_size - 1 tokens more."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding matrix."""
+    dropout: float = 0.0
+    """Rate on embeddings, between layers and before the output matrix."""
+    init_std: float = 0.1
+    """Standard deviation of embeddings and of the output matrix."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        positive(self, "vocab_size", "kernel_size", "d_hidden", "num_layers", "init_std")
+        fraction(self, "dropout")
+
+    @property
+    def context(self) -> int:
+        """Return the tokens that a prediction sees: L (k - 1) + 1."""
+        return self.num_layers * (self.kernel_size - 1) + 1
+
+    @property
+    def d_embed(self) -> int:
+        """Return the width of a token's vector."""
+        return self.d_hidden
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_hidden
