@@ -38,6 +38,9 @@ class RecurrentConfig:
     cell: Cell = "lstm"
     """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
     2014)."""
+    forget_bias: float = 0.0
+    """lstm: where the biases of the forget gates begin; with 1 a cell keeps most of itself from one
+    token to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
     bidirectional: bool = False
     """The encoder, or without a source the whole model, reads from both ends (Schuster & Paliwal
     1997)."""
@@ -66,6 +69,8 @@ class RecurrentConfig:
         positive(self, "vocab_size", "source_vocab_size", "d_embed", "d_hidden", "num_layers")
         positive(self, "d_attention", "init_std", "num_classes")
         fraction(self, "dropout")
+        if self.cell != "lstm":
+            unread(self, "needs cell 'lstm'", "forget_bias")
         if self.source_vocab_size is None:
             unread(self, "needs a source_vocab_size", "attention")
         if not self.is_tagger:

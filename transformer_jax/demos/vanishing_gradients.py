@@ -7,17 +7,18 @@ are before training, a mean over seeds. In an Elman network each step back multi
 diag(1 - h^2) U, so the norm falls exponentially (Bengio et al. 1994). In an LSTM the cell's path
 multiplies by the forget gate f = sigmoid(... + b_f): with b_f = 0 that is about 1/2 a step, and
 the gradient vanishes as fast; a forget bias keeps it (Gers et al. 2000, Jozefowicz et al. 2015).
-The cells are flax's, those of `transformer_jax.models.recurrent.RecurrentLM` and the Elman cell.
+The cells are those of `transformer_jax.models.recurrent.RecurrentLM`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.demos.shared import (
@@ -28,30 +29,28 @@ from transformer_jax.demos.shared import (
     print_table,
     save_picture,
 )
+from transformer_jax.models.recurrent_layers import LSTMCell
 
 OPTIONS: Options = {"tokens": (101, 24), "width": (32, 32), "seed": (0, 0)}
 
-CELLS: dict[str, tuple[type[nn.RNNCellBase], float | None]] = {
-    "Elman": (nn.SimpleCell, None),
-    "GRU": (nn.GRUCell, None),
-    "LSTM, forget bias 0": (nn.OptimizedLSTMCell, 0.0),
-    "LSTM, forget bias 1": (nn.OptimizedLSTMCell, 1.0),
-    "LSTM, forget bias 3": (nn.OptimizedLSTMCell, 3.0),
+CELLS: dict[str, Callable[[int], nn.RNNCellBase]] = {
+    "Elman": nn.SimpleCell,
+    "GRU": nn.GRUCell,
+    "LSTM, forget bias 0": LSTMCell,
+    "LSTM, forget bias 1": partial(LSTMCell, forget_bias=1.0),
+    "LSTM, forget bias 3": partial(LSTMCell, forget_bias=3.0),
 }
-"""Each network's cell and forget bias."""
+"""How each network's cell is made of its width."""
 
 
 def jacobian(
-    cell: nn.RNNCellBase, forget_bias: float | None, length: int, width: int, key: jax.Array
+    cell: nn.RNNCellBase, length: int, width: int, key: jax.Array
 ) -> jax.Array:  # f32[H, T, E]
     """Return d h_T / d x_t for every t, of random parameters and inputs."""
     params_key, inputs_key = jax.random.split(key)
     network = nn.RNN(cell)
     inputs = jax.random.normal(inputs_key, (1, length, width))  # [B, T, E]
     params = network.init(params_key, inputs)["params"]
-    if forget_bias is not None:
-        gate = params["cell"]["hf"]
-        gate["bias"] = jnp.full_like(gate["bias"], forget_bias)
 
     def last_state(inputs: jax.Array) -> jax.Array:  # [T, E] -> [H]
         states: Any = network.apply({"params": params}, inputs[None])
@@ -65,11 +64,8 @@ def measure(
 ) -> dict[str, np.ndarray]:  # f64[T] of each network
     """Return the mean norm over seeds for every distance T - t, from 0 on."""
     norms = {}
-    for name, (kind, bias) in CELLS.items():
-
-        def of_key(key: jax.Array, kind: Any = kind, bias: float | None = bias) -> jax.Array:
-            return jacobian(kind(width), bias, length, width, key)
-
+    for name, cell in CELLS.items():
+        of_key = partial(jacobian, cell(width), length, width)
         keys = jax.random.split(jax.random.key(seed), seeds)
         # The squares of the smallest elements are below what float32 holds.
         jacobians = np.asarray(jax.jit(jax.vmap(of_key))(keys), np.float64)

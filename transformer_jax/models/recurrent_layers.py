@@ -274,8 +274,63 @@ class BothDirections(nn.Module):
         return x
 
 
+class _GateWeights(nn.Module):
+    """Own the matrix of a gate, and its bias where it has a number to begin with."""
+
+    features: int
+    kernel_init: nn.initializers.Initializer
+    bias: float | None = None
+
+    @nn.compact
+    def __call__(self, inputs: int) -> list[jax.Array]:  # [inputs, H], and [H]
+        found = [parameter(self, "kernel", self.kernel_init, (inputs, self.features))]
+        if self.bias is not None:
+            begin = nn.initializers.constant(self.bias)
+            found.append(parameter(self, "bias", begin, (self.features,)))
+        return found
+
+
+class LSTMCell(nn.OptimizedLSTMCell):
+    """Read a vector by an LSTM: flax's cell and parameters, with a forget gate that may start open.
+
+    Attributes:
+        features: H.
+        forget_bias: where the biases of the forget gate begin.
+    """
+
+    forget_bias: float = 0.0
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[jax.Array, jax.Array],  # c and h [B, H]
+        inputs: jax.Array,  # [B, E]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """Return (c, h) after the vector, and h."""
+        c, h = carry
+        of_inputs, of_state, biases = [], [], []
+        for gate in "ifgo":
+            weights = _GateWeights(self.features, self.kernel_init, name=f"i{gate}")
+            of_inputs.append(weights(inputs.shape[-1])[0])
+            begin = self.forget_bias if gate == "f" else 0.0
+            own = _GateWeights(self.features, self.recurrent_kernel_init, begin, name=f"h{gate}")
+            kernel, bias = own(self.features)
+            of_state.append(kernel)
+            biases.append(bias)
+        # One product for the four gates, as in flax's cell.
+        state_part = h @ jnp.concatenate(of_state, axis=-1) + jnp.concatenate(biases)[None]
+        i, f, g, o = jnp.split(
+            state_part + inputs @ jnp.concatenate(of_inputs, axis=-1), 4, axis=-1
+        )
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
+
+
 def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
-    cells = {"rnn": nn.SimpleCell, "lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}
+    if config.cell == "lstm":
+        return LSTMCell(config.d_hidden, forget_bias=config.forget_bias, name=name)
+    cells = {"rnn": nn.SimpleCell, "gru": nn.GRUCell}
     return cells[config.cell](config.d_hidden, name=name)
 
 
