@@ -46,9 +46,30 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
         ("rotations --window 7", "window is not read by this demonstration, which takes "
          "tokens, width"),
         ("rotations --tokens 0", "tokens is 0: must be positive"),
-        ("rotations --tokens 1", "tokens is 1: must be at least 2"),
+        ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is turned into "
+         "another"),
+        ("rotations --width 7", "width is 7: must be a multiple of 2, of pairs of sine and cosine"),
+        ("receptive_field --width 6", "width is 6: must be a multiple of 4, for 2 heads of even "
+         "width"),
+        ("streaming_windows --width 2", "width is 2: must be a multiple of 4, for 2 heads of even "
+         "width"),
+        ("exposure_bias --width 6", "width is 6: must be a multiple of 4, for 2 heads of even "
+         "width"),
+        ("decoding_cost --width 6", "width is 6: must be a multiple of 4, for 2 heads of even "
+         "width"),
+        ("length_extrapolation --width 12", "width is 12: must be a multiple of 8, for 4 heads of "
+         "even width"),
+        ("variants --width 24", "width is 24: must be a multiple of 16, for 8 heads of even width"),
+        ("permutation --tokens 1", "tokens is 1: must be at least 2: one token has no other order"),
+        ("path_length --tokens 1", "tokens is 1: must be at least 2: a path is between two"),
+        ("length_extrapolation --tokens 2", "tokens is 2: must be at least 3: a token is made of "
+         "the two before it"),
+        ("embeddings --width 1", "width is 1: must be at least 2: the vectors are drawn in a "
+         "plane"),
+        ("perceptron --seed 4294967296", "seed is 4294967296: must be below 2**32"),
         ("permutation --seed -1", "seed is -1: must not be negative"),
-        ("permutation --width 6 --quick", "num_heads is 4: does not divide d_model 6"),
+        ("permutation --width 4 --quick", "width is 4: must be a multiple of 8, for 4 heads of "
+         "even width"),
         ("path_length --window 1", "window is 1: must be at least 2: a token that sees itself "
          "alone has no path"),
         ("streaming_windows --tokens 12", "tokens is 12: must be a multiple of 8, the frames of "
@@ -80,6 +101,32 @@ def test_an_unknown_word_is_refused_before_the_training(tmp_path, capsys):
     assert demo.main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("demo alignment: sentence is 'je suis roi': 'roi' is not one of a, ")
+
+
+def test_a_text_shorter_than_a_row_is_refused_before_the_training(tmp_path):
+    module = importlib.import_module("transformer_jax.demos.variants")
+    rule = "tokens is 3000: must be below [4-6].., the tokens of the shorter part of the text"
+    with pytest.raises(ConfigError, match=rule):
+        module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, tokens=3000))
+
+
+@pytest.mark.slow
+def test_two_tokens_are_permuted_too(tmp_path):
+    module = importlib.import_module("transformer_jax.demos.permutation")
+    found = module.demonstrate(settings(module.OPTIONS, tmp_path, quick=True, tokens=2))
+    assert found["none"] < 1e-4 < found["rope"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+def test_words_in_any_script_are_drawn_as_they_are(tmp_path, capsys):
+    r"""Draw what would be a formula, which \\frac alone cannot be, and letters of few fonts."""
+    given = "--sentence", "$x$ $\\frac$ 日本 \U00012000", "--format", "svg", "--out", str(tmp_path)
+    assert demo.main(["worked_attention", *given]) == 0
+    assert demo.main(["drawings", *given, "--preset", "tiny"]) == 0
+    drawn = (tmp_path / "drawing_attention.svg").read_text("utf-8")
+    assert "$\\frac$" in drawn and ("\\u65e5\\u672c" in drawn or "日本" in drawn)
+    assert capsys.readouterr().err == ""
 
 
 def test_numbers_of_ones_own_are_used(tmp_path, capsys):

@@ -46,6 +46,8 @@ def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
     return LanguageModel(TextModel(config, params, tokenizer, **fields), "here")
 
 
+BLANKS = WordTokenizer(("to", "be"))
+"""Of which spaces have no token."""
 PLAIN, KEY = model_of(CONFIG), jax.random.key(5)
 
 
@@ -127,9 +129,10 @@ def test_a_score_is_the_sum_of_log_probabilities_by_definition():
 
 def test_bytes_of_a_score_are_those_of_what_is_scored():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
-    for text in ("zzz be", "é be", "to be", "\nto be", " z be"):
+    blanks = "  to be", "\u3000to be", " \nto be", "\t é be"
+    for text in ("zzz be", "é be", "to be", "\nto be", " z be", *blanks):
         first = text.removesuffix("be").rstrip(" ")
-        first = "\n" if text[0] == "\n" else first
+        first = text[: text.index("\n") + 1] if "\n" in text else first
         assert words.score(text).num_bytes == len(text.encode()) - len(first.encode())
     pair = run_of(PreferenceTask(), names=("eos",)).score(("", "feed"))
     assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
@@ -140,6 +143,28 @@ def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
     assert len(prompt) == CONFIG.max_len
     expected = LETTERS.decode([int(logits_of(PLAIN, LETTERS.encode(prompt))[-1].argmax())])
     assert PLAIN.generate(prompt, 1) == expected == PLAIN.generate([prompt], 1)[0]
+
+
+def test_a_text_without_a_token_is_an_empty_prompt_and_nothing_to_look_at():
+    """Check that blanks are so to words, and not to characters."""
+    words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
+    assert words.read(" ").tolist() == words.read("").tolist() == words.read("\n").tolist() == [1]
+    preferred = run_of(PreferenceTask(), names=("eos",), base=BLANKS)
+    assert preferred.read(" ").tolist() == [1]
+    classes = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=BLANKS)
+    for ask in (words.attend, classes.attend, classes.classify):
+        with pytest.raises(DataError, match="text is ' ': must have at least one token"):
+            ask(" ")
+
+
+@pytest.mark.slow
+def test_blanks_are_gone_on_with_and_classed_where_they_have_tokens():
+    words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
+    assert words.generate(" \t", 4) == words.generate("\n", 4)
+    base = CharTokenizer(" ab")
+    classes = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=base)
+    assert classes.classify("  ")[0] in ("x", "y")
+    assert classes.attend("  ").tokens == ["<cls>", " ", " "]
 
 
 @pytest.mark.parametrize(("count", "first", "longest", "stride"), [
@@ -313,7 +338,7 @@ def bad_message(*messages):
         (lambda: MASKED.score("bad"), "no probability of a text; its pseudo-likelihood"),
         (lambda: CLASSES.generate("bad"), r"generate: .*'classify' .*classify\(TEXT\)"),
         (lambda: CLASSES.score("bad"), r"score: .*'classify' .*classify\(TEXT\)"),
-        (lambda: CLASSES.classify(""), "text is '': must have a token"),
+        (lambda: CLASSES.classify(""), "text is '': must have at least one token"),
         (lambda: CHAT.generate("bad"), r"generate: .*task 'chat' answers messages, chat\(TEXT\)"),
         (lambda: CHAT.score("bad"), "must be messages, the last of them the assistant's"),
         (lambda: CHAT.score(TURNS[:1]), "messages do not end with the assistant's"),

@@ -184,6 +184,17 @@ def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     assert type(PLAIN)(held, "here").nearest("c", count=1)[0][0] == PLAIN.nearest("c")[0][0]
 
 
+def test_words_that_are_added_and_taken_away_have_no_part_in_the_sum():
+    """Leave nothing of rounding, whose direction would be as good as any."""
+    assert PLAIN.nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
+        (text, pytest.approx(cosine, rel=1e-9))
+        for text, cosine in PLAIN.nearest("c", plus="f", count=11) if text not in "ae"
+    ]  # fmt: skip
+    for minus, plus in ((["a", "c"], "a"), (["f", "b", "c"], ["b", "f"])):
+        with pytest.raises(ValueError, match="the sum of the vectors is 0, which has no direction"):
+            PLAIN.nearest("c", minus=minus, plus=plus)
+
+
 @pytest.mark.slow
 def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
     model = recurrent(attention="dot")

@@ -40,6 +40,7 @@ from transformer_jax.config import Rope
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_multiple,
     halved,
     label,
     new_figure,
@@ -126,6 +127,7 @@ def measure_times(n: int, window: int, width: int, runs: int) -> list[float]:
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return lengths, counts, formulas and seconds."""
+    check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     window, runs = arguments.window, 2 if arguments.quick else 5
     lengths = halved(arguments.tokens, 1 if arguments.quick else 4)
     names = "no cache", "cache", f"window {window}"

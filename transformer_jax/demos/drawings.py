@@ -38,6 +38,7 @@ from transformer_jax.config import (
     Vectors,
 )
 from transformer_jax.demos.shared import COLOURS, INK, Options, save_picture
+from transformer_jax.use.attention_picture import spelled
 
 OPTIONS: Options = {
     "preset": ("transformer-base", "transformer-base"),
@@ -248,9 +249,10 @@ def arrow(axes: Axes, *points: tuple[float, float], colour: str = INK) -> None:
     axes.annotate("", points[-1], points[-2], arrowprops=style)
 
 
-def text_width(figure: Figure, texts: Sequence[str], size: float) -> float:
+def text_width(figure: Figure, texts: Sequence[str], size: float, **styles: Any) -> float:
     """Return the inches of the longest text."""
-    shown = [figure.text(0, 0, text, fontsize=size, fontweight="bold") for text in texts]
+    style: dict[str, Any] = dict(fontsize=size, fontweight="bold", parse_math=False, **styles)
+    shown = [figure.text(0, 0, text, **style) for text in texts]
     width = max(text.get_window_extent().width for text in shown) / figure.dpi
     for text in shown:
         text.remove()
@@ -369,7 +371,10 @@ def draw_attention(
     cell, room = 0.42, 0.75
     size, half = T * cell, T * cell / 2
     low, middle, high = (0.45 + i * (size + room) for i in range(3))
-    left = text_width(figure, tokens, 9) + 0.25
+    tokens, fonts = spelled(tokens)
+    # an svg names the reader's own fonts, as long as the usual one has all letters
+    style: dict[str, Any] = {} if fonts == ["DejaVu Sans"] else {"fontfamily": fonts}
+    left = text_width(figure, tokens, 9, **style) + 0.25
     projected, scored = left + D * cell + 1.0, left + (D + H) * cell + 2.0
     weighed = scored + max(size, 1.5) + 0.8
     summed, upper = weighed + max(size, 1.5) + 0.8, (middle + high) / 2
@@ -389,7 +394,7 @@ def draw_attention(
     for title, values, corner, shape, colour in parts:
         draw_numbers(axes, title, values, corner, shape, colour, cell)
     for i, token in enumerate(tokens):
-        write(axes, left - 0.1, middle + (T - 0.5 - i) * cell, token, ha="right")
+        write(axes, left - 0.1, middle + (T - 0.5 - i) * cell, token, ha="right", **style)
     start, bend = left + D * cell + 0.12, projected - 0.5
     arrow(axes, (start, middle + half), (projected - 0.12, middle + half))
     for y in (high, low):

@@ -27,6 +27,7 @@ from transformer_jax import WindowConfig, build, cross_entropy, init_params
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_least,
     draw_matrix,
     label,
     new_figure,
@@ -135,6 +136,7 @@ def draw(table: np.ndarray, vocabulary: list[str], likeness: np.ndarray, argumen
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return cosines by seed and the held-out figures."""
+    check_least("width", arguments.width, 2, "the vectors are drawn in a plane")
     first, steps = arguments.seed, 400 if arguments.quick else 1500
     seeds = range(first, first + (1 if arguments.quick else 5))
     texts = sentences()

@@ -40,6 +40,7 @@ from transformer_jax.config import Rope
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -90,6 +91,7 @@ def measure_errors(
 
 def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     """Run the demonstration; return the errors of both ways by position."""
+    check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     steps, length = 60, arguments.tokens
     config = ModelConfig(
         vocab_size=MODULUS, d_model=arguments.width, num_layers=1, num_heads=2, positions=Rope(),

@@ -24,6 +24,8 @@ from transformer_jax.config.positions import positions_of
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_least,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -82,6 +84,8 @@ def losses_by_position(
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return each kind's loss by position, None where refused."""
+    check_least("tokens", arguments.tokens, 3, "a token is made of the two before it")
+    check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("learned", "sinusoidal", "alibi") if arguments.quick else KINDS
     steps, layers = (200, 1) if arguments.quick else (600, 2)
     length = arguments.tokens

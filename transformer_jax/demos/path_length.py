@@ -34,10 +34,10 @@ from transformer_jax import (
     dot_product_attention,
     init_params,
 )
-from transformer_jax.config.fields import fail
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_least,
     halved,
     label,
     new_figure,
@@ -127,11 +127,11 @@ def path_lengths(n: int, window: int) -> list[int]:
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return lengths, and of each kind sequential steps and paths."""
+    check_least("tokens", arguments.tokens, 2, "a path is between two")
     window = arguments.window
-    if window < 2:
-        fail("window", window, "must be at least 2: a token that sees itself alone has no path")
+    check_least("window", window, 2, "a token that sees itself alone has no path")
     names = "recurrent", "self-attention", f"window {window}"
-    lengths = halved(arguments.tokens, 2 if arguments.quick else 4)
+    lengths = [n for n in halved(arguments.tokens, 2 if arguments.quick else 4) if n > 1]
     steps = [sequential_steps(n, window) for n in lengths]
     paths = [path_lengths(n, window) for n in lengths]
     rows = [[name, *(s[i] for s in steps), *(p[i] for p in paths)] for i, name in enumerate(names)]

@@ -21,6 +21,8 @@ from transformer_jax.config.positions import positions_of
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_least,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -40,7 +42,10 @@ def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
     )  # fmt: skip
     model, params = Encoder(config), init_params(config, jax.random.key(seed))
     tokens = jax.random.randint(jax.random.key(1), (3, length), 0, config.vocab_size)  # [B, T]
-    order = np.random.default_rng(2).permutation(length)
+    draw = np.random.default_rng(2)
+    order = draw.permutation(length)
+    while (order == np.arange(length)).all():  # of two tokens half of the draws change nothing
+        order = draw.permutation(length)
 
     @jax.jit
     def encode(tokens: jax.Array) -> Any:  # [B, T, D]
@@ -51,6 +56,8 @@ def largest_difference(kind: str, length: int, width: int, seed: int) -> float:
 
 def demonstrate(arguments: Namespace) -> dict[str, float]:
     """Run the demonstration; return each kind's largest difference."""
+    check_least("tokens", arguments.tokens, 2, "one token has no other order")
+    check_multiple("width", arguments.width, 8, "for 4 heads of even width")
     kinds = ("none", "rope") if arguments.quick else KINDS
     differences = {
         kind: largest_difference(kind, arguments.tokens, arguments.width, arguments.seed)

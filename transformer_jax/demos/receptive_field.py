@@ -18,6 +18,7 @@ from transformer_jax.config import Rope
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -47,6 +48,7 @@ def gradient_norms(config: ModelConfig, length: int, seed: int) -> np.ndarray:  
 
 def demonstrate(arguments: Namespace) -> dict[tuple[int, int], tuple[int, int]]:
     """Run the demonstration; return by layers and window the field measured, and the formula's."""
+    check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     last, deepest = arguments.window, arguments.layers
     windows = sorted({max(1, last // 2), last})
     cases = [(layers, window) for window in windows for layers in range(1, deepest + 1)]

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import Rope
-from transformer_jax.config.fields import fail
 from transformer_jax.demos.shared import (
     COLOURS,
     INK,
     Options,
+    check_least,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -43,9 +44,9 @@ def turned(table: np.ndarray, k: int) -> np.ndarray:  # [T, D] -> [T, D]
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return the table, its error after turning, and the turned vector."""
+    check_multiple("width", arguments.width, 2, "of pairs of sine and cosine")
     length, width = arguments.tokens, arguments.width
-    if length < 2:
-        fail("tokens", length, "must be at least 2")
+    check_least("tokens", length, 2, "one position is turned into another")
     k = min(5, length - 1)
     table = np.asarray(sinusoidal(jnp.arange(length), width))
     error = float(np.abs(turned(table[:-k], k) - table[k:]).max())

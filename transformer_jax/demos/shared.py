@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import fail
+from transformer_jax.use.attention_picture import spelled
 
 COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
 INK = "#444444"
@@ -41,7 +42,8 @@ MEANINGS = {
 def settings(options: Options, out: Path, quick: bool = False, **given: Any) -> Namespace:
     """Return the values of a demonstration by name: those given, else the defaults.
 
-    ConfigError for a name that it has no use for, and for numbers that are not positive.
+    ConfigError for a name that it has no use for, for numbers that are not positive, and for a seed
+    that `jax.random.key` cannot hold.
     """
     unread = [name for name in given if name not in options]
     if unread:
@@ -51,9 +53,23 @@ def settings(options: Options, out: Path, quick: bool = False, **given: Any) -> 
     for name, value in found.items():
         if isinstance(value, int) and value < (name != "seed"):
             fail(name, value, "must not be negative" if name == "seed" else "must be positive")
+        if name == "seed" and value >= 2**32:
+            fail(name, value, "must be below 2**32")
         if name == "sentence" and value is not None and not value.split():
             fail(name, value, "must have a word")
     return Namespace(out=out, quick=quick, **{"format": "png", "dark": False}, **found)
+
+
+def check_multiple(name: str, value: int, of: int, why: str) -> None:
+    """Raise ConfigError where an option is no multiple of a number, and say why it has to be."""
+    if value % of:
+        fail(name, value, f"must be a multiple of {of}, {why}")
+
+
+def check_least(name: str, value: int, least: int, why: str) -> None:
+    """Raise ConfigError where an option is below a number, and say why it may not be."""
+    if value < least:
+        fail(name, value, f"must be at least {least}: {why}")
 
 
 def halved(largest: int, count: int) -> list[int]:
@@ -104,8 +120,10 @@ def draw_matrix(
     """Draw weights from white, 0, to blue, 1, with their numbers and the names of both axes."""
     axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     axes.grid(False)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
+    for side, names in ((axes.set_xticks, columns), (axes.set_yticks, rows)):
+        shown, fonts = spelled(names)
+        style: Any = dict(parse_math=False, fontfamily=fonts)
+        side(range(len(names)), shown, **style)
     axes.tick_params(length=0)
     for (i, j), value in np.ndenumerate(values) if numbers else ():
         shade = "white" if value > 0.6 else INK

@@ -22,10 +22,10 @@ import numpy as np
 
 from transformer_jax import Causal, ModelConfig, StreamingEncoder, Window, init_cache
 from transformer_jax.config import Rope
-from transformer_jax.config.fields import fail
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -88,9 +88,9 @@ def run_streaming(apply: Any, frames: jax.Array, config: ModelConfig) -> tuple[j
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
     """Run the demonstration; return of each way (largest error, frames, products)."""
+    check_multiple("width", arguments.width, 4, "for 2 heads of even width")
     layers, window, length = arguments.layers, arguments.window, arguments.tokens
-    if length % CHUNK:
-        fail("tokens", length, f"must be a multiple of {CHUNK}, the frames of a chunk")
+    check_multiple("tokens", length, CHUNK, "the frames of a chunk")
     config = ModelConfig(
         d_model=arguments.width,
         num_layers=layers,

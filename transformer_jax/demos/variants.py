@@ -25,10 +25,12 @@ import numpy as np
 
 from transformer_jax import ModelConfig, build, cross_entropy, init_params, num_params
 from transformer_jax.config import Rope
+from transformer_jax.config.fields import fail
 from transformer_jax.demos.embeddings import sentences
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
+    check_multiple,
     label,
     new_figure,
     print_table,
@@ -87,6 +89,7 @@ def held_out_losses(
 
 def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
     """Run the demonstration; return each variant's losses, parameters and bytes."""
+    check_multiple("width", arguments.width, 16, "for 8 heads of even width")
     steps, count, size = arguments.steps, *((2, 280) if arguments.quick else (3, 1024))
     length, seeds = arguments.tokens, range(arguments.seed, arguments.seed + count)
     if arguments.data is None:
@@ -95,10 +98,10 @@ def demonstrate(arguments: Namespace) -> dict[str, dict[str, Any]]:
         text = Path(arguments.data).read_text(encoding="utf-8")
     cut = len(text) * 9 // 10
     tokenizer = BPETokenizer.train(text[:cut], size)
-    texts, held_out = (
-        rows_of(np.asarray(tokenizer.encode(part), np.int32), length)
-        for part in (text[:cut], text[cut:])
-    )
+    parts = [np.asarray(tokenizer.encode(part), np.int32) for part in (text[:cut], text[cut:])]
+    if length >= (least := min(map(len, parts))):
+        fail("tokens", length, f"must be below {least}, the tokens of the shorter part of the text")
+    texts, held_out = (rows_of(part, length) for part in parts)
     found: dict[str, dict[str, Any]] = {}
     for name, changes in VARIANTS.items():
         own = dict(

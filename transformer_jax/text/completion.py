@@ -7,6 +7,7 @@ be the beginning of a stop string.
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +86,7 @@ def complete(
         config: of a model that goes on with a text.
         params: of the model.
         tokenizer: of its texts.
-        prompt: a text, or i32[P], ids; an empty one starts at a newline.
+        prompt: a text, or i32[P], ids; one without a token starts at a newline.
         num_tokens: the most tokens that are written.
         sampler: draws them.
         key: a single key.
@@ -375,8 +376,9 @@ def read_prompt(
 ) -> np.ndarray:  # i32[P]
     """Return the prompt's tokens, after those that a published tokenizer puts before any text.
 
-    Where the model learnt that a text begins with the token `begin`, it stands in their place. An
-    empty prompt is what begins a text, else a newline, else the first token there is.
+    Where the model learnt that a text begins with the token `begin`, it stands in their place. A
+    prompt without a token, as "" is, is what begins a text, else a newline, else the first token
+    there is.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -388,7 +390,8 @@ def read_prompt(
         starts = [own.special_ids[r] for r in ("bos", "eos") if r in own.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
-    return tokenizer.encode(prompt or _first_prompt(tokenizer))
+    ids = tokenizer.encode(prompt)
+    return ids if len(ids) else _first_prompt(tokenizer)
 
 
 def _known_prompt(
@@ -415,12 +418,11 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, .
     return (known,) if tokenizer.vocab_size < config.vocab_size else ()
 
 
-def _first_prompt(tokenizer: Tokenizer) -> str:
-    try:
-        tokenizer.encode("\n")
-        return "\n"
-    except ValueError:
-        return tokenizer.to_bytes([0]).decode()
+def _first_prompt(tokenizer: Tokenizer) -> np.ndarray:  # i32[P]
+    with contextlib.suppress(ValueError):
+        if len(ids := tokenizer.encode("\n")):
+            return ids
+    return np.zeros(1, np.int32)
 
 
 def _ids(

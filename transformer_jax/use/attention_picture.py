@@ -131,10 +131,7 @@ def _scale(heads: int, longest: int, alone: bool) -> tuple[float, float]:
 
 
 def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    r"""Return labels for tokens, and the names of the fonts that have all of their letters.
-
-    Letters that no font of this computer has are written as \u4e2d.
-    """
+    """Return labels for tokens, and the names of fonts, as `spelled`."""
     labels = [marked(text) for text in texts]
     return spelled([shortened(label) for label in labels])
 
@@ -145,10 +142,13 @@ def shortened(label: str) -> str:
 
 
 def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return labels as they can be drawn, and the names of the fonts that have their letters."""
+    r"""Return labels as they can be drawn, and the names of the fonts that have their letters.
+
+    A letter that no font of this computer has is written as \u4e2d; a newline stays.
+    """
     from matplotlib import font_manager
 
-    missing = {letter for label in labels for letter in label}
+    missing = {letter for label in labels for letter in label if letter != "\n"}
     usual = dict(style="normal", weight=400, stretch="normal")
     fonts = {
         font.name: font.fname
@@ -168,4 +168,6 @@ def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         if not missing:
             break
     codes = {letter: letter.encode("unicode_escape").decode() for letter in missing}
-    return ["".join(codes.get(c, c) for c in label) for label in labels], families
+    return ["".join(codes.get(c, c) for c in label) for label in labels], families or [
+        "DejaVu Sans"
+    ]

@@ -531,8 +531,7 @@ class LanguageModel(Looker):
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         assert self.model.run is not None
         for one in texts:
-            if not one.strip():
-                raise DataError(f"text is {one!r}: must have a token at least")
+            self.check_tokens(one)
         found = label_texts(self.model.run, self.tokenizers, self.params, texts)
         return found if is_list else found[0]
 

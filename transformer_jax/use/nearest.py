@@ -34,8 +34,12 @@ def nearest_words(
         if not isinstance(one, str) or len(one.split()) != 1:
             raise DataError(f"{name} is {one!r:.60}: must be one word")
     ids = [token_id(tokenizer, name, one, len(table)) for name, one, _ in named]
-    wanted = sum(sign * unit[i] for i, (_, _, sign) in zip(ids, named, strict=True))
-    if not (length := np.linalg.norm(wanted)):
+    times = dict.fromkeys(ids, 0.0)  # a word that is added and taken away has no part, not even by
+    for i, (_, _, sign) in zip(ids, named, strict=True):  # what rounding would leave of it
+        times[i] += sign
+    wanted = np.array(list(times.values())) @ unit[list(times)]
+    length = np.linalg.norm(wanted)
+    if length <= len(named) * np.finfo(np.float32).eps:
         raise DataError(f"word is {word!r}: the sum of the vectors is 0, which has no direction")
     cosines = unit @ wanted / length
     own = plain(tokenizer)

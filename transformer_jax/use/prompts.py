@@ -60,6 +60,8 @@ def read_prompt(model: Reader, text: Any) -> Prompt:
         raise DataError(f"text is {text!r:.80}: must be {rule}")
     source = prefix = labels = None
     tokenizer = model.tokenizer
+    if not pairs:
+        model.check_tokens(text)
     if pairs:
         example = pair_batch(model, *text)
         ids, source, prefix, labels = (
@@ -77,8 +79,6 @@ def read_prompt(model: Reader, text: Any) -> Prompt:
         ids = np.append(encode_text(tokenizer, text), special_ids(tokenizer)["cls"])
     else:
         ids = model.read(text)
-    if not text:
-        raise DataError("text is '': must have at least one token")
     assert ids is not None
     ids = model.known(ids.astype(np.int32), "the text")
     if isinstance(config, ModelConfig):

@@ -27,7 +27,7 @@ from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import plain
+from transformer_jax.tokenizers.special import encode_text, plain
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.chat import check_messages
@@ -111,9 +111,10 @@ class Reader:
 
     def read(self, prompt: str) -> np.ndarray:  # i32[P]
         """Return the tokens that a prompt is read as: after those that begin every text."""
-        if prompt and isinstance(self.task, PreferenceTask):
+        ids = np.zeros(0, np.int32)
+        if isinstance(self.task, PreferenceTask):
             ids = prompt_ids(self.tokenizer, prompt)  # in which a special token is text
-        else:
+        if not prompt or not len(ids):
             ids = completion.read_prompt(self.tokenizer, prompt, self.model.begin_id)
         return self.known(ids, "the prompt")
 
@@ -129,6 +130,11 @@ class Reader:
             what = f"the model of {self.name!r} has no chat template"
             raise ConfigError(f"chat: {what}; it {self._says()}")
         return self.known(prompt_ids(self.tokenizer, check_messages("messages", given)), "messages")
+
+    def check_tokens(self, text: str) -> None:
+        """Raise DataError for a text without a token, as "" is, and blanks to a `WordTokenizer`."""
+        if not text or (text.isspace() and not len(encode_text(self.tokenizer, text))):
+            raise DataError(f"text is {text!r:.60}: must have at least one token")
 
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
         """Return ids; DataError for one that the model does not have."""

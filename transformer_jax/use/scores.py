@@ -124,8 +124,9 @@ def _score_plain(model: Reader, text: str, stride: int | None, edit: Mapping[str
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
     """Return how many bytes of a text its first token stands for."""
     tokenizer = plain(model.tokenizer)
-    if isinstance(tokenizer, WordTokenizer) and ids[0] == 0:  # a word that it does not know
-        return len(utf8(text)) - len(utf8(text.lstrip()[len(text.split()[0]) :]))
+    if isinstance(tokenizer, WordTokenizer):  # its tokens do not tell which spaces stood there
+        word = "\n" if ids[0] == 1 else text.split()[0]
+        return len(utf8(text[: text.index(word) + len(word)]))
     first = tokenizer.to_bytes([int(ids[0])])
     return len(first if text[:1].isspace() else first.removeprefix(b" "))
 
