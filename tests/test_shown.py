@@ -88,6 +88,7 @@ MADE = {
     "Corpus": lambda kind: kind(Path(), "0" * 64, LETTERS, PART, PART, {str(n): {} for n in MANY}),
     "Decoder": lambda kind: of_kind("decoder"),
     "Dense": lambda kind: kind(TABLE > 0),
+    "DictionaryTask": lambda kind: kind(of="run", place="embedding", features=997, active=7),
     "Draft": lambda kind: kind(STEP, PARAMS, tj.init_cache(CONFIG, 2, 17)),
     "Encoder": lambda kind: of_kind("encoder"),
     "EncoderDecoder": lambda kind: of_kind("encoder-decoder"),
@@ -158,8 +159,9 @@ MADE = {
 """How instances are made of the public classes that need arguments; large where they can be."""
 
 OF_ARRAYS = {
-    "AttentionWeights", "Batch", "Circuits", "HeadScores", "History", "LogitAttribution",
-    "Probe", "Proposal", "RecentTokens", "Slots", "SourceMemory", "Speculation", "Translators",
+    "AttentionWeights", "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
+    "HeadScores", "History", "LogitAttribution", "Probe", "Proposal", "RecentTokens", "Slots",
+    "SourceMemory", "Speculation", "Translators",
 }  # fmt: skip
 
 

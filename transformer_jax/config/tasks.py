@@ -78,6 +78,11 @@ class OwnTask(_Task):
 
     own_kind_of = _Task
 
+    @property
+    def loaded_by(self) -> str | None:
+        """Return what loads its runs, where they hold something else than `config.model`."""
+        return None
+
     # of `TrainConfig`, `Tokenizers` and `TrainingTask`, which are of the floors above
     def load(self, config: Any, tokenizers: Any, vocab_size: int | None) -> Any:
         """Return a `training.tasks.TrainingTask` of the run, as `training.tasks.load_task` does.

@@ -5,8 +5,9 @@ translators, `edits` makes edits that ablate and steer, and `steering` vectors f
 puts values of one prompt into the pass over another, `paths` does so along some paths alone,
 `heads` scores and follows the weights of attention, `circuits` has the singular values of what a
 head reads and writes, `probes` fits linear maps that read a property out of values, `gradients`
-attributes an output to the tokens that were read, and `hooks` knows the names that TransformerLens
-has for places.
+attributes an output to the tokens that were read, `dictionaries` writes values as sums of few
+directions, which `dictionary_task` trains, and `hooks` knows the names that TransformerLens has for
+places.
 
     from transformer_jax import inside
 
@@ -14,6 +15,18 @@ has for places.
 """
 
 from transformer_jax.inside.circuits import Circuits, circuits
+from transformer_jax.inside.dictionaries import (
+    Dictionary,
+    DictionaryScores,
+    FeatureExamples,
+    dictionary_scores,
+    feature_examples,
+)
+from transformer_jax.inside.dictionary_task import (
+    DictionaryTask,
+    dictionary_learner,
+    load_dictionary,
+)
 from transformer_jax.inside.edits import add, mean, resample, zero
 from transformer_jax.inside.gradients import integrated_gradients
 from transformer_jax.inside.heads import (
@@ -38,6 +51,10 @@ from transformer_jax.inside.tuned_lens import (
 
 __all__ = [
     "Circuits",
+    "Dictionary",
+    "DictionaryScores",
+    "DictionaryTask",
+    "FeatureExamples",
     "HeadScores",
     "LogitAttribution",
     "Probe",
@@ -47,10 +64,14 @@ __all__ = [
     "attention_rollout",
     "attribution_patching",
     "circuits",
+    "dictionary_learner",
+    "dictionary_scores",
+    "feature_examples",
     "fit_tuned_lens",
     "head_scores",
     "integrated_gradients",
     "lens_divergence",
+    "load_dictionary",
     "logit_attribution",
     "logit_lens",
     "mean",

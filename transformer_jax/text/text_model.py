@@ -17,7 +17,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.optimizers import ScheduleFree
-from transformer_jax.config.tasks import LanguageTask
+from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.decoding.logit_processors import HistoryProcessor, never
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.models.lora import merged_parts, trained_part
@@ -84,6 +84,9 @@ def load_run(
     """
     folder = RunFolder(Path(path))
     config = _begun_from(folder.read_config(), init_from)
+    if isinstance(config.task, OwnTask) and config.task.loaded_by is not None:
+        rule = f"{config.task.loaded_by}(RUN) loads it"
+        raise ConfigError(f"run is {str(path)!r}: it holds no model, {rule}")
     which, step = _chosen_step(folder, which)
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata

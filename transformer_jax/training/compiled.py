@@ -37,9 +37,11 @@ from transformer_jax.training.step import (
     init_state,
     make_eval_step,
     make_train_step,
+    split_seed,
     start_state,
 )
 from transformer_jax.training.tasks import TrainingTask
+from transformer_jax.training.tasks.task import Learner
 
 R = TypeVar("R")
 
@@ -95,9 +97,9 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
         x.name: x.default for x in fields(config) if x.name in others
     }
     numerics = replace(config, **defaults)
-    if undisturbed() and is_ours((numerics, task.prepare)):
+    if task.learner is None and undisturbed() and is_ours((numerics, task.prepare)):
         return config, known_programs(numerics, task.prepare, trace_context())
-    return config, make_programs(numerics, task.prepare)
+    return config, make_programs(numerics, task.prepare, task.learner)
 
 
 @lru_cache(maxsize=8)
@@ -109,12 +111,19 @@ def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) ->
     return make_programs(config, prepare)
 
 
-def make_programs(config: TrainConfig, prepare: Prepare = as_given) -> Programs:
-    """Return the programs of a config, of which none is compiled yet."""
+def make_programs(
+    config: TrainConfig, prepare: Prepare = as_given, learner: Learner | None = None
+) -> Programs:
+    """Return the programs of a config, of which none is compiled yet.
+
+    A learner is trained in the place of the config's model.
+    """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
     relative = isinstance(config.task, PreferenceTask)
-    if isinstance(config.task, PreferenceTask):
+    if learner is not None:
+        loss, scores = learner.loss, learner.scores
+    elif isinstance(config.task, PreferenceTask):
         beta = config.task.beta
         loss = preference_loss(config, beta, row_shards=row_shards)
         scores = preference_scores(config, beta, row_shards=row_shards)
@@ -129,6 +138,8 @@ def make_programs(config: TrainConfig, prepare: Prepare = as_given) -> Programs:
     )
     fresh: Callable[[jax.typing.ArrayLike], TrainState]
     fresh = partial(init_state, config.model, optimizer, **held_as)
+    if learner is not None:
+        fresh = partial(_fresh_learner, learner, optimizer, held_as)
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
@@ -143,6 +154,16 @@ def make_programs(config: TrainConfig, prepare: Prepare = as_given) -> Programs:
         eval_step=make_eval_step(scores, prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
+
+
+def _fresh_learner(
+    learner: Learner,
+    optimizer: optax.GradientTransformation,
+    held_as: dict[str, Any],
+    seed: jax.typing.ArrayLike,
+) -> TrainState:
+    init_key, key = split_seed(seed)
+    return start_state(learner.fresh(init_key), optimizer, key, **held_as)
 
 
 def counted(

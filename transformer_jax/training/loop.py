@@ -85,7 +85,9 @@ class Result:
     @property
     def perplexity(self) -> float | None:
         """Return exp(val_loss), of a token; None where the loss is of pairs, or not finite."""
-        if self.val_loss is None or isinstance(self.config.task, PreferenceTask):
+        task = self.config.task
+        own = isinstance(task, OwnTask) and task.loaded_by is not None  # no loss of tokens
+        if self.val_loss is None or own or isinstance(task, PreferenceTask):
             return None
         return math.exp(min(self.val_loss, 700.0))
 

@@ -99,7 +99,8 @@ class Report:
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
             perplexity = ""
-            if not isinstance(config.task, PreferenceTask):
+            of_tokens = self.run.task.learner is None
+            if of_tokens and not isinstance(config.task, PreferenceTask):
                 perplexity = f"perplexity {math.exp(min(scores.loss, 700.0)):.2f}, "
             self.progress.say(
                 f"step {step}: held-out loss {scores.loss:.4f}, {perplexity}"
@@ -117,7 +118,7 @@ class Report:
             **self.phases.taken(),
             "peak_memory": peak_memory(),
         }
-        if numbers.tokens_per_second is not None:
+        if numbers.tokens_per_second is not None and self.run.task.learner is None:
             used = flops_utilisation(config, numbers.tokens_per_second)
             line |= {} if used is None else {"flops_utilisation": used}
         if is_first():

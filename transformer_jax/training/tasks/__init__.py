@@ -55,6 +55,9 @@ def load_task(
         if not isinstance(task, TrainingTask):
             rule = "must be a TrainingTask"
             fail("task", config.task, f"load returns a {type(task).__name__}: {rule}")
+        if (task.learner is None) != (config.task.loaded_by is None):
+            rule = "a task with a learner says what loads its runs, and no other one does"
+            fail("task", config.task, f"loaded_by is {config.task.loaded_by!r}: {rule}")
         return task
     if folders := _prepared(config):
         if importlib.util.find_spec("grain") is None:

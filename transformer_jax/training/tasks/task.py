@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import jax
 import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
@@ -18,7 +19,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params, as_given
+from transformer_jax.training.batch import Batch, Loss, Params, as_given
 from transformer_jax.training.rows import Rows
 from transformer_jax.untrusted_files import shown
 
@@ -45,6 +46,20 @@ class Tokenizers(NamedTuple):
         return self.tokenizer if self.source is None else self.source
 
 
+@short_repr
+@dataclass(frozen=True)
+class Learner:
+    """Say what is trained in the place of the config's model, and by what loss."""
+
+    fresh: Callable[[jax.Array], Params]
+    """Makes the parameters of step 0 of a key."""
+    loss: Loss
+    """`loss(params, batch, key) -> (mean, weight)`, f32[] each, as `batch_loss` returns it."""
+    scores: Callable[..., jax.Array]
+    """`scores(params, batch) -> f32[3]`: summed loss, the weights it is over, and the sum of what
+    counts as accuracy: of labels those that are likeliest."""
+
+
 class TrainingTask:
     """Hold the examples of a task, and judge what a model makes of them.
 
@@ -64,6 +79,8 @@ class TrainingTask:
     """Arrays of the training part that stay on the device."""
     held_out: tuple[np.ndarray, ...] = ()
     """Arrays of the held-out part that stay on the device."""
+    learner: Learner | None = None
+    """What is trained in the place of `config.model`; None trains that."""
     place: Callable[[Batch], Batch] | None = None
     """Of a task that reads batches ahead, and in each process the rows of this one alone: what
     brings them to where the loop needs them. None: the loop places what `inputs` returns."""
