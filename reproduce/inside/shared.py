@@ -1,4 +1,4 @@
-"""Take the flags of an experiment, print its figures beside what the paper says, and train."""
+"""Take the flags of an experiment, print its figures beside the claims, and read a text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import environment
 from transformer_jax.demos.shared import print_table
+from transformer_jax.training.data import read
+
+VOCAB = 64
+"""Ids of letters."""
 
 Row = tuple[str, str, Sequence[float]]
 """A quantity, what the paper says of it, and its figure for each seed."""
@@ -56,3 +62,11 @@ def print_figures(arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
         f"\n{versions}, {where['device']} with {where['cores']} cores, {where['time'][:10]}", end=""
     )
     print(f", {seconds:.0f} s, load {where['load']:.1f}")
+
+
+def text_ids() -> jax.Array:  # i32[n]
+    """Return Python's own documentation as ids of its commonest letters; the others share one."""
+    text = read("python-docs")[0].text()
+    letters = sorted(set(text), key=lambda c: (-text.count(c), c))[: VOCAB - 1]
+    known = {letter: i for i, letter in enumerate(letters)}
+    return jnp.asarray([known.get(c, VOCAB - 1) for c in text], jnp.int32)

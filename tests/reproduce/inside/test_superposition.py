@@ -51,11 +51,12 @@ def test_shares_of_dimensions_sum_to_at_most_their_number(rng):
     assert superposition.dimensionality(rng.normal(size=(11, 3, 7))).sum(axis=-1).max() <= 3 + 1e-9
     angles = 2 * np.pi * np.arange(3) / 3
     triangle = np.stack([np.cos(angles), np.sin(angles)])
-    assert superposition.dimensionality(triangle) == pytest.approx(2 / 3)
+    assert superposition.dimensionality(2 * triangle) == pytest.approx(2 / 3)
     pair = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
     assert superposition.dimensionality(pair) == pytest.approx([0.5, 0.5, 0])
 
 
+@pytest.mark.slow
 def test_command_prints_a_figure_for_each_seed_and_draws(tmp_path, capsys):
     flags = "--seeds 2 --features 5 --dimensions 2 --steps 20 --rows 11 --format svg --out"
     found = superposition.main([*flags.split(), str(tmp_path)])
