@@ -1,0 +1,43 @@
+"""What a capture holds: nothing where nothing is asked for, and of one layer no other layer's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import transformer_jax as tj
+
+T, D, L = 2039, 64, 12
+RESIDUAL = T * D * 4
+"""Bytes of one captured residual."""
+
+
+@pytest.mark.slow
+def test_one_captured_layer_of_a_long_prompt_holds_only_its_own_memory():
+    """Sum what is returned and what is held on the way, by the compiled programs."""
+    config = tj.ModelConfig(
+        vocab_size=31, d_model=D, num_layers=L, num_heads=2, d_ff=D, max_len=T, positions=None
+    )
+    model = tj.build(config)
+    params = jax.eval_shape(lambda: tj.init_params(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def compiled(capture: tuple[str, ...] | None):
+        given = {} if capture is None else {"capture": capture}
+
+        def run(params, tokens):
+            found = model.apply({"params": params}, tokens, **given)
+            return found[0][:, -1], found[2] if capture else {}
+
+        return jax.jit(run).lower(params, tokens).compile()
+
+    def held(capture: tuple[str, ...] | None) -> float:
+        """Return residuals that the program holds and returns."""
+        found = compiled(capture).memory_analysis()
+        return (found.temp_size_in_bytes + found.output_size_in_bytes) / RESIDUAL
+
+    unasked, none = held(None), held(())
+    assert none == unasked
+    assert none <= held(("block_5/residual",)) < none + 1.05
+    assert held(("block_*/residual",)) > none + L / 2
