@@ -103,7 +103,7 @@ def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing
 
 
 @pytest.mark.slow
-def test_a_metric_of_rows_gives_each_its_own_table_and_all_entries_are_one_program():
+def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables_by_one_program():
     model, params = model_of("gpt2", scanned=True)
     traced = []
 
@@ -120,6 +120,13 @@ def test_a_metric_of_rows_gives_each_its_own_table_and_all_entries_are_one_progr
             model, params, CLEAN[one], CORRUPTED[one], "block_*/residual", lambda y: y[0, -1, 3]
         )
         assert_near(found[..., row], alone, NEAR)
+
+    def of_prompt(clean, corrupted):
+        given = clean[None], corrupted[None], "block_*/residual", lambda y: y[0, -1, 3]
+        return patch(model, params, *given)
+
+    mapped = jax.jit(jax.vmap(of_prompt))(CLEAN, CORRUPTED)
+    assert_near(mapped, found.transpose(2, 0, 1), NEAR)
 
 
 @pytest.mark.slow

@@ -47,6 +47,15 @@ def test_four_devices_compute_what_one_does(cases):
             assert result["specs"] == [[*ROWS_HEADS, None]], (case, result)
 
 
+@pytest.mark.slow
+@pytest.mark.long_except("scanned")
+@pytest.mark.parametrize("kind", ["looped", "scanned"])
+def test_tools_that_look_inside_are_over_a_mesh_what_they_are_on_one_device(kind):
+    found = on_devices(4, "-m", "tests.multi_device.inside_on_four", kind, optimise=False)
+    assert len(found) == 10
+    assert max(found.values()) <= GRADIENT_F32 * 10, found
+
+
 SUGGESTED = "key heads on one of two axes, automatic"
 """There the compiler would split them by a part of the other axis too."""
 
