@@ -20,6 +20,7 @@ ATTENTION = "Masks", "Which implementation", "Dropout", "Decoding with a cache",
 NOTEBOOKS = {
     "attention_in_ten_minutes": ("attention", ATTENTION),
     "train_and_look_inside": ("train_and_look_inside", None),
+    "find_a_circuit": ("find_a_circuit", None),
     "load_tune_convert": ("load_tune_convert", None),
 }
 """Name of a notebook: its page, and the sections that it takes after the beginning (None: all)."""
