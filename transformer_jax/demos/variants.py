@@ -44,7 +44,7 @@ OPTIONS: Options = {
     "data": (None, None),
     "tokens": (64, 16),
     "width": (64, 64),
-    "steps": (50, 4),
+    "steps": (20, 4),
     "seed": (0, 0),
 }
 
