@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 20
+    assert len(NAMES) == 21
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m transformer_jax demo {name}" in pages, name
@@ -93,6 +93,20 @@ def test_gradients_vanish_unless_the_forget_gate_is_open(demonstrate):
     curve = norms["LSTM, forget bias 1"]
     rate = (curve[-1] / curve[10]) ** (1 / (len(curve) - 11))
     assert abs(rate - 1 / (1 + math.exp(-1))) < 0.15  # the gate at its bias
+
+
+@pytest.mark.long
+def test_an_open_forget_gate_remembers_what_a_closed_one_forgets(demonstrate):
+    """Check the texts by hand, and who names the letter of five and of ten tokens ago."""
+    script = importlib.import_module("transformer_jax.demos.memory")
+    tokens, letters = script.texts(7, 11, 3, seed=5)
+    assert (tokens[:, 7] == letters).all() and ((tokens < 8).sum(axis=1) == 1).all()
+    found = demonstrate("memory")
+    assert found["delays"] == [5, 10]
+    near, far = ({k: v[i].mean() for k, v in found["accuracies"].items()} for i in (0, 1))
+    closed, half, opened = (far[f"LSTM, forget bias {bias}"] for bias in (0, 1, 3))
+    assert closed < 0.3 and half > closed + 0.2 and opened > 0.7
+    assert far["Elman"] < near["Elman"]
 
 
 @pytest.mark.long
