@@ -15,7 +15,7 @@ from tests.cli.test_train import run_command
 from transformer_jax import num_params
 from transformer_jax.cli import compare
 from transformer_jax.cli.compare import RATES, equal_models, search, setting_of, settings
-from transformer_jax.config import NgramConfig, RecurrentConfig, TrainConfig
+from transformer_jax.config import ConfigError, NgramConfig, RecurrentConfig, TrainConfig
 
 SMALL = "--steps 3 --batch-size 5 --context 7 --d-model 8".split()
 BASE = TrainConfig(steps=50, warmup_steps=5)
@@ -44,15 +44,24 @@ def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abc" * 150)
     command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL[:-1]]
+    command[1:1] = "--models", "ngram", "lstm"
     for width, rule in ("2", "must be a multiple of 8"), ("8", "no lstm has within 3 %"):
         assert run_command([*command, width]) == 2
         assert capsys.readouterr().err.startswith(f"compare: d_model is {width}: {rule}")
     assert not (tmp_path / "out").exists()
 
 
+def test_a_width_has_to_fit_the_models_that_are_compared_alone():
+    with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
+        equal_models(28, 8, 8, ("ngram", "convolution"))
+    found = equal_models(28, 8, 8, ("ngram", "transformer"))
+    assert num_params(found["transformer"]) < 4000 and "ngram" in found
+
+
 def test_a_folder_that_cannot_be_made_is_refused_before_the_search(text, capsys):
     out = text / "out"  # in a file
-    assert run_command(["compare", "--data", str(text), "--out", str(out), *SMALL]) == 1
+    given = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL
+    assert run_command(["compare", *given]) == 1
     assert capsys.readouterr() == ("", f"compare: {out}: Not a directory\n")
 
 

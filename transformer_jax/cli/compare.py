@@ -106,7 +106,8 @@ def compare(arguments: argparse.Namespace) -> None:
     )
     data = load_task(base)
     (text,) = data.documents()
-    models = equal_models(data.config.model.vocab_size, arguments.d_model, arguments.context)
+    sizes = data.config.model.vocab_size, arguments.d_model, arguments.context
+    models = equal_models(*sizes, arguments.models)
     out.mkdir(parents=True, exist_ok=True)  # before the search, which takes minutes
 
     found = []
@@ -135,8 +136,13 @@ def compare(arguments: argparse.Namespace) -> None:
     print(f"drawn: {out / 'compared.png'}")
 
 
-def equal_models(vocab_size: int, d_model: int, context: int) -> dict[str, AnyModelConfig]:
-    """Return a decoder, models of its number of parameters within 3 %, and an n-gram, by name."""
+def equal_models(
+    vocab_size: int, d_model: int, context: int, names: Sequence[str] = MODELS
+) -> dict[str, AnyModelConfig]:
+    """Return a decoder, models of its number of parameters, and an n-gram, by name.
+
+    ConfigError where one of `names` cannot have that number within 3 %.
+    """
     if d_model < 8 or d_model % 8:
         raise ConfigError(
             f"d_model is {d_model}: must be a multiple of 8, for 4 heads of even width"
@@ -168,7 +174,7 @@ def equal_models(vocab_size: int, d_model: int, context: int) -> dict[str, AnyMo
         "transformer": decoder,
     }
     for name, model in models.items():
-        if abs(num_params(model) / wanted - 1) > 0.03:
+        if name in names and abs(num_params(model) / wanted - 1) > 0.03:
             rule = f"no {name} has within 3 % of its {wanted:,} parameters; take a larger one"
             raise ConfigError(f"d_model is {d_model}: {rule}")
     return {"ngram": NgramConfig(vocab_size=vocab_size), **models}
