@@ -117,6 +117,12 @@ def test_the_command_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_run_in_any_script_is_named_as_far_as_there_are_fonts(runs, tmp_path):
+    named = [replace(curves, name="学习 \U00012000") for curves in read_runs(runs)]
+    draw(named, "step", tmp_path / "a.png")  # a missing letter is a warning, which is an error here
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     assert run_command(["plot", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"plot: {tmp_path}: no run here (config.json is missing)\n"

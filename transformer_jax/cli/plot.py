@@ -26,6 +26,7 @@ from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.use.attention_picture import spelled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -263,11 +264,14 @@ def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]])
     low, high = panel.get_ylim()
     room = (high - low) / 22
     place = -math.inf
-    for x, y, label, perplexity, colour in sorted(known, key=lambda end: end[1]):
+    known.sort(key=lambda end: end[1])
+    cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in known]
+    names, fonts = spelled(cut)
+    for (x, y, _, perplexity, colour), name in zip(known, names, strict=True):
         place = max(y, place + room)
-        short = label if len(label) <= 24 else f"{label[:23]}…"
         panel.annotate(
-            f" {short}  {y:.3f} ({perplexity})", (x, y),
+            f" {name}  {y:.3f} ({perplexity})", (x, y),
             xytext=(panel.get_xlim()[1], place), textcoords="data",
             color=colour, fontsize=8.5, va="center", annotation_clip=False, parse_math=False,
+            fontfamily=fonts,
         )  # fmt: skip
