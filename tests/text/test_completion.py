@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import ModelConfig
@@ -56,6 +56,10 @@ def split(data: bytes, cuts: list[int]) -> tuple[bytes, ...]:
     return tuple(data[a:b] for a, b in itertools.pairwise(edges))
 
 
+ON_A_BUSY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@ON_A_BUSY_MACHINE
 @given(
     st.text(LETTERS, max_size=13),
     st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3),
@@ -67,6 +71,7 @@ def test_the_text_does_not_depend_on_where_tokens_end(text, stop, cuts):
     assert "".join(out) == before_stop(text, stop) and all(out)
 
 
+@ON_A_BUSY_MACHINE
 @given(
     st.text(LETTERS, max_size=13), st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3)
 )

@@ -56,6 +56,9 @@ def test_the_lens_ends_in_the_probabilities_of_the_model(name):
     assert seen.top[-1] == [[known[i] for i in row] for row in order]
     assert seen.probabilities.shape == (3, 3, 3) and len(seen.top) == 3
     assert seen.tokens == list("bad") or name == "masked"
+    said = "after the last token: " if name == "plain" else "token 1, a mask: "
+    best = seen.top[-1][-1 if name == "plain" else 1][0]
+    assert seen.summary().startswith(f"{said}{best!r}") and "\n" not in seen.summary()
 
 
 @pytest.mark.slow

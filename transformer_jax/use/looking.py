@@ -51,11 +51,13 @@ class Lens(Pictured):
         tokens: the text of each token that is read.
         top: the likeliest tokens after the embedding and after each block, [L + 1][T][count].
         probabilities: f32[L + 1, T, count], theirs.
+        masks: of a masked model, where its masks stand; None of one that writes the next token.
     """
 
     tokens: list[str]
     top: list[list[list[str]]]
     probabilities: np.ndarray  # f32[L + 1, T, count]
+    masks: list[int] | None = None
 
     def tables(self) -> list[Table]:
         """Return one table: a row for the embedding and each block, shaded by probability."""
@@ -66,13 +68,18 @@ class Lens(Pictured):
             for row in zip(self.top, p, strict=True)
         ]
         cells = [[marked(best[0]) for best in row] for row in self.top]
-        title = "logit lens: the likeliest next token if the model ended there"
+        what = "next token" if self.masks is None else "token"
+        title = f"logit lens: the likeliest {what} if the model ended there"
         return [Table(title, rows, _marked(self.tokens), p[..., 0], 1.0, cells, hints)]
 
     def summary(self) -> str:
-        """Return the likeliest tokens after the last token, from the last block."""
-        likely = _listed(self.top[-1][-1], self.probabilities[-1, -1])
-        return f"after the last token: {likely}"
+        """Return what the last block says after the last token, or at each mask."""
+        if self.masks is None:
+            return f"after the last token: {self._likeliest(-1)}"
+        return "\n".join(f"token {i}, a mask: {self._likeliest(i)}" for i in self.masks)
+
+    def _likeliest(self, at: int) -> str:
+        return _listed(self.top[-1][at], self.probabilities[-1, at])
 
 
 @short_repr
@@ -256,7 +263,8 @@ class Looker(Writer):
         p, ids = map(np.asarray, found)
         flat = token_texts(self.tokenizer, ids.ravel())
         texts = np.array(flat, object).reshape(ids.shape).tolist()
-        return Lens(token_texts(self.tokenizer, prompt.ids), texts, p)
+        masks = _masks(self, prompt) if self.kind == "masks" else None
+        return Lens(token_texts(self.tokenizer, prompt.ids), texts, p, masks)
 
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
@@ -400,10 +408,15 @@ def _place_of_answer(model: Reader, prompt: Prompt) -> int:
     """Return where the answer's logits are: at the last token, or at the first mask."""
     if model.kind != "masks":
         return len(prompt.ids) - 1
-    masks = np.flatnonzero(prompt.ids == special_ids(model.tokenizer).get("mask", -1))
-    if not len(masks):
+    masks = _masks(model, prompt)
+    if not masks:
         raise DataError("text has no mask: must have one, [MASK] or _, where it is answered")
-    return int(masks[0])
+    return masks[0]
+
+
+def _masks(model: Reader, prompt: Prompt) -> list[int]:
+    mask = special_ids(model.tokenizer).get("mask", -1)
+    return np.flatnonzero(prompt.ids == mask).tolist()
 
 
 def _answer(
