@@ -51,6 +51,16 @@ def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_can_be_read_once_alone_is_refused(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for data in ("-", str(pipe)):
+        assert run_command(["compare", "--data", data, "--out", str(tmp_path / "out")]) == 2
+        told = f"compare: data is {data!r}: must be a file: every model reads it again\n"
+        assert capsys.readouterr() == ("", told)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_width_has_to_fit_the_models_that_are_compared_alone():
     with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
         equal_models(28, 8, 8, ("ngram", "convolution"))

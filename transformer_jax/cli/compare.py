@@ -94,6 +94,9 @@ def compare(arguments: argparse.Namespace) -> None:
     if not arguments.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
         rule = "--resume goes on with the comparison in it, --out FOLDER starts another"
         raise ConfigError(f"out is {str(out)!r}: there is something already ({rule})")
+    if arguments.data == "-" or Path(arguments.data).is_fifo():
+        rule = "must be a file: every model reads it again"
+        raise ConfigError(f"data is {arguments.data!r}: {rule}")
     base = TrainConfig(
         data=arguments.data,
         steps=arguments.steps,
