@@ -154,7 +154,8 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--preset tiny --model gru", "preset and model: give one of them"),
         (
             "--model lstn",
-            "model is 'lstn': must be one of transformer, lstm, gru, rnn, convolution, window, ngram",
+            "model is 'lstn': must be one of transformer, lstm, gru, rnn, convolution, window, "
+            "ngram",
         ),
         ("--model lstm --num-heads 3", "num_heads is '3': needs --model transformer, it is lstm"),
         ("--model window --task masked", "model is 'window': task 'masked' is learnt by another"),

@@ -43,7 +43,7 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
     """Check that each script has a test, a command on a page, and a picture below 60 KB."""
     tests = Path(__file__).read_text()
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "lectures").glob("*.md"))
-    assert len(NAMES) == 21
+    assert len(NAMES) == 22
     for name in NAMES:
         assert f'demonstrate("{name}")' in tests, name
         assert f"python -m transformer_jax demo {name}" in pages, name
@@ -328,6 +328,23 @@ def test_a_table_of_sinusoids_is_turned_by_an_offset(demonstrate):
     angles = np.arange(6)
     exact = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     np.testing.assert_allclose(found["vectors"], exact, atol=1e-6)
+
+
+@pytest.mark.long
+def test_pre_norm_trains_where_post_norm_has_larger_gradients_at_its_end(demonstrate):
+    """Compare the rates of a warmup with the line, and the first gradients with each other."""
+    script = importlib.import_module("transformer_jax.demos.norm_order")
+    now, later = script.schedules(8)[2]
+    np.testing.assert_allclose(now, [0.01] * 8)
+    np.testing.assert_allclose(later, 0.01 * np.array([0.25, 0.5, 0.75, 1, 1, 1, 1, 1]))
+    found = demonstrate("norm_order")
+    assert {depth for _, depth in found} == {1, 2, 4}
+    for (kind, depth), (losses, norms) in found.items():
+        assert norms.shape == (depth,) and (norms > 0).all(), kind
+        assert losses.shape == (3, 2) and np.isfinite(losses).all(), kind
+    # Twice as deep, twice the sum that pre-norm divides by at its end: smaller gradients.
+    assert found["pre-norm", 4][1][-1] < found["post-norm", 4][1][-1]
+    assert found["pre-norm", 4][0].min() < math.log(11) - 0.1
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ class Lens(Pictured):
 
     Attributes:
         tokens: the text of each token that is read.
-        top: the likeliest tokens after the embedding and after each block, [L + 1][T][count].
+        top: `count` likeliest tokens of each of T places, after the embedding and each block.
         probabilities: f32[L + 1, T, count], theirs.
         masks: of a masked model, where its masks stand; None of one that writes the next token.
     """
