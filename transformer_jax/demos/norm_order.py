@@ -80,7 +80,7 @@ def trained(
 
         state = params, optimizer.init(params)
         (_, first), _ = step(state, (texts[0], rates[0]))
-        return jax.lax.scan(step, state, (texts, rates))[1], first.mu["blocks"]["down"]
+        return jax.lax.scan(step, state, (jnp.asarray(texts), rates))[1], first.mu["blocks"]["down"]
 
     losses, first = jax.jit(jax.vmap(learn))(schedules(steps).reshape(-1, steps))
     last = np.asarray(losses)[:, -max(1, steps // 5) :].mean(axis=1)
@@ -108,7 +108,9 @@ def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray,
     ])  # fmt: skip
     figure, (left, right) = new_figure(2)
     for (kind, layers), (losses, norms) in found.items():
-        style = dict(color=COLOURS[KINDS.index(kind)], alpha=0.4 + 0.3 * depths.index(layers))
+        style: dict[str, Any] = dict(
+            color=COLOURS[KINDS.index(kind)], alpha=0.4 + 0.3 * depths.index(layers)
+        )
         left.plot(np.linspace(0, 1, layers), norms, label=f"{kind}, {layers}", **style)
         for column, line in enumerate(("-", "--")):
             if layers == depths[-1]:
