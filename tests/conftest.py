@@ -157,14 +157,18 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError("no such tests: " + "; ".join(wrong))
     if config.option.part is not None:
         which, parts = config.option.part
+        left = {
+            item
+            for item in items
+            if item.get_closest_marker("slow") and part_of(item.nodeid, parts) != which
+        }
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
-        def is_left_out(item):
-            return (
-                item.get_closest_marker("slow") and crc32(item.nodeid.encode()) % parts != which - 1
-            )
 
-        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
-        items[:] = [item for item in items if not is_left_out(item)]
+def part_of(name, parts):
+    """Return which part of the slow tests has a test, from 1 to `parts`: the same in every run."""
+    return crc32(name.encode()) % parts + 1
 
 
 def nearest(item, kind):

@@ -39,7 +39,7 @@ SEEN: dict[str, dict[str, int]] = {
     "a window and 1 first token": {"window": WINDOW, "sink_tokens": 1},
     "a window and 4 first tokens": {"window": WINDOW, "sink_tokens": 4},
 }
-"""What a query sees."""
+"""The fields of the config that say what a query sees, by their name in the table."""
 
 
 class Found(NamedTuple):

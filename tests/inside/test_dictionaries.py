@@ -290,6 +290,9 @@ def test_places_that_no_edit_joins_and_features_that_are_not_there_are_refused()
         own.edit()
     with pytest.raises(ValueError, match=r"features is .*: must be some of 0..22"):
         feature_examples(model, params, own, draw(), np.array([23]))
+    traced = jax.jit(lambda n: feature_examples(model, params, own, draw(), n, count=2).values)
+    assert np.isfinite(traced(np.array([3]))).all()
+    assert np.isnan(traced(np.array([3, 23, -1]))[1:]).all()
     with pytest.raises(ValueError, match=r"count is 15: must be in 1..14"):
         feature_examples(model, params, own, draw(), np.array([3]), count=15)
     with pytest.raises(ValueError, match=r"dictionary_scores of a Encoder on rows of 7"):

@@ -1,4 +1,4 @@
-"""What a capture holds: nothing where nothing is asked for, and of one layer no other layer's."""
+"""Measure what memory a capture takes: none where nothing is captured, else that of its layer."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from transformer_jax.inside import probe
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, T, D, C = 24, 5, 7, 3
 MINIMUM = 1e-3
-"""Of weights at the minimum of a loss in float32, which is flat there."""
+"""Allowed error of weights that minimise a loss in float32, which is flat at its minimum."""
 
 
 def drawn(seed=3, spread=1.0):
@@ -106,6 +106,15 @@ def test_shuffled_rows_are_held_out_whole():
     assert shuffled.score == 1
 
 
+def test_a_traced_label_that_is_no_class_and_values_that_are_not_finite_have_no_score():
+    values, labels = drawn()
+    of = jax.jit(lambda x, y: probe(x, y, num_classes=C, steps=2))
+    assert np.isfinite(of(values, labels).score)
+    assert np.isnan(of(values, np.where(labels == 2, C, labels)).score)
+    values[0, 0, 0] = np.inf
+    assert np.isnan(of(values, labels).score)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +124,7 @@ def test_shuffled_rows_are_held_out_whole():
         (dict(held_out=0.0), "held_out is 0.0: of 24 rows it must leave one on either side"),
         (dict(held_out=1.0), "held_out is 1.0: of 24 rows"),
         (dict(labels=np.zeros((ROWS, T), np.int32)), "num_classes is 1: must be at least 2"),
+        (dict(num_classes=2), "labels hold 2: must be below num_classes, 2"),
     ],
 )
 def test_what_cannot_be_probed_is_refused_by_name(arguments, message):

@@ -51,6 +51,9 @@ def test_an_array_is_its_rows_under_jit_and_with_an_edit_before():
         (dict(positive=[]), r"positive is \[\]: must be rows of ids, each of at least one token"),
         (dict(negative=[[3], []]), r"negative is \[\[3\], \[\]\]: must be rows"),
         (dict(positive="bad"), "positive is 'bad': must be rows of ids"),
+        (dict(positive=[[3.5]]), r"positive is \[\[3.5\]\]: must be rows of ids"),
+        (dict(positive=[3, 4]), r"positive is \[3, 4\]: must be rows of ids"),
+        (dict(negative=[[2**40]]), "negative holds 1099511627776"),
         (dict(positions=None), "steering_vector takes no positions"),
     ],
 )

@@ -47,7 +47,7 @@ def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
 
 
 BLANKS = WordTokenizer(("to", "be"))
-"""Of which spaces have no token."""
+"""A tokenizer of words, which has no token for spaces."""
 PLAIN, KEY = model_of(CONFIG), jax.random.key(5)
 
 

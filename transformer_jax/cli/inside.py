@@ -33,7 +33,7 @@ READS = {
     "heads": ("answer", "other_answer"),
     "attribution": ("answer", "other_answer", "baseline"),
 }
-"""What can be asked, and the flags that each reads besides the prompt."""
+"""The values of --what, with the flags that each reads besides the prompt."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

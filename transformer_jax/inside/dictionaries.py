@@ -5,8 +5,9 @@ With values x and targets y that are centred and divided by their size,
     f = act(x W_e + b_e)      y' = f W_d + b_d      F features, more than D
 
 an autoencoder rebuilds what it reads, a transcoder the value of another place, such as the output
-of the branch whose input it reads. `act` keeps the K largest of each token and 0 of the others
-(TopK), or is a ReLU, and the loss has an L1 term that keeps f sparse.
+of the branch whose input it reads. `act` keeps the K largest of each token, all that are equal to
+the last of them too, and puts 0 for the others (TopK); or it is a ReLU, and the loss has an L1 term
+that keeps f sparse.
 
 Sources: Bricken et al. 2023, "Towards monosemanticity"; Gao et al. 2024 (arXiv:2406.04093),
 "Scaling and evaluating sparse autoencoders"; Dunefsky et al. 2024 (arXiv:2406.11944), "Transcoders
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.inside.models import Transformer, check_model, known_places, run
+from transformer_jax.models.ops import lookup
 from transformer_jax.models.places import Edit
 from transformer_jax.models.transformer import Decoder
 from transformer_jax.pytree import Array, Params, register
@@ -92,7 +94,7 @@ class Dictionary:
         if self.place == self.target:
 
             def rebuild(value: jax.Array) -> jax.Array:
-                return self._like(self.decode(self.encode(_flat(value))), value)
+                return _like(self.decode(self.encode(_flat(value))), value)
 
             return {self.place: rebuild}
         if self.place.rpartition("/")[0] != self.target.rpartition("/")[0]:
@@ -105,12 +107,9 @@ class Dictionary:
             return value
 
         def put(value: jax.Array) -> jax.Array:
-            return self._like(self.decode(self.encode(_flat(read.pop()))), value)
+            return _like(self.decode(self.encode(_flat(read.pop()))), value)
 
         return {self.place: keep, self.target: put}
-
-    def _like(self, flat: jax.Array, value: jax.Array) -> jax.Array:
-        return flat.reshape(value.shape).astype(value.dtype)
 
 
 def _for(vector: jax.Array, values: jax.Array) -> jax.Array:
@@ -119,6 +118,10 @@ def _for(vector: jax.Array, values: jax.Array) -> jax.Array:
 
 def _flat(value: jax.Array) -> jax.Array:  # [B, T, ...] -> [B, T, D]
     return value.reshape(*value.shape[:2], -1)
+
+
+def _like(flat: jax.Array, value: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, ...]
+    return flat.reshape(value.shape).astype(value.dtype)
 
 
 @short_repr
@@ -162,7 +165,8 @@ def feature_examples(
         Values, rows and positions, [n, count] each; a value of 0 says that there are no more.
 
     Raises:
-        ValueError: if there is no such feature, or `count` is out of its range.
+        ValueError: if there is no such feature, or `count` is out of its range. Of a traced feature
+            that is none the values are NaN.
     """
     check_model("feature_examples", model, arguments, "capture")
     B, T = tokens.shape
@@ -179,7 +183,7 @@ def feature_examples(
     ) -> FeatureExamples:
         def of_row(row: jax.Array) -> jax.Array:  # [T] -> f32[T, n]
             value = run(model, params, arguments, row[None], capture=(name,))[1][name]
-            return dictionary.encode(_flat(value))[0][:, features]
+            return lookup(dictionary.encode(_flat(value))[0].T, features).T
 
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, B))
         values, at = jax.lax.top_k(found.reshape(B * T, -1).T, count)

@@ -106,7 +106,8 @@ def dictionary_learner(
 
     def fresh(key: jax.Array) -> Params:
         keys = jax.random.split(key)
-        rows = [jax.random.normal(k, (features, n)) for k, n in zip(keys, (target_width, width))]  # noqa: B905
+        widths = target_width, width
+        rows = [jax.random.normal(k, (features, n)) for k, n in zip(keys, widths, strict=True)]
         unit = [x / jnp.linalg.norm(x, axis=1, keepdims=True) for x in rows]
         encoder = unit[0] if width == target_width else unit[1]
         arrays = encoder.T, jnp.zeros(features), unit[0], jnp.zeros(target_width), *sizes

@@ -71,7 +71,8 @@ def probe(
 
     Raises:
         ValueError: if shapes do not fit, a row is missing on either side, or a number is out of its
-            range.
+            range. Of a traced label that is no class, or of values that are not finite, the scores
+            are NaN.
     """
     values, labels = jnp.asarray(values), jnp.asarray(labels)
     are_classes = jnp.issubdtype(labels.dtype, jnp.integer)
@@ -88,12 +89,15 @@ def probe(
     if not 0 < cut < rows:
         rule = f"of {rows} rows it must leave one on either side"
         raise ValueError(f"held_out is {held_out}: {rule}")
-    if are_classes and num_classes is None:
-        if isinstance(labels, jax.core.Tracer):
+    if are_classes:
+        largest = None if isinstance(labels, jax.core.Tracer) else int(np.asarray(labels).max())
+        if num_classes is None and largest is None:
             raise ValueError("num_classes is None: must be given where labels are traced")
-        num_classes = int(np.asarray(labels).max()) + 1
-    if are_classes and num_classes is not None and num_classes < 2:
-        raise ValueError(f"num_classes is {num_classes}: must be at least 2")
+        num_classes = (largest or 0) + 1 if num_classes is None else num_classes
+        if num_classes < 2:
+            raise ValueError(f"num_classes is {num_classes}: must be at least 2")
+        if largest is not None and largest >= num_classes:
+            raise ValueError(f"labels hold {largest}: must be below num_classes, {num_classes}")
     if key is not None:
         order = jax.random.permutation(key, rows)
         values, labels = values[order], labels[order]
@@ -107,9 +111,11 @@ def probe(
         kernel, bias = _logistic(x, y, num_classes, penalty, steps)
         counts = (y[:, None] == jnp.arange(num_classes)[None]).sum(axis=0)
         counted = wanted >= 0
+        known = (labels < num_classes).all() & jnp.isfinite(kernel).all()
 
         def right(guess: jax.Array) -> jax.Array:
-            return ((guess == wanted) & counted).sum() / jnp.maximum(counted.sum(), 1)
+            share = ((guess == wanted) & counted).sum() / jnp.maximum(counted.sum(), 1)
+            return jnp.where(known, share, jnp.nan)
 
         score = right(jnp.argmax(_linear(unseen, kernel, bias), axis=-1))
         return Probe(kernel, bias, score, right(jnp.argmax(counts)))

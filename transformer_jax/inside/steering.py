@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import as_int32
 from transformer_jax.inside.models import Transformer, check_model, known_places, run
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.pytree import Params
@@ -88,11 +89,12 @@ def _padded(name: str, rows: Rows) -> tuple[jax.Array, jax.Array]:  # i32[n, T],
     """Return rows with zeros after the shorter ones, and how long they are."""
     if isinstance(rows, jax.Array | np.ndarray) and rows.ndim == 2 and rows.size:
         return jnp.asarray(rows), jnp.full(len(rows), rows.shape[1])
-    lengths = [len(row) for row in rows] if not isinstance(rows, str) else []
-    if not lengths or min(lengths) < 1:
+    found = [np.asarray(row) for row in rows]
+    if not found or not all(x.ndim == 1 and x.size and x.dtype.kind in "iu" for x in found):
         rule = "must be rows of ids, each of at least one token"
         raise ValueError(f"{name} is {rows!r:.60}: {rule}")
-    padded = np.zeros((len(lengths), max(lengths)), np.int32)
-    for row, ids in zip(padded, rows, strict=True):
+    lengths = [len(row) for row in found]
+    padded = np.zeros((len(found), max(lengths)), np.int64)
+    for row, ids in zip(padded, found, strict=True):
         row[: len(ids)] = ids
-    return jnp.asarray(padded), jnp.asarray(lengths)
+    return jnp.asarray(as_int32(name, padded)), jnp.asarray(lengths)

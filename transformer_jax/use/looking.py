@@ -36,7 +36,7 @@ Text = str | tuple[str, str]
 """A text; of a model of pairs (source, target), the target as far as it is given."""
 
 Given = dict[str, Array]
-"""What is read beside the tokens, by name."""
+"""Arrays that the model reads beside the tokens, by name."""
 
 PERIOD, ROWS = 25, 4
 """Tokens that are repeated to score heads, and rows of them."""
@@ -248,7 +248,8 @@ class Looker(Writer):
 
         Args:
             text: a text, or (source, target) of a model of pairs, whose decoder is read.
-            count: how many tokens are returned for each place, the likeliest first.
+            count: how many tokens are returned for each place, the likeliest first; at most as many
+                as the tokenizer knows.
 
         Raises:
             ConfigError: if the model is no transformer that writes tokens.

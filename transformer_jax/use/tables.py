@@ -38,11 +38,11 @@ class Table:
     columns: Sequence[str]
     values: np.ndarray  # f32[R, C]
     most: float | None = None
-    """What is shaded darkest: None is the largest of the values; below 0 is another colour."""
+    """The value that is shaded darkest; None is the largest. Negative ones have another colour."""
     cells: Sequence[Sequence[str]] | None = None
-    """What stands in each cell in the place of its number."""
+    """Texts that stand in the cells instead of the numbers."""
     hints: Sequence[Sequence[str]] | None = None
-    """What the page says of a cell that is hovered, after its row, column and number."""
+    """Texts that the page adds to a hovered cell's row, column and number."""
 
     def shades(self) -> np.ndarray:  # f64[R, C]
         """Return each value's shade: 1 the darkest, 0 none, below 0 that of negative values."""

@@ -80,7 +80,8 @@ class TrainingTask:
     held_out: tuple[np.ndarray, ...] = ()
     """Arrays of the held-out part that stay on the device."""
     learner: Learner | None = None
-    """What is trained in the place of `config.model`; None trains that."""
+    """Parameters and a loss that are trained instead of those of `config.model`; None trains the
+    model."""
     place: Callable[[Batch], Batch] | None = None
     """Of a task that reads batches ahead, and in each process the rows of this one alone: what
     brings them to where the loop needs them. None: the loop places what `inputs` returns."""
