@@ -101,9 +101,9 @@ def test_an_open_forget_gate_remembers_what_a_closed_one_forgets(demonstrate):
     script = importlib.import_module("transformer_jax.demos.memory")
     tokens, letters = script.texts(7, 11, 3, seed=5)
     assert (tokens[:, 7] == letters).all() and ((tokens < 8).sum(axis=1) == 1).all()
-    found = demonstrate("memory")
-    assert found["delays"] == [5, 10]
-    near, far = ({k: v[i].mean() for k, v in found["accuracies"].items()} for i in (0, 1))
+    delays, found = demonstrate("memory")
+    assert delays == [5, 10]
+    near, far = ({k: v[i].mean() for k, v in found.items()} for i in (0, 1))
     closed, half, opened = (far[f"LSTM, forget bias {bias}"] for bias in (0, 1, 3))
     assert closed < 0.3 and half > closed + 0.2 and opened > 0.7
     assert far["Elman"] < near["Elman"]

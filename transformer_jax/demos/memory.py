@@ -12,13 +12,13 @@ et al. 2015). The models are `RecurrentLM`, with `forget_bias` of `RecurrentConf
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import RecurrentConfig, build, cross_entropy, init_params
+from transformer_jax.config import Cell
 from transformer_jax.demos.shared import (
     COLOURS,
     Options,
@@ -29,17 +29,19 @@ from transformer_jax.demos.shared import (
     save_picture,
     train,
 )
+from transformer_jax.pytree import Params, PyTree
 
 OPTIONS: Options = {"tokens": (20, 10), "width": (24, 16), "steps": (200, 60), "seed": (0, 0)}
 
 LETTERS, ROWS, HELD_OUT = 8, 16, 128
-NETWORKS: dict[str, dict[str, Any]] = {
-    "Elman": {"cell": "rnn"},
-    "GRU": {"cell": "gru"},
-    "LSTM, forget bias 0": {"cell": "lstm"},
-    "LSTM, forget bias 1": {"cell": "lstm", "forget_bias": 1.0},
-    "LSTM, forget bias 3": {"cell": "lstm", "forget_bias": 3.0},
+NETWORKS: dict[str, tuple[Cell, float]] = {
+    "Elman": ("rnn", 0.0),
+    "GRU": ("gru", 0.0),
+    "LSTM, forget bias 0": ("lstm", 0.0),
+    "LSTM, forget bias 1": ("lstm", 1.0),
+    "LSTM, forget bias 3": ("lstm", 3.0),
 }
+"""Each network's cell and forget bias."""
 
 
 def texts(rows: int, length: int, delay: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,14 +59,14 @@ def accuracies(
     """Train a network for each delay from each key; return the share of letters it names."""
     model, length = build(config), delays[-1] + 1
 
-    def logits(params: Any, tokens: jax.Array) -> jax.Array:  # f32[B, V] after the last token
+    def logits(params: Params, tokens: jax.Array) -> jax.Array:  # f32[B, V] after the last token
         at = jnp.full((len(tokens), 1), length - 1)
         return model.apply({"params": params}, tokens, at=at)[0][:, 0]
 
-    def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         return cross_entropy(logits(params, batch[0])[:, None], batch[1][:, None])[0]
 
-    def right(key: jax.Array, batches: Any, held_out: Any) -> jax.Array:
+    def right(key: jax.Array, batches: PyTree, held_out: tuple[jax.Array, ...]) -> jax.Array:
         params, _ = train(loss, init_params(config, key), batches, 1e-2)
         return (logits(params, held_out[0]).argmax(axis=-1) == held_out[1]).mean()
 
@@ -77,14 +79,19 @@ def accuracies(
     return np.asarray(jax.jit(jax.vmap(of_keys, in_axes=(None, 0, 0)))(keys, batches, held_out))
 
 
-def demonstrate(arguments: Namespace) -> dict[str, Any]:
+def demonstrate(arguments: Namespace) -> tuple[list[int], dict[str, np.ndarray]]:
     """Run the demonstration; return the delays, and accuracies [delays, seeds] by network."""
     delays = halved(arguments.tokens, 2 if arguments.quick else 4)
     keys = jax.random.split(jax.random.key(arguments.seed), 1 if arguments.quick else 3)
     found = {}
-    for name, fields in NETWORKS.items():
+    for name, (cell, bias) in NETWORKS.items():
         config = RecurrentConfig(
-            vocab_size=2 * LETTERS, d_embed=16, d_hidden=arguments.width, init_std=0.5, **fields
+            cell=cell,
+            forget_bias=bias,
+            vocab_size=2 * LETTERS,
+            d_embed=16,
+            d_hidden=arguments.width,
+            init_std=0.5,
         )
         found[name] = accuracies(config, delays, arguments.steps, keys)
     print(f"letters named after {arguments.steps} steps, {len(keys)} seeds: mean (least to most)")
@@ -100,4 +107,4 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     axes.set_xticks(delays, [str(k) for k in delays])
     label(axes, "A letter named k tokens later", "k (tokens)", "share named right")
     save_picture(figure, arguments, "memory")
-    return {"delays": delays, "accuracies": found}
+    return delays, found

@@ -32,6 +32,7 @@ from transformer_jax.demos.shared import (
     print_table,
     save_picture,
 )
+from transformer_jax.pytree import PyTree
 
 OPTIONS: Options = {"layers": (48, 4), "steps": (40, 20), "seed": (1, 1)}
 
@@ -70,8 +71,8 @@ def trained(
     params = init(layers, jax.random.key(seed))
     optimizer = optax.scale_by_adam()
 
-    def learn(rates: jax.Array) -> tuple[jax.Array, Any]:  # f32[steps]; and the first gradients
-        def step(state: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def learn(rates: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32[steps], of W_2
+        def step(state: PyTree, given: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
             params, moments = state
             rows, rate = given
             loss, slopes = jax.value_and_grad(loss_of, 1)(kind, params, rows, nudges)

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import fail
+from transformer_jax.pytree import PyTree
 from transformer_jax.use.attention_picture import spelled
 
 COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
@@ -164,11 +165,11 @@ def darkened(svg: str) -> str:
 
 
 def train(
-    loss: Callable[[Any, Any], jax.Array],
-    params: Any,
-    batches: Any,  # arrays [steps, ...]
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    batches: PyTree,  # arrays [steps, ...]
     learning_rate: float,
-) -> tuple[Any, jax.Array]:  # params, f32[steps]
+) -> tuple[PyTree, jax.Array]:  # params, f32[steps]
     """Minimise loss(params, batch) by Adam, a step for each batch; return params and losses.
 
     The learning rate falls to zero along a half cosine.
@@ -176,7 +177,7 @@ def train(
     steps = len(jax.tree.leaves(batches)[0])
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
-    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
         params, moments = state
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, moments = optimizer.update(gradients, moments)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,7 @@ from transformer_jax.demos.shared import (
     save_picture,
     train,
 )
+from transformer_jax.pytree import Params
 from transformer_jax.training.tasks.signals import HOP, RATE, SILENCE, TONE, WINDOW, log_energies
 
 OPTIONS: Options = {"steps": (300, 200)}
@@ -94,7 +94,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
     """
     model = build(CONFIG)
 
-    def logits(params: Any, frames: jax.Array, window: jax.Array) -> jax.Array:
+    def logits(params: Params, frames: jax.Array, window: jax.Array) -> jax.Array:
         """Return f32[B, T, delays, letters] of encoders that see so many frames."""
         mask = Predicate(lambda q, k: (k <= q) & (q - k < window))
         given = {"params": params["encoder"]}
@@ -118,7 +118,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
             "head": 0.02 * jax.random.normal(jax.random.fold_in(key, 1), shape),
         }
 
-        def loss(params: Any, rows: jax.Array) -> jax.Array:  # f32[]
+        def loss(params: Params, rows: jax.Array) -> jax.Array:  # f32[]
             scores = logits(params, frames[rows], window)
             return cross_entropy(scores, labels[rows], ignore_label=-1)[0]
 

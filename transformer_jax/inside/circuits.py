@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def _of_each_head(x: jax.Array, heads: int) -> jax.Array:  # [D, K, H] -> [N, D,
     return jnp.repeat(x, heads // x.shape[1], axis=1).swapaxes(0, 1)
 
 
-def _folded(cfg: ModelConfig, norm: Mapping[str, Any], kernel: jax.Array) -> jax.Array:
+def _folded(cfg: ModelConfig, norm: Mapping[str, jax.Array], kernel: jax.Array) -> jax.Array:
     """Return diag(scale) W, centred where the norm takes the mean away: [D, N, H]."""
     scale = norm["scale"].astype(jnp.float32) + (1.0 if cfg.norm_unit_offset else 0.0)
     kernel = kernel * scale[:, None, None]

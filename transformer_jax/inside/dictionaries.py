@@ -243,7 +243,9 @@ def dictionary_scores(
     names = known_places(model, (dictionary.place, dictionary.target))
 
     def scored(params: Params, dictionary: Dictionary, tokens: jax.Array) -> DictionaryScores:
-        def loss(row: jax.Array, edit: Mapping[str, Edit], capture: tuple[str, ...] = ()) -> Any:
+        def loss(
+            row: jax.Array, edit: Mapping[str, Edit], capture: tuple[str, ...] = ()
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
             logits, captured = run(model, params, {"edit": edit}, row[None], capture=capture)
             log_p = jax.nn.log_softmax(logits[0, :-1])
             return -jnp.take_along_axis(log_p, row[1:, None], axis=1).mean(), captured

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.inside.dictionaries import ARRAYS, Dictionary, dictionary_scores
 from transformer_jax.inside.models import known_places
 from transformer_jax.models.factory import build
+from transformer_jax.models.transformer import Decoder
 from transformer_jax.pytree import Params, sha256_of
 from transformer_jax.text.text_model import TextModel, is_run, load_run, load_text_model
 from transformer_jax.training.batch import Batch
@@ -68,7 +68,9 @@ class DictionaryTask(OwnTask):
         """Return what loads its runs: they hold a dictionary."""
         return "transformer_jax.inside.load_dictionary"
 
-    def load(self, config: TrainConfig, tokenizers: Any, vocab_size: int | None) -> TrainingTask:
+    def load(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> TrainingTask:
         """Return the windows of the text, with the model to read them."""
         model = load_run(self.of) if is_run(self.of) else load_text_model(self.of)
         return DictionaryWindows(config, self, model)
@@ -167,7 +169,7 @@ class _Captured:
         starts: jax.Array,  # i32[A, B], or [B]
     ) -> Batch:
         batch = windows(corpus, starts, self.length)
-        model: Any = build(self.config)
+        model = build(self.config)
 
         def values(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B, T] -> [B, T, D]
             names = self.place, self.target
@@ -251,7 +253,10 @@ class DictionaryWindows(TrainingTask):
         tokens = text[: count * length].reshape(count, length).astype(np.int32)
         place, active = self.task.place, self.task.active
         own = _dictionary(params, place=place, target=self.target, active=active)
-        model: Any = build(self.model.config)
+        config = self.model.config
+        assert isinstance(config, ModelConfig)
+        model = build(config)
+        assert isinstance(model, Decoder)  # as __init__ has checked
         found = dictionary_scores(model, self.model.params, own, tokens)
         names = "variance_explained", "l0", "dead", "loss_recovered"
         return {name: float(getattr(found, name)) for name in names}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from transformer_jax.inside.lens import read_out, streams_of
 from transformer_jax.inside.models import Transformer, check_model, refuse_edits
 from transformer_jax.models.arguments import check_tokens
-from transformer_jax.pytree import Params
+from transformer_jax.pytree import Params, PyTree
 from transformer_jax.shown import short_repr
 
 
@@ -173,7 +173,7 @@ def fit_tuned_lens(
             apart = lens_divergence(model, params, own, rows)
             return apart.sum(), apart
 
-        def step(carry: tuple[Translators, Any], key: jax.Array) -> tuple[Any, jax.Array]:
+        def step(carry: PyTree, key: jax.Array) -> tuple[PyTree, jax.Array]:
             own, state = carry
             rows = tokens[jax.random.randint(key, (batch_size,), 0, len(tokens))]
             slope, apart = jax.grad(loss, has_aux=True)(own, rows)

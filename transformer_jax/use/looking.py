@@ -388,7 +388,7 @@ class Looker(Writer):
         )  # fmt: skip
 
 
-def _read(model: Reader, tool: str, text: Any) -> tuple[ModelConfig, Prompt, Given]:
+def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, Prompt, Given]:
     """Return a text as the model reads it; ConfigError for a model without blocks or logits."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
@@ -431,7 +431,8 @@ def _answer(
     """Return the id of a word; without one, of the likeliest token that stands for text."""
     if word is not None:
         return token_id(model.tokenizer, name, word, model.config.vocab_size)
-    config: Any = model.config
+    config = model.config
+    assert isinstance(config, ModelConfig)
     logits = programs.logits(config, model.params, prompt.ids[None], given, at)
     return int(np.argmax(np.asarray(logits)[: _kinds(model)]))
 

@@ -46,7 +46,7 @@ def logits(
     config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], at: int
 ) -> jax.Array:  # f32[V]
     """Return the logits at one position."""
-    found: Any = build(config).apply({"params": params}, jnp.asarray(tokens), **arguments(given))
+    found = build(config).apply({"params": params}, jnp.asarray(tokens), **arguments(given))
     return jnp.asarray(found[0][0, at])
 
 
@@ -108,7 +108,7 @@ def without(
     size = depth(config), config.num_heads
 
     def value(**masks: Any) -> jax.Array:
-        found: Any = model.apply({"params": params}, jnp.asarray(tokens), **rest, **masks)
+        found = model.apply({"params": params}, jnp.asarray(tokens), **rest, **masks)
         return metric(found[0])
 
     whole = value()
@@ -132,7 +132,7 @@ def weights(
 ) -> jax.Array:  # f32[B, L, N, T, T]
     """Return the weights of self-attention, in an encoder-decoder those of its decoder."""
     capture = ("block_*/attention/weights",)
-    found: Any = build(config).apply(
+    found = build(config).apply(
         {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
     )
     return jnp.stack(list(found[-1].values()), axis=1)
