@@ -54,6 +54,7 @@ def own_programs():
     yield
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # what is left stays, mostly: the next collection need not look at it again
 
 
 usual_options = compiler.get_compile_options
@@ -106,6 +107,10 @@ def usual_compilation():
     jax.config.update("jax_disable_most_optimizations", quick)
     if quick:
         jax.clear_caches()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # tests and what they import: a collection after each module would look at them
 
 
 def pytest_addoption(parser):
