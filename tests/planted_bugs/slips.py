@@ -729,7 +729,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/pretrained/families/llama.py",
+        "transformer_jax/pretrained/families/decoder_keys.py",
         (
             "yarn's multiplier has no scale",
             "0.1 * scale * math.log(factor) + 1.0",
