@@ -160,8 +160,8 @@ MADE = {
 
 OF_ARRAYS = {
     "AttentionWeights", "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
-    "HeadScores", "History", "LogitAttribution", "Probe", "Proposal", "RecentTokens", "Slots",
-    "SourceMemory", "Speculation", "Translators",
+    "HeadScores", "History", "Likeliest", "LogitAttribution", "Probe", "Proposal", "RecentTokens",
+    "RowSampling", "Slots", "SourceMemory", "Speculation", "Translators",
 }  # fmt: skip
 
 

@@ -620,8 +620,8 @@ def test_the_cache_stays_where_it_is(rope):
     leaves = len(jax.tree.leaves(held))
     jax.config.update("jax_disable_most_optimizations", False)
     programs = [
-        continuous._advance.lower(held, params, jnp.array(True), 8).compile(),
-        continuous._admit.lower(held, params, row, prompts, empty(1), None).compile(),
+        continuous._advance.lower(held, params, jnp.array(True), 8, 0).compile(),
+        continuous._admit.lower(held, params, row, prompts, empty(1), None, 0).compile(),
         continuous._release.lower(held, row).compile(),
     ]
     jax.config.update("jax_disable_most_optimizations", True)

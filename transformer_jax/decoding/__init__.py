@@ -17,7 +17,7 @@ from transformer_jax.decoding.continuous_batching import (
     release,
     serve,
 )
-from transformer_jax.decoding.generation import Generation, generate, prefill, stream
+from transformer_jax.decoding.generation import Generation, Likeliest, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
     BanSequences,
@@ -35,6 +35,7 @@ from transformer_jax.decoding.proposers import Draft, PromptLookup, Proposal, Pr
 from transformer_jax.decoding.samplers import (
     Greedy,
     MinP,
+    RowSampling,
     Sample,
     Sampler,
     Temperature,
@@ -66,6 +67,7 @@ __all__ = [
     "History",
     "HistoryProcessor",
     "LengthPenalty",
+    "Likeliest",
     "MinLength",
     "MinP",
     "ModelStep",
@@ -78,6 +80,7 @@ __all__ = [
     "RecurrentStep",
     "RepetitionPenalty",
     "Request",
+    "RowSampling",
     "Sample",
     "Sampler",
     "Slots",

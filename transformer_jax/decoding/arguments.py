@@ -20,7 +20,7 @@ from transformer_jax.decoding.logit_processors import (
     as_tuple,
     check_processors,
 )
-from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
+from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given, count_vocab
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
@@ -45,6 +45,8 @@ class DecodeOptions(NamedTuple):
     """Whether a row may end before the others."""
     attention: bool = False
     capture: tuple[str, ...] = ()
+    top: int = 0
+    """How many of the likeliest tokens are returned beside the chosen one."""
 
 
 @short_repr
@@ -55,6 +57,8 @@ class Prompts(NamedTuple):
     lengths: jax.Array  # i32[B]
     keys: jax.Array  # key[B]
     limits: jax.Array  # i32[B]; new tokens at most
+    sampling: RowSampling | None = None
+    """How each row is drawn; None: all as the options say."""
 
 
 @short_repr

@@ -47,7 +47,7 @@ from transformer_jax.decoding.generation import (
     start_decoding,
 )
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
-from transformer_jax.decoding.samplers import Greedy, Sampler, as_threefry
+from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
 from transformer_jax.decoding.slots import Slots, check_prompts, check_slot_rows, check_slots
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
@@ -66,6 +66,7 @@ def init_slots(
     sampler: Sampler | None = None,
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
+    sampling: bool = False,
 ) -> Slots[State]:
     """Return free slots for states like `state`.
 
@@ -78,6 +79,8 @@ def init_slots(
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         processors: change the logits by the text so far, before the sampler sees them.
         stop: the token id, or ids, after which a row ends.
+        sampling: whether each row brings a `RowSampling`, which is applied after the processors
+            and before the sampler.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -95,16 +98,18 @@ def init_slots(
     if stop:
         check_stop(stop, step, params, 1, state)
     options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
-    return _init_slots(step, options, state, int(slots), int(capacity), row_keys(None, int(slots)))
+    keys = row_keys(None, int(slots))
+    return _init_slots(step, options, state, int(slots), int(capacity), bool(sampling), keys)
 
 
-@program(static=("step", "options", "slots", "capacity"))
+@program(static=("step", "options", "slots", "capacity", "sampling"))
 def _init_slots(
     step: Step[State],
     options: DecodeOptions,
     state: State,
     slots: int,
     capacity: int,
+    sampling: bool,
     keys: jax.Array,
 ) -> Slots[State]:
     def zeros() -> jax.Array:
@@ -112,8 +117,9 @@ def _init_slots(
 
     nothing = jnp.zeros((slots, capacity), jnp.int32)
     history = History.of(nothing, zeros(), 0) if options.processors else None
+    each = RowSampling(jnp.ones(slots), jnp.ones(slots)) if sampling else None
     decode_state = DecodeState(
-        zeros(), zeros() > 0, zeros(), zeros(), keys, fork(state, slots), history
+        zeros(), zeros() > 0, zeros(), zeros(), keys, fork(state, slots), history, each
     )
     return Slots(decode_state, step, options, capacity)
 
@@ -129,6 +135,8 @@ def admit(
     lengths: PerRow | None = None,  # i32[R]
     key: jax.Array | None = None,  # one, or one for each row
     chunk: int | None = None,
+    sampling: RowSampling | None = None,
+    top: int = 0,
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Put prompts into free slots and choose the first token of each.
 
@@ -146,9 +154,12 @@ def admit(
         lengths: i32[R], from 1 to P, tokens of each prompt; None is P.
         key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
         chunk: how many tokens of a prompt are read at a time; None reads all at once.
+        sampling: of R rows, for slots that ask for it.
+        top: how many of the likeliest tokens are returned as well.
 
     Returns:
-        The slots, and the first tokens and log-probabilities, [R].
+        The slots, and the first tokens and log-probabilities, [R]; with `top`, `seen` is a
+        `Likeliest` of [R, top].
 
     Raises:
         ValueError: if an argument is wrong, a slot is taken, or the slots were consumed before.
@@ -160,13 +171,15 @@ def admit(
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
     numpy: ModuleType = jnp if traced(limits) else np
-    prompts = check_prompts(slots, prompt, lengths, state, numpy.atleast_1d(limits), key, chunk)
+    most = numpy.atleast_1d(limits)
+    check_count("top", top, 0)
+    prompts = check_prompts(slots, prompt, lengths, state, most, key, chunk, sampling)
     if len(prompts.lengths) != len(places):
         raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
-    return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk)
+    return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk, top)
 
 
-@program(static=("chunk",), donate=("slots",))
+@program(static=("chunk", "top"), donate=("slots",))
 def _admit(
     slots: Slots[State],
     params: Params,
@@ -174,13 +187,15 @@ def _admit(
     prompts: Prompts,
     state: State,
     chunk: int | None,
+    top: int,
 ) -> tuple[Slots[State], StepOutput]:
+    options = slots.options._replace(top=top)
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
         slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
     ) -> tuple[Slots[State], StepOutput]:
-        new, output = start_decoding(slots.options, slots.step, params, prompts, state, room, chunk)
+        new, output = start_decoding(options, slots.step, params, prompts, state, room, chunk)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
 
@@ -189,7 +204,7 @@ def _admit(
 
 
 def advance_slots(
-    slots: Slots[State], params: Params, steps: int, *, pause: bool = False
+    slots: Slots[State], params: Params, steps: int, *, pause: bool = False, top: int = 0
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
     """Choose up to `steps` tokens for every active row.
 
@@ -201,24 +216,27 @@ def advance_slots(
         params: what the step takes as the model's parameters.
         steps: at least 1.
         pause: end the loop as soon as a slot is free, so that it can be filled.
+        top: how many of the likeliest tokens are returned as well.
 
     Returns:
-        The slots, and the tokens and log-probabilities, [steps, B].
+        The slots, and the tokens and log-probabilities, [steps, B]; with `top`, `seen` is a
+        `Likeliest` of [steps, B, top].
 
     Raises:
         ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1.
     """
     check_slots(slots)
     check_count("steps", steps, 1)
-    return _advance(slots, params, jax.device_put(np.bool_(pause)), steps)
+    check_count("top", top, 0)
+    return _advance(slots, params, jax.device_put(np.bool_(pause)), steps, top)
 
 
-@program(static=("steps",), donate=("slots",))
+@program(static=("steps", "top"), donate=("slots",))
 def _advance(
-    slots: Slots[State], params: Params, pause: jax.Array, steps: int
+    slots: Slots[State], params: Params, pause: jax.Array, steps: int, top: int
 ) -> tuple[Slots[State], StepOutput]:
     results = jax.tree.map(split, slots), PartitionSpec(None, *split(slots.active))
-    return by_compiler(partial(_decode_steps, steps), [slots, params, pause], results)
+    return by_compiler(partial(_decode_steps, steps, top), [slots, params, pause], results)
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
@@ -226,9 +244,9 @@ _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
 
 
 def _decode_steps(
-    steps: int, slots: Slots[State], params: Params, pause: jax.Array
+    steps: int, top: int, slots: Slots[State], params: Params, pause: jax.Array
 ) -> tuple[Slots[State], StepOutput]:
-    rows = len(slots.active)
+    options = slots.options._replace(top=top)
 
     def unfinished(carry: _Carry[State]) -> jax.Array:
         n, decode_state, _ = carry
@@ -237,13 +255,16 @@ def _decode_steps(
 
     def write_next(carry: _Carry[State]) -> _Carry[State]:
         n, decode_state, outputs = carry
-        decode_state, output = decode_step(slots.options, slots.step, params, decode_state)
+        decode_state, output = decode_step(options, slots.step, params, decode_state)
         outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
         return n + 1, _end_nonfinite(decode_state, output), outputs
 
-    nothing = StepOutput(
-        jnp.full((steps, rows), -1, jnp.int32), jnp.zeros((steps, rows), jnp.float32), None
-    )
+    output = jax.eval_shape(
+        lambda params, state: decode_step(options, slots.step, params, state)[1],
+        params, slots.decode_state,
+    )  # fmt: skip
+    nothing = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
+    nothing = nothing._replace(token=nothing.token - 1)
     carry = jnp.int32(0), slots.decode_state, nothing
     _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
     return replace(slots, decode_state=decode_state), outputs
@@ -455,12 +476,12 @@ def _serve_parts(
                 continue
             row = admitted.index(None)
             rows = jax.device_put(np.array([row], np.int32))
-            slots, first[row] = _admit(slots, params, rows, prompts, state, chunk)
+            slots, first[row] = _admit(slots, params, rows, prompts, state, chunk, 0)
             admitted[row] = _Admitted(number, name, request.num_tokens)
         if not any(admitted):
             continue
         waiting = jax.device_put(np.bool_(pause and more and None not in admitted))
-        slots, output = _advance(slots, params, waiting, steps)
+        slots, output = _advance(slots, params, waiting, steps, 0)
         for row, one in first.items():  # read while the device advances the rows
             tokens, log_probs = jax.device_get((one.token, one.log_prob))
             yield from _complete_row(admitted, row, tokens, log_probs, stop)

@@ -33,7 +33,7 @@ from transformer_jax.decoding.arguments import (
 )
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
-from transformer_jax.decoding.samplers import Sampler
+from transformer_jax.decoding.samplers import RowSampling, Sampler
 from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program, shapes_of
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
@@ -158,6 +158,7 @@ class DecodeState(Generic[State]):
     state: State
     """The model's."""
     history: History | None  # None without processors
+    sampling: RowSampling | None = None  # None: the sampler alone says how
 
 
 @short_repr
@@ -167,7 +168,15 @@ class StepOutput(NamedTuple):
     token: jax.Array  # i32[B]; -1 where the row had ended
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
     seen: PyTree
-    """The weights of attention, or captured values, where they are asked for."""
+    """Weights of attention, captured values, or `Likeliest`, where they are asked for."""
+
+
+@short_repr
+class Likeliest(NamedTuple):
+    """Hold the likeliest tokens of every row, the best first."""
+
+    tokens: jax.Array  # i32[B, K]
+    log_probs: jax.Array  # f32[B, K]; before processors
 
 
 def start_decoding(
@@ -180,10 +189,10 @@ def start_decoding(
     chunk: int | None = None,
 ) -> tuple[DecodeState[State], StepOutput]:
     """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
-    tokens, lengths, keys, limits = prompts
+    tokens, lengths, keys, limits, sampling = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
     decode_state = DecodeState(
-        lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history
+        lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling
     )
     if not options.attention and not options.capture:
         logits, state = prefill(step, params, tokens, state, lengths, chunk)
@@ -235,11 +244,16 @@ def _choose_tokens(
     processed = logits
     if options.processors:
         processed = apply_processors(options.processors, history, logits)
+    if decode_state.sampling is not None:
+        processed = decode_state.sampling(processed)
     if options.ends:
         seen = select_rows(active, seen, jax.tree.map(jnp.zeros_like, seen))
     keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)
     token = jax.vmap(lambda key, row: options.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
+    if options.top:
+        likeliest = jax.lax.top_k(log_probs, min(options.top, log_probs.shape[-1]))
+        seen = Likeliest(likeliest[1], likeliest[0])
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)
     output = StepOutput(

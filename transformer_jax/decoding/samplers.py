@@ -29,6 +29,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.models import ops
+from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
 
 _THREEFRY = "threefry2x32"
@@ -143,6 +144,41 @@ class TopP:
         best_first = jnp.sort(x, axis=-1, descending=True)
         kept = _count_to_reach(jax.nn.softmax(best_first, axis=-1), self.p)
         return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
+
+
+@short_repr
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowSampling:
+    """Give each row of a batch a temperature and a mass of its own, as arrays.
+
+    Row b becomes what `Temperature(temperature[b])` and then `TopP(top_p[b])` make of it, to
+    rounding. As values these two are compiled into the program; rows with numbers of their own
+    share one. No row is sorted where every top_p is 1.
+
+    Attributes:
+        temperature: f32[B], at least 0; 0 keeps the best token alone.
+        top_p: f32[B], from 0 to 1, which keeps all tokens.
+    """
+
+    temperature: jax.Array  # f32[B]
+    top_p: jax.Array  # f32[B]
+
+    def __call__(self, logits: jax.Array) -> jax.Array:  # [B, V] -> f32[B, V]
+        x = _as_float32(logits)
+        top = jnp.max(x, axis=-1, keepdims=True)
+        t, p = self.temperature[:, None], self.top_p[:, None]
+        m, e = jnp.frexp(jnp.where(t > 0, t, 1.0))
+        x = jnp.where(t > 0, jnp.ldexp(x - top, -e) / m, _keep_best(x, top, 1))
+
+        def cut(x: jax.Array) -> jax.Array:
+            best_first = jnp.sort(x, axis=-1, descending=True)
+            q = jax.nn.softmax(best_first, axis=-1)
+            kept = jnp.where(p <= 0.5, _count_below(q, p), _count_above(q, p))
+            least = jnp.take_along_axis(best_first, kept - 1, axis=-1)
+            return jnp.where(p < 1, _keep_best(x, least, kept), x)
+
+        return jax.lax.cond((p < 1).any(), cut, lambda x: x, x)
 
 
 @dataclass(frozen=True)
@@ -335,9 +371,15 @@ def _count_to_reach(q: jax.Array, p: float) -> jax.Array:  # [..., V] -> i32[...
 
     Above 1/2 what is left is summed, from the last on: float32 has few numbers near 1, many near 0.
     """
-    if p <= 0.5:
-        before = jnp.cumsum(q, axis=-1)[..., :-1]
-        return 1 + jnp.sum(before < p, axis=-1, keepdims=True)
+    return _count_below(q, p) if p <= 0.5 else _count_above(q, p)
+
+
+def _count_below(q: jax.Array, p: jax.Array | float) -> jax.Array:  # [..., V] -> i32[..., 1]
+    before = jnp.cumsum(q, axis=-1)[..., :-1]
+    return 1 + jnp.sum(before < p, axis=-1, keepdims=True)
+
+
+def _count_above(q: jax.Array, p: jax.Array | float) -> jax.Array:  # [..., V] -> i32[..., 1]
     left = jax.lax.cumsum(q, axis=q.ndim - 1, reverse=True)[..., 1:]
     return 1 + jnp.sum(left > 1 - p, axis=-1, keepdims=True)
 

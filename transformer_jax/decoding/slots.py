@@ -25,7 +25,7 @@ from transformer_jax.decoding.arguments import (
 )
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.generation import DecodeState
-from transformer_jax.decoding.samplers import Greedy
+from transformer_jax.decoding.samplers import Greedy, RowSampling
 from transformer_jax.decoding.step import Step
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
@@ -64,6 +64,7 @@ def check_prompts(
     limits: Array,
     key: jax.Array | None,
     chunk: int | None,
+    sampling: RowSampling | None = None,
 ) -> Prompts:
     """Check prompts for these slots and pad them to their bucket, which no slot is shorter than."""
     if chunk is not None:
@@ -77,7 +78,22 @@ def check_prompts(
     check_not_consumed(state)
     check_same_kind(slots.decode_state.state, state, rows)
     check_with_step(slots.step, tokens, lengths, limits, state)
-    return pad_prompts(tokens, lengths, keys, limits, slots.capacity)
+    check_sampling(slots, sampling, rows)
+    prompts = pad_prompts(tokens, lengths, keys, limits, slots.capacity)
+    return prompts._replace(sampling=sampling)
+
+
+def check_sampling(slots: Slots[State], sampling: RowSampling | None, rows: int) -> None:
+    """Raise ValueError unless each row says how it is drawn where the slots ask, and only there."""
+    if (sampling is None) == (slots.decode_state.sampling is not None):
+        rule = "needed by these slots" if sampling is None else "init_slots(sampling=True) takes it"
+        raise ValueError(f"sampling is {sampling!r:.80}: {rule}")
+    if sampling is not None:
+        for name in ("temperature", "top_p"):
+            value = getattr(sampling, name)
+            if value.shape != (rows,) or value.dtype != jnp.float32:
+                given = f"{value.dtype}{list(value.shape)}"
+                raise ValueError(f"{name} is {given}: must be float32[{rows}]")
 
 
 def check_limits(slots: Slots[State], limits: Array, lengths: Array) -> Array:

@@ -211,7 +211,7 @@ def _take_turns(
     state: State,
 ) -> Speculation[State]:
     """Read the prompts, then take turns until every row has ended."""
-    tokens, lengths, _, limits = prompts
+    tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
     decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
     if decode_state.history is None:
         history = History.of(tokens, lengths, num_tokens).append(first.token, limits > 0)
@@ -475,7 +475,7 @@ def _check_with_proposer(
 
     ValueError where an array of the state is also the proposer's: the state is consumed.
     """
-    tokens, lengths, _, limits = prompts
+    tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
     total = None
     if not traced(tokens, lengths, limits):
         tokens, lengths, limits = jax.device_get((tokens, lengths, limits))

@@ -1,0 +1,93 @@
+"""Rows that are drawn each in its own way share one program, and say what else was likely."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.decoding import RowSampling, admit, advance_slots, init_slots
+from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = tj.ModelConfig(
+    vocab_size=97, d_model=8, num_layers=1, num_heads=2, max_len=29, init_std=0.9
+)
+PARAMS = tj.init_params(CONFIG, jax.random.key(0))
+STEP = tj.make_step(tj.build(CONFIG))
+WAYS = (0.0, 1.0), (0.7, 0.9), (1.9, 0.3), (1.0, 1.0), (0.3, 0.0), (0.0, 0.4)
+"""Temperature and top_p of each row."""
+
+
+def each(ways=WAYS) -> RowSampling:
+    return RowSampling(*jnp.array(ways, jnp.float32).T)
+
+
+def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
+    logits = jnp.asarray(3 * rng.normal(size=(len(WAYS), 97)), jnp.float32)
+    got = np.asarray(jax.jit(each().__call__)(logits))
+    assert np.isfinite(got).any(axis=1).all()
+    for row, (t, p) in enumerate(WAYS):
+        # in float64, of the definitions
+        x = np.asarray(logits[row], np.float64)
+        order = np.argsort(-x, kind="stable")
+        if t == 0:
+            kept, want = order[:1], x
+        else:
+            want = (x - x.max()) / t
+            q = np.exp(want) / np.exp(want).sum()
+            before = np.concatenate([[0], np.cumsum(q[order])[:-1]])
+            kept = order[: max(1, int((before < p).sum()))] if p < 1 else order
+        np.testing.assert_array_equal(np.flatnonzero(np.isfinite(got[row])), np.sort(kept))
+        if t:
+            np.testing.assert_allclose(got[row][kept], want[kept], rtol=2e-6, atol=1e-6)
+
+
+def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
+    prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
+
+    def keys():
+        return jax.random.split(jax.random.key(11), len(WAYS))
+
+    held = init_slots(
+        STEP, PARAMS, tj.init_cache(CONFIG, 1, 29), len(WAYS), 29, sampler=Sample(), sampling=True
+    )
+    held, first = admit(
+        held, PARAMS, np.arange(len(WAYS)), prompt, tj.init_cache(CONFIG, len(WAYS), 29),
+        limits=np.full(len(WAYS), 17), key=keys(), sampling=each(), top=3,
+    )  # fmt: skip
+    held, rest = advance_slots(held, PARAMS, 16, top=3)
+    tokens = np.concatenate([[first.token], rest.token])
+    for row, (t, p) in enumerate(WAYS):
+        alone = tj.generate(
+            STEP, PARAMS, prompt[:1], tj.init_cache(CONFIG, 1, 29), num_tokens=17,
+            sampler=Sample(Temperature(t), TopP(p)), key=keys()[row : row + 1],
+        )  # fmt: skip
+        np.testing.assert_array_equal(tokens[:, row], alone.tokens[0])
+    assert len({tuple(row) for row in tokens.T[[0, 1, 2, 3]]}) == 4
+    # the likeliest are those of the whole text, read at once and without a cache
+    whole = np.concatenate([prompt.T, tokens])[:, 2]
+    logits = tj.build(CONFIG).apply({"params": PARAMS}, whole[None])[0]
+    x = np.asarray(logits, np.float64)[0, 4:-1]
+    log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    best = np.argsort(-log_p, axis=-1, kind="stable")[:, :3]
+    named = np.concatenate([[first.seen.tokens], rest.seen.tokens])[:, 2]
+    values = np.concatenate([[first.seen.log_probs], rest.seen.log_probs])[:, 2]
+    np.testing.assert_array_equal(named, best)
+    np.testing.assert_allclose(values, np.take_along_axis(log_p, best, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "why"),
+    [
+        (True, None, "sampling is None: needed by these slots"),
+        (False, each(WAYS[:1]), r"init_slots\(sampling=True\) takes it"),
+        (True, each(WAYS[:2]), r"temperature is float32\[2\]: must be float32\[1\]"),
+    ],
+)
+def test_slots_refuse_a_way_of_drawing_that_is_missing_unasked_or_of_other_rows(asked, given, why):
+    empty = tj.init_cache(CONFIG, 1, 29)
+    held = init_slots(STEP, PARAMS, empty, 2, 29, sampling=asked)
+    with pytest.raises(ValueError, match=why):
+        admit(held, PARAMS, 0, [[3]], empty, limits=2, sampling=given)
