@@ -13,6 +13,7 @@ from transformer_jax.config.fields import nearest
 COMMANDS = {
     "train": "train a model for a task; in a checkout also `python train.py`",
     "generate": "write, answer or translate with a trained or published model",
+    "serve": "answer clients of OpenAI's API over HTTP with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
     "attention": "draw what each token of a text looks at, in every layer and head",
     "inside": "look inside a model: lens, patching, heads, attribution, as a picture or a page",
@@ -27,7 +28,7 @@ COMMANDS = {
 }
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 
-RUN_PROGRAMS = "generate", "evaluate", "attention", "inside"
+RUN_PROGRAMS = "generate", "serve", "evaluate", "attention", "inside"
 """The commands that run a model, whose programs are kept for the next time; train says itself."""
 
 USAGE = "\n".join(

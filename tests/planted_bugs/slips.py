@@ -762,8 +762,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "text that is held back is lost at the end",
-            "rest = text if ended else text + matcher.held",
-            "rest = text",
+            "return text if found else text + self.matcher.held",
+            "return text",
             "text/test_completion.py::test_the_text_does_not_depend_on_where_tokens_end",
         ),
     ),
@@ -1030,6 +1030,26 @@ SLIPS: tuple[Slip, ...] = (
             "score(period - 1, period))",
             "score(period - 2, period))",
             "inside/test_heads.py::test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1",
+        ),
+    ),
+    *of(
+        "transformer_jax/server/engine.py",
+        (
+            "an answer that a stop text ends keeps its slot",
+            "self._held = release(self._held, number)",
+            "",
+            "server/test_app.py::test_a_stop_text_ends_an_answer_before_it",
+        ),
+    ),
+    *of(
+        "transformer_jax/server/schemas.py",
+        (
+            "true is a number",
+            """        return "boolean" in kinds
+""",
+            """        return True
+""",
+            "server/test_protocol.py::test_what_is_wrong_is_refused_in_a_line_that_names_it",
         ),
     ),
     *of(

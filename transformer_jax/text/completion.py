@@ -333,7 +333,7 @@ def answer(
     stop = check_stop_strings(stop)
     read = [_known_prompt(config, tokenizer, prompt) for prompt in prompts]
     requests = [
-        Request(ids, num_tokens, key=_first_key(jax.random.fold_in(key, n)), id=n)
+        Request(ids, num_tokens, key=first_key(jax.random.fold_in(key, n)), id=n)
         for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
     ]
     done = serve(
@@ -356,7 +356,7 @@ def answer(
         yield completion.id, "".join(pieces(tokenizer, tokens, stop, stop_ids))
 
 
-def _first_key(key: jax.Array) -> jax.Array:
+def first_key(key: jax.Array) -> jax.Array:
     """Return the key of the only row of the first part of a text that `complete` draws."""
     return jax.random.fold_in(jax.random.fold_in(key, 0), 0)
 
@@ -508,22 +508,45 @@ def pieces(
     It ends before the stop string whose last character comes first, wherever tokens begin and
     end, or of a token of `stop_ids`; no id is taken from `ids` after that.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    matcher = StopStrings(check_stop_strings(stop))
+    writer = TextWriter(tokenizer, check_stop_strings(stop), stop_ids)
     for token in ids:
+        if text := writer.feed(token):
+            yield text
+        if writer.ended:
+            return
+    if text := writer.finish():
+        yield text
+
+
+class TextWriter:
+    """Turn tokens into text as `pieces` does, for a caller to whom they come one by one."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
+    ) -> None:
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.matcher = StopStrings(stop)
+        self.length = 0
+        """How many characters the tokens so far have given, those held back included."""
+        self.ended = False
+
+    def feed(self, token: int) -> str:
+        """Take a token; return what is decided now. ValueError for -1, which is none."""
         if token < 0:
             raise ValueError(NO_TOKEN)
-        if token in stop_ids:
-            break
-        text, ended = matcher.feed(decoder.decode(tokenizer.to_bytes([token])))
-        if text:
-            yield text
-        if ended:
-            return
-    text, ended = matcher.feed(decoder.decode(b"", final=True))
-    rest = text if ended else text + matcher.held
-    if rest:
-        yield rest
+        if token in self.stop_ids:
+            return self.finish()
+        decoded = self.decoder.decode(self.tokenizer.to_bytes([token]))
+        self.length += len(decoded)
+        text, self.ended = self.matcher.feed(decoded)
+        return text
+
+    def finish(self) -> str:
+        """Return the text that was held back, as no token follows."""
+        text, found = self.matcher.feed(self.decoder.decode(b"", final=True))
+        self.ended = True
+        return text if found else text + self.matcher.held
 
 
 class StopStrings:

@@ -1,0 +1,55 @@
+"""A small model behind the server, for tests: letters with a chat template, untrained."""
+
+import json
+from contextlib import contextmanager
+
+import jax
+
+import transformer_jax as tj
+from transformer_jax.server.engine import Engine
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.utf8 import byte_letters
+from transformer_jax.use.language_model import LanguageModel
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[:1] }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def tiny(*, template: bool = True) -> LanguageModel:
+    """Return a model of byte pairs over UTF-8, which ends texts and has a padded vocabulary."""
+    vocab = byte_letters() | {"ab": 256, "<e>": 257}
+    level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    definition = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]},
+        "pre_tokenizer": {"type": "ByteLevel", **level},
+        "decoder": {"type": "ByteLevel", **level},
+        "added_tokens": [
+            {"id": 257, "content": "<e>", "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+        ],
+    }  # fmt: skip
+    tokenizer = PretrainedTokenizer(
+        json.dumps(definition), chat_templates=(("default", TEMPLATE),) if template else (),
+        roles=(("eos", "<e>"),), stop_ids=(257,),
+    )  # fmt: skip
+    config = tj.ModelConfig(
+        vocab_size=261, d_model=8, num_layers=1, num_heads=2, max_len=61, positions="rope",
+        init_std=0.7,
+    )  # fmt: skip
+    params = tj.init_params(config, jax.random.key(3))
+    return LanguageModel(TextModel(config, params, tokenizer, (257,)), "/home/somebody/secret")
+
+
+@contextmanager
+def running(model: LanguageModel, **options):
+    """Start an engine, and stop it after the test."""
+    engine = Engine(model, **options)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        if engine.alive:
+            engine.stop()

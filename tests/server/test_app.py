@@ -1,0 +1,248 @@
+"""The server as its clients see it: answers are those of the model alone, and errors are clear."""
+
+import concurrent.futures
+import json
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.server.models import running, tiny
+from transformer_jax.config import ConfigError
+from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+from transformer_jax.models.factory import build
+from transformer_jax.server import app as app_module
+from transformer_jax.server import engine as engine_module
+from transformer_jax.server.app import make_app
+from transformer_jax.server.engine import Engine
+from transformer_jax.server.protocol import Asked, RequestError
+
+testclient = pytest.importorskip("starlette.testclient")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore:Using `httpx` with:DeprecationWarning"),
+]
+
+MODEL = tiny()
+NAME = "tiny"
+TALK = [{"role": "user", "content": "tab"}]
+
+
+@pytest.fixture(scope="module")
+def engine(quick_compilation):
+    with running(MODEL, slots=3) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    return testclient.TestClient(make_app(engine, NAME, most_bytes=3000))
+
+
+def complete(client, **given):
+    body = {"model": NAME, "prompt": "cab", "temperature": 0, "max_tokens": 11} | given
+    return client.post("/v1/completions", json=body)
+
+
+def answer(client, **given):
+    body = {"model": NAME, "messages": TALK, "temperature": 0, "max_tokens": 11} | given
+    return client.post("/v1/chat/completions", json=body)
+
+
+def events(response) -> list:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def is_idle(engine, seconds: float = 20) -> bool:
+    """Wait until no request waits or is decoded, and no slot is taken."""
+    until = time.monotonic() + seconds
+    while engine.waiting or engine.running:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return not np.asarray(engine._held.active).any()
+
+
+def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
+    for prompt in ("cab", "", "grab a cab, é"):
+        got = complete(client, prompt=prompt).json()
+        want = MODEL.generate(prompt, 11)
+        assert got["choices"][0]["text"] == want and len(want) > 3
+        assert got["usage"]["prompt_tokens"] == len(MODEL.read(prompt))
+        sent = events(complete(client, prompt=prompt, stream=True))
+        assert "".join(one["choices"][0]["text"] for one in sent) == want and len(sent) > 2
+    ids = MODEL.read("cab").tolist()
+    assert complete(client, prompt=ids).json()["choices"][0]["text"] == MODEL.generate("cab", 11)
+    got = answer(client).json()["choices"][0]
+    assert got["message"]["content"] == MODEL.chat(TALK, 11) and got["finish_reason"] == "length"
+    sent = events(answer(client, stream=True))
+    said = [one["choices"][0]["delta"].get("content", "") for one in sent]
+    assert "".join(said) == MODEL.chat(TALK, 11)
+    assert is_idle(engine)
+
+
+@pytest.mark.slow
+def test_a_seed_draws_what_the_model_alone_draws_with_its_key(client):
+    for seed, t, p in ((3, 1.0, 1.0), (2**32 - 1, 0.7, 0.9)):
+        sampler = Sample(Temperature(t), TopP(p))
+        want = MODEL.generate("cab", 11, sampler=sampler, key=jax.random.key(seed))
+        got = complete(client, seed=seed, temperature=t, top_p=p).json()
+        assert got["choices"][0]["text"] == want
+    drawn = {complete(client, temperature=2).json()["choices"][0]["text"] for _ in range(4)}
+    assert len(drawn) == 4, "without a seed each request draws its own"
+
+
+def test_a_stop_text_ends_an_answer_before_it(client, engine):
+    whole = MODEL.generate("cab", 40)
+    stop = whole[5:7]
+    got = complete(client, stop=["\x00never", stop], max_tokens=40).json()
+    want = MODEL.generate("cab", 40, stop=stop)
+    assert got["choices"][0] | {"logprobs": 0} == {
+        "index": 0, "text": want, "logprobs": 0, "finish_reason": "stop"
+    }  # fmt: skip
+    assert whole.startswith(want) and len(want) < len(whole)
+    assert 0 < got["usage"]["completion_tokens"] < 40
+    assert is_idle(engine)
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_those_of_the_whole_text_read_at_once(client):
+    got = answer(client, logprobs=True, top_logprobs=3).json()["choices"][0]
+    tokens = got["logprobs"]["content"]
+    ids = {(n,): n for n in range(256)} | {tuple(b"ab"): 256}
+    prompt, new = MODEL.read_messages(TALK), [ids[tuple(one["bytes"])] for one in tokens]
+    whole = np.array([*prompt, *new])
+    logits = build(MODEL.config).apply({"params": MODEL.params}, whole[None])[0]
+    x = np.asarray(logits, np.float64)[0, len(prompt) - 1 : -1]
+    log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    assert len(new) == 11 and len(set(new)) > 4
+    want = np.take_along_axis(log_p, np.array(new)[:, None], 1)[:, 0]
+    np.testing.assert_allclose([one["logprob"] for one in tokens], want, atol=2e-4)
+    tops = [[top["logprob"] for top in one["top_logprobs"]] for one in tokens]
+    np.testing.assert_allclose(tops, -np.sort(-log_p, axis=-1)[:, :3], atol=2e-4)
+    alone = complete(client, logprobs=2).json()["choices"][0]
+    sent = [one["choices"][0] for one in events(complete(client, logprobs=2, stream=True))]
+    joined = [p for one in sent if one["logprobs"] for p in one["logprobs"]["token_logprobs"]]
+    assert joined == alone["logprobs"]["token_logprobs"]
+    offsets = alone["logprobs"]["text_offset"]
+    assert offsets[0] == 0 and offsets == sorted(offsets) and len(offsets) == 11
+
+
+@pytest.mark.parametrize(
+    ("status", "why", "send"),
+    [
+        (400, "not JSON", dict(content=b"{", headers={"content-type": "application/json"})),
+        (415, "must be application/json", dict(content=b"{}")),
+        (415, "must be application/json", dict(data={"model": NAME})),
+        (413, "more than 3000 bytes", dict(json={"model": NAME, "prompt": "a" * 4000})),
+        (404, "this server has 'tiny'", dict(json={"model": "gpt-4", "prompt": "a"})),
+        (400, "together they must be at most 62", dict(json={"model": NAME, "prompt": "a " * 99})),
+        (400, "at most 62", dict(json={"model": NAME, "prompt": "a", "max_tokens": 62})),
+        (400, "has id 9999", dict(json={"model": NAME, "prompt": [9999]})),
+        (400, "n is 2", dict(json={"model": NAME, "prompt": "a", "n": 2})),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_openai_s_form(client, status, why, send):
+    response = client.post("/v1/completions", **send)
+    error = response.json()["error"]
+    assert response.status_code == status and why in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "secret" not in response.text and "home" not in response.text
+
+
+def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine):
+    for messages in ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "a"}],
+                     [{"role": "user", "content": "<e>"}]):  # fmt: skip
+        response = answer(client, messages=messages)
+        assert response.status_code == 400 and "messages" in response.json()["error"]["message"]
+    plain = Engine(tiny(template=False), slots=1)
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        plain.read(Asked("chat", tuple(TALK)))
+    assert "secret" not in str(caught.value)
+
+
+def test_the_other_addresses_say_what_is_served(client):
+    assert client.get("/health").json() == dict(status="ok", slots=3, running=0, waiting=0)
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == NAME and client.get(f"/v1/models/{NAME}").json() == model
+    for method, path, status in (
+        ("GET", "/v1/models/gpt-4", 404), ("GET", "/nothing", 404), ("DELETE", "/health", 405),
+        ("GET", "/v1/completions", 405),
+    ):  # fmt: skip
+        response = client.request(method, path)
+        assert response.status_code == status and response.json()["error"]["message"]
+    described = client.get("/openapi.json").json()
+    assert described["openapi"] == "3.1.0" and "/v1/completions" in described["paths"]
+
+
+class Held:
+    """Hold the engine between two turns, so that requests wait."""
+
+    def __init__(self, engine, monkeypatch):
+        self.turn, self.go = engine._turn, threading.Event()
+        monkeypatch.setattr(engine, "_turn", self.wait)
+
+    def wait(self):
+        self.go.wait(60)
+        self.turn()
+
+
+@pytest.mark.slow
+def test_requests_above_the_queue_are_refused_and_the_others_answered(monkeypatch):
+    with running(MODEL, slots=1, queue=2) as engine:
+        held = Held(engine, monkeypatch)
+        client = testclient.TestClient(make_app(engine, NAME))
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            futures = [pool.submit(complete, client) for _ in range(6)]
+            done, waiting = concurrent.futures.wait(futures, 20, return_when="FIRST_COMPLETED")
+            while len(done) < 4 and waiting:
+                more, waiting = concurrent.futures.wait(waiting, 20, return_when="FIRST_COMPLETED")
+                done |= more
+            assert engine.waiting == 2
+            held.go.set()
+            found = [future.result() for future in futures]
+    statuses = sorted(one.status_code for one in found)
+    assert statuses == [200, 200, 429, 429, 429, 429]
+    refused = next(one for one in found if one.status_code == 429)
+    assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
+
+
+def test_an_answer_that_takes_too_long_is_given_up(engine, monkeypatch):
+    held = Held(engine, monkeypatch)
+    client = testclient.TestClient(make_app(engine, NAME, timeout=0.5))
+    response = complete(client)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "timeout"
+    assert '"code": "timeout"' in complete(client, stream=True).text
+    held.go.set()
+    assert is_idle(engine)
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_device_ends_its_requests_and_no_others(monkeypatch, capsys):
+    with running(MODEL, slots=2) as engine:
+        client = testclient.TestClient(make_app(engine, NAME), raise_server_exceptions=False)
+        whole = engine_module.advance_slots
+
+        def fail(*arguments, **options):
+            monkeypatch.setattr(engine_module, "advance_slots", whole)
+            raise RuntimeError("RESOURCE_EXHAUSTED: /home/somebody")
+
+        monkeypatch.setattr(engine_module, "advance_slots", fail)
+        first = complete(client)
+        assert first.status_code == 500 and first.json()["error"]["type"] == "server_error"
+        assert "somebody" not in first.text
+        assert "RESOURCE_EXHAUSTED" in capsys.readouterr().err
+        assert complete(client).json()["choices"][0]["text"] == MODEL.generate("cab", 11)
+        engine.stop()
+        assert complete(client).status_code == 503 == client.get("/health").status_code
+
+
+def test_what_the_server_needs_is_named_where_it_is_missing(monkeypatch, engine):
+    monkeypatch.setattr(app_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs starlette.*pip install 'transformer_jax\[serve"):
+        make_app(engine, NAME)

@@ -1,0 +1,182 @@
+"""What of a request is read and what is refused, and the JSON of answers."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from transformer_jax.server import protocol
+from transformer_jax.server.protocol import Asked, Part, RequestError, Stamp, Token, read_request
+from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
+
+HI = {"model": "m", "prompt": "hi"}
+TALK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STAMP = Stamp("id-1", 1_700_000_000, "m")
+
+
+def read(endpoint, given):
+    body = given if isinstance(given, bytes) else json.dumps(given).encode()
+    return read_request(endpoint, body, "m")
+
+
+def test_what_a_request_leaves_out_is_as_openai_has_it():
+    assert read("completion", HI) == Asked("completion", "hi", num_tokens=16)
+    assert read("chat", TALK) == Asked("chat", ({"role": "user", "content": "hi"},))
+    nulls = dict.fromkeys(CHAT["properties"].keys() - TALK.keys())
+    assert read("chat", TALK | nulls) == read("chat", TALK)
+
+
+def test_all_that_is_asked_for_is_read():
+    given = dict(
+        max_completion_tokens=7, temperature=0.5, top_p=0.25, seed=3, stop=["a", "b"], n=1,
+        logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True},
+        user="u", presence_penalty=0.0, tools=[], response_format={"type": "text"},
+    )  # fmt: skip
+    assert read("chat", TALK | given) == Asked(
+        "chat", ({"role": "user", "content": "hi"},), 7, 0.5, 0.25, 3, ("a", "b"), 2, True, True
+    )
+    given = dict(prompt=[1, 2.0, 3], max_tokens=5, stop="x", logprobs=0, echo=False, best_of=1)
+    assert read("completion", HI | given) == Asked("completion", (1, 2, 3), 5, stop=("x",), top=0)
+    assert read("completion", HI | {"prompt": ["one"]}).prompt == "one"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    said = [{"role": "system", "content": parts}, *TALK["messages"]]
+    assert read("chat", TALK | {"messages": said}).prompt[0]["content"] == "ab"
+
+
+WRONG = {
+    "not JSON": ("completion", b"{", "not JSON", None),
+    "no text": ("completion", b"\xff\xfe", "not JSON", None),
+    "half a pair": ("completion", b'{"model": "m", "prompt": "\\ud800"}', "surrogate", None),
+    "infinite": ("completion", b'{"temperature": 1e999}', "not a finite number", None),
+    "a huge number": ("completion", b'{"seed": ' + b"9" * 9999 + b"}", "not JSON", None),
+    "twice": ("completion", b'{"n": 1, "n": 1}', "there twice", None),
+    "too deep": ("completion", b"[" * 99, "nested deeper than 64", None),
+    "a list": ("completion", [], r"the body is \[\]: must be an object", None),
+    "no prompt": ("completion", {"model": "m"}, "prompt: is missing", "prompt"),
+    "many prompts": ("completion", HI | {"prompt": ["a", "b"]}, "has 2 texts", "prompt"),
+    "no tokens": ("completion", HI | {"prompt": []}, "prompt has 0 items", "prompt"),
+    "a true token": ("completion", HI | {"prompt": [1, True]}, "must be an integer", "prompt[1]"),
+    "another model": ("completion", HI | {"model": "x"}, "this server has 'm'", "model"),
+    "unknown": ("completion", HI | {"temprature": 1}, "temperature", "temprature"),
+    "a text": ("completion", HI | {"temperature": "1"}, "must be a number", "temperature"),
+    "true": ("completion", HI | {"max_tokens": True}, "must be an integer", "max_tokens"),
+    "half": ("completion", HI | {"max_tokens": 0.5}, "must be an integer", "max_tokens"),
+    "hot": ("completion", HI | {"temperature": 2.1}, "from 0 to 2", "temperature"),
+    "negative": ("completion", HI | {"top_p": -0.1}, "from 0 to 1", "top_p"),
+    "no new tokens": ("completion", HI | {"max_tokens": 0}, "from 1 to", "max_tokens"),
+    "seed": ("completion", HI | {"seed": -1}, "from 0 to 4294967295", "seed"),
+    "no stop": ("completion", HI | {"stop": ["a", ""]}, "at least 1", "stop[1]"),
+    "echo": ("completion", HI | {"echo": True}, "must be false", "echo"),
+    "two": ("chat", TALK | {"n": 2}, "must be 1", "n"),
+    "true is not 1": ("chat", TALK | {"n": True}, "must be 1", "n"),
+    "a penalty": ("chat", TALK | {"presence_penalty": 0.5}, "must be 0", "presence_penalty"),
+    "bias": ("chat", TALK | {"logit_bias": {"5": 1}}, "not a parameter", "logit_bias.5"),
+    "tools": ("chat", TALK | {"tools": [{}]}, "at most 0", "tools"),
+    "a schema": (
+        "chat", TALK | {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format", "response_format.json_schema",
+    ),
+    "an image": (
+        "chat", TALK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "text: is missing", "messages[0].content[0].text",
+    ),
+    "no role": ("chat", TALK | {"messages": [{"role": "cat", "content": "hi"}]}, "or 'assistant'",
+                "messages[0].role"),
+    "two limits": ("chat", TALK | {"max_tokens": 1, "max_completion_tokens": 1}, "one of them",
+                   "max_tokens"),
+    "top alone": ("chat", TALK | {"top_logprobs": 1}, "needs logprobs", "top_logprobs"),
+    "usage alone": ("chat", TALK | {"stream_options": {}}, "needs stream", "stream_options"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_in_a_line_that_names_it(name):
+    endpoint, body, why, param = WRONG[name]
+    with pytest.raises(RequestError, match=why) as caught:
+        read(endpoint, body)
+    error = caught.value.body()["error"]
+    assert caught.value.status == (404 if name == "another model" else 400)
+    assert error["param"] == param and error["type"] and "\n" not in error["message"]
+    assert error["message"] == str(caught.value) and len(error["message"]) < 400
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**33) | st.sampled_from([0.0, 0.5, 2.5, 5.0])
+    | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["completion", "chat"])
+def test_values_are_checked_as_json_schema_says(name):
+    """Beside another implementation of JSON Schema, with one or two parameters changed."""
+    jsonschema_rs = pytest.importorskip("jsonschema_rs")
+    schema, valid = (COMPLETION, HI) if name == "completion" else (CHAT, TALK)
+    theirs, seen = jsonschema_rs.validator_for(schema), set()
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(st.sampled_from([*schema["properties"]]), JSONS, max_size=2))
+    def agree(changes):
+        try:
+            check(valid | changes, schema)
+            mine = True
+        except Misfit:
+            mine = False
+        assert mine == theirs.is_valid(valid | changes), changes
+        seen.add(mine)
+
+    agree()
+    assert seen == {True, False}
+
+
+TOKENS = Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))), Token(b"\xc3", -1.0, 1, ((b"c", -1),))
+
+
+def test_the_parts_of_a_stream_join_to_the_whole_answer():
+    parts = Part("a", TOKENS[:1], 1), Part("é", TOKENS[1:], 3, "length")
+    for endpoint in ("completion", "chat"):
+        asked = Asked(endpoint, "", top=1, stream=True, include_usage=True)
+        whole = protocol.answer(asked, STAMP, protocol.join_parts(parts), 5)
+        (choice,) = whole["choices"]
+        sent = [
+            chunk
+            for n, part in enumerate(parts)
+            for chunk in protocol.chunks(asked, STAMP, part, 5, first=n == 0)
+        ]
+        chosen = [chunk["choices"][0] for chunk in sent[:-1]]
+        assert sent[-1]["choices"] == [] and sent[-1]["usage"] == whole["usage"]
+        assert whole["usage"] == dict(prompt_tokens=5, completion_tokens=3, total_tokens=8)
+        assert [c["finish_reason"] for c in chosen] == [None] * (len(chosen) - 1) + ["length"]
+        assert choice["finish_reason"] == "length"
+        if endpoint == "chat":
+            assert chosen[0]["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(c["delta"].get("content", "") for c in chosen)
+            assert text == choice["message"]["content"] == "aé"
+            said = [one for c in chosen if c["logprobs"] for one in c["logprobs"]["content"]]
+            assert said == choice["logprobs"]["content"]
+            assert said[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
+            assert said[1]["bytes"] == [0xC3]
+        else:
+            assert "".join(c["text"] for c in chosen) == choice["text"] == "aé"
+            assert choice["logprobs"]["text_offset"] == [0, 1]
+            assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"c": -1}]
+        assert protocol.event(sent[0]).startswith(b"data: {") and all(
+            b"\n" not in protocol.event(chunk)[:-2] for chunk in sent
+        )
+
+
+def test_answers_are_read_by_the_types_of_openai_s_client():
+    types = pytest.importorskip("openai.types")
+    chat = pytest.importorskip("openai.types.chat")
+    part = Part("a", TOKENS[:1], 1, "stop")
+    for endpoint, whole, chunk in (
+        ("completion", types.Completion, types.Completion),
+        ("chat", chat.ChatCompletion, chat.ChatCompletionChunk),
+    ):
+        asked = Asked(endpoint, "", top=1)
+        whole.model_validate(protocol.answer(asked, STAMP, part, 5), strict=True)
+        for sent in protocol.chunks(asked, STAMP, part, 5, first=True):
+            chunk.model_validate(sent, strict=True)

@@ -1,0 +1,97 @@
+"""Serve a trained run or a published model over HTTP, to clients of OpenAI's API.
+
+python -m transformer_jax serve --model FOLDER_OR_ID_OR_RUN --port 8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformer_jax.cli.command import Parser, run
+from transformer_jax.config import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
+    return run(_parser(), argv, _serve)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    if arguments.model is None:
+        raise ConfigError("model is None: the folder of a model or a run is needed")
+    if not 0 <= arguments.port < 2**16:
+        raise ConfigError(f"port is {arguments.port}: must be from 0 to {2**16 - 1}")
+    from transformer_jax.server.app import check_installed, make_app
+
+    check_installed()
+    import uvicorn
+
+    from transformer_jax.server.engine import Engine
+    from transformer_jax.use.language_model import load
+
+    model = load(
+        arguments.model, checkpoint=arguments.checkpoint, dtype=arguments.dtype,
+        weights=arguments.weights,
+    )  # fmt: skip
+    name = arguments.name
+    if name is None:
+        path = Path(arguments.model)
+        name = path.resolve().name if path.is_dir() else arguments.model
+    engine = Engine(
+        model, slots=arguments.slots, context=arguments.context, queue=arguments.queue,
+        steps=arguments.steps, cache_dtype=arguments.cache_dtype,
+    )  # fmt: skip
+    app = make_app(engine, name, timeout=arguments.timeout)
+    with socket.create_server((arguments.host, arguments.port)) as listening:
+        print(f"serve: compiling for {engine.slots} slots of {engine.context} tokens", flush=True)
+        engine.start()
+        host, port = listening.getsockname()[:2]
+        print(f"serve: {name} at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+        settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Server(settings).run(sockets=[listening])
+    print("serve: stopped", file=sys.stderr)
+
+
+def _parser() -> Parser:
+    about = "Serve a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions."
+    parser = Parser("serve", about)
+    add = parser.add_argument
+    add(
+        "--model", metavar="FOLDER_OR_ID",
+        help="the folder of a run or of a published model, or its id on the Hugging Face hub",
+    )  # fmt: skip
+    add("--checkpoint", choices=("best", "last"), help="of a run; default: best, if there is one")
+    add("--name", metavar="NAME", help="what requests call the model; default: the folder's name")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine alone")
+    add("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
+    add("--slots", type=int, default=8, metavar="N", help="requests side by side; default: 8")
+    add(
+        "--context", type=int, metavar="N",
+        help="most tokens of a prompt and its answer; default: the model's, at most 2048",
+    )  # fmt: skip
+    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; default: 64")
+    add(
+        "--steps", type=int, default=4, metavar="N",
+        help="most tokens between two looks at the queue; default: 4",
+    )  # fmt: skip
+    add(
+        "--timeout", type=float, default=600.0, metavar="SECONDS",
+        help="from a request's arrival to the end of its answer; default: 600",
+    )  # fmt: skip
+    add(
+        "--cache-dtype", choices=("float32", "bfloat16", "int8"),
+        help="of keys and values; default: the model's; int8 takes a quarter of float32",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of a published model: what its parameters become; default: what they are",
+    )  # fmt: skip
+    add(
+        "--weights", choices=("bf16", "int8", "int4"),
+        help="hold the weights in this type; int8 takes a quarter of float32's memory",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,237 @@
+"""Answer HTTP requests with an engine: addresses, bodies, streams, time limits, disconnects.
+
+An ASGI application on starlette. The event loop waits and never computes: prompts are read in a
+pool of threads, and the model runs in the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from transformer_jax.config import ConfigError
+from transformer_jax.server import protocol
+from transformer_jax.server.engine import Engine, Ticket
+from transformer_jax.server.openapi import describe
+from transformer_jax.server.protocol import Asked, Endpoint, Part, RequestError, Stamp
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MOST_BYTES = 2**20
+"""Most bytes of a request's body."""
+
+
+def make_app(
+    engine: Engine, name: str, *, timeout: float = 600.0, most_bytes: int = MOST_BYTES
+) -> Starlette:
+    """Return the application; the engine is started by the caller, and stopped at its end.
+
+    Args:
+        engine: what decodes.
+        name: of the model, which requests must give.
+        timeout: most seconds from a request's arrival to the end of its answer.
+        most_bytes: of a request's body.
+
+    Raises:
+        ConfigError: if starlette is not installed, or timeout is not above 0.
+    """
+    if not timeout > 0:
+        raise ConfigError(f"timeout is {timeout}: must be above 0")
+    check_installed()
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    created = int(time.time())
+
+    def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(name, created)]})
+
+    def one_model(request: Request) -> Response:
+        wanted = request.path_params["model"]
+        if wanted != name:
+            message = f"model is {wanted[:80]!r}: this server has {name!r}"
+            raise RequestError(message, 404, param="model", code="model_not_found")
+        return JSONResponse(_model(name, created))
+
+    def health(request: Request) -> Response:
+        counts = {"slots": engine.slots, "running": engine.running, "waiting": engine.waiting}
+        if not engine.alive:
+            raise RequestError("the engine has stopped", 503, code="stopping")
+        return JSONResponse({"status": "ok", **counts})
+
+    def openapi(request: Request) -> Response:
+        return JSONResponse(describe())
+
+    def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            until = asyncio.get_running_loop().time() + timeout
+            try:
+                async with asyncio.timeout_at(until):
+                    body = await _body(request, most_bytes)
+                    asked, ids, count = await asyncio.to_thread(_read, engine, endpoint, body, name)
+            except TimeoutError:
+                raise RequestError("the request took too long", 408, code="timeout") from None
+            except ClientDisconnect:
+                return Response(status_code=400)  # which nobody reads
+            prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
+            stamp = Stamp(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), name)
+            parts: asyncio.Queue[Part] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
+
+            def deliver(part: Part) -> None:
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+            ticket = engine.submit(asked, ids, count, deliver)
+            if asked.stream:
+                events = _events(engine, ticket, parts, stamp, until)
+                headers = {"Cache-Control": "no-cache"}
+                return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            try:
+                found = await _whole(request, parts, until)
+            finally:
+                engine.cancel(ticket)
+            if found is None:
+                return Response(status_code=400)  # which nobody reads
+            return JSONResponse(protocol.answer(asked, stamp, found, len(ids)))
+
+        return answer
+
+    def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return JSONResponse(error.body(), error.status, headers)
+
+    def refuse_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path[:80]}: {error.detail.lower()}"
+        own = RequestError(message, error.status_code)
+        return JSONResponse(own.body(), error.status_code, error.headers)
+
+    def fail(request: Request, error: Exception) -> Response:
+        return JSONResponse(RequestError("the server failed", 500).body(), 500)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.stop)
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/openapi.json", openapi),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", one_model),
+            Route("/v1/completions", answering("completion"), methods=["POST"]),
+            Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
+        ],
+        exception_handlers={RequestError: refuse, HTTPException: refuse_http, Exception: fail},
+        lifespan=lifespan,
+    )
+
+
+def check_installed() -> None:
+    """Raise ConfigError where a library that the server needs is not installed."""
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            rule = "pip install 'transformer_jax[serve]'"
+            raise ConfigError(f"serve needs {package}, which is not installed: {rule}")
+
+
+def _model(name: str, created: int) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "transformer_jax"}
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Return the body of a request; RequestError where it is no JSON by its header, or too large.
+
+    A page of the web can send a form or plain text to any address, but JSON only where it is let.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"content-type is {kind[:80]!r}: must be application/json"
+        raise RequestError(message, 415)
+    found = bytearray()
+    async for piece in request.stream():
+        found += piece
+        if len(found) > most:
+            message = f"the body has more than {most} bytes, which is the most that is read"
+            raise RequestError(message, 413)
+    return bytes(found)
+
+
+def _read(
+    engine: Engine, endpoint: Endpoint, body: bytes, name: str
+) -> tuple[Asked, np.ndarray, int]:
+    asked = protocol.read_request(endpoint, body, name)
+    return asked, *engine.read(asked)
+
+
+async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> Part | None:
+    """Return an answer when it is whole; None where its client has gone before."""
+
+    async def all_parts() -> Part:
+        found = [await parts.get()]
+        while found[-1].end is None:
+            found.append(await parts.get())
+        return protocol.join_parts(found)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(all_parts()), asyncio.create_task(gone())
+    try:
+        async with asyncio.timeout_at(until):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError:
+        raise RequestError("the answer took too long", 503, code="timeout") from None
+    finally:
+        for task in tasks:
+            task.cancel()
+    if not tasks[0].done():
+        return None
+    found = tasks[0].result()
+    if found.end == "failed":
+        raise RequestError(str(found.error), 500)
+    return found
+
+
+async def _events(
+    engine: Engine, ticket: Ticket, parts: asyncio.Queue[Part], stamp: Stamp, until: float
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events; where the client goes, the request is given up."""
+    first = True
+    try:
+        while True:
+            try:
+                async with asyncio.timeout_at(until):
+                    part = await parts.get()
+            except TimeoutError:
+                error = RequestError("the answer took too long", 503, code="timeout")
+                yield protocol.event(error.body())
+                return
+            if part.end == "failed":
+                yield protocol.event(RequestError(str(part.error), 500).body())
+                return
+            length = len(ticket.ids)
+            for one in protocol.chunks(ticket.asked, stamp, part, length, first=first):
+                yield protocol.event(one)
+            first = False
+            if part.end is not None:
+                yield protocol.event("[DONE]")
+                return
+    finally:
+        engine.cancel(ticket)

@@ -1,0 +1,126 @@
+"""Describe the addresses of the server by OpenAPI 3.1, with the schemas that check requests.
+
+Source: the OpenAPI specification 3.1.0 (OpenAPI Initiative 2021).
+"""
+
+from __future__ import annotations
+
+import transformer_jax
+from transformer_jax.server.schemas import CHAT, COMPLETION, Schema
+
+_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_USAGE: Schema = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        name: {"type": "integer", "minimum": 0}
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    },
+}
+
+_MODEL: Schema = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"type": "string", "enum": ["model"]},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+    },
+}
+
+_MODELS: Schema = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {"object": {"enum": ["list"]}, "data": {"type": "array", "items": _MODEL}},
+}
+
+_HEALTH: Schema = {
+    "type": "object",
+    "required": ["status", "slots", "running", "waiting"],
+    "properties": {
+        "status": {"enum": ["ok"]},
+        **{name: {"type": "integer", "minimum": 0} for name in ("slots", "running", "waiting")},
+    },
+}
+
+_REFUSED = {
+    400: "the request is wrong", 404: "there is no such model", 408: "the body came too slowly",
+    413: "the body is too large", 415: "the body is no JSON", 429: "too many requests wait",
+    503: "the server is stopping, or the answer took too long",
+}  # fmt: skip
+
+
+def describe() -> Schema:
+    """Return the description, which /openapi.json serves."""
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "transformer_jax", "version": transformer_jax.__version__},
+        "paths": {
+            "/health": {"get": _got("Say whether requests are answered.", _HEALTH, 503)},
+            "/v1/models": {"get": _got("List the model.", _MODELS)},
+            "/v1/models/{model}": {
+                "get": {**_got("Describe the model.", _MODEL, 404), "parameters": [model]}
+            },
+            "/v1/completions": {
+                "post": _posted("Go on with a prompt.", COMPLETION, "text_completion", "text")
+            },
+            "/v1/chat/completions": {
+                "post": _posted("Answer messages.", CHAT, "chat.completion", "message")
+            },
+        },
+    }
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _got(does: str, schema: Schema, *refused: int) -> Schema:
+    responses: Schema = {"200": {"description": "OK", "content": _json(schema)}}
+    for status in refused:
+        what = {"description": _REFUSED[status], "content": _json(_ERROR)}
+        responses[str(status)] = what
+    return {"summary": does, "responses": responses}
+
+
+def _posted(does: str, asked: Schema, kind: str, said: str) -> Schema:
+    answer = {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"enum": [kind]},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "choices": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["index", said, "logprobs", "finish_reason"],
+                    "properties": {"finish_reason": {"enum": ["stop", "length"]}},
+                },
+            },
+            "usage": _USAGE,
+        },
+    }
+    found = _got(does, answer, *_REFUSED)
+    found["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {**found, "requestBody": {"required": True, "content": _json(asked)}}

@@ -1,0 +1,303 @@
+"""Read requests of OpenAI's API as checked values, and write results as its JSON.
+
+Pure functions of bytes, values and dicts. What a client sent and the server refuses is a
+`RequestError`, which has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
+from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
+
+Endpoint = Literal["completion", "chat"]
+
+
+class RequestError(ValueError):
+    """Hold why a request is refused, as OpenAI's API says it."""
+
+    def __init__(
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> JsonObject:
+        """Return the JSON of the error."""
+        kinds = {404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": kinds.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Hold a checked request.
+
+    Attributes:
+        endpoint: "completion" or "chat".
+        prompt: a text or token ids of a completion, messages of a chat.
+        num_tokens: the most new tokens; None is as many as fit.
+        temperature: from 0, the likeliest token, to 2.
+        top_p: from 0 to 1.
+        seed: of what is drawn; None draws one.
+        stop: texts before the first of which the answer ends.
+        top: how many log-probabilities of other tokens are returned; None returns none at all.
+        stream: whether parts are sent as they come.
+        include_usage: whether a stream ends with the counts of tokens.
+    """
+
+    endpoint: Endpoint
+    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
+    num_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    top: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+
+
+def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
+    """Return the request that a body holds; RequestError says what is wrong with it.
+
+    Args:
+        endpoint: "completion" or "chat".
+        body: JSON.
+        model: the name of the model that is served.
+    """
+    given = read_json(body)
+    prompt = given.get("prompt") if isinstance(given, dict) else None
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
+        message = f"prompt has {len(prompt)} texts: must be one, or token ids"
+        raise RequestError(message, param="prompt")
+    try:
+        check(given, CHAT if endpoint == "chat" else COMPLETION)
+    except Misfit as error:
+        raise RequestError(str(error), param=error.param) from None
+    assert isinstance(given, dict)
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if asked["model"] != model:
+        message = f"model is {asked['model'][:80]!r}: this server has {model!r}"
+        raise RequestError(message, 404, param="model", code="model_not_found")
+    if "max_tokens" in asked and "max_completion_tokens" in asked:
+        message = "max_tokens and max_completion_tokens: give one of them"
+        raise RequestError(message, param="max_tokens")
+    count = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    top = asked.get("logprobs")
+    if endpoint == "chat":
+        top = int(asked.get("top_logprobs", 0)) if top else None
+        if top is None and "top_logprobs" in asked:
+            raise RequestError("top_logprobs: needs logprobs true", param="top_logprobs")
+    elif count is None:
+        count = 16  # OpenAI's
+    if "stream_options" in asked and not asked.get("stream"):
+        raise RequestError("stream_options: needs stream true", param="stream_options")
+    stop = asked.get("stop", ())
+    return Asked(
+        endpoint,
+        _messages(asked["messages"]) if endpoint == "chat" else _prompt(asked["prompt"]),
+        num_tokens=None if count is None else int(count),
+        temperature=float(asked.get("temperature", 1.0)),
+        top_p=float(asked.get("top_p", 1.0)),
+        seed=int(asked["seed"]) if "seed" in asked else None,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        top=None if top is None else int(top),
+        stream=asked.get("stream", False),
+        include_usage=bool(asked.get("stream_options", {}).get("include_usage")),
+    )
+
+
+class _BodyError(ValueError):
+    pass
+
+
+def read_json(body: bytes) -> Json:
+    """Return strict JSON, whose texts are Unicode; RequestError says what is wrong with it."""
+    try:
+        found = Untrusted(_BodyError).json(body, "the body")
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body: a text has half of a surrogate pair") from None
+    except _BodyError as error:
+        raise RequestError(str(error)) from None
+    return found
+
+
+def _prompt(given: Any) -> str | tuple[int, ...]:
+    if isinstance(given, str):
+        return given
+    return given[0] if isinstance(given[0], str) else tuple(map(int, given))
+
+
+def _messages(given: list[JsonObject]) -> tuple[dict[str, str], ...]:
+    """Return messages whose content is one text."""
+    found = []
+    for message in given:
+        said = message["content"]
+        text = said if isinstance(said, str) else "".join(part["text"] for part in said)
+        found.append({"role": message["role"], "content": text})
+    return tuple(found)
+
+
+class Token(NamedTuple):
+    """Hold a token that was written, and how likely it was.
+
+    Attributes:
+        piece: its bytes.
+        log_prob: log softmax(logits) of it, in nats, before temperature and top_p.
+        offset: how many characters the tokens before it gave.
+        top: bytes and log-probabilities of the likeliest, the best first.
+    """
+
+    piece: bytes
+    log_prob: float
+    offset: int
+    top: tuple[tuple[bytes, float], ...]
+
+
+End = Literal["stop", "length", "failed"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold what a request got: all of it, or the newest part of it.
+
+    Attributes:
+        text: what was written.
+        tokens: of the text, where their log-probabilities are asked for.
+        count: how many tokens were chosen so far, one that ends the text included.
+        end: why it ended; None: more is to come.
+        error: why it failed.
+    """
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    count: int = 0
+    end: End | None = None
+    error: str | None = None
+
+
+class Stamp(NamedTuple):
+    """Hold what all parts of an answer share."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+
+def join_parts(parts: Sequence[Part]) -> Part:
+    """Return parts as one."""
+    tokens = tuple(token for part in parts for token in part.tokens)
+    last = parts[-1]
+    return Part("".join(part.text for part in parts), tokens, last.count, last.end, last.error)
+
+
+def usage(prompt_tokens: int, count: int) -> JsonObject:
+    """Return the counts of tokens of an answer."""
+    total = prompt_tokens + count
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": total}
+
+
+def answer(asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
+    """Return the JSON of a whole answer."""
+    choice: JsonObject = {"index": 0}
+    if asked.endpoint == "chat":
+        choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
+    else:
+        choice["text"] = part.text
+    choice |= {"logprobs": _log_probs(asked, part.tokens), "finish_reason": part.end}
+    kind = "chat.completion" if asked.endpoint == "chat" else "text_completion"
+    return _framed(kind, stamp, [choice]) | {"usage": usage(prompt_tokens, part.count)}
+
+
+def chunks(
+    asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
+) -> list[JsonObject]:
+    """Return the JSON of what a stream sends for a part of an answer.
+
+    Args:
+        asked: the request.
+        stamp: of the answer.
+        part: the newest part.
+        prompt_tokens: of the request.
+        first: whether nothing was sent before.
+    """
+    choices: list[JsonObject] = []
+    if asked.endpoint == "chat":
+        kind = "chat.completion.chunk"
+        if first:
+            delta = {"role": "assistant", "content": ""}
+            choices.append({"delta": delta, "logprobs": None, "finish_reason": None})
+        if part.text or part.tokens:
+            said = {"content": part.text}, _log_probs(asked, part.tokens)
+            choices.append({"delta": said[0], "logprobs": said[1], "finish_reason": None})
+        if part.end is not None:
+            choices.append({"delta": {}, "logprobs": None, "finish_reason": part.end})
+    else:
+        kind = "text_completion"
+        if part.text or part.tokens or part.end:
+            log_probs = _log_probs(asked, part.tokens)
+            choices.append({"text": part.text, "logprobs": log_probs, "finish_reason": part.end})
+    found = [_framed(kind, stamp, [{"index": 0} | choice]) for choice in choices]
+    if asked.include_usage:
+        found = [{**one, "usage": None} for one in found]
+        if part.end is not None:
+            found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part.count)})
+    return found
+
+
+def _framed(kind: str, stamp: Stamp, choices: list[JsonObject]) -> JsonObject:
+    return {
+        "id": stamp.id, "object": kind, "created": stamp.created, "model": stamp.model,
+        "choices": choices,
+    }  # fmt: skip
+
+
+def _log_probs(asked: Asked, tokens: Sequence[Token]) -> JsonObject | None:
+    if asked.top is None:
+        return None
+    if asked.endpoint == "chat":
+        return {
+            "content": [
+                _likely(token.piece, token.log_prob)
+                | {"top_logprobs": [_likely(*one) for one in token.top[: asked.top]]}
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+    return {
+        "tokens": [_shown(token.piece) for token in tokens],
+        "token_logprobs": [token.log_prob for token in tokens],
+        "top_logprobs": [
+            {_shown(piece): log_prob for piece, log_prob in token.top[: asked.top][::-1]}
+            for token in tokens
+        ],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _likely(piece: bytes, log_prob: float) -> JsonObject:
+    return {"token": _shown(piece), "logprob": log_prob, "bytes": list(piece)}
+
+
+def _shown(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
+
+
+def event(data: JsonObject | str) -> bytes:
+    """Return one server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n".encode()

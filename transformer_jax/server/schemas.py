@@ -1,0 +1,210 @@
+"""Describe requests by JSON Schema, and check values by it: what is described is what is checked.
+
+The part of JSON Schema (draft 2020-12) that is used here: `type`, `enum`, `minimum`, `maximum`,
+`minLength`, `maxLength`, `minItems`, `maxItems`, `items`, `properties`, `required`,
+`additionalProperties` as False, and `anyOf`. The names are those of OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from transformer_jax.config.fields import nearest
+from transformer_jax.untrusted_files import Json, shown
+
+Schema: TypeAlias = dict[str, Any]
+"""A schema as JSON has it."""
+
+MOST_TOP = 20
+"""The most tokens whose log-probabilities are returned beside that of the chosen one."""
+
+
+def _number(kind: str, low: float, high: float) -> Schema:
+    return {"type": [kind, "null"], "minimum": low, "maximum": high}
+
+
+def _only(*values: Json, kind: str) -> Schema:
+    """Describe a parameter of which the server does one thing alone."""
+    return {"type": [kind, "null"], "enum": [*values, None]}
+
+
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
+
+_COMMON: dict[str, Schema] = {
+    "model": {"type": "string"},
+    "max_tokens": _number("integer", 1, 2**31 - 1),
+    "temperature": _number("number", 0, 2),
+    "top_p": _number("number", 0, 1),
+    "seed": _number("integer", 0, 2**32 - 1),
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}, {"type": "null"}]},
+    "stream": _FLAG,
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": _FLAG, "include_obfuscation": _FLAG},
+        "additionalProperties": False,
+    },
+    "n": _only(1, kind="integer"),
+    "presence_penalty": _only(0, kind="number"),
+    "frequency_penalty": _only(0, kind="number"),
+    "logit_bias": {"type": ["object", "null"], "properties": {}, "additionalProperties": False},
+    "user": {"type": ["string", "null"]},
+}
+
+COMPLETION: Schema = {
+    "type": "object",
+    "required": ["model", "prompt"],
+    "properties": _COMMON
+    | {
+        "prompt": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+                    "minItems": 1,
+                },
+            ]
+        },
+        "logprobs": _number("integer", 0, MOST_TOP),
+        "echo": _only(False, kind="boolean"),
+        "best_of": _only(1, kind="integer"),
+        "suffix": {"type": "null"},
+    },
+    "additionalProperties": False,
+}
+
+_PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+    "additionalProperties": False,
+}
+
+CHAT: Schema = {
+    "type": "object",
+    "required": ["model", "messages"],
+    "properties": _COMMON
+    | {
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"type": "string", "enum": ["system", "user", "assistant"]},
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+                },
+                "additionalProperties": False,
+            },
+        },
+        "max_completion_tokens": _number("integer", 1, 2**31 - 1),
+        "logprobs": _FLAG,
+        "top_logprobs": _number("integer", 0, MOST_TOP),
+        "tools": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": 0},
+        "response_format": {
+            "type": ["object", "null"],
+            "required": ["type"],
+            "properties": {"type": {"type": "string", "enum": ["text"]}},
+            "additionalProperties": False,
+        },
+        "metadata": {"type": ["object", "null"]},
+    },
+    "additionalProperties": False,
+}
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "array": (list,), "object": (dict,), "null": (type(None),),
+}  # fmt: skip
+
+_NAMES = {
+    "string": "a text", "integer": "an integer", "number": "a number", "boolean": "true or false",
+    "array": "a list", "object": "an object", "null": "null",
+}  # fmt: skip
+
+
+class Misfit(ValueError):
+    """Say which part of a request is not as its schema has it."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def check(value: Json, schema: Schema, name: str = "") -> None:
+    """Raise Misfit where a value is not as its schema has it; `name` is its path, "" the body's."""
+
+    def refuse(rule: str, given: object = value) -> Misfit:
+        return Misfit(name or None, f"{name or 'the body'} is {shown(given)}: must be {rule}")
+
+    if "anyOf" in schema:
+        if not any(_is_kind(value, kind) for kind in schema["anyOf"]):
+            raise refuse(_says(schema))
+        fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
+        for kind in fits:
+            try:
+                return check(value, kind, name)
+            except Misfit:
+                if kind is fits[-1]:
+                    raise
+    if not _is_kind(value, schema) or value not in schema.get("enum", [value]):
+        raise refuse(_says(schema))
+    if isinstance(value, bool) or value is None:
+        return
+    if isinstance(value, int | float):
+        low, high = schema.get("minimum", value), schema.get("maximum", value)
+        if not low <= value <= high:
+            raise refuse(f"{_says(schema)} from {low} to {high}")
+    elif isinstance(value, str | list):
+        kind, what = ("Length", "characters") if isinstance(value, str) else ("Items", "items")
+        low, high = schema.get(f"min{kind}", 0), schema.get(f"max{kind}", len(value))
+        if not low <= len(value) <= high:
+            rule = f"at most {high}" if len(value) > high else f"at least {low}"
+            message = f"{name} has {len(value)} {what}: must have {rule}"
+            raise Misfit(name, message)
+        for n, item in enumerate(value if "items" in schema else ()):
+            check(item, schema["items"], f"{name}[{n}]")
+    else:
+        _check_object(value, schema, name)
+
+
+def _check_object(value: dict[str, Json], schema: Schema, name: str) -> None:
+    known, before = schema.get("properties", {}), f"{name}." if name else ""
+    for key in value if schema.get("additionalProperties") is False else ():
+        if key not in known:
+            hint = nearest(key, known) if known else ""
+            message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
+            raise Misfit(before + key[:80], message)
+    for key in schema.get("required", ()):
+        if key not in value:
+            raise Misfit(before + key, f"{before}{key}: is missing")
+    for key, item in value.items():
+        if key in known:
+            check(item, known[key], before + key)
+
+
+def _types(schema: Schema) -> list[str]:
+    if "anyOf" in schema:
+        return [name for kind in schema["anyOf"] for name in _types(kind)]
+    kinds = schema["type"]
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _is_kind(value: Json, schema: Schema) -> bool:
+    """Say whether a value is of a schema's type; true is no number, and 5.0 an integer."""
+    kinds = _types(schema)
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return True
+    return any(isinstance(value, _TYPES[kind]) for kind in kinds)
+
+
+def _says(schema: Schema) -> str:
+    """Return what a schema asks for, in words."""
+    if "enum" in schema:
+        return " or ".join("null" if v is None else repr(v).lower() for v in schema["enum"])
+    return " or ".join(dict.fromkeys(_NAMES[kind] for kind in _types(schema)))
