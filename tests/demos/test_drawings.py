@@ -30,6 +30,10 @@ CONFIGS = {
         attention_sinks=True, logit_bias=True, logit_softcap=17.0, d_model=23,
     ),
     "sandwich, scanned": dict(norm_order="sandwich", positions="alibi", scan_layers=True),
+    "parallel": dict(norm_order="parallel", positions="rope", head_dim=14),
+    "parallel, shared": dict(
+        kind="encoder-decoder", norm_order="parallel_shared", positions="alibi", out_bias=False
+    ),
     "no norm": dict(norm=None, positions="none", num_layers=1, activation=jax.nn.softplus),
     "BERT": dict(
         kind="encoder", norm_order="post", embedding_norm=True, type_vocab_size=3, num_classes=11,
@@ -135,6 +139,27 @@ def test_boxes_do_not_overlap_and_hold_their_texts(name):
                     assert max(x0, x1) < inner.x0 or inner.x1 < min(x0, x1) or (
                         max(y0, y1) < inner.y0 or inner.y1 < min(y0, y1)
                     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["parallel", "parallel, shared"])
+def test_a_parallel_branch_begins_below_the_first(name):
+    """A line leaves under attention, after a shared norm, and comes back above its sum."""
+    config, figure, boxes = drawn(name)
+    attention = boxes["attention"][-1][0]
+    forks = []
+    for line in figure.findobj(Line2D):
+        points = line.get_transform().transform(line.get_xydata())
+        if len(points) == 4 and abs(points[0][0] - centre(attention)[0]) < 1:
+            forks.append(points[:, 1])
+    assert len(forks) == (1 if config.kind == "decoder" else 2)
+    column = centre(attention)[0]
+    pluses = [t.get_window_extent() for t in figure.axes[0].texts if t.get_text() == "+"]
+    pluses = sorted(at.y0 for at in pluses if abs(centre(at)[0] - column) < 1)
+    for heights, plus in zip(forks, pluses, strict=False):
+        assert heights[0] == heights[1] < attention.y0
+        assert plus < heights[2] == heights[3]
+        if name == "parallel, shared":
+            assert boxes["norm"][-1][0].y1 < heights[0]
 
 
 @pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "Vaswani"])

@@ -29,7 +29,8 @@ def products(shape, circuit, *, fold=False, branch="attention", params=None):
         kernel = {name: own["kernel"] for name, own in block[branch.split("/")[-1]].items()}
         before = np.eye(D)
         if fold:
-            before = np.diag(block["norm_attention"]["scale"] + bool(config.norm_unit_offset))
+            norm = block["norm" if config.norm_order == "parallel_shared" else "norm_attention"]
+            before = np.diag(norm["scale"] + bool(config.norm_unit_offset))
             if config.norm == "layernorm":
                 before = (np.eye(D) - 1 / D) @ before
         for n in range(N):
@@ -54,6 +55,7 @@ def products(shape, circuit, *, fold=False, branch="attention", params=None):
         ("t5", "qk", False, "cross_attention"),
         ("t5", "ov", True, "encoder/attention"),
         ("bert", "ov", False, "attention"),
+        ("gptj", "ov", True, "attention"),
     ],
 )
 def test_values_and_directions_are_those_of_the_explicit_products(

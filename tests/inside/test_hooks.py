@@ -12,11 +12,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.slow_except("gpt2")
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "neox"])
 def test_places_of_hooks_have_the_values_that_hooks_see(shape):
     config = SHAPES[shape]
-    turned = "rot_" if shape == "llama" else ""
+    turned = "" if shape == "gpt2" else "rot_"
     names = [n for n in IN_BLOCK if "rot_" not in n and n[-2:] not in ("_q", "_k")]
+    if shape == "neox":
+        names.remove("hook_resid_mid")
     names += [f"attn.hook_{turned}q", f"attn.hook_{turned}k"]
     hooks = [f"blocks.{i}.{name}" for i in range(2) for name in names]
     wanted = {hook: place_of_hook(config, hook) for hook in hooks}
@@ -27,7 +29,8 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
     found = {name: np.asarray(x, np.float64) for name, x in apply(params, draw()).items()}
     for i in range(2):
         x = {name: found[wanted[f"blocks.{i}.{name}"]] for name in names}
-        pre, mid, post = (x[f"hook_resid_{name}"] for name in ("pre", "mid", "post"))
+        pre, post = (x[f"hook_resid_{name}"] for name in ("pre", "post"))
+        mid = x.get("hook_resid_mid", pre + x["hook_attn_out"])
         own = jax.tree.map(lambda w: np.asarray(w, np.float64), params["decoder"][f"block_{i}"])
         np.testing.assert_allclose(mid, pre + x["hook_attn_out"], atol=1e-5)
         np.testing.assert_allclose(post, mid + x["hook_mlp_out"], atol=1e-5)
@@ -57,6 +60,7 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
         ("gpt2", "blocks.0.attn.hook_qq", "is unknown, nearest: blocks.0.attn.hook_q"),
         ("gpt2", "hook_resid_pre", "is unknown"),
         ("encoder", "blocks.0.hook_resid_pre", "kind is 'encoder' and norm_order 'pre': must be"),
+        ("neox", "blocks.0.hook_resid_mid", "norm_order is 'parallel', so no branch reads it"),
         ("post", "blocks.0.hook_resid_pre", "kind is 'decoder' and norm_order 'post': must"),
         *(("gpt2", f"blocks.0.{name}", "has no place: ") for name in COMPUTED if "." in name),
         ("gpt2", "hook_embed", "has no place: "),

@@ -83,7 +83,7 @@ def attributed_by_definition(shape: str, tokens: np.ndarray, target: int, other:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "neox"])
 def test_each_part_has_the_share_of_the_formula(shape, scanned):
     model, params = model_of(shape, scanned=scanned)
     found = jax.jit(partial(logit_attribution, model))(params, draw(), 3, 19)
@@ -93,7 +93,7 @@ def test_each_part_has_the_share_of_the_formula(shape, scanned):
 
 
 @pytest.mark.slow_except("gpt2")
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "t5", "encoder", "no norm"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "t5", "encoder", "no norm", "gptj"])
 def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
     model, params = model_of(shape, scanned=shape == "llama")
     target, other = draw(3), draw(4)
@@ -111,7 +111,11 @@ def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
 @pytest.mark.parametrize(
     ("shape", "arguments", "message"),
     [
-        ("post", {}, "norm_order is 'post': the last stream is the sum .* in a pre-norm model"),
+        (
+            "post",
+            {},
+            "norm_order is 'post': the last stream is the sum .* in pre-norm and parallel models",
+        ),
         ("sandwich", {}, "norm_order is 'sandwich'"),
         ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be in 0..30"),
         ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),

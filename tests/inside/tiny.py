@@ -29,6 +29,17 @@ SHAPES = {
     "t5": dataclasses.replace(
         LLAMA, kind="encoder-decoder", positions="t5", logit_scale=0.7, logit_bias=True
     ),
+    "neox": dataclasses.replace(GPT2, norm_order="parallel", positions="rope"),
+    "gptj": dataclasses.replace(
+        LLAMA,
+        norm="layernorm",
+        norm_order="parallel_shared",
+        glu=False,
+        use_bias=True,
+        qkv_bias=False,
+        out_bias=False,
+        logit_bias=True,
+    ),
     "encoder": dataclasses.replace(GPT2, kind="encoder", logit_bias=True),
     "no norm": dataclasses.replace(GPT2, norm=None),
     "post": dataclasses.replace(GPT2, norm_order="post"),

@@ -25,7 +25,7 @@ from transformer_jax.models.lora import (
     merge_lora,
 )
 from transformer_jax.models.stack import stack_layers
-from transformer_jax.pretrained.peft import load_lora, save_lora
+from transformer_jax.pretrained.peft import InTurn, load_lora, save_lora
 from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.step import make_train_step, start_state
 
@@ -346,6 +346,28 @@ def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path,
     save_lora(tmp_path / "again", stacked, again, config, NAMES)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_kernels_whose_rows_take_turns_are_written_so_and_read_back(params, tmp_path):
+    """Of N heads: query, key and value of head 0, then of head 1, as GPT-NeoX has them."""
+    config = LoraConfig(rank=2, alpha=3.0, targets=("query", "key", "value"), layers=(0,))
+    adapters = trained(params, config)
+    shapes = params["decoder"]["block_0"]["attention"]
+    kinds = ("query", "key", "value")
+    runs = shapes["key"]["kernel"].shape[1]
+    paths = [f"decoder/block_0/attention/{name}" for name in kinds]
+    names = {"layers.0.qkv.weight": InTurn([f"{path}/kernel" for path in paths], runs)}
+    save_lora(tmp_path, params, adapters, config, names)
+    file = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    a, b = (file[f"base_model.model.layers.0.qkv.lora_{x}.weight"] for x in "AB")
+    own = [deltas(params, adapters, config)[path] for path in paths]
+    outputs = [np.asarray(x).reshape(len(x), runs, -1) for x in own]
+    want = np.concatenate(outputs, axis=2).reshape(len(own[0]), -1)
+    assert_near((b @ a).T * config.alpha / config.rank, want, 1e-6)
+    loaded, again = load_lora(tmp_path, params, names)
+    given = deltas(params, again, loaded)
+    for path, delta in zip(paths, own, strict=True):
+        assert_near(given[path], delta, 1e-6, path)
 
 
 @pytest.mark.slow_except("True")

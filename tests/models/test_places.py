@@ -31,6 +31,8 @@ KINDS = {
     "encoder": dict(kind="encoder"),
     "encoder-decoder": dict(kind="encoder-decoder"),
     "sandwich, Shaw": dict(norm_order="sandwich", positions="shaw"),
+    "parallel": dict(norm_order="parallel"),
+    "parallel, shared": dict(norm_order="parallel_shared", num_kv_heads=None),
 }
 NEAR = 5 * FORWARD_F32
 
@@ -137,6 +139,29 @@ def test_places_fit_together_as_the_block_says():
     weights, value = (found[f"block_1/attention/{name}"] for name in ("weights", "value"))
     value = np.repeat(np.asarray(value, np.float64), 2, axis=2)
     assert_near(heads, np.einsum("bnts,bsnh->btnh", weights, value), NEAR)
+
+
+@pytest.mark.parametrize("kind", ["parallel", "parallel, shared"])
+def test_parallel_branches_read_the_stream_before_the_block(kind):
+    """Each sees its own norm of it, what one gives does not reach the other, and all are added."""
+    place = "block_1/attention/output"
+    asked = ("block_*/*", "block_*/*/*")
+    found = run(kind, capture=asked)[2]
+    edited = run(kind, capture=asked, edit={place: lambda x: x + 3.0})[2]
+    block = jax.tree.map(lambda x: np.asarray(x, np.float64), params_of(kind)["decoder"]["block_1"])
+    x = np.asarray(found["block_0/residual"], np.float64)
+    normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    total = x
+    for branch in ("attention", "feed_forward"):
+        norm = block["norm" if kind.endswith("shared") else f"norm_{branch}"]
+        want = normed * norm["scale"] + norm["bias"]
+        assert_near(found[f"block_1/{branch}/input"], want, NEAR)
+        total = total + found[f"block_1/{branch}/output"]
+    assert_near(found["block_1/residual"], total, NEAR)
+    name = "block_1/feed_forward/output"
+    np.testing.assert_array_equal(edited[name], found[name])
+    assert_near(edited["block_1/residual"], total + 3.0, NEAR)
+    assert "block_0/residual_mid" not in places(config_of(kind))
 
 
 @pytest.mark.slow

@@ -33,10 +33,16 @@ POSITIONS = {
 
 @pytest.mark.slow_except("post-learned")
 @pytest.mark.long_except(
-    "post-learned", "post-rope", "pre-alibi", "sandwich-sinusoidal", "sandwich-t5buckets"
+    "post-learned",
+    "post-rope",
+    "pre-alibi",
+    "sandwich-sinusoidal",
+    "sandwich-t5buckets",
+    "parallel-rope",
+    "parallel_shared-alibi",
 )
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("order", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("order", ["pre", "post", "sandwich", "parallel", "parallel_shared"])
 def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order, positions, rng):
     """Compare one pass and two through a cache with the formulas, and take a gradient step."""
     config = dataclasses.replace(

@@ -32,6 +32,7 @@ MORE = {
     "use_bias": (replace(CONFIG, use_bias=False), CONFIG),
     "qkv_bias": (replace(CONFIG, qkv_bias=False), CONFIG),
     "ff_bias": (replace(CONFIG, ff_bias=False), CONFIG),
+    "out_bias": (replace(CONFIG, out_bias=False), CONFIG),
     "glu": (CONFIG, replace(CONFIG, glu=True)),
     "norm_order": (replace(CONFIG, norm_order="post"), CONFIG),
     "norm_order of a sandwich": (CONFIG, replace(CONFIG, norm_order="sandwich")),

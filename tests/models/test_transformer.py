@@ -78,6 +78,18 @@ CASES: dict[str, dict] = {
         use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
         num_kv_heads=1, positions_=PADDED,
     ),
+    "gpt-neox": dict(
+        norm_order="parallel", positions=Rope(dims=2), activation="gelu", tie_embeddings=False,
+        use_bias=False, out_bias=True, positions_=PADDED,
+    ),
+    "gpt-j": dict(
+        norm_order="parallel_shared", positions=Rope(dims=4, pairing="interleaved"),
+        qkv_bias=False, out_bias=False, tie_embeddings=False, logit_bias=True, segments=PACKED,
+    ),
+    "encoder-decoder-parallel": dict(
+        kind="encoder-decoder", norm_order="parallel_shared", positions="rope", num_layers=1,
+        source_positions=True,
+    ),
     "sinks-window-softcap": dict(
         positions="rope", attention_sinks=True, window=5, attention_softcap=0.9, num_heads=4,
         num_kv_heads=2, positions_=PADDED, qkv_bias=False, ff_bias=False,
@@ -315,7 +327,7 @@ def test_the_cases_cover_every_option():
                  "logit_bias", "embedding_norm", "glu", "masked_token_head",
                  "norm_unit_offset"):  # fmt: skip
         assert {getattr(c, name) for c in seen} == {True, False}, name
-    for name in ("qkv_bias", "ff_bias"):
+    for name in ("qkv_bias", "out_bias", "ff_bias"):
         assert {(c.use_bias, getattr(c, name)) for c in seen} >= {(True, False), (False, True)}
     for field in dataclasses.fields(ModelConfig):
         varied = len({getattr(c, field.name) for c in seen}) > 1

@@ -531,6 +531,12 @@ SLIPS: tuple[Slip, ...] = (
             'self.key_scale = self.param("key_scale", nn.initializers.ones, (cfg.key_dim,))',
             "models/test_layers.py::test_queries_and_keys_are_normalised_with_the_configs_eps",
         ),
+        (
+            "a parallel branch reads what the one before it gives",
+            "read = before if cfg.is_parallel else x",
+            "read = x",
+            "models/test_places.py::test_parallel_branches_read_the_stream_before_the_block",
+        ),
     ),
     *of(
         "transformer_jax/models/ops.py",
@@ -741,6 +747,25 @@ SLIPS: tuple[Slip, ...] = (
             "round(rope.original_len * rope.factor)",
             "rope.original_len",
             "pretrained/test_load.py::test_others_read_the_length_to_which_a_rotation_was_stretched",
+        ),
+    ),
+    *of(
+        "transformer_jax/pretrained/families/table.py",
+        (
+            "rows that take turns are written one parameter after the other",
+            "return np.concatenate(runs, axis=1).reshape(-1, *rest)",
+            "return np.concatenate(pieces)",
+            "pretrained/test_parallel_folders.py"
+            "::test_rows_that_take_turns_are_cut_and_joined_as_numpy_does",
+        ),
+    ),
+    *of(
+        "transformer_jax/pretrained/peft.py",
+        (
+            "rows of kernels that take turns are read as they lie",
+            "b = b[np.argsort(kernels.rows([found[kernel][1] for kernel in kernels]))]",
+            "b = b[np.arange(len(b))]",
+            "models/test_lora.py::test_kernels_whose_rows_take_turns_are_written_so_and_read_back",
         ),
     ),
     *of(

@@ -187,6 +187,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         vocab_size=262144,
     ),
 }  # fmt: skip
+PUBLISHED |= {
+    "pythia-160m": dict(
+        architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu",
+        hidden_size=768, initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-05,
+        max_position_embeddings=2048, model_type="gpt_neox", num_attention_heads=12,
+        num_hidden_layers=12, rotary_emb_base=10000, rotary_pct=0.25, tie_word_embeddings=False,
+        torch_dtype="float16", transformers_version="4.24.0", use_cache=True,
+        use_parallel_residual=True, vocab_size=50304,
+    ),
+    "gpt-j-6b": dict(
+        activation_function="gelu_new", architectures=["GPTJForCausalLM"], attn_pdrop=0.0,
+        bos_token_id=50256, embd_pdrop=0.0, eos_token_id=50256, gradient_checkpointing=False,
+        initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gptj", n_embd=4096,
+        n_head=16, n_inner=None, n_layer=28, n_positions=2048, resid_pdrop=0.0, rotary=True,
+        rotary_dim=64, scale_attn_weights=True, summary_activation=None,
+        summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index",
+        summary_use_proj=True, tie_word_embeddings=False, tokenizer_class="GPT2Tokenizer",
+        transformers_version="4.18.0.dev0", use_cache=True, vocab_size=50400,
+        task_specific_params={"text-generation": {"do_sample": True, "temperature": 1.0}},
+    ),
+    "phi-2": dict(
+        architectures=["PhiForCausalLM"], attention_dropout=0.0, bos_token_id=50256,
+        embd_pdrop=0.0, eos_token_id=50256, hidden_act="gelu_new", hidden_size=2560,
+        initializer_range=0.02, intermediate_size=10240, layer_norm_eps=1e-05,
+        max_position_embeddings=2048, model_type="phi", num_attention_heads=32,
+        num_hidden_layers=32, num_key_value_heads=32, partial_rotary_factor=0.4,
+        qk_layernorm=False, resid_pdrop=0.1, rope_scaling=None, rope_theta=10000.0,
+        tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.37.0",
+        use_cache=True, vocab_size=51200,
+    ),
+}  # fmt: skip
 PUBLISHED["Mistral-7B-v0.3"] = PUBLISHED["Mistral-7B-v0.1"] | dict(
     rope_theta=1000000.0, sliding_window=None, vocab_size=32768
 )
@@ -213,6 +244,16 @@ GEMMA = LLAMA | dict(
 )  # fmt: skip
 CAPPED = GEMMA | dict(norm_order="sandwich", attention_scale=1 / 16)
 YARN = Rope(base=1e6, scaling="yarn", factor=4.0, original_len=32768)
+NEOX = dict(norm_order="parallel", activation="gelu", tie_embeddings=False, max_len=2048)
+GPTJ = dict(
+    norm_order="parallel_shared", qkv_bias=False, out_bias=False, logit_bias=True,
+    tie_embeddings=False, max_len=2048, vocab_size=50400, d_model=4096, num_layers=28,
+    num_heads=16, positions=Rope(dims=64, pairing="interleaved"),
+)  # fmt: skip
+PHI = dict(
+    norm_order="parallel_shared", logit_bias=True, tie_embeddings=False, max_len=2048,
+    vocab_size=51200, num_heads=32, num_kv_heads=32, positions=Rope(dims=32),
+)  # fmt: skip
 MEANT: dict[str, dict[str, Any]] = {
     "gpt2": dict(
         vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024, dropout=0.1,
@@ -255,6 +296,12 @@ MEANT: dict[str, dict[str, Any]] = {
         max_len=32768, window=(512,) * 5 + (None,), qk_norm=True,
         positions=Rope(base=1e6, window_base=10000.0),
     ),
+    "pythia-160m": NEOX | dict(
+        vocab_size=50304, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
+        positions=Rope(dims=16),
+    ),
+    "gpt-j-6b": GPTJ,
+    "phi-2": PHI | dict(d_model=2560, d_ff=10240, num_layers=32, dropout=0.1),
 }  # fmt: skip
 
 
@@ -279,7 +326,7 @@ def newer(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_means_what_it_says(name, keys):
     content = json.loads(json.dumps(PUBLISHED[name]))
-    if keys == "5" and content["model_type"] != "gpt2":
+    if keys == "5" and content["model_type"] not in ("gpt2", "gptj"):
         content = newer(content)
     config = read_config(content, (), "config.json")
     assert config == ModelConfig(**MEANT[name])
@@ -412,6 +459,15 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             positions=Rope(base=1e6, window_base=10_000.0),
         ),
     ),
+    "gpt_neox": (
+        dict(model_type="gpt_neox"), (),
+        NEOX | dict(
+            vocab_size=50432, d_model=6144, d_ff=24576, num_layers=44, num_heads=64,
+            positions=Rope(dims=24),
+        ),
+    ),
+    "gptj": (dict(model_type="gptj"), (), GPTJ),
+    "phi": (dict(model_type="phi"), (), PHI | dict(d_model=2048, d_ff=8192, num_layers=24)),
     "bert": (
         dict(model_type="bert"), (),
         BERT | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),

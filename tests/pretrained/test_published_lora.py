@@ -43,6 +43,13 @@ FAMILIES = {
             tie_word_embeddings=False, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
         )
     ),
+    "neox": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=256, hidden_size=32, intermediate_size=37, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=32, initializer_range=0.2,
+            bos_token_id=0, eos_token_id=0,
+        )
+    ),
 }  # fmt: skip
 
 

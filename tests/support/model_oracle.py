@@ -5,6 +5,7 @@ and of the config's fields, nothing else; sizes it reads from the parameters. On
 time, one head at a time, one pair of positions at a time where that is clearest.
 
     block     pre: x + f(n(x))      post: n(x + f(x))      sandwich: x + m(f(n(x)))
+              parallel: x + f(n(x)) + g(m(x)), with n = m where the norm is shared
     head      softmax over k of  cap(scale * <q, k>) + bias(q, k), and exp(sink) in the denominator
     q, k, v   x W + b, optionally RMS-normalised (q, k), then rotated (q, k)
     Shaw      scale * <q, a[k - q]> joins the bias, and the output gains sum_k weight * c[k - q]
@@ -246,10 +247,16 @@ def _stack(
         def feed_forward(x, p=block):
             return _feed_forward(config, p["feed_forward"], x)
 
-        x = _branch(config, block, "attention", x, attend)
-        if memory is not None:
-            x = _branch(config, block, "cross_attention", x, cross)
-        x = _branch(config, block, "feed_forward", x, feed_forward)
+        branches = {"attention": attend, "cross_attention": cross, "feed_forward": feed_forward}
+        if memory is None:
+            del branches["cross_attention"]
+        if config.norm_order.startswith("parallel"):
+            shared = config.norm_order == "parallel_shared"
+            norms = {name: block["norm" if shared else f"norm_{name}"] for name in branches}
+            x = x + sum(f(_norm(config, norms[name], x)) for name, f in branches.items())
+            continue
+        for name, function in branches.items():
+            x = _branch(config, block, name, x, function)
     x = x if config.norm_order == "post" else _norm(config, params["norm"], x)
     if hidden is not None:
         hidden.append(np.stack([*stream, x]))

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file  # noqa: E402
 
 from transformer_jax.models.factory import build  # noqa: E402
+from transformer_jax.pretrained.families.table import Layout, joined  # noqa: E402
 from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
 from transformer_jax.pretrained.save import save_pretrained  # noqa: E402
 
@@ -127,14 +128,16 @@ def assert_same_gradients(
     assert abs(float(value) - float(want_loss.detach())) <= 1e-5 * max(1.0, abs(float(value)))
     ours = flatten_dict(gradient, sep="/")
     parts: dict[str, list[np.ndarray]] = {}
+    layouts: dict[str, list[Layout]] = {}
     for mapping in table:
         piece = mapping.layout.write(np.asarray(ours[mapping.param]))
         parts.setdefault(mapping.tensor, []).append(piece)
+        layouts.setdefault(mapping.tensor, []).append(mapping.layout)
     compared = 0
     for name, pieces in parts.items():
         if name not in theirs:
             continue
-        got = np.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
+        got = joined(layouts[name], pieces)
         want = theirs[name].numpy()
         top = np.abs(want).max()
         assert np.abs(got - want).max() <= GRADIENTS * max(top, 1e-3), name

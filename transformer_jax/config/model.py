@@ -29,7 +29,7 @@ from transformer_jax.shown import short_repr
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
-NormOrder = Literal["pre", "post", "sandwich"]
+NormOrder = Literal["pre", "post", "sandwich", "parallel", "parallel_shared"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 if TYPE_CHECKING:
     AnyActivation = Activation | Callable[[Any], Any]  # of arrays; a config imports no JAX
@@ -90,7 +90,8 @@ class ModelConfig:
     its own)."""
     norm_order: NormOrder = "pre"
     """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
-    sandwich: x + n(f(n(x)))."""
+    sandwich: x + n(f(n(x))); parallel: x + f(n(x)) + g(m(x)), where all branches read the stream
+    before the block (GPT-NeoX); parallel_shared: with one norm for all of them (GPT-J)."""
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square, under the root."""
     norm_unit_offset: bool = False
@@ -105,6 +106,8 @@ class ModelConfig:
     """Bias vectors in projections and in LayerNorm."""
     qkv_bias: bool | None = None
     """Biases of the query, key and value projections; None is use_bias."""
+    out_bias: bool | None = None
+    """Bias of attention's output matrix; None is use_bias."""
     ff_bias: bool | None = None
     """Biases of the feed-forward; None is use_bias."""
     qk_norm: bool = False
@@ -212,6 +215,11 @@ class ModelConfig:
                 fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
         if not any(self.windows):
             unread(self, "needs a window", "sink_tokens")
+
+    @property
+    def is_parallel(self) -> bool:
+        """Say whether all branches of a block read the stream before it."""
+        return self.norm_order in ("parallel", "parallel_shared")
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -64,6 +64,7 @@ class Box(NamedTuple):
 
 Item = Box | str
 """A box; "text ..." above or below; "plus", the sum with the stream since the last "split";
+"fork", where a parallel branch leaves, and "beside", where the next one goes on from there;
 "start" of the blocks, and any other text their end; "states", what the stack hands on."""
 
 
@@ -106,7 +107,16 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
         boxes.append(attention_box(config, stack, cross=True))
     boxes.append(Box("feed_forward", [hidden, f"down {config.d_model}"], "feed_forward"))
     items = list[Item]()
+    if config.norm_order == "parallel_shared":
+        items += ["split", *norm_boxes(config, "norm"), "fork"]
+    elif config.norm_order == "parallel":
+        items += ["split", "fork"]
     for box in boxes:
+        if config.is_parallel:
+            own = config.norm_order == "parallel"
+            norm = norm_boxes(config, f"norm_{box.name}") if own else []
+            items += [*(["beside"] if box is not boxes[0] else []), *norm, box, "plus"]
+            continue
         norm = norm_boxes(config, f"norm_{box.name}")
         after = norm_boxes(config, f"out_norm_{box.name}")
         order: dict[str, list[Item]] = {
@@ -299,7 +309,8 @@ def draw_items(
     and how high the states leave and cross-attention reads.
     """
     places, past = dict[str, float](), x + outer * (wide / 2 + SIDE / 2)
-    last, split, start = None, y, y
+    inner = x - outer * (wide / 2 + SIDE / 2)
+    last, split, start, fork = None, y, y, y
     for item in items:
         if isinstance(item, Box) or item == "plus" or item.startswith("text "):
             if last is not None:
@@ -322,6 +333,13 @@ def draw_items(
         y += GAP / 2
         if item == "split":
             split = y
+        elif item == "fork":
+            fork = y
+        elif item == "beside":
+            axes.plot([x, x], [last or y, y], color=INK, linewidth=1)
+            split, y = y, y + GAP / 2
+            axes.plot([x, inner, inner, x], [fork, fork, y, y], color=INK, linewidth=1)
+            last = y
         elif item == "start":
             start = y
         elif item == "states":

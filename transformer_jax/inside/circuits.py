@@ -107,8 +107,9 @@ def circuits(
         b = _dense(block[name][writes]["kernel"], 2 if writes == "out" else 1)
         b = b.transpose(2, 0, 1) if writes == "out" else b  # [D, N or K, H]
         if fold_norm:
-            a = _folded(cfg, block[f"norm_{name}"], a)
-            b = _folded(cfg, block[f"norm_{name}"], b) if circuit == "qk" else b
+            norm = block["norm" if cfg.norm_order == "parallel_shared" else f"norm_{name}"]
+            a = _folded(cfg, norm, a)
+            b = _folded(cfg, norm, b) if circuit == "qk" else b
         first.append(_of_each_head(a, cfg.num_heads))
         second.append(_of_each_head(b, cfg.num_heads))
 

@@ -36,7 +36,7 @@ COMPUTED = {
     "ln2.hook_normalized": "`feed_forward/input` is it times the norm's scale, plus its bias",
     "ln_final.hook_normalized": "`final_norm` is it times the norm's scale, plus its bias",
     "ln1.hook_scale": "sqrt(var(x) + eps) of the stream that block i reads",
-    "ln2.hook_scale": "sqrt(var(x) + eps) of `residual_mid`",
+    "ln2.hook_scale": "sqrt(var(x) + eps) of `residual_mid`; parallel, of what block i reads",
     "ln_final.hook_scale": "sqrt(var(x) + eps) of the last block's `residual`",
     "attn.hook_attn_scores": "`query` of head n times `key` of head n // G, times the scale",
     "attn.hook_result": "`heads` of each head times its rows of the output matrix",
@@ -53,7 +53,7 @@ def place_of_hook(config: ModelConfig, hook: str) -> str:
     after it: our `query` is the latter, and so with keys.
 
     Args:
-        config: of a pre-norm decoder.
+        config: of a decoder, pre-norm or with parallel branches.
         hook: a name such as "blocks.0.attn.hook_z".
 
     Returns:
@@ -61,11 +61,11 @@ def place_of_hook(config: ModelConfig, hook: str) -> str:
 
     Raises:
         ValueError: if the hook has no place, which says how its value is computed; if it is
-            unknown, or of a block that is not there; or if the model is no pre-norm decoder.
+            unknown, or of a block that is not there; or if the model is another.
     """
-    if config.kind != "decoder" or config.norm_order != "pre":
+    if config.kind != "decoder" or (config.norm_order != "pre" and not config.is_parallel):
         given = f"kind is {config.kind!r} and norm_order {config.norm_order!r}"
-        raise ValueError(f"{given}: must be 'decoder' and 'pre'")
+        raise ValueError(f"{given}: must be 'decoder' and 'pre' or a parallel one")
     found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", hook)
     block, name = (None, hook) if found is None else found.groups()
     number = 0 if block is None else int(block)
@@ -78,6 +78,9 @@ def place_of_hook(config: ModelConfig, hook: str) -> str:
         raise ValueError(f"hook {hook!r}: must be of a block in 0..{config.num_layers - 1}")
     if name == "hook_resid_pre":
         return "embedding" if number == 0 else f"block_{number - 1}/residual"
+    if name == "hook_resid_mid" and config.is_parallel:
+        rule = f"norm_order is {config.norm_order!r}, so no branch reads it"
+        raise ValueError(f"hook {hook!r} has no place: {rule}")
     turned = config.qk_norm or isinstance(config.positions, Rope | OwnPositions)
     if name in ("attn.hook_q", "attn.hook_k") and turned:
         rule = f"{IN_BLOCK[name]} is it after rotation and norm, attn.hook_rot_{name[-1]}"

@@ -116,8 +116,8 @@ class LogitAttribution(NamedTuple):
 
 def no_sum(config: ModelConfig) -> str | None:
     """Return why a logit is not the sum of what parts add, or None where it is."""
-    if config.norm_order != "pre":
-        rule = "the last stream is the sum of what parts give in a pre-norm model alone"
+    if config.norm_order != "pre" and not config.is_parallel:
+        rule = "the last stream is the sum of what parts give in pre-norm and parallel models alone"
         return f"norm_order is {config.norm_order!r}: {rule}"
     if config.logit_softcap is not None:
         rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
@@ -143,7 +143,7 @@ def logit_attribution(
     norm's divisor is that of the whole stream (Elhage et al. 2021; Wang et al. 2023, 3.1).
 
     Args:
-        model: a pre-norm model whose logits are linear in what the final norm gives.
+        model: a pre-norm or parallel model whose logits are linear in what the final norm gives.
         params: its parameters, looped or scanned.
         tokens: i32[B, T].
         target: i32[], [T] or [B, T]: the token whose logit is taken apart, at each position.
@@ -154,8 +154,8 @@ def logit_attribution(
         The parts, which sum to the logit.
 
     Raises:
-        ValueError: if the model is not pre-norm, has a `logit_softcap` or a `masked_token_head`,
-            or a token is outside the vocabulary.
+        ValueError: if the model is neither pre-norm nor parallel, has a `logit_softcap` or a
+            `masked_token_head`, or a token is outside the vocabulary.
     """
     check_model("logit_attribution", model, arguments, "capture")
     cfg = model.config

@@ -99,7 +99,9 @@ class Attention(nn.Module):
         self.query = Linear(cfg, (cfg.num_heads, cfg.key_dim), use_bias=qkv_bias)
         self.key = Linear(cfg, (cfg.kv_heads, cfg.key_dim), use_bias=qkv_bias)
         self.value = Linear(cfg, (cfg.kv_heads, cfg.value_dim), use_bias=qkv_bias)
-        self.out = Linear(cfg, (cfg.d_model,), contract=2, std=branch_std(cfg, self.depth))
+        self.out = Linear(
+            cfg, (cfg.d_model,), 2, use_bias=cfg.out_bias, std=branch_std(cfg, self.depth)
+        )
         if cfg.qk_norm:
             self.query_scale = norm_scale(self, "query_scale", cfg, cfg.key_dim)
             self.key_scale = norm_scale(self, "key_scale", cfg, cfg.key_dim)
@@ -312,7 +314,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
 
-    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, for f in that order.
+    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, for f in that order;
+    x + f(n(x)) + g(m(x)) parallel, with n = m where the norm is shared.
     """
 
     config: ModelConfig
@@ -332,7 +335,10 @@ class Block(nn.Module):
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
         self.feed_forward = FeedForward(cfg, self.depth)
-        self.norm = {name: Norm(cfg) for name in branches}
+        if cfg.norm_order == "parallel_shared":
+            self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
+        else:
+            self.norm = {name: Norm(cfg) for name in branches}
         if cfg.norm_order == "sandwich":
             self.out_norm = {name: Norm(cfg) for name in branches}
         refuse_surplus(self)
@@ -354,10 +360,12 @@ class Block(nn.Module):
         visit = given.places.visit(self.number if layer is None else layer)
         keys = split_key(key, 5)
         drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
+        before = x
         for branch in self.branches:
-            if branch == "feed_forward":
+            if branch == "feed_forward" and not cfg.is_parallel:
                 x = visit("residual_mid", x)
-            y = x if cfg.norm_order == "post" else self.norm[branch](x)
+            read = before if cfg.is_parallel else x
+            y = read if cfg.norm_order == "post" else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
                 y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=visit)

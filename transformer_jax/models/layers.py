@@ -46,9 +46,10 @@ def parameter(
 _FIELDS = {
     "embed/bias": "logit_bias", "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
     "key/bias": "qkv_bias", "value/bias": "qkv_bias", "up/bias": "ff_bias", "gate/bias": "ff_bias",
-    "down/bias": "ff_bias", "bias": "use_bias", "gate": "glu", "output": "tie_embeddings",
-    "positions": "positions", "relative_bias": "positions", "shaw_key": "positions",
-    "shaw_value": "positions", "source_tokens": "source_vocab_size", "types": "type_vocab_size",
+    "down/bias": "ff_bias", "out/bias": "out_bias", "bias": "use_bias", "gate": "glu",
+    "output": "tie_embeddings", "positions": "positions", "relative_bias": "positions",
+    "shaw_key": "positions", "shaw_value": "positions", "source_tokens": "source_vocab_size",
+    "types": "type_vocab_size",
     "query_scale": "qk_norm", "key_scale": "qk_norm", "sinks": "attention_sinks",
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",

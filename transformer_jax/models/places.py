@@ -63,7 +63,7 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
 
         embedding            what the first block or layer reads
         block_i/residual     what block i hands on, after its branches
-        block_i/residual_mid the stream before its feed-forward branch
+        block_i/residual_mid the stream before its feed-forward branch, unless branches are parallel
         .../input, output    what a branch reads, after its norm, and gives
         .../query, key       as they are compared: normalised and rotated; key and value are those
         .../value            of the tokens of the call, before they are cached
@@ -161,7 +161,9 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
         "input": stream, "hidden": ("B", "T", config.ff_dim), "output": stream
     }  # fmt: skip
     block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
-    block |= {"residual_mid": stream, "residual": stream}
+    block |= {"residual": stream} if config.is_parallel else {
+        "residual_mid": stream, "residual": stream
+    }  # fmt: skip
     found = {"embedding": stream}
     found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}

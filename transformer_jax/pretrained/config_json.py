@@ -153,7 +153,7 @@ def _meaning(config: ModelConfig, name: str) -> object:
         case "attention_scale":
             given = config.attention_scale
             return float(np.float32(config.key_dim**-0.5 if given is None else given))
-        case "qkv_bias" | "ff_bias":
+        case "qkv_bias" | "out_bias" | "ff_bias":
             value = getattr(config, name)
             return config.use_bias if value is None else value
         case "pooler":

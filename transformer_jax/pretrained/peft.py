@@ -9,7 +9,8 @@
     {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
 
 A weight that holds several kernels side by side lists them in the order of its outputs: GPT-2's
-`c_attn` holds query, key and value. Entries that are no kernels (biases, norms) are skipped.
+`c_attn` holds query, key and value. `InTurn` says that their outputs take turns, by heads, as in
+GPT-NeoX. Entries that are no kernels (biases, norms) are skipped.
 
 Every key of adapter_config.json is read, is known to change nothing here, or must be empty. Shapes
 are compared with the parameters before anything is read. Needs the package `safetensors`.
@@ -21,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,25 @@ from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
 """Hugging Face weight to the paths of the kernels it holds, in the order of its outputs."""
+
+
+class InTurn(tuple[str, ...]):
+    """Name the kernels of a weight whose outputs take turns, in `runs` runs of a part of each."""
+
+    runs: int
+
+    def __new__(cls, names: Iterable[str], runs: int = 1) -> InTurn:
+        """Take the paths in the order of a run, and how many runs there are."""
+        made = super().__new__(cls, names)
+        made.runs = runs
+        return made
+
+    def rows(self, widths: Sequence[int]) -> np.ndarray:
+        """Return the row of the kernels side by side that each row of the weight is."""
+        ends = np.cumsum(widths)
+        own = [np.arange(end - width, end) for width, end in zip(widths, ends, strict=True)]
+        return np.concatenate([x.reshape(self.runs, -1) for x in own], axis=1).reshape(-1)
+
 
 Pair = tuple[np.ndarray, np.ndarray]
 """A f32[r, inputs] and B f32[outputs, r] of a module, as PEFT lays them out."""
@@ -135,7 +155,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 def _module_pairs(
     flat: Mapping[str, Mapping[str, Array]],
-    modules: Mapping[str, tuple[str, ...]],
+    modules: Mapping[str, InTurn],
     found: Matrices,
     rank: int,
 ) -> dict[str, Pair]:
@@ -150,7 +170,9 @@ def _module_pairs(
     for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
         kernels = modules[module]
         parts = [flat[kernel] if kernel in kept else None for kernel in kernels]
-        pairs[module] = _joined(parts, [found[kernel][1] for kernel in kernels], rank)
+        widths = [found[kernel][1] for kernel in kernels]
+        a, b = _joined(parts, widths, rank)
+        pairs[module] = a, b[kernels.rows(widths)]
     return pairs
 
 
@@ -205,8 +227,9 @@ def load_lora(
     rank, targeted = content["r"], _targeted(folder / CONFIG, content, list(modules))
     flat, pairs = {}, _read_tensors(folder, modules, targeted, found, rank)
     for module, (a, b) in pairs.items():
-        start = 0
-        for kernel in modules[module]:
+        start, kernels = 0, modules[module]
+        b = b[np.argsort(kernels.rows([found[kernel][1] for kernel in kernels]))]
+        for kernel in kernels:
             stop = start + found[kernel][1]
             flat[kernel] = {"a": jnp.array(a.T), "b": jnp.array(b[start:stop].T)}
             start = stop
@@ -214,7 +237,7 @@ def load_lora(
     return config, nest(flat, params)
 
 
-def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
+def _modules(names: Names, found: Matrices) -> dict[str, InTurn]:
     """Map each Hugging Face module to the paths of our modules whose kernels it holds."""
     modules = {}
     for weight, kernels in names.items():
@@ -226,7 +249,12 @@ def _modules(names: Names, found: Matrices) -> dict[str, tuple[str, ...]]:
                 raise ValueError(f"names has {path}/kernel: the parameters have no such kernel")
             if found[path][0] != found[paths[0]][0]:
                 raise ValueError(f"names has {weight}: its kernels differ in inputs: {paths}")
-        modules[weight.removesuffix(".weight")] = paths
+        runs = kernels.runs if isinstance(kernels, InTurn) else 1
+        if any(found[path][1] % runs for path in paths):
+            raise ValueError(
+                f"names has {weight}: {runs} runs do not divide the outputs of {paths}"
+            )
+        modules[weight.removesuffix(".weight")] = InTurn(paths, runs)
     return modules
 
 

@@ -20,7 +20,7 @@ from transformer_jax.pretrained.config_json import (
     written_family,
 )
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
-from transformer_jax.pretrained.families.table import IGNORED_KEYS, JsonObject
+from transformer_jax.pretrained.families.table import IGNORED_KEYS, JsonObject, joined
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     SHARD_BYTES,
@@ -205,5 +205,5 @@ def _tensors(
         held.setdefault(mapping.tensor, []).append(mapping)
     for name, mappings in held.items():
         pieces = [mapping.layout.write(params[mapping.param]()) for mapping in mappings]
-        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
+        whole = joined([mapping.layout for mapping in mappings], pieces)
         yield name.removeprefix(family.prefix) if bare else name, whole

@@ -20,6 +20,7 @@ from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, Rop
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.config_json import written_family
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
+from transformer_jax.pretrained.peft import InTurn
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
 from transformer_jax.pytree import cast, check_range
 
@@ -59,7 +60,7 @@ def tensor_names(
     """Return the name of every tensor of a published checkpoint, and the parameters it holds.
 
     A tensor that holds several parameters side by side lists their paths in that order, as
-    `save_lora` and `load_lora` read it.
+    `save_lora` and `load_lora` read it; `peft.InTurn` also says that their rows take turns.
 
     Args:
         config: of the model.
@@ -68,14 +69,15 @@ def tensor_names(
             instead of "bert.encoder.layer.0...".
     """
     chosen = FAMILIES[written_family(config, family)]
-    names: dict[str, tuple[str, ...]] = {}
+    names: dict[str, InTurn] = {}
     for mapping in chosen.table(config):
         name = mapping.tensor
         if bare and _matches(name, chosen.head_tensors):
             continue
         name = name.removeprefix(chosen.prefix) if bare else name
-        names[name] = (*names.get(name, ()), mapping.param)
-    return names
+        runs = 1 if mapping.layout.rows is None else mapping.layout.rows.groups
+        names[name] = InTurn((*names.get(name, ()), mapping.param), runs)
+    return dict(names)
 
 
 def scanned_path(path: str) -> tuple[str, int] | None:

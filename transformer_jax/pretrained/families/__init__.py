@@ -4,7 +4,7 @@ A family is one module that makes a `Family` of a table of tensor names and a re
 config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
 """
 
-from transformer_jax.pretrained.families import bart, bert, gpt2, llama, t5
+from transformer_jax.pretrained.families import bart, bert, gpt2, llama, parallel, t5
 from transformer_jax.pretrained.families.table import ConfigKeys, Family, Layout, TensorMapping
 
 FAMILIES: dict[str, Family] = {
@@ -18,6 +18,9 @@ FAMILIES: dict[str, Family] = {
         llama.GEMMA,
         llama.GEMMA2,
         llama.GEMMA3,
+        parallel.GPT_NEOX,
+        parallel.GPTJ,
+        parallel.PHI,
         bert.BERT,
         bert.ROBERTA,
         bert.DISTILBERT,

@@ -89,14 +89,19 @@ SCALING_KEYS = (
 
 
 def read_rope(
-    keys: ConfigKeys, fields: Fields, layer: str | None = None, default: float = 10_000.0
+    keys: ConfigKeys,
+    fields: Fields,
+    layer: str | None = None,
+    default: float = 10_000.0,
+    part: float = 1.0,
 ) -> Rope:
     """Return the rotation that config.json means.
 
     It is said by `rope_theta` and `rope_scaling`, or by `rope_parameters`, which hold both. `layer`
-    names the entry of `rope_parameters` to read in families whose layers rotate in two ways, and
-    `default` is the base if none is given. If the stretch depends on the length of a text (dynamic,
-    longrope), max_len in `fields` becomes the trained length, for which nothing is stretched.
+    names the entry of `rope_parameters` to read in families whose layers rotate in two ways;
+    `default` is the base if none is given, and `part` the share of each head that rotates. If the
+    stretch depends on the length of a text (dynamic, longrope), max_len in `fields` becomes the
+    trained length, for which nothing is stretched.
     """
     inner = _rope_keys(keys, layer)
     base = inner.positive("rope_theta", None, above=1)
@@ -104,7 +109,7 @@ def read_rope(
         base = keys.positive("rope_theta", default, above=1)
     keys.ignore("rope_theta")
     scaling = _scaling_kind(inner)
-    dims = _rotated_dims((inner, keys), fields)
+    dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
@@ -157,17 +162,19 @@ def _scaling_kind(inner: ConfigKeys) -> RopeScaling | None:
     return scaling
 
 
-def _rotated_dims(holders: Iterable[ConfigKeys], fields: Fields) -> int | None:
+def _rotated_dims(holders: Iterable[ConfigKeys], fields: Fields, default: float) -> int | None:
     """Return how many dimensions of each head rotate, int(head_dim partial_rotary_factor).
 
     The first of the holders with such a key decides; None rotates all dimensions.
     """
     head_dim = fields["head_dim"] or fields["d_model"] // fields["num_heads"]
-    found = None
+    found = None if default == 1 else int(head_dim * default)
+    said = False
     for holder in holders:
         part = holder.positive("partial_rotary_factor", None)
-        if part is None or found is not None:
+        if part is None or said:
             continue
+        said = True
         if part > 1:
             holder.fail("partial_rotary_factor", part, "must be at most 1")
         found = int(head_dim * part)

@@ -7,8 +7,8 @@ Reading and writing both follow from the table, so that a family is data and one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -28,6 +28,20 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Say which rows of a file's tensor are of one parameter, where several share it.
+
+    The rows are `groups` runs of `total`; of each run, those from `start` on are the parameter's,
+    `count` of them. GPT-NeoX has a run of each head, with its query, key and value; Phi-3 has one.
+    """
+
+    groups: int
+    start: int
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """Convert one parameter between our shape and a file's.
 
@@ -41,13 +55,15 @@ class Layout:
 
     The first `inputs` axes of a matrix are its inputs, the others its outputs. If `parts` is above
     1, the last axis of the file's tensor holds that many parameters side by side, and this one is
-    number `part`, counted from 0.
+    number `part`, counted from 0. With `rows` the first axis of a linear or flat tensor holds
+    several parameters.
     """
 
     kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
     inputs: int = 1
     part: int = 0
     parts: int = 1
+    rows: Rows | None = None
 
     def file_shape(self, shape: Shape) -> Shape:
         """Return the shape of the whole tensor in the file for a parameter of this shape."""
@@ -63,6 +79,8 @@ class Layout:
                 found = (columns, rows)
             case "conv":
                 found = (rows, columns)
+        if self.rows is not None:
+            found = (self.rows.groups * self.rows.total, *found[1:])
         return (*found[:-1], found[-1] * self.parts) if self.parts > 1 else found
 
     def read(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
@@ -70,6 +88,10 @@ class Layout:
         if self.parts > 1:
             width = tensor.shape[-1] // self.parts
             tensor = tensor[..., self.part * width : (self.part + 1) * width]
+        if (rows := self.rows) is not None:
+            runs = tensor.reshape(rows.groups, rows.total, *tensor.shape[1:])
+            tensor = runs[:, rows.start : rows.start + rows.count]
+            tensor = tensor.reshape(-1, *tensor.shape[2:])
         return (tensor.T if self.kind == "linear" else tensor).reshape(shape)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
@@ -78,8 +100,21 @@ class Layout:
         if self.kind == "linear":
             rows = math.prod(shape[: self.inputs])
             return np.ascontiguousarray(parameter.reshape(rows, -1).T)
+        if self.kind == "flat":
+            return parameter.reshape(-1)
         whole = self.file_shape(shape)
         return parameter.reshape(*whole[:-1], whole[-1] // self.parts) if whole else parameter
+
+
+def joined(layouts: Sequence[Layout], pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the file's tensor that these parameters share, of what their layouts `write`."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if layouts[0].rows is None:
+        return np.concatenate(pieces, axis=-1)
+    rest = pieces[0].shape[1:]
+    runs = [piece.reshape(layouts[0].rows.groups, -1, *rest) for piece in pieces]
+    return np.concatenate(runs, axis=1).reshape(-1, *rest)
 
 
 SAME = Layout()
@@ -135,6 +170,25 @@ def linear(
     """Map the matrix of a linear layer, and its bias if it has one."""
     kernel = TensorMapping(f"{param}/kernel", f"{tensor}.weight", layout)
     return [kernel, TensorMapping(f"{param}/bias", f"{tensor}.bias", FLAT)] if bias else [kernel]
+
+
+def fused(
+    tensor: str, groups: int, counts: Mapping[str, int], bias: bool = True
+) -> list[TensorMapping]:
+    """Map linear layers whose matrices share one tensor, in runs of their rows.
+
+    Args:
+        tensor: its name without ".weight".
+        groups: how many runs it has.
+        counts: path of each layer to its rows in a run, in their order.
+        bias: whether there is a vector of the same form.
+    """
+    found, start = list[TensorMapping](), 0
+    for param, count in counts.items():
+        rows, start = Rows(groups, start, count, sum(counts.values())), start + count
+        for mapping in linear(param, tensor, bias=bias):
+            found.append(replace(mapping, layout=replace(mapping.layout, rows=rows)))
+    return found
 
 
 @short_repr
