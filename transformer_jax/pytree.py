@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -48,6 +48,23 @@ class Parameter(Protocol):
 Params: TypeAlias = Mapping[str, Any]
 """A model's parameters: nested dicts, so that a caller may write `params["embed"]["tokens"]`, of
 arrays or other `Parameter`s, or of shapes where nothing is computed."""
+
+
+def kernel_axes(names: Sequence[str], ndim: int) -> tuple[int, int]:
+    """Return how many axes of a block's kernel count matrices, and how many are their inputs.
+
+    The layers of a scanned stack and experts come first: [L, E, D, F]. What remains are inputs and
+    outputs: query [D, N, H], an attention's out [N, Hv, D], up [D, F].
+
+    Args:
+        names: the path of the kernel, as ("decoder", "block_0", "feed_forward", "up", "kernel").
+        ndim: its axes.
+    """
+    first = 1 if "blocks" in names else 0
+    inputs = 2 if names[-2] == "out" else 1
+    if len(names) > 2 and names[-3] == "feed_forward":
+        first = ndim - 2
+    return first, inputs
 
 
 def sha256_of(tree: PyTree) -> str:

@@ -5,6 +5,7 @@ imported, and no array or module is made here: `models` builds what a config des
 """
 
 from transformer_jax.config.convolution import ConvolutionConfig
+from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
 from transformer_jax.config.lora import LoraConfig
@@ -57,6 +58,7 @@ __all__ = [
     "ContextUse",
     "ConvolutionConfig",
     "DType",
+    "Experts",
     "Frames",
     "Inputs",
     "Kind",

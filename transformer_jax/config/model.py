@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import (
     below_int32,
     check_types,
@@ -69,6 +70,8 @@ class ModelConfig:
     """Width of a value head; None is head_dim. `value_dim` is what results."""
     d_ff: int | None = None
     """Hidden width of the feed-forward (F); None is 4 * d_model."""
+    experts: Experts | None = None
+    """A mixture of experts in the place of each feed-forward; None has one feed-forward."""
     max_len: int = 256
     """Longest sequence; the size of a learned position table."""
 
@@ -173,6 +176,8 @@ class ModelConfig:
             self.positions.check_model(self)
         if self.inputs is not None:
             self.inputs.check_model(self)
+        if self.experts is not None:
+            self.experts.check_model(self)
         self._check_kind()
 
     def _check_ranges(self) -> None:
@@ -246,6 +251,12 @@ class ModelConfig:
     @property
     def ff_dim(self) -> int:
         return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def expert_dim(self) -> int:
+        """Return the hidden width of an expert; where there are none, of the feed-forward."""
+        own = None if self.experts is None else self.experts.d_ff
+        return self.ff_dim if own is None else own
 
     @property
     def encoder_vocab_size(self) -> int:

@@ -18,6 +18,7 @@ from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
 from transformer_jax.models import positions as pos
+from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import (
     FeedForward,
@@ -334,7 +335,8 @@ class Block(nn.Module):
         self.attention = Attention(cfg, depth=self.depth, window=self.window)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
-        self.feed_forward = FeedForward(cfg, self.depth)
+        feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
+        self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         else:

@@ -9,6 +9,7 @@ import jax
 from transformer_jax.config import ModelConfig
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.stack import unstack_layers
+from transformer_jax.pytree import kernel_axes
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
@@ -16,7 +17,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
 
     2 x the elements of each matrix x the tokens that it multiplies, and of each attention
     2 N (H + Hv) for each pair of a query and a key that its mask lets through (Kaplan et al. 2020,
-    2.1; causal pairs are counted once, not the square). `length` is that of the target of an
+    2.1; causal pairs are counted once, not the square). Of experts those count that a token is
+    given to. `length` is that of the target of an
     encoder-decoder, whose source has `source_length`. Norms, activations and look-ups are left out;
     a classifier has logits of its classes, and none of tokens.
     """
@@ -26,7 +28,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
     for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] == "kernel":
-            total += 2 * math.prod(leaf.shape) * _tokens(names, config, length, source_length)
+            tokens = _tokens(names, config, length, source_length)
+            total += 2 * math.prod(leaf.shape) * tokens * _share(names, leaf.ndim, config)
     if config.num_classes is None and (config.inputs is None or config.kind != "encoder"):
         total += 2.0 * config.vocab_size * config.d_model * length
     causal = config.kind != "encoder"
@@ -68,6 +71,14 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
         return before
     after = reach * (reach + 1) / 2 + (length - reach) * reach
     return before + after - length
+
+
+def _share(names: list[str], ndim: int, config: ModelConfig) -> float:
+    """Return which part of a kernel a token reads: of experts, those that it is given to."""
+    experts = config.experts
+    if experts is None or not kernel_axes(names, ndim)[0]:
+        return 1.0
+    return experts.top_k / experts.count
 
 
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:

@@ -47,6 +47,8 @@ _FIELDS = {
     "embed/bias": "logit_bias", "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
     "key/bias": "qkv_bias", "value/bias": "qkv_bias", "up/bias": "ff_bias", "gate/bias": "ff_bias",
     "down/bias": "ff_bias", "out/bias": "out_bias", "bias": "use_bias", "gate": "glu",
+    "router": "experts", "shared": "experts", "shared_gate": "experts",
+    "selection_bias": "experts",
     "output": "tie_embeddings", "positions": "positions", "relative_bias": "positions",
     "shaw_key": "positions", "shaw_value": "positions", "source_tokens": "source_vocab_size",
     "types": "type_vocab_size",

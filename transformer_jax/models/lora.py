@@ -30,10 +30,11 @@ from transformer_jax.config import ConfigError, LoraConfig
 from transformer_jax.models.adapters import AdaptedKernel
 from transformer_jax.models.quantized import QuantizedKernel, quantize
 from transformer_jax.models.stack import stack_layers, unstack_layers
-from transformer_jax.pytree import Parameter, Params, cast_floats, path_name
+from transformer_jax.pytree import Parameter, Params, cast_floats, kernel_axes, path_name
 
-Matrices = dict[str, tuple[int, int]]
-"""Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs)."""
+Matrices = dict[str, tuple[int, ...]]
+"""Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs), or
+(E, inputs, outputs) of experts."""
 
 Adapter = Mapping[str, jax.Array]
 """The arrays "a" and "b" of one kernel."""
@@ -57,7 +58,7 @@ def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
 
     Returns:
         Dicts like the parameters', with "a" f32[inputs, r] and "b" f32[r, outputs] of each kernel;
-        both lead with L in a scanned stack.
+        both lead with L in a scanned stack, and with E where they are of experts.
 
     Raises:
         ConfigError: if a target or a layer names no kernel.
@@ -68,10 +69,10 @@ def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
     keys = jax.random.split(key, len(paths))
     adapters = {}
     for path, own in zip(paths, keys, strict=True):
-        inputs, outputs = found[path]
-        bound = inputs**-0.5
-        a = jax.random.uniform(own, (inputs, config.rank), jnp.float32, -bound, bound)
-        adapters[path] = {"a": a, "b": jnp.zeros((config.rank, outputs), jnp.float32)}
+        *lead, inputs, outputs = found[path]
+        bound, shape = inputs**-0.5, (*lead, inputs, config.rank)
+        a = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+        adapters[path] = {"a": a, "b": jnp.zeros((*lead, config.rank, outputs), jnp.float32)}
     return nest(adapters, params)
 
 
@@ -143,6 +144,8 @@ def with_adapters(
         if several:
             first = {name: _one(part[name], 1 if _is_scanned(path) else 0) for name in "ab"}
         _check_adapter(path, kernel, first, config.rank)
+        if several and len(_matrix(path, tuple(kernel.shape))) > 2 + _is_scanned(path):
+            raise ValueError(f"adapters have {path}: experts have one adapter each, not several")
         if own is not None:
             own = jnp.asarray(own, jnp.int32)
             if _is_scanned(path):
@@ -373,13 +376,11 @@ def _names(tree: Params) -> set[str]:
     return found
 
 
-def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return a kernel's inputs and outputs: the first axis and the rest.
-
-    Attention's `out` [N, Hv, D] reads two axes.
-    """
-    contract = 2 if path.endswith("attention/out") else 1
-    return math.prod(shape[:contract]), math.prod(shape[contract:])
+def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a kernel's inputs and outputs, after what counts its matrices."""
+    first, contract = kernel_axes(f"{path}/kernel".split("/"), len(shape))
+    inputs = shape[first : first + contract]
+    return (*shape[:first], math.prod(inputs), math.prod(shape[first + contract :]))
 
 
 def _is_scanned(path: str) -> bool:
@@ -430,9 +431,7 @@ def _with_kernels(
 
 def _check_adapter(path: str, kernel: Parameter, part: Mapping[str, Parameter], rank: int) -> None:
     """Raise ValueError where the shapes of A and B are not those that a kernel wants."""
-    stacked = 1 if _is_scanned(path) else 0
-    lead = tuple(kernel.shape[:stacked])
-    inputs, outputs = _matrix(path, tuple(kernel.shape[stacked:]))
+    *lead, inputs, outputs = _matrix(path, tuple(kernel.shape))
     wanted = (*lead, inputs, rank), (*lead, rank, outputs)
     if (np.shape(part["a"]), np.shape(part["b"])) != wanted:
         given = f"a {np.shape(part['a'])} and b {np.shape(part['b'])}"

@@ -71,7 +71,9 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
                              share of `attention_sinks`, and to 0 where it sees nothing
         .../key_positions    where the keys stand, negative where there is none; not to be edited
         .../heads            what each head gives, before the output matrix
-        .../hidden           the hidden layer of a feed-forward branch, after its activation
+        .../hidden           the hidden layer of a feed-forward branch, after its activation; of
+                             experts, that of each expert that the token is given to
+        .../router           the logits by which experts are chosen and weighed
         final_norm           what the output matrix reads, where the config has such a norm
         logits               as they are returned
 
@@ -157,9 +159,11 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     branches = {"attention": attention("T")}
     if cross:
         branches["cross_attention"] = attention("S")
-    branches["feed_forward"] = {
-        "input": stream, "hidden": ("B", "T", config.ff_dim), "output": stream
-    }  # fmt: skip
+    forward: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
+    if config.experts is not None:
+        forward["router"] = "B", "T", config.experts.count
+        forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
+    branches["feed_forward"] = forward | {"output": stream}
     block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
     block |= {"residual": stream} if config.is_parallel else {
         "residual_mid": stream, "residual": stream

@@ -20,7 +20,15 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
-from transformer_jax.pytree import Parameter, Params, PyTree, cast_floats, exportable, register
+from transformer_jax.pytree import (
+    Parameter,
+    Params,
+    PyTree,
+    cast_floats,
+    exportable,
+    kernel_axes,
+    register,
+)
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
 
@@ -37,7 +45,7 @@ GROUP = 32
 class QuantizedKernel:
     """Stand in a model's parameters where a kernel stands: integers, and what to multiply them by.
 
-    In a scanned stack both arrays lead with L.
+    In a scanned stack both arrays lead with L, and those of experts with E.
 
     Attributes:
         values: i8[inputs, outputs]; of 4 bits u8[inputs / 2, outputs], two values in a byte, + 8
@@ -115,6 +123,9 @@ class QuantizedTable:
         )
 
 
+WHOLE = "router", "shared_gate"
+"""Modules of blocks whose kernels are held whole: a little less exact, other experts are chosen."""
+
 TABLES = "tokens", "source_tokens", "output"
 """The tables that `quantize(..., embeddings=True)` holds in 8 bits."""
 
@@ -129,7 +140,7 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
     Args:
         params: of a looped or a scanned stack.
         kind: "bf16" casts every float. "int8" and "int4" are for the kernels of blocks; other
-            parameters (norms, biases, heads) stay as they are.
+            parameters (norms, biases, heads, routers of experts) stay as they are.
         embeddings: with "int8" and "int4", hold the vectors of tokens and the output matrix in 8
             bits, with a scale for each token: decoding reads all of them for each new one.
 
@@ -165,13 +176,18 @@ def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
         at = f"{path}/{name}" if path else name
         if isinstance(part, Mapping):
             found[name] = _walk(part, at, kind, embeddings)
-        elif name == "kernel" and any(one.startswith("block") for one in path.split("/")):
+        elif name == "kernel" and _is_quantized(path.split("/")):
             found[name] = _quantized(at, part, 8 if kind == "int8" else 4)
         elif embeddings and at in [f"embed/{table}" for table in TABLES]:
             found[name] = _quantized_table(at, part)
         else:
             found[name] = part
     return found
+
+
+def _is_quantized(module: list[str]) -> bool:
+    """Return whether the kernel of a module is one of a block; routers choose experts by theirs."""
+    return any(name.startswith("block") for name in module) and module[-1] not in WHOLE
 
 
 def _checked(path: str, weights: Parameter) -> jax.Array:
@@ -198,11 +214,10 @@ def _quantized_table(path: str, table: Parameter) -> QuantizedTable:
 
 def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
     weights = _checked(path, kernel)
-    names = path.split("/")
-    lead = kernel.shape[:1] if "blocks" in names else ()
-    contract = 2 if names[-2] == "out" else 1
-    inputs = tuple(kernel.shape[len(lead) : len(lead) + contract])
-    outputs = tuple(kernel.shape[len(lead) + contract :])
+    first, contract = kernel_axes(path.split("/"), len(kernel.shape))
+    lead = kernel.shape[:first]
+    inputs = tuple(kernel.shape[first : first + contract])
+    outputs = tuple(kernel.shape[first + contract :])
     rows = math.prod(inputs)
     if bits == 4 and rows % 2:
         raise ConfigError(f"{path} has {rows} inputs: must be even in 4 bits")

@@ -19,6 +19,7 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import Layers, ModelCache, slot_positions
 from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw, T5Buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
+from transformer_jax.models.experts import ROUTED
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
 from transformer_jax.models.places import Captured
@@ -136,7 +137,9 @@ class Stack(nn.Module):
             block = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=policy)
         if cfg.scan_layers:
             lifted: dict[str, object] = dict(
-                variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
+                variable_axes={"params": 0, ROUTED: 0},
+                split_rngs={"params": True},
+                length=self.depth,
             )
             self.blocks = nn.scan(
                 block,

@@ -264,8 +264,8 @@ def _check_shapes(
     for path, x in flat.items():
         if path not in found:
             raise ValueError(f"adapters have {path}: the parameters have no such kernel")
-        inputs, outputs = found[path]
-        wanted = (inputs, config.rank), (config.rank, outputs)
+        *lead, inputs, outputs = found[path]
+        wanted = (*lead, inputs, config.rank), (*lead, config.rank, outputs)
         if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
             given = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
             rule = f"rank {config.rank} wants {wanted[0]} and {wanted[1]}"

@@ -20,6 +20,7 @@ from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.kernels import platform
+from transformer_jax.models.experts import ROUTED, router_loss
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import Edit
 from transformer_jax.programs import program
@@ -78,6 +79,7 @@ Edits = tuple[tuple[str, Edit], ...]
 def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
     """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
     model = build(config)
+    experts = config.experts if isinstance(config, ModelConfig) else None
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
 
     def padding(name: str, valid: Leaf) -> dict[str, Leaf]:
@@ -89,7 +91,14 @@ def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
         index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
         return {name + "positions": jnp.where(valid, index, -1)}
 
-    def read(method: str, params: Params, batch: Batch, key: jax.Array | None) -> Any:
+    def read(
+        method: str,
+        params: Params,
+        batch: Batch,
+        key: jax.Array | None,
+        routed: list[jax.Array] | None = None,
+    ) -> Any:
+        """Call a method; to `routed` add the loss of experts, where there are any."""
         given = padding("", batch.valid)
         if not isinstance(config, NgramConfig):  # which has no dropout
             given["key"] = key
@@ -101,9 +110,28 @@ def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
             given |= {"source": batch.source, **padding("source_", batch.source_valid)}
         if edit:
             given["edit"] = dict(edit)
-        return model.apply({"params": params}, batch.tokens, method=method, **given)
+        if experts is None or routed is None:
+            return model.apply({"params": params}, batch.tokens, method=method, **given)
+        given["mutable"] = [ROUTED]
+        found, state = model.apply({"params": params}, batch.tokens, method=method, **given)
+        logits = jax.tree_util.tree_leaves_with_path(state[ROUTED])
+        valid = [_real(batch, path[0].key == "encoder", shape, x) for path, x in logits]
+        routed.append(router_loss(experts, [x for _, x in logits], valid))
+        return found
 
     return read
+
+
+def _real(batch: Batch, source: bool, shape: str, logits: jax.Array) -> jax.Array | None:
+    """Return which tokens are no padding, bool[B, T], of those that a router gave logits.
+
+    None is all of them, also where an encoder makes other tokens of what it reads.
+    """
+    valid = batch.source_valid if source and shape == "encoder-decoder" else batch.valid
+    if valid is None and batch.segments is not None:
+        valid = batch.segments > 0
+    fits = valid is not None and valid.shape == logits.shape[-3:-1]
+    return jnp.asarray(valid) if fits else None
 
 
 def batch_logits(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., jax.Array]:
@@ -115,11 +143,16 @@ def batch_logits(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., jax.
     """
     read = _reading(config, edit)
 
-    def logits(params: Params, batch: Batch, key: jax.Array | None) -> jax.Array:
+    def logits(
+        params: Params,
+        batch: Batch,
+        key: jax.Array | None,
+        routed: list[jax.Array] | None = None,
+    ) -> jax.Array:
         if batch.labels.ndim == 1:
-            found: jax.Array = read("classify", params, batch, key)
+            found: jax.Array = read("classify", params, batch, key, routed)
             return found
-        return read("__call__", params, batch, key)[0]
+        return read("__call__", params, batch, key, routed)[0]
 
     return logits
 
@@ -161,6 +194,8 @@ def batch_loss(
 ) -> Loss:
     """Return the loss of a batch: the mean cross-entropy of its labels, in nats.
 
+    What a mixture of experts adds for the balance of its router is added to the mean.
+
     Args:
         config: of the model.
         label_smoothing: at least 0 and below 1, as in `cross_entropy`.
@@ -186,16 +221,20 @@ def batch_loss(
     def loss(
         params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-        labels = batch.labels
+        labels, routed = batch.labels, list[jax.Array]()
         if isinstance(config, ModelConfig) and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
-                x, table, bias = read("output_layer", params, batch, key)
+                x, table, bias = read("output_layer", params, batch, key, routed)
                 cap = config.logit_softcap
-                return in_chunks(x, table, labels, chunk_size=size, softcap=cap, logit_bias=bias)
-        return whole(logits(params, batch, key), labels)
+                mean, weight = in_chunks(
+                    x, table, labels, chunk_size=size, softcap=cap, logit_bias=bias
+                )
+                return sum(routed, mean), weight
+        mean, weight = whole(logits(params, batch, key, routed), labels)
+        return sum(routed, mean), weight
 
     return loss
 

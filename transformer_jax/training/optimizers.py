@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers, ScheduleFreeState, muon, schedul
 
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.optimizers import SGD, Adafactor, AdamW, Lion, Muon, ScheduleFree
+from transformer_jax.pytree import kernel_axes
 from transformer_jax.training.batch import Batch, Loss, Params
 
 
@@ -159,15 +160,14 @@ def matrix_dimensions(params: Params) -> Params:
     """Return which axes of a parameter a block's matrix multiplies with, None for other parameters.
 
     A kernel is [inputs, outputs]: query [D, (N H)], an attention's out [(N Hv), D]. Stacked layers
-    lead with L, each of which is a matrix of its own.
+    lead with L and experts with E: each is a matrix of its own.
     """
 
     def dimensions(path: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] != "kernel" or not any(name.startswith("block") for name in names):
             return None
-        first = 1 if "blocks" in names else 0
-        reads = 2 if names[-2] == "out" else 1
+        first, reads = kernel_axes(names, leaf.ndim)
         inputs = tuple(range(first, first + reads))
         return MuonDimensionNumbers(inputs, tuple(range(first + reads, leaf.ndim)))
 

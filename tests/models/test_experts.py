@@ -1,0 +1,372 @@
+"""A mixture of experts is sum_e w_e f_e(x) of the experts that its router chooses, and no other."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.errors import ScopeParamShapeError
+
+from transformer_jax import LoraConfig, build, init_cache, init_params
+from transformer_jax.config import ConfigError, Experts, ModelConfig
+from transformer_jax.models.experts import (
+    ROUTED,
+    ExpertFeedForward,
+    block_size,
+    by_expert,
+    route,
+    router_losses,
+)
+from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
+from transformer_jax.models.quantized import quantize
+from transformer_jax.models.stack import stack_layers
+from transformer_jax.training.batch import Batch, batch_loss
+
+pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+
+CONFIG = ModelConfig(
+    vocab_size=23, d_model=12, num_layers=1, num_heads=2, d_ff=20, max_len=16, glu=True,
+    activation="silu", norm="rmsnorm", init_std=0.3, positions="rope", use_bias=False,
+    experts=Experts(count=4, top_k=2),
+)  # fmt: skip
+TOKENS = np.arange(14, dtype=np.int32).reshape(2, 7)
+
+ROUTERS = {
+    "softmax of the chosen": Experts(count=4, top_k=2),
+    "softmax over all": Experts(count=4, top_k=3, normalize=False, scale=1.5),
+    "sigmoid": Experts(count=5, top_k=2, score="sigmoid", scale=2.0),
+    "sigmoid with bias": Experts(count=5, top_k=2, score="sigmoid", selection_bias=True),
+    "softmax with bias": Experts(count=4, top_k=2, selection_bias=True),
+    "one": Experts(count=3, top_k=1, normalize=False),
+    "shared": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8),
+    "shared with a gate": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8, shared_gate=True),
+}
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def chosen_weights(experts, logits, bias=None):
+    """Return what a token gives to each expert, [E], 0 to those that are not chosen."""
+    scores = softmax(logits) if experts.score == "softmax" else sigmoid(logits)
+    ranked = scores if bias is None else scores + bias
+    chosen = np.argsort(-ranked, kind="stable")[: experts.top_k]
+    weights = np.zeros(experts.count)
+    weights[chosen] = scores[chosen] / (scores[chosen].sum() if experts.normalize else 1)
+    return experts.scale * weights
+
+
+def feed_forward(x, up, gate, down):
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
+def mixture(experts, params, x):
+    """Compute the feed-forward of each token x [B, T, D] one expert after the other, in float64."""
+    params = jax.tree.map(partial(np.asarray, dtype=np.float64), params)
+    up, gate, down = (params[name]["kernel"] for name in ("up", "gate", "down"))
+    out = np.zeros_like(x)
+    for at in np.ndindex(x.shape[:2]):
+        logits = x[at] @ params["router"]["kernel"]
+        weights = chosen_weights(experts, logits, params.get("selection_bias"))
+        for e in np.flatnonzero(weights):
+            out[at] += weights[e] * feed_forward(x[at], up[e], gate[e], down[e])
+        if experts.shared_d_ff is not None:
+            shared = (params["shared"][name]["kernel"] for name in ("up", "gate", "down"))
+            scale = sigmoid(x[at] @ params["shared_gate"]["kernel"]) if experts.shared_gate else 1
+            out[at] += scale * feed_forward(x[at], *shared)
+    return out
+
+
+def made(experts, layers=1, seed=0):
+    """Return a config with these experts and its parameters, biases of a selection drawn too."""
+    d_ff = None if experts.d_ff else CONFIG.d_ff
+    config = replace(CONFIG, experts=experts, d_ff=d_ff, num_layers=layers)
+    params = init_params(config, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    for i in range(config.num_layers):
+        own = params["decoder"][f"block_{i}"]["feed_forward"]
+        if experts.selection_bias:
+            own["selection_bias"] = jnp.asarray(rng.normal(size=experts.count), jnp.float32)
+    return config, params
+
+
+@pytest.mark.slow_except("softmax over all", "softmax with bias", "shared with a gate")
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
+    experts = ROUTERS[kind]
+    config, params = made(experts)
+    places = "block_0/feed_forward/input", "block_0/feed_forward/output"
+    _, _, found = build(config).apply({"params": params}, TOKENS, capture=places)
+    x = np.asarray(found[places[0]], np.float64)
+    wanted = mixture(experts, params["decoder"]["block_0"]["feed_forward"], x)
+    np.testing.assert_allclose(found[places[1]], wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow_except("sigmoid with bias")
+@pytest.mark.parametrize("kind", ["softmax over all", "sigmoid with bias", "shared with a gate"])
+def test_gradients_are_the_differences_of_the_sum(kind):
+    experts = ROUTERS[kind]
+    config, params = made(experts)
+    own = params["decoder"]["block_0"]["feed_forward"]
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(2, 5, config.d_model))
+    out = rng.normal(size=x.shape)
+
+    def summed(params, x):
+        y = ExpertFeedForward(config).apply({"params": params}, x)
+        return (y * out.astype(np.float32)).sum()
+
+    grads = jax.grad(summed, argnums=(0, 1))(own, x.astype(np.float32))
+    own = jax.tree.map(partial(np.asarray, dtype=np.float64), own)
+    directions = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), (own, x))
+    if experts.selection_bias:
+        assert not np.any(grads[0]["selection_bias"])
+        directions[0]["selection_bias"][:] = 0
+    step = 1e-6
+
+    def moved(sign):
+        params, x_moved = jax.tree.map(lambda a, b: a + sign * step * b, (own, x), directions)
+        return (mixture(experts, params, x_moved) * out).sum()
+
+    wanted = (moved(1) - moved(-1)) / (2 * step)
+    found = sum(
+        np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (grads, directions)), strict=True)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.slow_except("all-5", "two-40", "one-300")
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
+@pytest.mark.parametrize("used", ["all", "one", "two"])
+def test_rows_meet_their_expert_however_many_each_has(rows, used):
+    rng = np.random.default_rng(rows)
+    x, w = rng.normal(size=(rows, 3)), rng.normal(size=(6, 3, 4))
+    chosen = {
+        "all": rng.integers(0, 6, rows),
+        "one": np.full(rows, 4),
+        "two": rng.integers(1, 3, rows),
+    }
+    found = by_expert(
+        lambda x, w, _: x @ w, jnp.float32(x), jnp.int32(chosen[used]), jnp.float32(w)
+    )
+    wanted = np.einsum("ND,NDF->NF", x, w[chosen[used]])
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_hold_at_most_half_of_an_experts_rows_on_average():
+    sizes = [block_size(rows, 8) for rows in (1, 16, 31, 32, 64, 1024, 10**6)]
+    assert sizes == [1, 1, 1, 2, 4, 64, 256]
+
+
+def losses(logits, top_k, valid):
+    """Return the balance and the z loss of router logits [N, E] of the tokens that are valid."""
+    logits = logits[valid]
+    used = np.zeros(logits.shape[1])
+    for row in logits:
+        used[np.argsort(-row, kind="stable")[:top_k]] += 1 / len(logits)
+    balance = len(used) * (used * softmax(logits).mean(0)).sum()
+    return balance, (np.log(np.exp(logits).sum(-1)) ** 2).mean()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_are_those_of_the_formulas(padded):
+    logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+    valid = np.ones((3, 4), bool)
+    valid[1, 2:] = not padded
+    experts = Experts(count=5, top_k=2)
+    found = router_losses(experts, jnp.asarray(logits), jnp.asarray(valid) if padded else None)
+    wanted = losses(logits.reshape(-1, 5).astype(np.float64), 2, valid.ravel())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_even_use_has_the_balance_of_top_k():
+    logits = np.tile(np.eye(4, dtype=np.float32) * 1e-4, (2, 1, 1))
+    balance, _ = router_losses(Experts(count=4, top_k=1), jnp.asarray(logits))
+    np.testing.assert_allclose(balance, 1, rtol=1e-4)
+
+
+@pytest.mark.slow_except("3-True")
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_the_loss_of_training_adds_what_the_router_is_charged(scan, chunk):
+    experts = Experts(count=4, top_k=2, balance_loss=0.5, z_loss=0.25)
+    config, params = made(experts, layers=2)
+    places = "block_0/feed_forward/router", "block_1/feed_forward/router"
+    segments = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
+    labels = np.where(segments > 0, TOKENS, -100)
+    batch = Batch(TOKENS, labels, segments=segments)
+    _, _, found = build(config).apply({"params": params}, TOKENS, segments=segments, capture=places)
+    each = [
+        losses(np.asarray(found[place], np.float64).reshape(-1, 4), 2, segments.ravel() > 0)
+        for place in places
+    ]
+    balance, z = np.mean(each, axis=0)
+    plain = replace(config, experts=replace(experts, balance_loss=0.0))
+    without = batch_loss(plain, chunk=chunk)(params, batch, None)[0] - 0.25 * z
+    if scan:
+        config, params = replace(config, scan_layers=True), stack_layers(params)
+    mean, weight = batch_loss(config, chunk=chunk)(params, batch, None)
+    assert weight == 12
+    np.testing.assert_allclose(mean - without, 0.5 * balance + 0.25 * z, rtol=1e-4)
+    _, state = build(config).apply({"params": params}, TOKENS, mutable=[ROUTED])
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == 2 * TOKENS.size * 4
+
+
+@pytest.mark.slow_except("False")
+@pytest.mark.parametrize("scan", [False, True])
+def test_steps_with_a_cache_are_the_full_pass(scan):
+    config, params = made(ROUTERS["shared with a gate"], layers=2)
+    whole, _ = build(config).apply({"params": params}, TOKENS)
+    if scan:
+        config, params = replace(config, scan_layers=True), stack_layers(params)
+    cache, step = (
+        init_cache(config, 2, 7),
+        jax.jit(partial(build(config).apply, {"params": params})),
+    )
+    for t in range(7):
+        logits, cache = step(TOKENS[:, t : t + 1], cache=cache)
+        np.testing.assert_allclose(logits[:, 0], whole[:, t], rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    config, params = made(Experts(count=4, top_k=2))
+    spoil = {"block_0/feed_forward/input": lambda x: x.at[1, 3].set(jnp.nan)}
+    model = build(config)
+    whole, _ = model.apply({"params": params}, TOKENS)
+    found, _ = model.apply({"params": params}, TOKENS, edit=spoil)
+    np.testing.assert_array_equal(found[0], whole[0])
+    others = np.delete(np.arange(7), 3)
+    np.testing.assert_array_equal(found[1, others], whole[1, others])
+    assert np.isnan(found[1, 3]).all()
+
+
+def test_the_hidden_layer_of_each_expert_can_be_seen_and_changed():
+    config, params = made(Experts(count=4, top_k=2, normalize=False))
+    hidden, router = "block_0/feed_forward/hidden", "block_0/feed_forward/router"
+    place_in, place_out = "block_0/feed_forward/input", "block_0/feed_forward/output"
+    without = {hidden: lambda h: h.at[:, :, 1].set(0)}
+    _, _, found = build(config).apply(
+        {"params": params}, TOKENS, edit=without, capture=(hidden, router, place_in, place_out)
+    )
+    assert found[hidden].shape == (2, 7, 2, 20)
+    only = replace(config.experts, top_k=1)
+    x = np.asarray(found[place_in], np.float64)
+    wanted = mixture(only, params["decoder"]["block_0"]["feed_forward"], x)
+    np.testing.assert_allclose(found[place_out], wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_an_edit_of_the_router_sends_tokens_elsewhere():
+    config, params = made(Experts(count=4, top_k=1))
+    own = params["decoder"]["block_0"]["feed_forward"]
+    third = {"block_0/feed_forward/router": lambda r: r.at[:, :, 2].set(100.0)}
+    places = "block_0/feed_forward/input", "block_0/feed_forward/output"
+    _, _, found = build(config).apply({"params": params}, TOKENS, edit=third, capture=places)
+    x = np.asarray(found[places[0]], np.float64)
+    matrices = (np.asarray(own[name]["kernel"][2]) for name in ("up", "gate", "down"))
+    np.testing.assert_allclose(found[places[1]], feed_forward(x, *matrices), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow_except("int8")
+@pytest.mark.parametrize("base", ["float32", "int8", "int4"])
+def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
+    config, params = made(Experts(count=4, top_k=2))
+    lora = LoraConfig(rank=2, targets=("up", "down", "router"))
+    adapters = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape),
+        init_lora(params, lora, jax.random.key(1)),
+    )
+    assert adapters["decoder"]["block_0"]["feed_forward"]["up"]["a"].shape == (4, 12, 2)
+    held = params if base == "float32" else quantize(params, base)
+    plain = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, jax.Array) else leaf.astype(jnp.float32),
+        held,
+        is_leaf=lambda leaf: hasattr(leaf, "bits"),
+    )
+    if base != "float32":
+        own = held["decoder"]["block_0"]["feed_forward"]
+        assert own["up"]["kernel"].bits and isinstance(own["router"]["kernel"], jax.Array)
+        for e in range(4):  # each expert has scales of its own
+            one = plain["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
+            alone = {
+                "block": {
+                    "up": {
+                        "kernel": params["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
+                    }
+                }
+            }
+            wanted = quantize(alone, base)["block"]["up"]["kernel"].astype(jnp.float32)
+            np.testing.assert_array_equal(one, wanted)
+    model = build(config)
+    beside, _ = model.apply({"params": with_adapters(held, adapters, lora)}, TOKENS)
+    summed, _ = model.apply({"params": apply_lora(plain, adapters, lora)}, TOKENS)
+    np.testing.assert_allclose(beside, summed, rtol=2e-3, atol=2e-4)
+
+
+def test_several_adapters_of_one_expert_are_refused():
+    _, params = made(Experts(count=4, top_k=2))
+    lora = LoraConfig(rank=2, targets=("up",))
+    several = [init_lora(params, lora, jax.random.key(i)) for i in range(2)]
+    with pytest.raises(ValueError, match="feed_forward/up: experts have one adapter each"):
+        with_adapters(params, several, lora, rows=jnp.array([0, 1]))
+
+
+def test_a_step_reads_the_chosen_experts_alone():
+    def read(count):
+        experts = Experts(count=count, top_k=2)
+        config = replace(CONFIG, experts=experts, d_model=64, d_ff=256, num_layers=1)
+        shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+        cache = jax.eval_shape(partial(init_cache, config, 1, 8))
+        step = jax.jit(lambda p, c, t: build(config).apply({"params": p}, t, cache=c)[0])
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return step.lower(shapes, cache, token).compile().cost_analysis()["bytes accessed"]
+
+    few, many = read(4), read(64)
+    one = 3 * 4 * 64 * 256  # bytes of an expert
+    assert 2 * one < few and many - few < one
+
+
+def test_choices_are_the_likeliest_first():
+    logits = jnp.array([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
+    chosen, weights = route(Experts(count=3, top_k=2), logits)
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    np.testing.assert_allclose(weights, [[sigmoid(2.0), sigmoid(-2.0)], [0.5, 0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(top_k=9), "top_k is 9: must be at most count, 8"),
+        (dict(count=0), "count is 0: must be positive"),
+        (dict(score="tanh"), "score is 'tanh': must be one of 'softmax', 'sigmoid'"),
+        (dict(balance_loss=-1.0), "balance_loss is -1.0: must not be negative"),
+        (dict(shared_gate=True), "shared_gate is True: needs shared_d_ff"),
+        (dict(scale=0.0), "scale is 0.0: must be positive"),
+    ],
+)
+def test_what_no_mixture_can_be_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Experts(**changes)
+
+
+def test_a_width_that_nothing_reads_is_refused():
+    with pytest.raises(ConfigError, match=r"d_ff is 20: experts.d_ff is 6, and nothing else reads"):
+        replace(CONFIG, experts=Experts(d_ff=6))
+
+
+def test_parameters_of_another_feed_forward_are_refused():
+    _, params = made(Experts(count=4, top_k=2))
+    dense = replace(CONFIG, experts=None)
+    with pytest.raises(ScopeParamShapeError, match="feed_forward/up"):
+        build(dense).apply({"params": params}, TOKENS)

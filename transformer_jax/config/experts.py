@@ -1,0 +1,76 @@
+"""Configure a mixture of experts in the place of the feed-forward of every block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from transformer_jax.config.fields import (
+    below_int32,
+    check_types,
+    factor,
+    fail,
+    non_negative,
+    positive,
+    unread,
+)
+from transformer_jax.shown import short_repr
+
+if TYPE_CHECKING:
+    from transformer_jax.config.model import ModelConfig
+
+
+@short_repr
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Give each token a few of many feed-forwards, which a router chooses (Shazeer et al. 2017).
+
+    y = sum_e w_e f_e(x) over the `top_k` experts e of the token x with the largest logits x W_r. No
+    expert has a capacity, so that no token is left out.
+    """
+
+    count: int = 8
+    """Experts of a block (E)."""
+    top_k: int = 2
+    """Experts that a token is given to (k)."""
+    d_ff: int | None = None
+    """Hidden width of an expert; None is the model's d_ff."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of the router's logits, over all experts: softmax, or a sigmoid of each
+    (DeepSeek-AI 2024)."""
+    normalize: bool = True
+    """Divide the k weights by their sum. With softmax this is the softmax of the k logits
+    (Mixtral)."""
+    scale: float = 1.0
+    """Multiply the weights by it, after they are normalised."""
+    selection_bias: bool = False
+    """Choose experts by score + b, with a number b of each expert that weighs nothing and has no
+    gradient (Wang et al. 2024)."""
+    shared_d_ff: int | None = None
+    """Hidden width of one more feed-forward, which every token is given to; None has none."""
+    shared_gate: bool = False
+    """Multiply what the shared feed-forward gives by sigmoid(x w) (Qwen 1.5)."""
+    balance_loss: float = 0.01
+    """Add to the loss of training c E sum_e f_e P_e, averaged over the blocks: f_e is how many of a
+    token's k choices are e on average, P_e the mean of its softmax (Fedus et al. 2021, 2.2). Even
+    use gives c k, the least where both follow each other."""
+    z_loss: float = 0.0
+    """Add to the loss of training c mean(logsumexp(logits)^2), averaged over the blocks (Zoph et
+    al. 2022, 3.2)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        sizes = "count", "top_k", "d_ff", "shared_d_ff"
+        positive(self, *sizes)
+        below_int32(self, *sizes)
+        factor(self, "scale")
+        non_negative(self, "balance_loss", "z_loss")
+        if self.top_k > self.count:
+            fail("top_k", self.top_k, f"must be at most count, {self.count}")
+        if self.shared_d_ff is None:
+            unread(self, "needs shared_d_ff", "shared_gate")
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ConfigError where these experts and the fields of `model` contradict."""
+        if self.d_ff is not None:
+            unread(model, f"experts.d_ff is {self.d_ff}, and nothing else reads it", "d_ff")

@@ -1,0 +1,267 @@
+"""Give each token to a few of many feed-forwards: a mixture of experts, without a capacity.
+
+The rows of each expert are gathered into blocks of one size, the last of them filled up with zeros,
+and a scan multiplies block after block with its expert's matrices. So the work is that of the
+chosen experts, up to less than a block for each, whatever the router does, and no token is dropped.
+`jax.lax.ragged_dot` computes the same; on a CPU it multiplies every row with every expert, which
+takes four to seven times as long with 2 of 8 (benchmarks/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.config.experts import Experts
+from transformer_jax.models.adapters import AdaptedKernel, product
+from transformer_jax.models.functional import F32, activate
+from transformer_jax.models.layers import FeedForward, Linear, branch_std, parameter, refuse_surplus
+from transformer_jax.models.places import Visit
+from transformer_jax.models.quantized import QuantizedKernel
+from transformer_jax.sharding import by_compiler, split
+
+LARGEST_BLOCK = 256
+"""Rows that are multiplied with an expert at a time; more make no product faster on a CPU."""
+
+
+ROUTED = "routed"
+"""The collection in which `apply(..., mutable=[ROUTED])` returns the router's logits of all blocks,
+f32[B, T, E], or f32[L, B, T, E] of a scanned stack."""
+
+
+Matrix = tuple[jax.Array | QuantizedKernel | AdaptedKernel, jax.Array | None]
+"""The kernels [E, D, F] and the biases [E, F] of a linear layer of all experts; in a block of rows,
+the kernel [D, F] and the bias [F] of its expert."""
+
+
+def route(
+    experts: Experts,
+    logits: jax.Array,  # f32[..., E]
+    bias: jax.Array | None = None,  # f32[E], of which `selection_bias` says more
+) -> tuple[jax.Array, jax.Array]:
+    """Choose the experts of each token, the likeliest first, and their weights.
+
+    Returns:
+        i32[..., k] and f32[..., k].
+    """
+    scores = logits if experts.score == "softmax" else jax.nn.sigmoid(logits)
+    ranked = (
+        scores
+        if bias is None
+        else _probabilities(experts, logits)
+        + jax.lax.stop_gradient(bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1))
+    )
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), experts.top_k)[1]
+    if experts.score == "softmax" and experts.normalize:
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
+    else:
+        weights = jnp.take_along_axis(_probabilities(experts, logits), chosen, axis=-1)
+        if experts.normalize:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return chosen, experts.scale * weights
+
+
+def _probabilities(experts: Experts, logits: jax.Array) -> jax.Array:
+    return jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
+
+
+def router_losses(
+    experts: Experts,
+    logits: jax.Array,  # f32[B, T, E], of one block
+    valid: jax.Array | None = None,  # bool[B, T]: tokens that count
+) -> tuple[jax.Array, jax.Array]:
+    """Return the balance loss E sum_e f_e P_e and the z loss of a block, without coefficients.
+
+    Experts are counted as the logits order them, before any `selection_bias`.
+    """
+    chosen, _ = route(experts, logits)
+    taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
+    probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
+    if valid is None:
+        used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
+    else:
+        share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)
+        used, mean = (jnp.einsum("BT,BTE->E", share, x) for x in (taken, probabilities))
+        z = (share * z).sum()
+    return experts.count * (used * mean).sum(), z
+
+
+def router_loss(
+    experts: Experts, logits: Sequence[jax.Array], valid: Sequence[jax.Array | None]
+) -> jax.Array:
+    """Return what experts add to the loss of training, averaged over the blocks: f32[].
+
+    Args:
+        experts: of the config.
+        logits: of the router, f32[B, T, E] of a block or f32[L, B, T, E] of a scanned stack.
+        valid: of each, bool[B, T]: tokens that count; None is all.
+    """
+    found = []
+    for given, real in zip(logits, valid, strict=True):
+        blocks = given if given.ndim == 4 else given[None]
+        found += [router_losses(experts, block, real) for block in blocks]
+    balance, z = (sum(part) / len(found) for part in zip(*found, strict=True))
+    return jnp.asarray(experts.balance_loss * balance + experts.z_loss * z)
+
+
+def block_size(rows: int, count: int) -> int:
+    """Return how many rows of an expert make a block: at most half of what one has on average."""
+    size = 1
+    while 4 * size * count <= rows and size < LARGEST_BLOCK:
+        size *= 2
+    return size
+
+
+def by_expert(
+    function: Callable[..., jax.Array],
+    rows: jax.Array,  # [N, W]
+    chosen: jax.Array,  # i32[N]
+    matrices: tuple[Matrix, ...],  # leaves lead with E
+    key: jax.Array | None = None,
+) -> jax.Array:  # [N, W']
+    """Return `function(x, matrices of its expert, key)` of each row x; it is called with blocks."""
+    count, size = jax.tree.leaves(matrices)[0].shape[0], len(rows)
+    block = block_size(size, count)
+    if block == 1:
+        slots, of_block = jnp.arange(size), chosen
+    else:
+        order = jnp.argsort(chosen)
+        owned = jnp.bincount(chosen, length=count)
+        ends = jnp.cumsum(-(-owned // block))  # of each expert's blocks
+        number = jnp.arange(size) - (jnp.cumsum(owned) - owned)[chosen[order]]  # within its expert
+        first = (ends + owned // -block)[chosen[order]]
+        slots = jnp.zeros(size, jnp.int32).at[order].set(first * block + number)
+        blocks = jnp.arange((size + count * (block - 1)) // block)
+        last = jnp.max(chosen)  # which blocks without a row read once more
+        of_block = jnp.minimum(jnp.searchsorted(ends, blocks, side="right"), last)
+    padded = jnp.zeros((len(of_block) * block, rows.shape[1]), rows.dtype)
+    padded = padded.at[slots].set(rows, unique_indices=True)
+    keys = None if key is None else jax.random.split(key, len(of_block))
+
+    def step(
+        _: None, part: tuple[jax.Array, jax.Array, jax.Array | None]
+    ) -> tuple[None, jax.Array]:
+        x, expert, own_key = part
+        own = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), matrices
+        )
+        return None, function(x, own, own_key)
+
+    parts = padded.reshape(len(of_block), block, -1), of_block, keys
+    found = jax.lax.scan(step, None, parts)[1]
+    return found.reshape(len(padded), -1)[slots]
+
+
+class ExpertMatrix(nn.Module):
+    """Declare a matrix of each expert, and its bias."""
+
+    config: ModelConfig
+    shape: tuple[int, int, int]  # [E, D, F]
+    std: float
+
+    @nn.compact
+    def __call__(self) -> Matrix:
+        cfg = self.config
+        kernel = parameter(self, "kernel", nn.initializers.normal(self.std), self.shape)
+        bias = None
+        if cfg.use_bias if cfg.ff_bias is None else cfg.ff_bias:
+            shape = self.shape[0], self.shape[2]
+            bias = parameter(self, "bias", nn.initializers.zeros, shape).astype(cfg.dtype)
+        refuse_surplus(self)
+        if isinstance(kernel, jax.Array):
+            kernel = kernel.astype(cfg.dtype)
+        return kernel, bias
+
+
+class ExpertFeedForward(nn.Module):
+    """Return sum_e w_e f_e(x) over the experts that the router chooses for x, in f32 sums.
+
+    Each f_e is a feed-forward as the config has it. The router's product is computed in f32
+    whatever the compute dtype (Fedus et al. 2021, 2.4).
+    """
+
+    config: ModelConfig
+    depth: int | None = None
+    """Blocks of the stack it stands in; None is num_layers."""
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, key: jax.Array | None = None, visit: Visit | None = None
+    ) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        cfg, visit = self.config, Visit() if visit is None else visit
+        experts = cfg.experts
+        assert experts is not None
+        in_f32 = replace(cfg, dtype="float32")
+        router = Linear(in_f32, (experts.count,), use_bias=False, name="router")
+        logits = visit("feed_forward/router", router(x.astype(F32), key))
+        if not self.is_initializing():
+            self.sow(ROUTED, "logits", logits, init_fn=tuple)
+        bias = None
+        if experts.selection_bias:
+            bias = parameter(self, "selection_bias", nn.initializers.zeros, (experts.count,))
+        chosen, weights = route(experts, logits, bias)
+
+        wide, narrow = (experts.count, cfg.d_model, cfg.expert_dim), branch_std(cfg, self.depth)
+        up = ExpertMatrix(cfg, wide, cfg.init_std, name="up")()
+        inner = (up, ExpertMatrix(cfg, wide, cfg.init_std, name="gate")()) if cfg.glu else (up,)
+        shape = experts.count, cfg.expert_dim, cfg.d_model
+        down = ExpertMatrix(cfg, shape, narrow, name="down")()
+        shared = None
+        if experts.shared_d_ff is not None:
+            plain = replace(cfg, experts=None, d_ff=experts.shared_d_ff)
+            shared = FeedForward(plain, self.depth, name="shared")(x, key)
+            if experts.shared_gate:
+                gate = Linear(in_f32, (1,), use_bias=False, name="shared_gate")
+                shared = (jax.nn.sigmoid(gate(x.astype(F32), key)) * shared).astype(x.dtype)
+        refuse_surplus(self)
+
+        def each(
+            function: Callable[..., jax.Array],
+            x: jax.Array,  # [B, T, D], or [B, T, k, F]
+            chosen: jax.Array,
+            matrices: tuple[Matrix, ...],
+            key: jax.Array | None,
+        ) -> jax.Array:  # [B, T, k, ...]
+            if x.ndim == chosen.ndim:
+                x = jnp.broadcast_to(x[:, :, None], (*chosen.shape, x.shape[-1]))
+            y = by_expert(function, x.reshape(-1, x.shape[-1]), chosen.ravel(), matrices, key)
+            return y.reshape(*chosen.shape, y.shape[-1])
+
+        x = x.astype(cfg.dtype)
+        hidden, out = partial(_hidden, cfg), partial(_linear, "down")
+        if "feed_forward/hidden" in visit.asked:
+            y = by_compiler(partial(each, hidden), [x, chosen, inner, key], split(chosen))
+            y = visit("feed_forward/hidden", y)
+            y = by_compiler(partial(each, out), [y, chosen, (down,), key], split(chosen))
+        else:
+            both = lambda x, own, key: out(hidden(x, own[:-1], key), own[-1:], key)  # noqa: E731
+            arrays = [x, chosen, (*inner, down), key]
+            y = by_compiler(partial(each, both), arrays, split(chosen))
+        y = (weights[..., None] * y.astype(F32)).sum(axis=-2).astype(x.dtype)
+        return visit("feed_forward/output", y if shared is None else y + shared)
+
+
+def _linear(
+    name: str, x: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
+) -> jax.Array:  # [N, W] -> [N, W']
+    kernel, bias = matrices[0]
+    if isinstance(kernel, AdaptedKernel) and kernel.rows is not None:
+        raise ValueError(
+            "rows choose adapters of a row of the batch: experts have one adapter each"
+        )
+    return product(x, kernel, bias, 1, key, name)
+
+
+def _hidden(
+    config: ModelConfig, x: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
+) -> jax.Array:  # [N, D] -> [N, F]
+    hidden = _linear("up", x, matrices[:1], key)
+    if not config.glu:
+        return activate(hidden, config.activation)
+    return activate(_linear("gate", x, matrices[1:], key), config.activation) * hidden
