@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from transformer_jax.config.fields import (
     below_int32,
@@ -15,9 +15,6 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.shown import short_repr
-
-if TYPE_CHECKING:
-    from transformer_jax.config.model import ModelConfig
 
 
 @short_repr
@@ -69,8 +66,3 @@ class Experts:
             fail("top_k", self.top_k, f"must be at most count, {self.count}")
         if self.shared_d_ff is None:
             unread(self, "needs shared_d_ff", "shared_gate")
-
-    def check_model(self, model: ModelConfig) -> None:
-        """Raise ConfigError where these experts and the fields of `model` contradict."""
-        if self.d_ff is not None:
-            unread(model, f"experts.d_ff is {self.d_ff}, and nothing else reads it", "d_ff")

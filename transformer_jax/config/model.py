@@ -176,8 +176,9 @@ class ModelConfig:
             self.positions.check_model(self)
         if self.inputs is not None:
             self.inputs.check_model(self)
-        if self.experts is not None:
-            self.experts.check_model(self)
+        if self.experts is not None and self.experts.d_ff is not None:
+            rule = f"experts.d_ff is {self.experts.d_ff}, and nothing else reads it"
+            unread(self, rule, "d_ff")
         self._check_kind()
 
     def _check_ranges(self) -> None:
