@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.devices import on_devices
 from transformer_jax.config import (
     ConfigError,
+    Experts,
     Learned,
     ModelConfig,
     Rope,
@@ -440,6 +441,32 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     "qwen3 with windows": (
         small(model_type="qwen3", use_sliding_window=True, **QWEN_LEFT_OUT), (),
         SMALL_QWEN | dict(head_dim=128, qk_norm=True, window=QWEN_WINDOWS),
+    ),
+    "mixtral": (
+        small(model_type="mixtral", **NO_DEFAULT), (),
+        SMALL_LLAMA | dict(
+            num_kv_heads=8, head_dim=2, norm_eps=1e-5, positions=Rope(base=1e6),
+            experts=Experts(count=8, top_k=2, balance_loss=0.001),
+        ),
+    ),
+    "qwen2_moe": (
+        small(model_type="qwen2_moe", **NO_DEFAULT | dict(num_attention_heads=16)), (),
+        SMALL_LLAMA | dict(
+            num_heads=16, num_kv_heads=16, head_dim=2, qkv_bias=True, d_ff=None,
+            experts=Experts(
+                count=60, top_k=4, d_ff=1408, shared_d_ff=5632, shared_gate=True, normalize=False,
+                balance_loss=0.001,
+            ),
+        ),
+    ),
+    "qwen3_moe": (
+        small(model_type="qwen3_moe", **NO_DEFAULT), (),
+        SMALL_LLAMA | dict(
+            num_kv_heads=4, head_dim=2, qk_norm=True, d_ff=None,
+            experts=Experts(
+                count=128, top_k=8, d_ff=768, normalize=False, balance_loss=0.001
+            ),
+        ),
     ),
     "gemma": (
         small(model_type="gemma", **NO_DEFAULT | dict(num_attention_heads=16, head_dim=...)), (),
@@ -964,7 +991,7 @@ def test_dtypes_of_a_file_that_differ_are_kept_and_not_stacked(tmp_path):
     config, params = load_pretrained(folder)
     assert params["decoder"]["block_1"]["norm_attention"]["scale"].dtype == np.float16
     assert config.dtype == "float32"
-    with pytest.raises(CheckpointError, match="norm_attention/scale is float16, layers before it"):
+    with pytest.raises(CheckpointError, match="norm_attention/scale is float16, those before it"):
         load_pretrained(folder, scan_layers=True)
     load_pretrained(folder, scan_layers=True, dtype="float32")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):

@@ -151,6 +151,27 @@ CASES = {
         "Qwen3", head_dim=6, attention_bias=True, tie_word_embeddings=True,
         use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0,
     ),
+    "mixtral": case("Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "mixtral, window": case(
+        "Mixtral", num_local_experts=3, num_experts_per_tok=1, sliding_window=WINDOW, head_dim=12,
+        tie_word_embeddings=True,
+    ),
+    "qwen2 moe": case(
+        "Qwen2Moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+    ),
+    "qwen2 moe, normalised": case(
+        "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
+        shared_expert_intermediate_size=8, norm_topk_prob=True, qkv_bias=False,
+    ),
+    "qwen3 moe": case(
+        "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
+    "qwen3 moe, biases": case(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=8, head_dim=12,
+        attention_bias=True,
+    ),
     "gemma": case("Gemma", num_key_value_heads=1, head_dim=16),
     "gemma, MHA": case("Gemma", num_key_value_heads=4, head_dim=8, hidden_act="gelu"),
     "gemma2": case("Gemma2", num_hidden_layers=3, head_dim=16, sliding_window=WINDOW),
@@ -203,6 +224,9 @@ def often(names: Any, seldom: Any) -> list[Any]:
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi"
+WITH_EXPERTS = "mixtral", "qwen2 moe", "qwen3 moe"
+"""In memory transformers has the experts of a block in one tensor, so their gradients are held
+against formulas alone (tests/models/test_experts.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +373,7 @@ def until(ids: list[int], stop: list[int]) -> list[int]:
     return ids[: ends[0] + 1] if ends else ids
 
 
-@pytest.mark.parametrize("name", often(ONE_OF_EACH, OFTEN_BEAMS))
+@pytest.mark.parametrize("name", often((*ONE_OF_EACH, *WITH_EXPERTS), OFTEN_BEAMS))
 def test_the_likeliest_tokens_are_the_same(name, folders, rng):
     """Of prompts of two lengths. No pair of tokens comes twice, or models with random parameters
     would say one token for ever."""

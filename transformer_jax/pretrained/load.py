@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from transformer_jax.pretrained.tensors import (
     DTYPES,
     CheckpointTensors,
     Shapes,
+    in_files,
     parameter_shapes,
-    scanned_path,
+    whole_path,
 )
 from transformer_jax.pytree import Params, PyTree
 
@@ -75,10 +77,8 @@ def load_pretrained(
     )
     shapes = parameter_shapes(config)
     leaves = tensors.parameters(tensors.mappings(config, shapes), shapes, as_dtype, config.dtype)
-    paths = set(shapes)
-    if scan_layers:
-        leaves = _stacked(leaves, shapes)
-        paths = {scanned[0] if (scanned := scanned_path(path)) else path for path in shapes}
+    leaves = _stacked(leaves, shapes, scan_layers)
+    paths = {whole_path(path, scanned=scan_layers)[0] for path in shapes}
     shardings = _flat_shardings(sharding, paths)
     placed: dict[str, jax.Array] = {}
     for path, leaf in leaves:
@@ -132,28 +132,30 @@ def _with_length(config: ModelConfig, max_len: int | None) -> ModelConfig:
 
 
 def _stacked(
-    leaves: Iterable[tuple[str, np.ndarray]], shapes: Shapes
+    leaves: Iterable[tuple[str, np.ndarray]], shapes: Shapes, scanned: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the parameters of the scanned model, each as soon as its last layer was read."""
-    depth: dict[str, int] = {}
-    for path in shapes:
-        if scanned := scanned_path(path):
-            depth[scanned[0]] = depth.get(scanned[0], 0) + 1
+    """Yield parameters, each as soon as the last of its layers and experts was read."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for path in in_files(shapes):
+        whole, index = whole_path(path, scanned=scanned)
+        last = zip(sizes.get(whole, index), index, strict=True)
+        sizes[whole] = tuple(max(i, j) for i, j in last)
     buffers: dict[str, np.ndarray] = {}
-    filled: dict[str, int] = {}
+    left: dict[str, int] = {}
     for path, leaf in leaves:
-        if (scanned := scanned_path(path)) is None:
+        whole, index = whole_path(path, scanned=scanned)
+        if not index:
             yield path, leaf
             continue
-        whole, i = scanned
         if whole not in buffers:
-            buffers[whole], filled[whole] = np.empty((depth[whole], *leaf.shape), leaf.dtype), 0
+            lead = tuple(last + 1 for last in sizes[whole])
+            buffers[whole], left[whole] = np.empty((*lead, *leaf.shape), leaf.dtype), prod(lead)
         if leaf.dtype != buffers[whole].dtype:
-            rule = f"layers before it are {buffers[whole].dtype}: give a dtype to stack them"
+            rule = f"those before it are {buffers[whole].dtype}: give a dtype to stack them"
             raise CheckpointError(f"{path} is {leaf.dtype}, {rule}")
-        buffers[whole][i] = leaf
-        filled[whole] += 1
-        if filled[whole] == depth[whole]:
+        buffers[whole][index] = leaf
+        left[whole] -= 1
+        if not left[whole]:
             yield whole, buffers.pop(whole)
 
 

@@ -32,8 +32,10 @@ from transformer_jax.pretrained.tensors import (
     DTYPES,
     CheckpointTensors,
     Shapes,
+    in_files,
     parameter_shapes,
     scanned_path,
+    whole_path,
 )
 from transformer_jax.pytree import Array, Params
 from transformer_jax.tokenizers.hf_files import more_templates
@@ -186,14 +188,18 @@ def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
             rule = f"must be one of {', '.join(DTYPES)}"
             raise ValueError(f"params {name} is {given[name].dtype}: {rule}")
         used.add(name)
-        found[path] = partial(_fetch, given[name], layer)
+        index = () if layer is None else (layer,)
+        found[path] = partial(_fetch, given[name], index)
+        for part in in_files({path: want}):  # of experts, each one's
+            own = whole_path(part, scanned=False)[1]
+            found[part] = partial(_fetch, given[name], (*index, *own))
     if unknown := sorted(set(given) - used):
         raise ValueError(f"params {unknown[0]}: the config has no such parameter")
     return found
 
 
-def _fetch(leaf: Array, layer: int | None) -> np.ndarray:
-    return np.asarray(leaf if layer is None else leaf[layer])
+def _fetch(leaf: Array, index: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(leaf[index] if index else leaf)
 
 
 def _tensors(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import get_args
@@ -22,7 +23,7 @@ from transformer_jax.pretrained.config_json import written_family
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
 from transformer_jax.pretrained.peft import InTurn
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
-from transformer_jax.pytree import cast, check_range
+from transformer_jax.pytree import cast, check_range, kernel_axes
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
@@ -52,6 +53,37 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
         for i in range(depth):
             found[path.replace("/block_0/", f"/block_{i}/")] = shape
     return found
+
+
+def in_files(shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of parameters as files hold them: each expert's matrix by itself.
+
+    "decoder/block_0/feed_forward/up/kernel" of [E, D, F] gives E paths that end with "kernel/0",
+    "kernel/1", ...
+    """
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, shape in shapes.items():
+        if path.endswith("/kernel") and kernel_axes(path.split("/"), len(shape.shape))[0]:
+            one = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
+            found |= {f"{path}/{e}": one for e in range(shape.shape[0])}
+        else:
+            found[path] = shape
+    return found
+
+
+def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
+    """Return the parameter that holds what a path of `in_files` names, and where in it.
+
+    A scanned stack's leads with the layers, experts come next: "decoder/block_3/.../up/kernel/5"
+    gives ("decoder/blocks/.../up/kernel", (3, 5)).
+    """
+    index: tuple[int, ...] = ()
+    name, _, last = path.rpartition("/")
+    if last.isdigit():
+        path, index = name, (int(last),)
+    if scanned and (found := scanned_path(path)) is not None:
+        path, index = found[0], (found[1], *index)
+    return path, index
 
 
 def tensor_names(
@@ -139,12 +171,16 @@ class CheckpointTensors:
         tensors, where = len(self._folder.tensors), str(self._folder.path / "config.json")
         if depth > tensors:
             raise ConfigError(f"{where}: {depth} layers, and the files have {tensors} tensors")
+        experts = 0 if config.experts is None else config.experts.count
+        if depth * experts > tensors:
+            rule = f"and the files have {tensors} tensors"
+            raise ConfigError(f"{where}: {experts} experts in {depth} layers, {rule}")
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
         for name, size in (
             ("vocab_size", config.vocab_size),
             ("source_vocab_size", config.encoder_vocab_size),
             ("d_model", config.d_model),
-            ("d_ff", config.ff_dim),
+            ("d_ff", config.expert_dim),
             ("num_heads", config.num_heads),
             ("head_dim", config.key_dim),
             ("max_len", config.max_len if isinstance(config.positions, Learned) else 0),
@@ -161,7 +197,7 @@ class CheckpointTensors:
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
         """Return the family's table after comparing it with the parameters and the files."""
         table = self._table(config)
-        params = [mapping.param for mapping in table]
+        shapes, params = in_files(shapes), [mapping.param for mapping in table]
         if sorted(params) != sorted(shapes):
             raise AssertionError(f"{self._family.name}: {set(params) ^ set(shapes)} not in both")
         for mapping in table:
@@ -194,7 +230,7 @@ class CheckpointTensors:
         They become `dtype`, or stay as they are. ValueError names a tensor with a weight for which
         that, or the dtype that the model computes in, has no room.
         """
-        wanted: dict[str, list[TensorMapping]] = {}
+        shapes, wanted = in_files(shapes), dict[str, list[TensorMapping]]()
         for mapping in mappings:
             wanted.setdefault(self._in_file[mapping.tensor], []).append(mapping)
         for name, tensor in self._folder.read_all(n for n in self._folder.tensors if n in wanted):
@@ -202,7 +238,7 @@ class CheckpointTensors:
                 param = mapping.layout.read(tensor, shapes[mapping.param].shape)
                 if dtype is not None:
                     param = cast(self._where(name), param, dtype)
-                elif mapping.param.rpartition("/")[2] in ("kernel", "tokens", "output"):
+                elif re.search(r"/(kernel|tokens|output)(/\d+)?$", mapping.param):
                     check_range(self._where(name), param, computes_in)  # it is cast in each product
                 yield mapping.param, np.ascontiguousarray(param)
                 del param

@@ -32,7 +32,10 @@ from transformer_jax.pretrained.families.table import (
 from transformer_jax.untrusted_files import JsonObject
 
 
-def _table(config: ModelConfig) -> list[TensorMapping]:
+def llama_table(
+    config: ModelConfig, feed_forward: list[TensorMapping] | None = None
+) -> list[TensorMapping]:
+    """Return the table of a Llama, or of one whose blocks have another feed-forward."""
     qkv_bias = config.use_bias if config.qkv_bias is None else config.qkv_bias
     ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
     block = "model.layers.{i}"
@@ -55,6 +58,12 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
             TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
             TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
         ]
+    if feed_forward is None:
+        feed_forward = [
+            *linear("feed_forward/gate", f"{mlp}.gate_proj", bias=ff_bias),
+            *linear("feed_forward/up", f"{mlp}.up_proj", bias=ff_bias),
+            *linear("feed_forward/down", f"{mlp}.down_proj", bias=ff_bias),
+        ]
     return [
         TensorMapping("embed/tokens", "model.embed_tokens.weight"),
         *blocks(
@@ -66,9 +75,7 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
                 *linear("attention/key", f"{attention}.k_proj", bias=qkv_bias),
                 *linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
                 *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, config.use_bias),
-                *linear("feed_forward/gate", f"{mlp}.gate_proj", bias=ff_bias),
-                *linear("feed_forward/up", f"{mlp}.up_proj", bias=ff_bias),
-                *linear("feed_forward/down", f"{mlp}.down_proj", bias=ff_bias),
+                *feed_forward,
             ],
         ),
         TensorMapping("decoder/norm/scale", "model.norm.weight"),
@@ -288,19 +295,19 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Gemma3ForCausalLM"], **keys)
 
 
-_family = partial(
+llama_family = partial(
     Family,
-    table=_table,
+    table=llama_table,
     prefix="model.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
     tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-LLAMA = _family("llama", _read_llama, _write_llama)
-MISTRAL = _family("mistral", _read_mistral, _write_mistral)
-QWEN2 = _family("qwen2", _read_qwen2, _write_qwen2)
-QWEN3 = _family("qwen3", _read_qwen3, _write_qwen3)
-GEMMA = _family("gemma", _read_gemma, _write_gemma)
-GEMMA2 = _family("gemma2", _read_gemma2, _write_gemma2)
-GEMMA3 = _family("gemma3_text", _read_gemma3, _write_gemma3)
+LLAMA = llama_family("llama", _read_llama, _write_llama)
+MISTRAL = llama_family("mistral", _read_mistral, _write_mistral)
+QWEN2 = llama_family("qwen2", _read_qwen2, _write_qwen2)
+QWEN3 = llama_family("qwen3", _read_qwen3, _write_qwen3)
+GEMMA = llama_family("gemma", _read_gemma, _write_gemma)
+GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
+GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)

@@ -191,6 +191,18 @@ def fused(
     return found
 
 
+def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
+    """Map the matrices of all experts, [count, inputs, outputs], each of which is a tensor.
+
+    `{e}` in the name of the tensor becomes the number of the expert, with which the path of its
+    part of the parameter ends.
+    """
+    return [
+        TensorMapping(f"{param}/kernel/{e}", tensor.replace("{e}", f"{e}") + ".weight", LINEAR)
+        for e in range(count)
+    ]
+
+
 @short_repr
 @dataclass(frozen=True)
 class Family:
@@ -284,10 +296,11 @@ IGNORED_WHEN_OFF: JsonObject = dict(
 
 DEPTH_KEYS = frozenset(
     """
-    decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_hidden_layers num_layers
+    decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_experts
+    num_hidden_layers num_layers num_local_experts
     """.split()
 )
-"""Keys that count layers; a layer has at least one tensor."""
+"""Keys that count layers or experts, each of which has at least one tensor."""
 
 _REQUIRED: JsonValue = object()  # the default of a key that must be there
 
