@@ -20,10 +20,7 @@ from transformer_jax.server.engine import Engine
 from transformer_jax.server.protocol import Asked, RequestError
 
 testclient = pytest.importorskip("starlette.testclient")
-pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore:Using `httpx` with:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODEL = tiny()
 NAME = "tiny"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
 
 MOST_BYTES = 2**20
 """Most bytes of a request's body."""
@@ -56,6 +57,20 @@ def make_app(
 
     created = int(time.time())
 
+    class Stream(StreamingResponse):
+        """Send events; where the client goes, even before the first, the request is given up."""
+
+        def __init__(self, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
+            headers = {"Cache-Control": "no-cache"}
+            super().__init__(events, media_type="text/event-stream", headers=headers)
+            self.ticket = ticket
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                engine.cancel(self.ticket)
+
     def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(name, created)]})
 
@@ -73,7 +88,7 @@ def make_app(
         return JSONResponse({"status": "ok", **counts})
 
     def openapi(request: Request) -> Response:
-        return JSONResponse(describe())
+        return JSONResponse(describe(name))
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -96,9 +111,7 @@ def make_app(
 
             ticket = engine.submit(asked, ids, count, deliver)
             if asked.stream:
-                events = _events(engine, ticket, parts, stamp, until)
-                headers = {"Cache-Control": "no-cache"}
-                return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+                return Stream(ticket, _events(ticket, parts, stamp, until))
             try:
                 found = await _whole(request, parts, until)
             finally:
@@ -210,28 +223,25 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
 
 
 async def _events(
-    engine: Engine, ticket: Ticket, parts: asyncio.Queue[Part], stamp: Stamp, until: float
+    ticket: Ticket, parts: asyncio.Queue[Part], stamp: Stamp, until: float
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events; where the client goes, the request is given up."""
+    """Yield server-sent events."""
     first = True
-    try:
-        while True:
-            try:
-                async with asyncio.timeout_at(until):
-                    part = await parts.get()
-            except TimeoutError:
-                error = RequestError("the answer took too long", 503, code="timeout")
-                yield protocol.event(error.body())
-                return
-            if part.end == "failed":
-                yield protocol.event(RequestError(str(part.error), 500).body())
-                return
-            length = len(ticket.ids)
-            for one in protocol.chunks(ticket.asked, stamp, part, length, first=first):
-                yield protocol.event(one)
-            first = False
-            if part.end is not None:
-                yield protocol.event("[DONE]")
-                return
-    finally:
-        engine.cancel(ticket)
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                part = await parts.get()
+        except TimeoutError:
+            error = RequestError("the answer took too long", 503, code="timeout")
+            yield protocol.event(error.body())
+            return
+        if part.end == "failed":
+            yield protocol.event(RequestError(str(part.error), 500).body())
+            return
+        length = len(ticket.ids)
+        for one in protocol.chunks(ticket.asked, stamp, part, length, first=first):
+            yield protocol.event(one)
+        first = False
+        if part.end is not None:
+            yield protocol.event("[DONE]")
+            return

@@ -372,8 +372,8 @@ class Engine:
         return self.model.tokenizer.to_bytes([token]) if known else b""
 
     def _free(self, number: int) -> None:
-        self._rows[number] = None
         self._held = release(self._held, number)
+        self._rows[number] = None
 
 
 def _deliver(ticket: Ticket, part: Part) -> None:

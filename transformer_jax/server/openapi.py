@@ -67,9 +67,10 @@ _REFUSED = {
 }  # fmt: skip
 
 
-def describe() -> Schema:
-    """Return the description, which /openapi.json serves."""
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+def describe(name: str) -> Schema:
+    """Return the description, which /openapi.json serves, with the name of the model."""
+    of_model = {"type": "string", "enum": [name]}
+    model = {"name": "model", "in": "path", "required": True, "schema": of_model}
     return {
         "openapi": "3.1.0",
         "info": {"title": "transformer_jax", "version": transformer_jax.__version__},
@@ -80,10 +81,10 @@ def describe() -> Schema:
                 "get": {**_got("Describe the model.", _MODEL, 404), "parameters": [model]}
             },
             "/v1/completions": {
-                "post": _posted("Go on with a prompt.", COMPLETION, "text_completion", "text")
+                "post": _posted("Go on with a prompt.", COMPLETION, of_model, "text")
             },
             "/v1/chat/completions": {
-                "post": _posted("Answer messages.", CHAT, "chat.completion", "message")
+                "post": _posted("Answer messages.", CHAT, of_model, "message")
             },
         },
     }
@@ -101,7 +102,9 @@ def _got(does: str, schema: Schema, *refused: int) -> Schema:
     return {"summary": does, "responses": responses}
 
 
-def _posted(does: str, asked: Schema, kind: str, said: str) -> Schema:
+def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
+    kind = "text_completion" if said == "text" else "chat.completion"
+    asked = asked | {"properties": asked["properties"] | {"model": of_model}}
     answer = {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices", "usage"],

@@ -1,0 +1,161 @@
+"""Send malformed requests to a server: none may fail it, and nothing may be left in it.
+
+    python -m tests.server.fuzz_bodies --cases 10000 --seed 0
+
+A case is a right request of which bytes, fields, values or headers were changed. What is answered
+must be a right answer, and what is refused a status of 4xx with an error in OpenAI's form. At the
+end all slots are free, and the memory is what it was after a tenth of the cases, to a bound.
+"""
+
+import argparse
+import collections
+import gc
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import jax
+
+from tests.server.models import running, tiny
+from tests.server.test_app import is_idle
+from transformer_jax.server.app import make_app
+
+PATHS = "/v1/completions", "/v1/chat/completions"
+RIGHT = (
+    {"model": "tiny", "prompt": "cab", "max_tokens": 3, "temperature": 0, "stop": ["x"]},
+    {"model": "tiny", "messages": [{"role": "user", "content": "tab"}], "max_tokens": 3, "seed": 1},
+)
+NAMES = (
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p",
+    "seed", "stop", "stream", "stream_options", "n", "logprobs", "top_logprobs", "echo", "tools",
+    "response_format", "logit_bias", "user", "best_of", "role", "content", "type", "text", "", "x",
+)  # fmt: skip
+MOST_GROWTH = 16
+"""MiB by which the process may grow after a tenth of the cases."""
+
+
+def value(rng: random.Random, depth: int = 3):
+    """Return any value of JSON, often one at an edge."""
+    kinds = 7 if depth else 5
+    match rng.randrange(kinds):
+        case 0:
+            return rng.choice([None, True, False])
+        case 1:
+            return rng.choice([0, 1, -1, 2, 61, 62, 2**31, 2**32, 2**63, -(2**70), 10**400])
+        case 2:
+            return rng.choice([0.0, 0.5, -0.5, 1e-300, 1e300, 2.0, float("nan"), float("inf")])
+        case 3:
+            letters = rng.choice(["ab", "é\u0000\U0001f600\x7f", "\ud800\udfff", "<e>{{%"])
+            return "".join(rng.choices(letters, k=rng.choice([0, 1, 5, 40, 300])))
+        case 4:
+            return rng.choice(["tiny", "user", "text", "json_schema", "a b", "\n"])
+        case 5:
+            return [value(rng, depth - 1) for _ in range(rng.randrange(4))]
+        case _:
+            return {rng.choice(NAMES): value(rng, depth - 1) for _ in range(rng.randrange(4))}
+
+
+def changed_value(rng: random.Random, given):
+    """Return a right value with one place changed."""
+    if isinstance(given, dict) and given and rng.random() < 0.8:
+        name = rng.choice([*given])
+        return given | {name: changed_value(rng, given[name])}
+    if isinstance(given, list) and given and rng.random() < 0.8:
+        n = rng.randrange(len(given))
+        return [*given[:n], changed_value(rng, given[n]), *given[n + 1 :]]
+    return value(rng)
+
+
+def case(rng: random.Random) -> dict:
+    """Return the arguments of a request."""
+    which = rng.randrange(2)
+    body = dict(RIGHT[which if rng.random() < 0.9 else 1 - which])
+    for _ in range(rng.randrange(3)):
+        body[rng.choice(NAMES)] = value(rng)
+    if rng.random() < 0.5:
+        body = changed_value(rng, body)
+    content = bytearray(json.dumps(body).encode())
+    for _ in range(rng.choice([0, 0, 0, 1, 5])):
+        if content:
+            at = rng.randrange(len(content))
+            match rng.randrange(4):
+                case 0:
+                    content[at] = rng.randrange(256)
+                case 1:
+                    del content[at:]
+                case 2:
+                    content[at:at] = rng.choice([b"[" * 99, b"9" * 5000, b"\\ud800", b"\xff", b"}"])
+                case 3:
+                    content[at:at] = content[: rng.randrange(40)]
+    kinds = ["application/json"] * 9 + ["text/plain", "", "application/json; charset=\xff"]
+    method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "HEAD", "X"])
+    return dict(
+        method=method, url=PATHS[which], content=bytes(content),
+        headers={"content-type": rng.choice(kinds).encode("latin-1")},
+    )  # fmt: skip
+
+
+def fault(response) -> str | None:
+    """Return what is wrong with a response, or None."""
+    if response.status_code >= 500:
+        return f"status {response.status_code}"
+    if response.request.method == "HEAD":
+        return None
+    if response.status_code == 200:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            return None if response.text.endswith("data: [DONE]\n\n") else "a stream without end"
+        return None if response.json()["usage"]["completion_tokens"] else "no tokens"
+    error = response.json()["error"]
+    if set(error) != {"message", "type", "param", "code"} or "secret" in response.text:
+        return f"an error of another form: {error}"
+    return None if "\n" not in error["message"] else "an error of several lines"
+
+
+def resident() -> int:
+    """Return the bytes of memory that the process holds."""
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def fuzz(seed: int, cases: int) -> tuple[collections.Counter, list[str]]:
+    """Run cases; return a count of statuses, and what was wrong."""
+    from starlette.testclient import TestClient
+
+    statuses, wrong, before = collections.Counter(), [], 0
+    with running(tiny(), slots=2) as engine:
+        app = make_app(engine, "tiny", most_bytes=4096)
+        with TestClient(app, raise_server_exceptions=False) as client:  # one loop for all
+            for number in range(cases):
+                if number == cases // 10:
+                    before = resident()
+                arguments = case(random.Random(f"{seed} {number}"))
+                response = client.request(**arguments)
+                statuses[response.status_code] += 1
+                if found := fault(response):
+                    wrong.append(f"seed {seed}, case {number}: {found}: {arguments}")
+                    print(wrong[-1], flush=True)
+            if not is_idle(engine):
+                wrong.append(f"{engine.running} run and {engine.waiting} wait at the end")
+            grown = (resident() - before) / 2**20
+            if grown > MOST_GROWTH:
+                wrong.append(f"the process has grown by {grown:.0f} MiB")
+    print(f"grown by {grown:.1f} MiB after the first tenth")
+    return statuses, wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", True)
+    statuses, wrong = fuzz(given.seed, given.cases)
+    print(f"{given.cases} cases of seed {given.seed}: {len(wrong)} wrong;", dict(statuses))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

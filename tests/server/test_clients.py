@@ -1,0 +1,195 @@
+"""The server over sockets: OpenAI's own client, many clients at once, and those who go away."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import jax
+import pytest
+
+from tests.server.fuzz_bodies import PATHS
+from tests.server.models import running, tiny
+from tests.server.test_app import is_idle
+from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+from transformer_jax.server.app import make_app
+
+uvicorn = pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+
+MODEL, NAME = tiny(), "tiny"
+
+
+@contextmanager
+def serving(engine, **options):
+    """Serve in a thread; yield the address."""
+    app = make_app(engine, NAME, **options)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        settings = uvicorn.Config(app, log_level="error", lifespan="off")
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine(quick_compilation):
+    with running(MODEL, slots=5, steps=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def address(engine):
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
+        yield client
+
+
+def test_openai_s_client_reads_answers_streams_and_errors(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    want = MODEL.generate("cab", 11)
+    given = dict(model=NAME, prompt="cab", max_tokens=11, temperature=0)
+    whole = client.completions.create(**given, logprobs=1)
+    assert whole.choices[0].text == want and whole.usage.completion_tokens == 11
+    assert len(whole.choices[0].logprobs.token_logprobs) == 11
+    usage = {"include_usage": True}
+    sent = list(client.completions.create(**given, stream=True, stream_options=usage))
+    assert "".join(one.choices[0].text for one in sent[:-1]) == want
+    assert sent[-1].usage == whole.usage and len(sent) > 4
+    talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "tab"}]
+    want = MODEL.chat(talk, 11)
+    given = dict(model=NAME, messages=talk, max_completion_tokens=11, temperature=0)
+    told = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
+    assert told.choices[0].message.content == want
+    assert len(told.choices[0].logprobs.content[0].top_logprobs) == 2
+    sent = list(client.chat.completions.create(**given, stream=True))
+    assert "".join(one.choices[0].delta.content or "" for one in sent) == want
+    assert sent[0].choices[0].delta.role == "assistant"
+    with pytest.raises(openai.BadRequestError, match="n is 2") as caught:
+        client.chat.completions.create(**given, n=2)
+    assert caught.value.param == "n" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="cab")
+
+
+def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, engine):
+    """Half of them greedy, half with seeds, ragged prompts and counts, over five slots."""
+    requests = []
+    for n in range(16):
+        t, p = ((0, 1), (0.8, 0.9), (0, 0.5), (1.3, 1))[n % 4]
+        prompt = "a cabbage, and so on"[: 1 + n]
+        requests.append(dict(prompt=prompt, max_tokens=3 + 2 * n, temperature=t, top_p=p, seed=n))
+    want = []
+    for one in requests:
+        how = {}
+        if one["temperature"]:
+            how["sampler"] = Sample(Temperature(one["temperature"]), TopP(one["top_p"]))
+            how["key"] = jax.random.key(one["seed"])
+        want.append(MODEL.generate(one["prompt"], one["max_tokens"], **how))
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="-") as client:
+            ask = client.completions.create
+            return await asyncio.gather(*(ask(model=NAME, **one) for one in requests * 2))
+
+    found = asyncio.run(all_of_them())
+    assert [one.choices[0].text for one in found] == want * 2
+    assert len(set(want)) == 16 and is_idle(engine)
+
+
+@contextmanager
+def sending(address, body, timeout):
+    """Send a request; yield its connection, which is closed at the end."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=timeout)
+    headers = {"Content-Type": "application/json"}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        yield connection
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["a stream", "a whole answer"])
+def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, monkeypatch):
+    turns, turn = [], engine._turn
+
+    def slowly():
+        turns.append(time.monotonic())
+        time.sleep(0.1)
+        turn()
+
+    monkeypatch.setattr(engine, "_turn", slowly)
+    body = {"model": NAME, "prompt": "a", "max_tokens": 57, "temperature": 0, "stream": stream}
+    with sending(address, body, timeout=20 if stream else 0.5) as connection:
+        if stream:
+            assert connection.getresponse().readline().startswith(b"data: ")
+            assert engine.running == 1
+        else:
+            with pytest.raises(TimeoutError):
+                connection.getresponse()
+    assert is_idle(engine, 2) and 2 <= len(turns) < 20, "29 turns would be the whole answer"
+
+
+def test_clients_who_go_while_they_wait_are_never_decoded(engine, address, monkeypatch):
+    turn, go = engine._turn, threading.Event()
+    monkeypatch.setattr(engine, "_turn", lambda: (go.wait(60), turn()))
+    body = {"model": NAME, "prompt": "a", "max_tokens": 5}
+    for _ in range(7):
+        with sending(address, body, timeout=0.3) as connection, pytest.raises(TimeoutError):
+            connection.getresponse()
+    until = time.monotonic() + 5
+    while engine.waiting and time.monotonic() < until:
+        time.sleep(0.01)
+    admitted = []
+    monkeypatch.setattr(engine, "_admit", lambda *arguments: admitted.append(arguments))
+    go.set()
+    assert is_idle(engine) and not admitted
+
+
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_the_server_answers_as_it_is_described(address, engine, mode):
+    """Requests that are right and wrong by /openapi.json, made by schemathesis."""
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    kept = [
+        not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+        checks.response_schema_conformance, checks.negative_data_rejection,
+        checks.unsupported_method,
+    ]  # fmt: skip
+    schema, statuses = schemathesis.openapi.from_url(f"{address}/openapi.json"), {}
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if mode == "NEGATIVE" and operation.method == "get":
+            continue
+
+        @settings(
+            max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        @given(operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+        def agree(case):
+            response = case.call()
+            statuses.setdefault(case.operation.path, set()).add(response.status_code)
+            case.validate_response(response, checks=kept)
+
+        agree()
+    wanted = 200 if mode == "POSITIVE" else 400
+    for path in PATHS:
+        assert wanted in statuses[path], statuses
+    assert len(statuses) == (5 if mode == "POSITIVE" else 2) and is_idle(engine)
