@@ -30,6 +30,9 @@ CONFIGS = {
         attention_sinks=True, logit_bias=True, logit_softcap=17.0, d_model=23,
     ),
     "sandwich, scanned": dict(norm_order="sandwich", positions="alibi", scan_layers=True),
+    "output": dict(
+        norm_order="output", num_kv_heads=1, qk_norm=True, qk_norm_over="heads", norm="rmsnorm"
+    ),
     "parallel": dict(norm_order="parallel", positions="rope", head_dim=14),
     "parallel, shared": dict(
         kind="encoder-decoder", norm_order="parallel_shared", positions="alibi", out_bias=False
@@ -162,20 +165,22 @@ def test_a_parallel_branch_begins_below_the_first(name):
             assert boxes["norm"][-1][0].y1 < heights[0]
 
 
-@pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "Vaswani"])
+@pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "output", "Vaswani"])
 def test_norms_stand_where_their_order_has_them(name):
     """Compare heights: before a branch, after its sum, or on both sides of it."""
     config, figure, boxes = drawn(name)
     pluses = [text for text in figure.axes[0].texts if text.get_text() == "+"]
     heights = {key: places[-1][0].y0 for key, places in boxes.items()}
     column = centre(boxes["attention"][-1][0])[0]
-    branch, norm = heights["attention"], heights["norm_attention"]
+    branch, norm = heights["attention"], heights.get("norm_attention", 0.0)
     sums = [text.get_window_extent() for text in pluses]
     plus = min(at.y0 for at in sums if abs(centre(at)[0] - column) < 1)
     if config.norm_order == "post":
         assert branch < plus < norm
     elif config.norm_order == "pre":
         assert norm < branch < plus < heights["norm_feed_forward"]
+    elif config.norm_order == "output":
+        assert branch < heights["out_norm_attention"] < plus < heights["feed_forward"]
     else:
         assert norm < branch < heights["out_norm_attention"] < plus
 

@@ -40,9 +40,12 @@ POSITIONS = {
     "sandwich-t5buckets",
     "parallel-rope",
     "parallel_shared-alibi",
+    "output-rope",
 )
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("order", ["pre", "post", "sandwich", "parallel", "parallel_shared"])
+@pytest.mark.parametrize(
+    "order", ["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
+)
 def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order, positions, rng):
     """Compare one pass and two through a cache with the formulas, and take a gradient step."""
     config = dataclasses.replace(

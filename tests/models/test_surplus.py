@@ -36,6 +36,9 @@ MORE = {
     "glu": (CONFIG, replace(CONFIG, glu=True)),
     "norm_order": (replace(CONFIG, norm_order="post"), CONFIG),
     "norm_order of a sandwich": (CONFIG, replace(CONFIG, norm_order="sandwich")),
+    "norm_order of outputs": (
+        replace(CONFIG, norm_order="output"), replace(CONFIG, norm_order="sandwich")
+    ),
     "embedding_norm": (CONFIG, replace(CONFIG, embedding_norm=True)),
     "positions": (CONFIG, replace(CONFIG, positions="learned")),
     "positions of a bias": (CONFIG, replace(CONFIG, positions="t5")),

@@ -78,6 +78,11 @@ CASES: dict[str, dict] = {
         use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
         num_kv_heads=1, positions_=PADDED,
     ),
+    "olmo2": dict(
+        positions="rope", norm="rmsnorm", norm_order="output", activation="silu", glu=True,
+        use_bias=False, qk_norm=True, qk_norm_over="heads", num_heads=4, num_kv_heads=2,
+        positions_=PADDED, norm_unit_offset=True,
+    ),
     "gpt-neox": dict(
         norm_order="parallel", positions=Rope(dims=2), activation="gelu", tie_embeddings=False,
         use_bias=False, out_bias=True, positions_=PADDED,
@@ -302,7 +307,7 @@ def test_logits_of_some_tokens_equal_the_oracle(case, rng):
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
-    "inputs",
+    "inputs", "experts",
 }  # fmt: skip
 """Fields that other tests vary, or that size what all formulas read."""
 

@@ -527,7 +527,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/block.py",
         (
             "keys are multiplied by what their norm stores",
-            'self.key_scale = norm_scale(self, "key_scale", cfg, cfg.key_dim)',
+            'self.key_scale = norm_scale(self, "key_scale", cfg, heads[1] * cfg.key_dim)',
             'self.key_scale = self.param("key_scale", nn.initializers.ones, (cfg.key_dim,))',
             "models/test_layers.py::test_queries_and_keys_are_normalised_with_the_configs_eps",
         ),

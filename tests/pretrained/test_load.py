@@ -189,6 +189,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 PUBLISHED |= {
+    "Phi-3-mini-4k-instruct": dict(
+        _name_or_path="Phi-3-mini-4k-instruct", architectures=["Phi3ForCausalLM"],
+        attention_bias=False, attention_dropout=0.0,
+        auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), bos_token_id=1, embd_pdrop=0.0,
+        eos_token_id=32000, hidden_act="silu", hidden_size=3072, initializer_range=0.02,
+        intermediate_size=8192, max_position_embeddings=4096, model_type="phi3",
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        original_max_position_embeddings=4096, pad_token_id=32000, resid_pdrop=0.0,
+        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, sliding_window=2047,
+        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.40.2",
+        use_cache=True, vocab_size=32064,
+    ),
+    "OLMo-2-1124-7B": dict(
+        architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+        eos_token_id=100257, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
+        intermediate_size=11008, max_position_embeddings=4096, model_type="olmo2",
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pad_token_id=100277,
+        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False,
+        torch_dtype="float32", transformers_version="4.47.0.dev0", use_cache=False,
+        vocab_size=100352,
+    ),
     "pythia-160m": dict(
         architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu",
         hidden_size=768, initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-05,
@@ -245,6 +266,7 @@ GEMMA = LLAMA | dict(
 )  # fmt: skip
 CAPPED = GEMMA | dict(norm_order="sandwich", attention_scale=1 / 16)
 YARN = Rope(base=1e6, scaling="yarn", factor=4.0, original_len=32768)
+OLMO = dict(norm_order="output", qk_norm=True, qk_norm_over="heads")
 NEOX = dict(norm_order="parallel", activation="gelu", tie_embeddings=False, max_len=2048)
 GPTJ = dict(
     norm_order="parallel_shared", qkv_bias=False, out_bias=False, logit_bias=True,
@@ -296,6 +318,14 @@ MEANT: dict[str, dict[str, Any]] = {
         vocab_size=262144, d_model=1152, d_ff=6912, num_layers=26, num_heads=4, num_kv_heads=1,
         max_len=32768, window=(512,) * 5 + (None,), qk_norm=True,
         positions=Rope(base=1e6, window_base=10000.0),
+    ),
+    "Phi-3-mini-4k-instruct": LLAMA | dict(
+        vocab_size=32064, d_model=3072, d_ff=8192, num_layers=32, num_heads=32, num_kv_heads=32,
+        max_len=4096, window=2047,
+    ),
+    "OLMo-2-1124-7B": LLAMA | OLMO | dict(
+        vocab_size=100352, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
+        max_len=4096, norm_eps=1e-6, positions=Rope(base=5e5),
     ),
     "pythia-160m": NEOX | dict(
         vocab_size=50304, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
@@ -405,6 +435,7 @@ BART = dict(
 SMALL = dict(vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=8, max_len=64)
 SMALL_LLAMA = LLAMA | SMALL | dict(norm_eps=1e-6)
 SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)
+EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
 SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
 QWEN_LEFT_OUT = NO_DEFAULT | dict(num_hidden_layers=30, num_attention_heads=64, head_dim=...)
@@ -484,6 +515,19 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         CAPPED | SMALL_GEMMA | dict(
             num_layers=12, window=(4096,) * 5 + (None,), qk_norm=True, attention_scale=1 / 16,
             positions=Rope(base=1e6, window_base=10_000.0),
+        ),
+    ),
+    "phi3": (
+        small(model_type="phi3", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | dict(norm_eps=1e-5),
+    ),
+    "olmo2": (
+        small(model_type="olmo2", **NO_DEFAULT), (),
+        SMALL_LLAMA | EIGHT | OLMO | dict(norm_eps=1e-5),
+    ),
+    "olmo3": (
+        small(model_type="olmo3", **NO_DEFAULT | dict(num_hidden_layers=8)), (),
+        SMALL_LLAMA | EIGHT | OLMO | dict(
+            norm_eps=1e-5, num_layers=8, window=(4096,) * 3 + (None,), positions=Rope(base=5e5),
         ),
     ),
     "gpt_neox": (

@@ -5,6 +5,7 @@ and of the config's fields, nothing else; sizes it reads from the parameters. On
 time, one head at a time, one pair of positions at a time where that is clearest.
 
     block     pre: x + f(n(x))      post: n(x + f(x))      sandwich: x + m(f(n(x)))
+              output: x + n(f(x))
               parallel: x + f(n(x)) + g(m(x)), with n = m where the norm is shared
     head      softmax over k of  cap(scale * <q, k>) + bias(q, k), and exp(sink) in the denominator
     q, k, v   x W + b, optionally RMS-normalised (q, k), then rotated (q, k)
@@ -264,6 +265,8 @@ def _stack(
 
 
 def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.ndarray:
+    if config.norm_order == "output":
+        return x + _norm(config, block[f"out_norm_{name}"], function(x))
     inner = block[f"norm_{name}"]
     if config.norm_order == "post":
         return _norm(config, inner, x + function(x))
@@ -278,8 +281,8 @@ def _attention(
 ):
     q, k, v = _affine(x, p["query"]), _affine(context, p["key"]), _affine(context, p["value"])
     if config.qk_norm:
-        q = _rms(q, config.norm_eps) * (config.norm_unit_offset + p["query_scale"])
-        k = _rms(k, config.norm_eps) * (config.norm_unit_offset + p["key_scale"])
+        q = _normalised(config, q, p["query_scale"])
+        k = _normalised(config, k, p["key_scale"])
     if kind_of(kind) == "Rope":
         q = _rotate(q, row.token_place, kind, base)
         k = _rotate(k, context_row.token_place, kind, base)
@@ -313,6 +316,14 @@ def _attention(
     if record is not None:
         record.append(weights)
     return _affine(out, p["out"])
+
+
+def _normalised(config, x: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [T, N, H]
+    scale = config.norm_unit_offset + scale
+    if config.qk_norm_over == "head":
+        return _rms(x, config.norm_eps) * scale
+    flat = x.reshape(len(x), -1)
+    return (_rms(flat, config.norm_eps) * scale).reshape(x.shape)
 
 
 def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:

@@ -86,14 +86,16 @@ def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> N
     assert (got.argmax(-1) == want.argmax(-1))[clear].all()
 
 
-def assert_round_trip(folder: Path, tmp_path: Path, auto: Any, **inputs: Any) -> None:
+def assert_round_trip(
+    folder: Path, tmp_path: Path, auto: Any, like: Path | None = None, **inputs: Any
+) -> None:
     """Write a folder, read it again, and compare it with the original.
 
     Names, shapes and bits must be the same, and `transformers` must compute the same logits.
     """
     config, params = load_pretrained(folder)
     again = tmp_path / "again"
-    save_pretrained(again, config, params)
+    save_pretrained(again, config, params, like=like)
     one, two = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
     assert {k: (v.shape, v.dtype) for k, v in one.items()} == {
         k: (v.shape, v.dtype) for k, v in two.items()

@@ -30,7 +30,7 @@ from transformer_jax.shown import short_repr
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
-NormOrder = Literal["pre", "post", "sandwich", "parallel", "parallel_shared"]
+NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 if TYPE_CHECKING:
     AnyActivation = Activation | Callable[[Any], Any]  # of arrays; a config imports no JAX
@@ -93,8 +93,9 @@ class ModelConfig:
     its own)."""
     norm_order: NormOrder = "pre"
     """pre: x + f(n(x)) (GPT-2, Llama); post: n(x + f(x)) (Vaswani et al., GPT-1, BERT);
-    sandwich: x + n(f(n(x))); parallel: x + f(n(x)) + g(m(x)), where all branches read the stream
-    before the block (GPT-NeoX); parallel_shared: with one norm for all of them (GPT-J)."""
+    sandwich: x + n(f(n(x))); output: x + n(f(x)) (OLMo 2); parallel: x + f(n(x)) + g(m(x)),
+    where all branches read the stream before the block (GPT-NeoX); parallel_shared: with one norm
+    for all of them (GPT-J)."""
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square, under the root."""
     norm_unit_offset: bool = False
@@ -114,7 +115,9 @@ class ModelConfig:
     ff_bias: bool | None = None
     """Biases of the feed-forward; None is use_bias."""
     qk_norm: bool = False
-    """Normalise queries and keys over the head dimension (RMSNorm) before positions."""
+    """Normalise queries and keys (RMSNorm) before positions."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """What `qk_norm` takes the mean square over: each head, or all heads together (OLMo 2)."""
     attention_softcap: float | None = None
     """c tanh(scores / c)."""
     attention_sinks: bool = False
@@ -200,6 +203,8 @@ class ModelConfig:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
         if self.norm is None:
             unread(self, "needs a norm, which is None", "norm_unit_offset", "embedding_norm")
+        if not self.qk_norm:
+            unread(self, "needs qk_norm", "qk_norm_over")
 
     def _check_kind(self) -> None:
         """Check what only some kinds have."""

@@ -80,7 +80,8 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
     n, k, h, v = config.num_heads, config.kv_heads, config.key_dim, config.value_dim
     lines = [sees, f"query {n} × {h} · key {k} × {h}", f"value {k} × {v} · out {config.d_model}"]
     if config.qk_norm:
-        lines.append(f"query_scale {h} · key_scale {h}")
+        scales = (n * h, k * h) if config.qk_norm_over == "heads" else (h, h)
+        lines.append(f"query_scale {scales[0]} · key_scale {scales[1]}")
     if config.attention_sinks:
         lines.append(f"sinks {n}")
     if not cross and config.positions is not None:
@@ -123,6 +124,7 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
             "pre": [*norm, box, "plus"],
             "post": [box, "plus", *norm],
             "sandwich": [*norm, box, *after, "plus"],
+            "output": [box, *after, "plus"],
         }
         items += ["split", *order[config.norm_order]]
     return items

@@ -85,7 +85,7 @@ def circuits(
         raise ValueError(f"branch is {branch!r}: must be {' or '.join(map(repr, known))}")
     if circuit == "qk" and cfg.qk_norm:
         raise ValueError("circuit is 'qk': qk_norm divides queries and keys by their own sizes")
-    if fold_norm and (cfg.norm is None or cfg.norm_order == "post"):
+    if fold_norm and (cfg.norm is None or cfg.norm_order in ("post", "output")):
         rule = f"norm is {cfg.norm!r}, norm_order {cfg.norm_order!r}"
         raise ValueError(f"fold_norm: attention reads the stream without a norm ({rule})")
     if fold_norm and branch == "cross_attention":

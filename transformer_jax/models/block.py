@@ -104,8 +104,9 @@ class Attention(nn.Module):
             cfg, (cfg.d_model,), 2, use_bias=cfg.out_bias, std=branch_std(cfg, self.depth)
         )
         if cfg.qk_norm:
-            self.query_scale = norm_scale(self, "query_scale", cfg, cfg.key_dim)
-            self.key_scale = norm_scale(self, "key_scale", cfg, cfg.key_dim)
+            heads = (cfg.num_heads, cfg.kv_heads) if cfg.qk_norm_over == "heads" else (1, 1)
+            self.query_scale = norm_scale(self, "query_scale", cfg, heads[0] * cfg.key_dim)
+            self.key_scale = norm_scale(self, "key_scale", cfg, heads[1] * cfg.key_dim)
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
         # attention to an encoder's output knows no distances
@@ -128,11 +129,18 @@ class Attention(nn.Module):
         """Project keys, normalised and rotated as they are cached, and values."""
         k, v = self.key(x, key), self.value(x, key)
         if self.config.qk_norm:
-            k = rms_norm(k, self.key_scale, self.config.norm_eps)
+            k = self._normalised(k, self.key_scale)
         if self.rope is not None:
             assert token_positions is not None
             k = pos.apply_rope(k, token_positions, self.rope)
         return self._rotated(k, token_positions), v
+
+    def _normalised(self, x: jax.Array, scale: jax.Array) -> jax.Array:  # [B, T, N, H]
+        """Return queries or keys over their root mean square, of each head or of all together."""
+        if self.config.qk_norm_over == "head":
+            return rms_norm(x, scale, self.config.norm_eps)
+        flat = rearrange(x, "B T N H -> B T (N H)")
+        return rms_norm(flat, scale, self.config.norm_eps).reshape(x.shape)
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         """Return queries or keys as positions of the user's own rotate them."""
@@ -168,7 +176,7 @@ class Attention(nn.Module):
 
         q = self.query(x, key)
         if cfg.qk_norm:
-            q = rms_norm(q, self.query_scale, cfg.norm_eps)
+            q = self._normalised(q, self.query_scale)
         if self.rope is not None:
             assert given.token_positions is not None
             q = pos.apply_rope(q, given.token_positions, self.rope)
@@ -315,7 +323,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
 
-    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, for f in that order;
+    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, x + m(f(x)) output, for f
+    in that order;
     x + f(n(x)) + g(m(x)) parallel, with n = m where the norm is shared.
     """
 
@@ -339,9 +348,9 @@ class Block(nn.Module):
         self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
-        else:
+        elif cfg.norm_order != "output":
             self.norm = {name: Norm(cfg) for name in branches}
-        if cfg.norm_order == "sandwich":
+        if cfg.norm_order in ("sandwich", "output"):
             self.out_norm = {name: Norm(cfg) for name in branches}
         refuse_surplus(self)
 
@@ -367,7 +376,7 @@ class Block(nn.Module):
             if branch == "feed_forward" and not cfg.is_parallel:
                 x = visit("residual_mid", x)
             read = before if cfg.is_parallel else x
-            y = read if cfg.norm_order == "post" else self.norm[branch](read)
+            y = read if cfg.norm_order in ("post", "output") else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
                 y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=visit)
@@ -381,7 +390,7 @@ class Block(nn.Module):
                 )
             else:
                 y = self.feed_forward(y, keys[4], visit)
-            if cfg.norm_order == "sandwich":
+            if cfg.norm_order in ("sandwich", "output"):
                 y = self.out_norm[branch](y)
             x = x + dropout(y, cfg.dropout, drop[branch])
             if cfg.norm_order == "post":

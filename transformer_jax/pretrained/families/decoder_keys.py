@@ -26,6 +26,7 @@ def read_common(
     activation: str = "silu",
     name: str = "hidden_act",
     tied: bool = False,
+    eps: float = 1e-6,
 ) -> Fields:
     """Read sizes, norm, activation and dropout as fields of ModelConfig."""
     heads = keys.integer("num_attention_heads")
@@ -39,7 +40,7 @@ def read_common(
         head_dim=keys.integer("head_dim", None),
         max_len=keys.integer("max_position_embeddings"),
         norm="rmsnorm",
-        norm_eps=keys.positive("rms_norm_eps", 1e-6),
+        norm_eps=keys.positive("rms_norm_eps", eps),
         activation=keys.choice(name, ACTIVATIONS, activation),
         glu=True,
         use_bias=False,

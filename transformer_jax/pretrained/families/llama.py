@@ -1,7 +1,7 @@
 """Map Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
 
-These are Mistral, Qwen 2 and 3, Gemma 1 to 3, and SmolLM, whose model_type is llama. They share one
-table of names and differ in norms, biases and windows.
+These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, and SmolLM, whose
+model_type is llama. They share one table of names and differ in norms, biases and windows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ModelConfig, Rope
 from transformer_jax.pretrained.families.decoder_keys import (
     layer_types,
     read_common,
@@ -27,15 +27,18 @@ from transformer_jax.pretrained.families.table import (
     Fields,
     TensorMapping,
     blocks,
+    fused,
     linear,
 )
 from transformer_jax.untrusted_files import JsonObject
 
 
 def llama_table(
-    config: ModelConfig, feed_forward: list[TensorMapping] | None = None
+    config: ModelConfig,
+    feed_forward: list[TensorMapping] | None = None,
+    qkv: list[TensorMapping] | None = None,
 ) -> list[TensorMapping]:
-    """Return the table of a Llama, or of one whose blocks have another feed-forward."""
+    """Return the table of a Llama, or of one whose blocks have other names of some layers."""
     qkv_bias = config.use_bias if config.qkv_bias is None else config.qkv_bias
     ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
     block = "model.layers.{i}"
@@ -53,10 +56,23 @@ def llama_table(
                 "out_norm_feed_forward/scale", f"{block}.post_feedforward_layernorm.weight"
             ),
         ]
+    if config.norm_order == "output":
+        norms = [
+            TensorMapping("out_norm_attention/scale", f"{block}.post_attention_layernorm.weight"),
+            TensorMapping(
+                "out_norm_feed_forward/scale", f"{block}.post_feedforward_layernorm.weight"
+            ),
+        ]
     if config.qk_norm:
         norms += [
             TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
             TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
+        ]
+    if qkv is None:
+        qkv = [
+            *linear("attention/query", f"{attention}.q_proj", bias=qkv_bias),
+            *linear("attention/key", f"{attention}.k_proj", bias=qkv_bias),
+            *linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
         ]
     if feed_forward is None:
         feed_forward = [
@@ -71,9 +87,7 @@ def llama_table(
             config.num_layers,
             [
                 *norms,
-                *linear("attention/query", f"{attention}.q_proj", bias=qkv_bias),
-                *linear("attention/key", f"{attention}.k_proj", bias=qkv_bias),
-                *linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
+                *qkv,
                 *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, config.use_bias),
                 *feed_forward,
             ],
@@ -295,6 +309,106 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Gemma3ForCausalLM"], **keys)
 
 
+def _phi3_table(config: ModelConfig) -> list[TensorMapping]:
+    """Return Llama's table but for query, key and value, and gate and up, in one tensor each."""
+    q, k, F = config.num_heads * config.key_dim, config.kv_heads * config.key_dim, config.ff_dim
+    heads = {"attention/query": q, "attention/key": k, "attention/value": k}
+    hidden, block = {"feed_forward/gate": F, "feed_forward/up": F}, "model.layers.{i}"
+    down = linear("feed_forward/down", f"{block}.mlp.down_proj", bias=False)
+    feed_forward = fused(f"{block}.mlp.gate_up_proj", 1, hidden, bias=False) + down
+    qkv = fused(f"{block}.self_attn.qkv_proj", 1, heads, bias=False)
+    return llama_table(config, feed_forward, qkv)
+
+
+def _read_phi3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = read_common(keys, eps=1e-5)
+    keys.require("attention_bias", False)
+    keys.require("mlp_bias", False)
+    keys.require("lm_head_bias", False)
+    # the code that auto_map names is not run: transformers has its own under this model_type
+    keys.ignore("auto_map", "full_attn_mod", "interpolate_factor")
+    keys.rate("embd_pdrop", 0.0)  # transformers does not use it
+    fields |= dict(dropout=keys.rate("resid_pdrop", 0.0))
+    window = keys.optional_integer("sliding_window", None)
+    rope = read_rope(keys, fields)
+    if rope.scaling not in (None, "longrope"):
+        keys.fail("rope_scaling", rope.scaling, "a phi3 has longrope or none")
+    return ModelConfig(**fields, positions=rope, window=window)
+
+
+def _write_phi3(config: ModelConfig) -> JsonObject:
+    keys = dict(write_common(config), sliding_window=config.windows[0])
+    keys |= dict(resid_pdrop=config.dropout, embd_pdrop=config.dropout)
+    trained = rope_of(config).original_len
+    keys["original_max_position_embeddings"] = config.max_len if trained is None else trained
+    return dict(architectures=["Phi3ForCausalLM"], **keys)
+
+
+def _read_olmo(keys: ConfigKeys) -> Fields:
+    fields = read_common(keys, eps=1e-5)
+    fields |= dict(norm_order="output", qk_norm=True, qk_norm_over="heads")
+    if keys.flag("attention_bias", False):
+        fields |= dict(use_bias=True, ff_bias=False)
+    return fields
+
+
+def _read_olmo2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = _read_olmo(keys)
+    rope = read_rope(keys, fields)
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_olmo2(config: ModelConfig) -> JsonObject:
+    keys = dict(write_common(config), attention_bias=config.use_bias)
+    return dict(architectures=["Olmo2ForCausalLM"], **keys)
+
+
+_OLMO3_BASE = 500_000.0
+
+
+def _read_olmo3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = _read_olmo(keys)
+    layers = fields["num_layers"]
+    types = layer_types(keys, layers) or [
+        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)
+    ]
+    window = window_pattern(types, keys.integer("sliding_window", 4096))
+    is_nested = keys.take("rope_parameters", None) is not None
+    near = Rope(base=_OLMO3_BASE)
+    if is_nested:
+        near = read_rope(keys, dict(fields), "sliding_attention", _OLMO3_BASE)
+        if near.scaling is not None:
+            keys.fail("rope_parameters", near.scaling, "layers with a window stretch nothing")
+    rope = read_rope(keys, fields, "full_attention", _OLMO3_BASE)
+    if window is None:
+        return ModelConfig(**fields, positions=rope)
+    if not is_nested and rope.base != _OLMO3_BASE:  # of windows, libraries differ
+        rule = f"must be {_OLMO3_BASE}, or rope_parameters have that of each kind of layer"
+        keys.fail("rope_theta", rope.base, rule)
+    if near.dims != rope.dims:
+        rule = "both must have one partial_rotary_factor"
+        keys.fail("rope_parameters", keys.take("rope_parameters", None), rule)
+    if near != rope:
+        rope = replace(rope, window_base=near.base)
+    return ModelConfig(**fields, positions=rope, window=window)
+
+
+def _write_olmo3(config: ModelConfig) -> JsonObject:
+    keys = dict(write_common(config), **write_windows(config), attention_bias=config.use_bias)
+    if keys["sliding_window"] is None:  # no layer has one, but the key must be a number
+        keys["sliding_window"] = 4096
+    far: JsonObject = dict(rope_type="default") | keys.pop("rope_scaling", {})
+    far["rope_theta"] = keys.pop("rope_theta")
+    near: JsonObject = dict(rope_type="default", rope_theta=far["rope_theta"])
+    if (base := rope_of(config).window_base) is not None:
+        near["rope_theta"] = base
+    if "partial_rotary_factor" in keys:
+        part = dict(partial_rotary_factor=keys.pop("partial_rotary_factor"))
+        far, near = far | part, near | part
+    keys["rope_parameters"] = dict(full_attention=far, sliding_attention=near)
+    return dict(architectures=["Olmo3ForCausalLM"], **keys)
+
+
 llama_family = partial(
     Family,
     table=llama_table,
@@ -311,3 +425,6 @@ QWEN3 = llama_family("qwen3", _read_qwen3, _write_qwen3)
 GEMMA = llama_family("gemma", _read_gemma, _write_gemma)
 GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
 GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)
+PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table)
+OLMO2 = llama_family("olmo2", _read_olmo2, _write_olmo2)
+OLMO3 = llama_family("olmo3", _read_olmo3, _write_olmo3)
