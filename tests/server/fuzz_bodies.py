@@ -10,6 +10,7 @@ end all slots are free, and the memory is what it was after a tenth of the cases
 import argparse
 import collections
 import gc
+import itertools
 import json
 import os
 import random
@@ -128,6 +129,9 @@ def fuzz(seed: int, cases: int) -> tuple[collections.Counter, list[str]]:
     with running(tiny(), slots=2) as engine:
         app = make_app(engine, "tiny", most_bytes=4096)
         with TestClient(app, raise_server_exceptions=False) as client:  # one loop for all
+            for length, top in itertools.product((1, 17, 33), (0, 5)):  # programs take memory
+                body = RIGHT[0] | {"prompt": [99] * length, "logprobs": top}
+                client.post(PATHS[0], json=body).raise_for_status()
             for number in range(cases):
                 if number == cases // 10:
                     before = resident()
