@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,8 +59,9 @@ def pretrained() -> PretrainedTokenizer:
 
 LETTERS = CharTokenizer("".join(map(chr, range(40, 997))))
 RECURRENT = tj.RecurrentConfig(vocab_size=23, d_embed=5, d_hidden=7)
-PROMPT, MANY, TABLE = jnp.ones((2, 3), jnp.int32), tuple(range(997)), jnp.ones((97, 89))
-IDS, QUERY = jnp.ones((2, 997), jnp.int32), jnp.ones((1, 5, 2, 3))
+PROMPT, MANY = np.ones((2, 3), np.int32), tuple(range(997))
+TABLE, QUERY = np.ones((97, 89), np.float32), np.ones((1, 5, 2, 3), np.float32)
+IDS = np.ones((2, 997), np.int32)
 PART = Part(Path(), "train", 997, 89, 997, 10**8, np.dtype("int32"))
 
 

@@ -340,12 +340,30 @@ def test_rows_without_a_page_see_nothing(implementation):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (dict(block_table=jnp.ones((2, 3))), r"block_table is float32\(2, 3\): must be integers"),
-        (dict(block_table=jnp.ones((3, 2), int)), r"\(3, 2\): must be integers \(2, M\), a row's"),
-        (dict(block_table=jnp.ones(2, int)), r"block_table is int32\(2,\): must be integers \(2"),
-        (dict(key=jnp.ones((0, 4, 2, 8)), value=jnp.ones((0, 4, 2, 8))), "key has no pages"),
-        (dict(value=jnp.ones((5, 3, 2, 8))), "value must have the batch, length and heads of key"),
-        (dict(k_positions=jnp.arange(4)), r"k_positions is .*: must be integers \(12,\) or \(2, "),
+        (
+            dict(block_table=np.ones((2, 3), np.float32)),
+            r"block_table is float32\(2, 3\): must be integers",
+        ),
+        (
+            dict(block_table=np.ones((3, 2), np.int32)),
+            r"\(3, 2\): must be integers \(2, M\), a row's",
+        ),
+        (
+            dict(block_table=np.ones(2, np.int32)),
+            r"block_table is int32\(2,\): must be integers \(2",
+        ),
+        (
+            dict(key=np.ones((0, 4, 2, 8), np.float32), value=np.ones((0, 4, 2, 8), np.float32)),
+            "key has no pages",
+        ),
+        (
+            dict(value=np.ones((5, 3, 2, 8), np.float32)),
+            "value must have the batch, length and heads of key",
+        ),
+        (
+            dict(k_positions=np.arange(4, dtype=np.int32)),
+            r"k_positions is .*: must be integers \(12,\) or \(2, ",
+        ),
         (dict(block_table=None), "query has 2 batch rows, key 5"),
     ],
 )

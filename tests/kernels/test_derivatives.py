@@ -11,7 +11,7 @@ from transformer_jax.kernels.derivatives import Passes, differentiable
 X = np.linspace(0.1, 0.9, 5, dtype=np.float32)
 Y = np.linspace(-0.7, 0.8, 5, dtype=np.float32)
 V = np.linspace(1.3, -0.4, 5, dtype=np.float32)
-ROWS = jnp.stack([X, Y])
+ROWS = np.stack([X, Y])
 INDICES = np.array([3, 0, 4, 4, 1])
 TWICE = 2.0  # what gradients of the backward pass are too large by, to tell them apart
 

@@ -114,8 +114,10 @@ LAYERS = {
     "half": dict(rope=Rope()),
     "interleaved": dict(rope=Rope(pairing="interleaved", base=37.0)),
     "alibi": dict(bias=ALiBi(alibi_slopes(HEADS))),
-    "t5": dict(bias=RelativeBias(jnp.arange(32.0).reshape(8, HEADS) % 7 / 4, False, 31)),
-    "capped": dict(softcap=1.3, sinks=jnp.array([0.5, -1.0, 0.0, 2.0]), scale=0.7),
+    "t5": dict(
+        bias=RelativeBias(np.arange(32, dtype=np.float32).reshape(8, HEADS) % 7 / 4, False, 31)
+    ),
+    "capped": dict(softcap=1.3, sinks=np.array([0.5, -1.0, 0.0, 2.0], np.float32), scale=0.7),
 }
 
 
@@ -617,7 +619,7 @@ def test_sizes_that_cannot_stream_are_refused(frame_dim, chunk, said):
     assert str(caught.value) == said
 
 
-FRAMES = jnp.zeros((2, 3, FRAME))
+FRAMES = np.zeros((2, 3, FRAME), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -626,11 +628,15 @@ FRAMES = jnp.zeros((2, 3, FRAME))
         ([[0.0]], dict(), "frames are a list: must be an array"),
         (FRAMES[0], dict(), f"frames are float32[3, {FRAME}]: must be floating [B, T, {FRAME}]"),
         (FRAMES[..., :4], dict(), f"frames are float32[2, 3, 4]: must be floating [B, T, {FRAME}]"),
-        (FRAMES.astype(int), dict(), f"frames are int32[2, 3, {FRAME}]: must be floating"),
-        (FRAMES, dict(positions=jnp.zeros((2, 4), int)), "positions are int32[2, 4]: must be int"),
+        (FRAMES.astype(np.int32), dict(), f"frames are int32[2, 3, {FRAME}]: must be floating"),
         (
             FRAMES,
-            dict(positions=jnp.zeros((2, 3))),
+            dict(positions=np.zeros((2, 4), np.int32)),
+            "positions are int32[2, 4]: must be int",
+        ),
+        (
+            FRAMES,
+            dict(positions=np.zeros((2, 3), np.float32)),
             "positions are float32[2, 3]: must be integers",
         ),
         (FRAMES, dict(cache=3), "frames have 2 rows, the cache 3"),
@@ -656,9 +662,17 @@ def test_frames_that_do_not_fit_are_refused(frames, more, said):
         ((2, 50), dict(window=51), "capacity is 50: must be at least window, 51"),
         ((2, 50), dict(window=0), "window is 0: must be at least 1"),
         ((3, 50), dict(), "query has 2 rows, the state 3"),
-        ((2, 50), dict(bias=jnp.zeros((1, 1, 7, 7))), "bias is a "),
-        ((2, 50), dict(positions=jnp.zeros((2, 6), int)), "positions are int32[2, 6]: must be int"),
-        ((2, 50), dict(positions=jnp.zeros((2, 7))), "positions are float32[2, 7]: must be int"),
+        ((2, 50), dict(bias=np.zeros((1, 1, 7, 7), np.float32)), "bias is a "),
+        (
+            (2, 50),
+            dict(positions=np.zeros((2, 6), np.int32)),
+            "positions are int32[2, 6]: must be int",
+        ),
+        (
+            (2, 50),
+            dict(positions=np.zeros((2, 7), np.float32)),
+            "positions are float32[2, 7]: must be int",
+        ),
         ((2, 50), dict(key=(2, 7, KV_HEADS, DIM + 1)), "k has shape (2, 7, 2, 7): this cache"),
         ((2, 50), dict(query=(2, 7, DIM)), "query has shape (2, 7, 6): must be [B, T, N, H]"),
     ],

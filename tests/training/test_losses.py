@@ -286,9 +286,9 @@ def test_a_traced_label_outside_the_vocabulary_makes_the_loss_nan(label):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(labels=jnp.zeros((2, 4), jnp.int32)), r"\(2, 3, 13\), labels \(2, 4\)"),
-        (dict(labels=jnp.zeros((2, 3))), "labels are float32"),
-        (dict(weights=jnp.ones(3)), r"weights have shape \(3,\)"),
+        (dict(labels=np.zeros((2, 4), np.int32)), r"\(2, 3, 13\), labels \(2, 4\)"),
+        (dict(labels=np.zeros((2, 3), np.float32)), "labels are float32"),
+        (dict(weights=np.ones(3, np.float32)), r"weights have shape \(3,\)"),
         (dict(label_smoothing=1.0), "label_smoothing is 1.0"),
         (dict(label_smoothing=math.nan), "label_smoothing is nan"),
         (dict(z_loss=-1e-4), "z_loss is -0.0001"),
@@ -461,12 +461,15 @@ def test_chunks_never_hold_all_logits(differentiated):
     ("change", "message"),
     [
         (dict(chunk_size=0), "chunk_size is 0"),
-        (dict(hidden=jnp.zeros((2, 3, 4))), "D is 4 in hidden, 5 in output_weights"),
-        (dict(hidden=jnp.zeros((3, D))), r"hidden has shape \(3, 5\)"),
+        (dict(hidden=np.zeros((2, 3, 4), np.float32)), "D is 4 in hidden, 5 in output_weights"),
+        (dict(hidden=np.zeros((3, D), np.float32)), r"hidden has shape \(3, 5\)"),
         (dict(label_smoothing=-0.1), "label_smoothing is -0.1"),
         (dict(softcap=0.0), "softcap is 0.0: must be finite and above 0"),
-        (dict(logit_bias=jnp.zeros(1)), rf"logit_bias has shape \(1,\): must be \({V},\)"),
-        (dict(logit_bias=jnp.zeros((2, V))), "logit_bias has shape"),
+        (
+            dict(logit_bias=np.zeros(1, np.float32)),
+            rf"logit_bias has shape \(1,\): must be \({V},\)",
+        ),
+        (dict(logit_bias=np.zeros((2, V), np.float32)), "logit_bias has shape"),
     ],
 )
 def test_wrong_chunk_arguments_are_named(change, message):
