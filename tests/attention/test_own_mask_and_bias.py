@@ -196,9 +196,10 @@ def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs)
         assert_near(slope, gradient, GRADIENT_F32)
 
 
+@pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_a_predicate_may_give_one_bool_for_all_pairs(implementation):
-    inputs = jax.random.normal(jax.random.key(3), (3, 1, 5, 1, 2))
+    inputs = np.random.default_rng(3).standard_normal((3, 1, 5, 1, 2)).astype(np.float32)
     found = dot_product_attention(
         *inputs, mask=Predicate(lambda q, k: True), implementation=implementation
     )

@@ -511,19 +511,18 @@ def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
     held, capacity = 7, 11
     k, v = rng.standard_normal((2, 1, held, 1, 3)).astype(np.float32)
     cache = kv.init(1, capacity, 1, 3, sinks=sinks)
-    cache = kv.update(cache, k, v, np.arange(held, dtype=np.int32)[None])
+    update, rewind, one = jax.jit(kv.update), jax.jit(kv.rewind), np.ones((1, 1), bool)
+    cache = update(cache, k, v, np.arange(held, dtype=np.int32)[None])
     for length in range(held + 2):
-        back = kv.rewind(cache, np.array([length], np.int32))
+        back = rewind(cache, np.array([length], np.int32))
         kept = min(length, held)
         assert back.length.tolist() == [kept]
         assert sorted(p for p in back.positions[0].tolist() if p >= 0) == list(range(kept))
         assert (np.asarray(back.positions[0, kept:]) == -1).all()
-        on = kv.update(
-            back, k[:, :1], v[:, :1], kv.next_positions(back.length, np.ones((1, 1), bool))
-        )
+        on = update(back, k[:, :1], v[:, :1], kv.next_positions(back.length, one))
         assert on.length.tolist() == [kept + 1]
         np.testing.assert_array_equal(on.k[0, kept], k[0, 0])
-    chex.assert_trees_all_equal(kv.rewind(cache, cache.length), cache, strict=True)
+    chex.assert_trees_all_equal(rewind(cache, cache.length), cache, strict=True)
 
 
 @pytest.mark.slow

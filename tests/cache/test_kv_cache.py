@@ -184,8 +184,8 @@ def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sin
 def test_the_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
     """Of 4 new tokens with a window of 3: a ring of 6 slots still has it, a shorter one not."""
     cache = init(1, slots + sinks, sinks=sinks)
-    cache = kv.update(cache, *tokens(rng, 1, 13), np.arange(13)[None])
-    seen = kv.extend(cache, *tokens(rng, 1, 4), 13 + np.arange(4)[None], 3)[3]
+    cache = jit_update(cache, *tokens(rng, 1, 13), np.arange(13)[None])
+    seen = jit_extend(cache, *tokens(rng, 1, 4), 13 + np.arange(4)[None], 3)[3]
     assert {*range(11, 17), *range(sinks)} <= {*np.asarray(seen)[0].tolist()}
     assert seen.shape == (1, slots + sinks + (4 if slots < 6 else 0))
 
@@ -330,11 +330,11 @@ def test_a_token_fed_again_replaces_its_old_key():
     """Re-scoring the last tokens must not count them twice, in a ring too small for the chunk."""
     capacity, window, width = 5, 5, 3
     rng = np.random.default_rng(3)
-    k = jnp.asarray(rng.normal(size=(1, 9, 1, width)).astype(np.float32))
+    k = rng.normal(size=(1, 9, 1, width)).astype(np.float32)
     cache = kv.init(1, capacity, 1, width)
-    cache = kv.update(cache, k[:, :7], k[:, :7], jnp.arange(7)[None])
-    positions = jnp.array([[5, 6, 7]])
-    _, keys, _, seen = kv.extend(cache, k[:, 5:8] + 1, k[:, 5:8], positions, window)
+    cache = jit_update(cache, k[:, :7], k[:, :7], np.arange(7)[None])
+    positions = np.array([[5, 6, 7]])
+    _, keys, _, seen = jit_extend(cache, k[:, 5:8] + 1, k[:, 5:8], positions, window)
     visible = np.asarray(seen[0])
     assert sorted(p for p in visible if p >= 0) == [2, 3, 4, 5, 6, 7]
     for position in (5, 6):

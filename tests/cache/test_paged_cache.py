@@ -33,6 +33,8 @@ CACHED = 1e-5  # of the largest logit: the same sums in another order, in f32
 jit_update = jax.jit(paged.update)
 jit_share = jax.jit(paged.share)
 jit_gather = jax.jit(paged.gather_pages)
+jit_rewind = jax.jit(paged.rewind)
+jit_count_needed = jax.jit(paged.count_needed)
 
 
 def init(num_pages=23, rows=ROWS, **more):
@@ -157,7 +159,7 @@ def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
 def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
     k, v = tokens(rng, 7, rows=2)
     cache = jit_update(init(rows=2), k, v, after([0, 0], [7, 7], 7))
-    cache = paged.rewind(cache, jnp.array([7, 5]))
+    cache = jit_rewind(cache, np.array([7, 5]))
     cache = jit_update(cache, k[:, :1], v[:, :1], np.array([[-1], [7]]))
     oracle = [{p: (k[b, p], v[b, p]) for p in range(n)} for b, n in enumerate((7, 5))]
     check(cache, [oracle[0], oracle[1] | {7: (k[1, 0], v[1, 0])}])
@@ -168,8 +170,8 @@ def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
     before = jit_update(init(rows=2, num_pages=5), k, v, after([0, 0], [5, 2], 5))
     cache = jit_update(before, k[:, :2], v[:, :2], after([5, 2], [2, 2], 2))
     np.testing.assert_array_equal(cache.block_table, before.block_table)
-    assert paged.count_needed(before, jnp.array([7, 4])) == 0
-    assert paged.count_needed(before, jnp.array([9, 5])) == 2
+    assert jit_count_needed(before, np.array([7, 4])) == 0
+    assert jit_count_needed(before, np.array([9, 5])) == 2
 
 
 @pytest.mark.slow
@@ -261,10 +263,10 @@ def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
         needed = 2 * (-(-end // SIZE) - held // SIZE)
         other = (8 - -(-held // SIZE) - needed) * SIZE  # a third row leaves that many free
         cache = jit_update(init(rows=2, num_pages=8), k, v, after([0, 0], [held, other], CAPACITY))
-        cache = jit_share(cache, jnp.array([0, 0, 1]))
+        cache = jit_share(cache, np.array([0, 0, 1]))
         assert cache.free_pages == needed, (held, new)
-        assert paged.count_needed(cache, jnp.array([end, end, other])) == needed, (held, new)
-        more = (x[jnp.array([0, 1, 0]), :5] for x in (k, v))
+        assert jit_count_needed(cache, np.array([end, end, other])) == needed, (held, new)
+        more = (x[np.array([0, 1, 0]), :5] for x in (k, v))
         cache = jit_update(cache, *more, after([held, held, other], [new, new, 0], 5))
         assert not cache.exhausted.any() and cache.length.tolist() == [end, end, other]
         assert cache.free_pages == (held % SIZE > 0), "what was shared is free"

@@ -40,6 +40,7 @@ def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size
         assert abs(count / counts["transformer"] - 1) <= 0.03, counts
 
 
+@pytest.mark.slow
 def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abc" * 150)

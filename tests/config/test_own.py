@@ -27,7 +27,7 @@ from transformer_jax.training.tasks.task import RowsTask
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = tj.ModelConfig(
-    vocab_size=11, d_model=8, num_layers=2, num_heads=2, max_len=17, init_std=0.3
+    vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=17, init_std=0.3
 )
 
 
@@ -65,7 +65,7 @@ class Sloped(OwnPositions):
 
 
 def applied(config, params, tokens):
-    return np.asarray(build(config).apply({"params": params}, tokens)[0])
+    return np.asarray(jax.jit(build(config).apply)({"params": params}, tokens)[0])
 
 
 TOKENS = np.arange(13)[None] % 11

@@ -640,7 +640,7 @@ def test_the_cache_stays_where_it_is(rope):
     assert held.decode_state.state.layers[0].k.unsafe_buffer_pointer() == before
 
 
-@pytest.mark.slow_except("leaks")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [jax.checking_leaks, partial(jax.debug_nans, True), partial(jax.transfer_guard, "disallow")],

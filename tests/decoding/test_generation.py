@@ -337,7 +337,7 @@ def test_a_consumed_state_is_refused_by_name(rope):
 def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
     _, _, empty = rope
     rng = np.random.default_rng(1)
-    fill = lambda x: jnp.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype)  # noqa: E731
+    fill = lambda x: np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype)  # noqa: E731
     state, other = (jax.tree.map(fill, empty(n)) for n in (3, 2))
     assert count_rows(state) == 3
     for leaf, a, b, c, d, other_leaf in zip(
@@ -345,11 +345,11 @@ def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
             jax.tree.leaves,
             (
                 state,
-                gather_rows(state, jnp.array([2, 0, 2, 1])),
-                fork(state, 2),
-                write_rows(state, jnp.array([2, 3]), other),
-                select_rows(
-                    jnp.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state
+                jax.jit(gather_rows)(state, np.array([2, 0, 2, 1])),
+                jax.jit(partial(fork, copies=2))(state),
+                jax.jit(write_rows)(state, np.array([2, 3]), other),
+                jax.jit(select_rows)(
+                    np.array([True, False, True]), jax.tree.map(np.zeros_like, state), state
                 ),
                 other,
             ),

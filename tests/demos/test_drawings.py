@@ -79,7 +79,7 @@ def centre(place: Bbox) -> tuple[float, float]:
     return (place.x0 + place.x1) / 2, (place.y0 + place.y1) / 2
 
 
-@pytest.mark.slow_except("gated, grouped, rotary", "BERT", "T5")
+@pytest.mark.slow_except("gated, grouped, rotary", "T5")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_drawing_names_every_module_and_width(name):
     """Hold the texts of the boxes against names and shapes of the parameters."""
@@ -215,6 +215,7 @@ def test_the_numbers_of_attention_follow_from_each_other(causal):
     assert {"[T, D] = [5, 7]", "[T, H] = [5, 3]", "[T, S] = [5, 5]"} <= written
 
 
+@pytest.mark.slow_except("7-3", "3-7")
 @pytest.mark.parametrize(("tokens", "window"), [(7, 3), (5, 5), (3, 7)])
 def test_slots_hold_the_last_position_of_their_residue(tokens, window):
     """Compare the numbers in both caches with the last p <= t of p = slot (mod capacity)."""

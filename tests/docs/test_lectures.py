@@ -110,8 +110,9 @@ def test_the_state_is_updated_by_the_last_state_the_context_and_the_word():
     )  # fmt: skip
     model, params = build(config), init_params(config, jax.random.key(0))
     source = jnp.array([[3, 1, 4, 1]])
-    state = model.apply({"params": params}, source, method="init_state")
-    _, after = model.apply({"params": params}, jnp.array([[2]]), state=state)
+    begin = jax.jit(lambda params: model.apply({"params": params}, source, method="init_state"))
+    state = begin(params)
+    _, after = jax.jit(model.apply)({"params": params}, jnp.array([[2]]), state=state)
     wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
     s, h = wide(state.carry[0])[0], wide(state.memory.states)[0]
     scores = np.exp(h @ s)
@@ -137,7 +138,7 @@ def worked_example():
     return x @ W_Q, x @ W_K, x @ W_V
 
 
-@pytest.mark.slow_except("blockwise")
+@pytest.mark.slow_except("xla")
 def test_worked_example_projections_and_scores(implementation):
     queries, keys, _ = worked_example()
     near(queries[0], [17, 12, 14, 15])
@@ -186,7 +187,7 @@ def test_masked_scores(implementation):
     assert not weights[np.triu_indices(3, 1)].any()
 
 
-@pytest.mark.slow_except("blockwise")
+@pytest.mark.slow_except("xla")
 def test_cross_attention_of_two_states_over_three(implementation):
     encoded = np.array([[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0.0]])
     states = np.array([[1, 0, 0, 1], [0, 1, 1, 0.0]])
@@ -227,17 +228,15 @@ def test_key_value_caching(implementation):
     )
     near(keys[:3], expected_keys)
     near(values[:3], expected_values)
-    slots = cache.init(1, 5, 1, 2)
+    slots, update = cache.init(1, 5, 1, 2), jax.jit(cache.update)
     for t in range(3):
         position = jnp.array([[t]], jnp.int32)
-        slots = cache.update(
-            slots, one_head(keys[t : t + 1]), one_head(values[t : t + 1]), position
-        )
+        slots = update(slots, one_head(keys[t : t + 1]), one_head(values[t : t + 1]), position)
     near(slots.k[0, :3, 0], expected_keys)
     near(slots.v[0, :3, 0], expected_values)
     assert slots.positions[0].tolist() == [0, 1, 2, -1, -1] and slots.length.tolist() == [3]
     now = jnp.array([[3]], jnp.int32)
-    slots = cache.update(slots, one_head(keys[3:]), one_head(values[3:]), now)
+    slots = update(slots, one_head(keys[3:]), one_head(values[3:]), now)
     near(slots.k[0, :3, 0], expected_keys)
     fourth = dot_product_attention(
         one_head(x[3:]), slots.k, slots.v, mask=Causal(), q_positions=now,
@@ -266,17 +265,18 @@ def test_permuting_the_tokens_permutes_the_output(implementation, rng):
     assert np.abs(np.asarray(masked[1]) - np.asarray(masked[0])[:, order]).max() > 0.1
 
 
-@pytest.mark.slow_except("blockwise")
+@pytest.mark.slow_except("xla")
 def test_rope_scores_depend_only_on_the_distance(implementation, rng):
     query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
     rope = Rope(pairing="interleaved")
 
-    def score(i: int, j: int) -> float:
+    @jax.jit
+    def score(i: int, j: int) -> jax.Array:
         turned = (apply_rope(a, jnp.array([p]), rope) for a, p in ((query, i), (key, j)))
         _, lse = dot_product_attention(
             *turned, key, return_lse=True, scale=1.0, implementation=implementation
         )
-        return float(lse[0, 0, 0])
+        return lse[0, 0, 0]
 
     for distance in (0, 1, 7):
         near([score(i + distance, i) for i in (0, 3, 100)], [score(distance, 0)] * 3)

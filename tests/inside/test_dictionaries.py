@@ -130,8 +130,9 @@ def test_features_values_and_loss_are_those_of_the_formulas(active):
     rng = np.random.default_rng(13)
     x, y = (rng.standard_normal((B, T, D)).astype(np.float32) for _ in range(2))
     f, made = rebuilt(own, x)
-    assert_near(own.encode(x), f, NEAR)
-    assert_near(own.decode(own.encode(x)), made, NEAR)
+    encoded = jax.jit(own.encode)(x)
+    assert_near(encoded, f, NEAR)
+    assert_near(jax.jit(own.decode)(encoded), made, NEAR)
     l1 = None if active else 0.3
     learner = dictionary_learner(D, D, 23, active=active, l1=l1)
     names = "encoder encoder_bias decoder bias centre size target_centre target_size".split()
@@ -143,7 +144,7 @@ def test_features_values_and_loss_are_those_of_the_formulas(active):
         each = each + l1 * f @ np.linalg.norm(np.float64(own.decoder), axis=1)
     assert weight == valid.sum()
     np.testing.assert_allclose(mean, (each / D)[valid].mean(), rtol=1e-4)
-    slopes = jax.grad(lambda p: learner.loss(p, Batch(x, y), None)[0])(params)
+    slopes = jax.jit(jax.grad(lambda p: learner.loss(p, Batch(x, y), None)[0]))(params)
     assert all(np.abs(slopes[name]).max() > 0 for name in names[:4])
     assert all((np.asarray(slopes[name]) == 0).all() for name in names[4:])
 

@@ -63,7 +63,7 @@ def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
 
 def test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1():
     weights = random_weights(2, 3, 5, 7, 7)
-    found = attention_rollout(weights)
+    found = jax.jit(attention_rollout)(weights)
     for b in range(2):
         rolled = np.eye(7)
         for i in range(3):
@@ -75,11 +75,12 @@ def test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1():
 
 def test_entropy_is_ln_n_of_n_equal_weights_and_0_of_one_with_slopes():
     rows = np.array([[1, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2] * 5], np.float32)
-    assert_near(attention_entropy(rows), [0, math.log(2), math.log(5)], NEAR)
+    entropy = jax.jit(attention_entropy)
+    assert_near(entropy(rows), [0, math.log(2), math.log(5)], NEAR)
     weights = random_weights(3, 7, 7).astype(np.float64)
     wanted = -(weights * np.log(weights, where=weights > 0, out=np.zeros_like(weights))).sum(-1)
-    assert_near(attention_entropy(weights.astype(np.float32)), wanted, NEAR)
-    slope = jax.grad(lambda x: attention_entropy(x).sum())(rows)
+    assert_near(entropy(weights.astype(np.float32)), wanted, NEAR)
+    slope = jax.jit(jax.grad(lambda x: attention_entropy(x).sum()))(rows)
     assert_near(slope[2], np.full(5, -math.log(0.2) - 1), NEAR)
     assert np.isfinite(slope).all()
 

@@ -99,7 +99,8 @@ def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
 @pytest.mark.parametrize("scanned", [False, True])
 def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing(scanned):
     model, params = model_of("gpt2", scanned=scanned)
-    clean, corrupted = (metric(model.apply({"params": params}, x)[0]) for x in (CLEAN, CORRUPTED))
+    apply = jax.jit(model.apply)
+    clean, corrupted = (metric(apply({"params": params}, x)[0]) for x in (CLEAN, CORRUPTED))
     places = ("embedding", "block_*/residual", "final_norm", "logits")
     whole = jax.jit(lambda own, x, y: patch(model, own, x, y, places, metric, each=()))
     assert_near(whole(params, CLEAN, CORRUPTED), np.full(L + 3, clean), NEAR)
@@ -202,4 +203,9 @@ def test_places_of_an_encoder_of_the_source_are_refused():
     with pytest.raises(
         ValueError, match="encoder/embedding: both prompts are those of the decoder"
     ):
-        patch(model, params, CLEAN, CORRUPTED, "encoder/embedding", metric, **more("t5"))
+        jax.eval_shape(
+            lambda own: patch(
+                model, own, CLEAN, CORRUPTED, "encoder/embedding", metric, **more("t5")
+            ),
+            params,
+        )

@@ -68,7 +68,7 @@ def test_a_probe_of_numbers_is_that_of_the_normal_equations(several):
     rng = np.random.default_rng(5)
     numbers = values[..., :2] @ rng.standard_normal((2, 2)) + rng.standard_normal((ROWS, T, 2))
     numbers = (numbers if several else numbers[..., 0]).astype(np.float32)
-    found = probe(values, numbers, penalty=3.0, held_out=1 / 3)
+    found = jax.jit(lambda x, y: probe(x, y, penalty=3.0, held_out=1 / 3))(values, numbers)
     x, y = values.astype(np.float64), numbers.astype(np.float64).reshape(ROWS, T, -1)
     (x, unseen), (y, wanted) = (np.split(z, [16]) for z in (x, y))
     x, unseen, y, wanted = (z.reshape(-1, z.shape[-1]) for z in (x, unseen, y, wanted))

@@ -26,7 +26,7 @@ def random_translators():
     return Translators(draw(L, D, D), draw(L, D))
 
 
-@pytest.mark.slow_except("llama-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "t5", "bert"])
 def test_the_identity_is_the_logit_lens_to_the_bit(shape, scanned):

@@ -44,7 +44,7 @@ def test_every_listed_tile_is_visited_once_and_in_order(B, N, group, search, mon
     classes[:, :, 1] = 0  # a row that sees nothing
     classes[-1, -1, 3:] = 0  # and a list that ends earlier than others
     wanted = expected(classes, group)
-    lists = tile_lists(jnp.asarray(classes))
+    lists = jax.jit(tile_lists)(classes)
     if search == "known":
         lists = visits.prepare(lists)
     found = visits.flatten(lists, group)

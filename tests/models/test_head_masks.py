@@ -161,8 +161,9 @@ def test_without_a_mask_nothing_is_multiplied(rng):
         )
         return str(program).count(" = mul ")
 
-    assert products(head_mask=None) == products()
-    assert products(**jax.tree.map(jnp.asarray, masks)) == products() + config.num_layers
+    without = products()
+    assert products(head_mask=None) == without
+    assert products(**jax.tree.map(jnp.asarray, masks)) == without + config.num_layers
 
 
 @pytest.mark.slow_except(

@@ -23,6 +23,7 @@ TOKENS = jnp.zeros((1, 5), jnp.int32)
 
 
 @cache
+@cache
 def names(config):
     shapes = jax.eval_shape(lambda: tj.init_params(config, jax.random.key(0)))
     return {"/".join(path): leaf for path, leaf in flatten_dict(shapes).items()}
@@ -62,6 +63,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("looped-*", "scanned-kind", "scanned-use_bias")
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
 def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field(case, scanned):
@@ -86,7 +88,12 @@ def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_fie
     assert not any(f"{name}/".startswith(f"{path}/") for name in own)
 
 
-@pytest.mark.parametrize("config", [replace(CONFIG, scan_layers=True), ENCODER, CELLS], ids=str)
+@pytest.mark.slow_except("scanned", "cells")
+@pytest.mark.parametrize(
+    "config",
+    [replace(CONFIG, scan_layers=True), ENCODER, CELLS],
+    ids=["scanned", "encoder", "cells"],
+)
 def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
     """Adapters left beside their kernel, a tensor as another library names it."""
     own = {tuple(name.split("/")): leaf for name, leaf in names(config).items()}

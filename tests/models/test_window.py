@@ -266,7 +266,12 @@ def test_wrong_arguments_are_refused():
         ("rngs has 'dropout'", draw_tokens(), dict(rngs={"dropout": jax.random.key(0)})),
     ):
         with pytest.raises(ValueError, match=said):
-            build(PLAIN).apply({"params": params}, tokens, **arguments)
+            jax.eval_shape(
+                lambda own, given=(tokens, arguments): build(PLAIN).apply(
+                    {"params": own}, given[0], **given[1]
+                ),
+                params,
+            )
     with pytest.raises(ValueError, match="prompt has 3 rows, the state 2"):
         generate(make_step(build(PLAIN)), {}, draw_tokens(), fewer, num_tokens=3)
     with pytest.raises(ValueError, match="batch is -1: must be an integer of at least 0"):

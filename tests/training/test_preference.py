@@ -164,8 +164,10 @@ def pairs_file(path, messages=False, count=60):
     path.write_text("\n".join(lines) + "\n")
 
 
-def a_base(tmp_path, task):
-    model = ModelConfig(d_model=32, num_layers=2, num_heads=4, max_len=48, positions="rope")
+def a_base(tmp_path, task, num_layers=2):
+    model = ModelConfig(
+        d_model=32, num_layers=num_layers, num_heads=4, max_len=48, positions="rope"
+    )
     config = TrainConfig(
         model=model, task=task, data=str(tmp_path / "base.txt"), out=str(tmp_path / "base"),
         steps=20, batch_size=4, eval_every=20, sample_tokens=0, warmup_steps=2,
@@ -285,7 +287,7 @@ def test_bad_pairs_are_one_line(tmp_path, line, message, base_of_lines):
 
 @pytest.fixture(scope="module")
 def base_of_lines(tmp_path_factory):
-    return a_base(tmp_path_factory.mktemp("base"), LanguageTask(documents="lines"))
+    return a_base(tmp_path_factory.mktemp("base"), LanguageTask(documents="lines"), 1)
 
 
 @pytest.mark.slow

@@ -62,7 +62,8 @@ def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageMo
 
 
 def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
-    found = build(model.config).apply({"params": model.params}, np.array([ids]), **given)[0]
+    apply = jax.jit(build(model.config).apply)
+    found = apply({"params": model.params}, np.array([ids]), **given)[0]
     return np.asarray(found, np.float64)[0]
 
 
