@@ -38,15 +38,19 @@ def texts(rng, rows: int = 23) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [rng.integers(0, 6, rng.integers(0, ROOM + 1)).tolist() for _ in range(rows)]
 
 
+begin = jax.jit(History.of, static_argnums=2)
+append = jax.jit(History.append)
+
+
 def history(prompts: list[list[int]], new: list[list[int]]) -> History:
     """As decoding builds it: a padded prompt, then one token at a time in the rows still active."""
     padded = np.full((len(prompts), PROMPT), 9)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
-    out = History.of(jnp.asarray(padded), jnp.asarray([len(p) for p in prompts]), ROOM)
+    out = begin(padded, np.array([len(p) for p in prompts]), ROOM)
     for n in range(ROOM):
-        token = jnp.asarray([tokens[n] if n < len(tokens) else 8 for tokens in new])
-        out = out.append(token, jnp.asarray([n < len(tokens) for tokens in new]))
+        token = np.array([tokens[n] if n < len(tokens) else 8 for tokens in new])
+        out = append(out, token, np.array([n < len(tokens) for tokens in new]))
     return out
 
 

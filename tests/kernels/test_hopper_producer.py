@@ -11,6 +11,8 @@ import pytest
 from transformer_jax.kernels.contract import Blocks, Operands, TileLists
 from transformer_jax.kernels.hopper import producer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 class Part:
     """Stand for a part of memory or of barriers; of a list, which has values, `[...]` reads it."""

@@ -10,7 +10,10 @@ from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax.kernels import cpu
 from transformer_jax.models.ops import layer_norm, project, rms_norm
 
-pytestmark = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
+pytestmark = [
+    pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library())),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 def exact(x, scale, bias, centred):

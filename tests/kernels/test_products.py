@@ -11,6 +11,8 @@ from transformer_jax.kernels import cpu
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models.ops import logits, project
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NATIVE = not isinstance(cpu.library(), str)
 needs_kernels = pytest.mark.skipif(not NATIVE, reason=f"no kernels: {cpu.library()}")
 SIZES = [(1, 1), (3, 7), (31, 64), (67, 131), (257, 769), (1031, 300)]

@@ -119,6 +119,7 @@ def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
     jax.tree.map(assert_same_bits, adapted, stack_layers(apply_lora(params, adapters, ALL)))
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_kernel_is_w_plus_scale_a_b(params, rslora):
     config = dataclasses.replace(ALL, rslora=rslora)

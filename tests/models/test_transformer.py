@@ -395,6 +395,7 @@ def test_class_logits_equal_the_oracle(rng, classes, pooler):
     assert by_method("classify", config, rng).shape == (2, classes)
 
 
+@pytest.mark.slow
 def test_what_is_pooled_equals_the_oracle(rng):
     """Without classes; part of it is 0."""
     config = dataclasses.replace(

@@ -150,7 +150,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole():
     np.testing.assert_array_equal(state.tokens, after.tokens)
 
 
-@pytest.mark.slow_except("deep, direct and tied")
+@pytest.mark.slow
 @every_config
 def test_greedy_tokens_are_the_best_of_the_full_pass(config):
     """Compare each token with the formula's best after all before it, from ragged prompts."""
@@ -184,6 +184,7 @@ def test_the_score_of_a_beam_is_that_of_the_full_pass():
         assert total >= np.asarray(greedy.log_probs)[row].sum() - 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_a_small_difference():
     """Check the vector of the beginning, the direct matrix, and that padding has no part."""
     params, tokens = parameters(DEEP), draw_tokens()

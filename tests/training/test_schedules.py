@@ -19,6 +19,8 @@ from transformer_jax.training.optimizers import (
 )
 from transformer_jax.training.step import init_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PEAK, END, WARMUP, STEPS, DECAY = 0.7, 0.1, 7, 31, 5
 
 

@@ -52,6 +52,8 @@ from transformer_jax.training.tasks.metrics import (
     macro_f1,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = dict(d_model=8, num_heads=2, num_layers=1, max_len=24)
 
 

@@ -34,6 +34,8 @@ from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
 from transformer_jax.use.language_model import LanguageModel
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
