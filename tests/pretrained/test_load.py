@@ -189,6 +189,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 PUBLISHED |= {
+    "opt-125m": dict(
+        _name_or_path="facebook/opt-125m", _remove_final_layer_norm=False, activation_dropout=0.0,
+        activation_function="relu", architectures=["OPTForCausalLM"], attention_dropout=0.0,
+        bos_token_id=2, do_layer_norm_before=True, dropout=0.1, eos_token_id=2, ffn_dim=3072,
+        hidden_size=768, init_std=0.02, layerdrop=0.0, max_position_embeddings=2048,
+        model_type="opt", num_attention_heads=12, num_hidden_layers=12, pad_token_id=1,
+        prefix="</s>", torch_dtype="float16", transformers_version="4.21.0.dev0", use_cache=True,
+        vocab_size=50272, word_embed_proj_dim=768,
+    ),
+    "bloom-560m": dict(
+        apply_residual_connection_post_layernorm=False, architectures=["BloomForCausalLM"],
+        attention_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=True,
+        bos_token_id=1, eos_token_id=2, hidden_dropout=0.0, initializer_range=0.02,
+        layer_norm_epsilon=1e-05, masked_softmax_fusion=True, model_type="bloom", n_embed=1024,
+        n_inner=None, n_layer=24, num_attention_heads=16, offset_alibi=100, pad_token_id=3,
+        pretraining_tp=1, seq_length=2048, skip_bias_add=True, skip_bias_add_qkv=False,
+        slow_but_exact=False, transformers_version="4.20.0", unk_token_id=0, use_cache=True,
+        vocab_size=250880,
+    ),
     "Phi-3-mini-4k-instruct": dict(
         _name_or_path="Phi-3-mini-4k-instruct", architectures=["Phi3ForCausalLM"],
         attention_bias=False, attention_dropout=0.0,
@@ -327,6 +346,14 @@ MEANT: dict[str, dict[str, Any]] = {
         vocab_size=100352, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
         max_len=4096, norm_eps=1e-6, positions=Rope(base=5e5),
     ),
+    "opt-125m": dict(
+        vocab_size=50272, d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_len=2048,
+        positions=Learned(offset=2), activation="relu", dropout=0.1,
+    ),
+    "bloom-560m": dict(
+        vocab_size=250880, d_model=1024, num_layers=24, num_heads=16, max_len=2048,
+        positions="alibi", embedding_norm=True,
+    ),
     "pythia-160m": NEOX | dict(
         vocab_size=50304, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
         positions=Rope(dims=16),
@@ -357,7 +384,7 @@ def newer(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_means_what_it_says(name, keys):
     content = json.loads(json.dumps(PUBLISHED[name]))
-    if keys == "5" and content["model_type"] not in ("gpt2", "gptj"):
+    if keys == "5" and content["model_type"] not in ("gpt2", "gptj", "opt", "bloom"):
         content = newer(content)
     config = read_config(content, (), "config.json")
     assert config == ModelConfig(**MEANT[name])
@@ -435,6 +462,10 @@ BART = dict(
 SMALL = dict(vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=8, max_len=64)
 SMALL_LLAMA = LLAMA | SMALL | dict(norm_eps=1e-6)
 SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)
+CODER = dict(
+    vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=2, max_len=64, positions="rope"
+)
+BARE = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
 SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
@@ -539,6 +570,33 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     ),
     "gptj": (dict(model_type="gptj"), (), GPTJ),
     "phi": (dict(model_type="phi"), (), PHI | dict(d_model=2048, d_ff=8192, num_layers=24)),
+    "starcoder2": (
+        small(model_type="starcoder2", num_attention_heads=2, num_key_value_heads=...), (),
+        CODER | dict(num_kv_heads=2),
+    ),
+    "stablelm": (
+        small(
+            model_type="stablelm", hidden_size=256, num_attention_heads=32, num_key_value_heads=...
+        ), (),
+        CODER | BARE | dict(
+            d_model=256, num_heads=32, num_kv_heads=32, activation="silu", glu=True,
+            tie_embeddings=False, positions=Rope(dims=2),
+        ),
+    ),
+    "opt": (
+        dict(model_type="opt"), (),
+        dict(
+            vocab_size=50272, d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_len=2048,
+            positions=Learned(offset=2), activation="relu", dropout=0.1,
+        ),
+    ),
+    "bloom": (
+        dict(model_type="bloom"), (),
+        dict(
+            vocab_size=250880, d_model=64, num_layers=2, num_heads=8, max_len=2048,
+            positions="alibi", embedding_norm=True,
+        ),
+    ),
     "bert": (
         dict(model_type="bert"), (),
         BERT | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),

@@ -1,4 +1,5 @@
-"""Check folders of families with parallel branches: shared tensors, and keys that are refused."""
+"""Check folders of families with parallel branches and with LayerNorm: shared tensors, and keys
+that are refused."""
 
 import json
 
@@ -22,6 +23,10 @@ NEOX = dict(
 )  # fmt: skip
 GPTJ = dict(model_type="gptj", vocab_size=29, n_embd=24, n_layer=2, n_head=3, rotary_dim=4)
 PHI = NEOX | dict(model_type="phi")
+CODER = PHI | dict(model_type="starcoder2", num_key_value_heads=1)
+STABLE = PHI | dict(model_type="stablelm", num_key_value_heads=1)
+OPT = dict(model_type="opt", vocab_size=29, hidden_size=24, ffn_dim=11, num_attention_heads=3)
+BLOOM = dict(model_type="bloom", vocab_size=29, hidden_size=24, n_layer=2, n_head=3)
 
 
 def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
@@ -54,6 +59,14 @@ def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
         (GPTJ | dict(rotary_dim=None), "rotary_dim is None: must be an integer"),
         (GPTJ | dict(rotary_dim=10), "rotary_dim is 10: must be even and at most 8"),
         (GPTJ | dict(rotary=False), "rotary is False: must be True"),
+        (CODER | dict(norm_type="rms_norm"), "norm_type is 'rms_norm': must be 'layer_norm'"),
+        (CODER | dict(mlp_type="gated"), "mlp_type is 'gated': must be 'default'"),
+        (STABLE | dict(qk_layernorm=True), "qk_layernorm is True: must be False"),
+        (OPT | dict(word_embed_proj_dim=7), "word_embed_proj_dim is 7: must be hidden_size, 24"),
+        (OPT | dict(_remove_final_layer_norm=True), "_remove_final_layer_norm is True: must be"),
+        (OPT | dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine is False"),
+        (BLOOM | dict(apply_residual_connection_post_layernorm=True), "post_layernorm is True"),
+        (BLOOM | dict(n_inner=7), "n_inner is 7: must be"),
         (PHI | dict(qk_layernorm=True), "qk_layernorm is True: must be False"),
         (PHI | dict(embd_pdrop=1.0), "embd_pdrop is 1.0: must be at least 0 and below 1"),
     ],
@@ -69,6 +82,10 @@ def test_what_would_change_the_numbers_is_refused_by_name(content, rule):
         (NEOX, dict(norm_order="parallel_shared"), "norm_order is 'parallel_shared'"),
         (NEOX, dict(out_bias=False), "out_bias is False: a gpt_neox has True"),
         (GPTJ, dict(qkv_bias=True), "qkv_bias is True: a gptj has False"),
+        (STABLE, dict(norm_order="parallel"), "norm_order is 'parallel': a stablelm has 'pre'"),
+        (CODER, dict(ff_bias=False), "ff_bias is False: a starcoder2 has True"),
+        (OPT, dict(norm_order="parallel"), "norm_order is 'parallel': a opt has 'post'"),
+        (BLOOM, dict(d_ff=7), "d_ff is 7: a bloom has 96"),
         (PHI, dict(norm_order="parallel"), "norm_order is 'parallel': a phi has 'parallel_shared'"),
     ],
 )

@@ -84,6 +84,17 @@ def gptj(**changes: Any) -> Case:
     return Case("GPTJForCausalLM", sizes | dict(rotary_dim=4) | changes)
 
 
+def opt(**changes: Any) -> Case:
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, word_embed_proj_dim=32, ffn_dim=40)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=LENGTH + 1)
+    return Case("OPTForCausalLM", sizes | changes)
+
+
+def bloom(**changes: Any) -> Case:
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    return Case("BloomForCausalLM", sizes | changes)
+
+
 def neox(**changes: Any) -> Case:
     """A GPT-NeoX; it has no key heads of its own."""
     made = case("GPTNeoX", **changes)
@@ -207,6 +218,25 @@ CASES = {
         "Olmo3", num_hidden_layers=3, head_dim=6, sliding_window=WINDOW, layer_types=PATTERN,
         rope_parameters=dict(sliding_attention=NEAR, full_attention=FAR),
     ),
+    "starcoder2": case("Starcoder2", sliding_window=WINDOW),
+    "starcoder2, no biases": case(
+        "Starcoder2", num_key_value_heads=1, use_bias=False, tie_word_embeddings=False,
+        norm_epsilon=1e-2, rope_parameters=dict(rope_type="linear", rope_theta=1e5, factor=2.0),
+    ),
+    "stablelm": case("StableLm"),
+    "stablelm, parallel": case(
+        "StableLm", use_parallel_residual=True, use_qkv_bias=True, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    ),
+    "opt": opt(),
+    "opt, post-norm": opt(
+        do_layer_norm_before=False, enable_bias=False, tie_word_embeddings=False,
+        activation_function="gelu",
+    ),
+    "bloom": bloom(),
+    "bloom, 3 heads": bloom(
+        hidden_size=36, n_head=3, layer_norm_epsilon=1e-2, tie_word_embeddings=False
+    ),
     "neox": neox(hidden_size=64),
     "neox, in turn": neox(
         use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
@@ -237,12 +267,23 @@ SELDOM = (
 
 
 def often(names: Any, seldom: Any) -> list[Any]:
-    """All names, some of them `slow`."""
-    return [pytest.param(n, marks=pytest.mark.long) if n in seldom else n for n in names]
+    """All names: some are `long`, and of the families with parallel branches, norms of outputs and
+    LayerNorm all but one `slow`."""
+
+    def marks(name: str) -> Any:
+        if name in seldom:
+            return pytest.mark.long
+        return pytest.mark.slow if name.startswith(SLOW) and name != "neox" else ()
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
+
+
+SLOW = "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
+ONE_OF_EACH += "starcoder2", "stablelm", "opt", "bloom"
 WITH_EXPERTS = "mixtral", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""
@@ -289,7 +330,9 @@ def assert_same_views(seen: Any, want: Any, real: np.ndarray) -> None:
     assert np.abs(np.asarray(seen.self) - weights)[rows, :, :, at].max() <= 2e-5
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n[:4] not in ("gpt2", "gptj")])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if not n.startswith(("gpt2", "gptj", "opt", "bloom"))]
+)
 def test_a_rotation_has_the_same_frequencies(name, folders):
     """As `transformers` computes them for a text of 600 tokens."""
     options = {} if CASES[name].trained is None else dict(max_len=LENGTH)
@@ -328,7 +371,7 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
         assert_same_views(seen, want, valid)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", often(CASES, ()))
 def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
     # a mistral can say a phi3 too, and comes first
@@ -336,7 +379,7 @@ def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
     assert_round_trip(folders(name), tmp_path, AUTO, like, input_ids=ids)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", often(ONE_OF_EACH, ()))
 def test_gradients_of_the_cross_entropy_are_the_same(name, folders, rng):
     folder = folders(name)
     config, params = load_pretrained(folder)

@@ -4,7 +4,16 @@ A family is one module that makes a `Family` of a table of tensor names and a re
 config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
 """
 
-from transformer_jax.pretrained.families import bart, bert, experts, gpt2, llama, parallel, t5
+from transformer_jax.pretrained.families import (
+    bart,
+    bert,
+    experts,
+    gpt2,
+    layernorm,
+    llama,
+    parallel,
+    t5,
+)
 from transformer_jax.pretrained.families.table import ConfigKeys, Family, Layout, TensorMapping
 
 FAMILIES: dict[str, Family] = {
@@ -24,6 +33,10 @@ FAMILIES: dict[str, Family] = {
         parallel.GPT_NEOX,
         parallel.GPTJ,
         parallel.PHI,
+        layernorm.STARCODER2,
+        layernorm.STABLELM,
+        layernorm.OPT,
+        layernorm.BLOOM,
         experts.MIXTRAL,
         experts.QWEN2_MOE,
         experts.QWEN3_MOE,

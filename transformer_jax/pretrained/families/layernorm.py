@@ -1,0 +1,353 @@
+"""Map decoders with LayerNorm, whose norms have biases though their matrices may have none.
+
+They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al.
+2022) and BLOOM (Workshop et al. 2022).
+"""
+
+from __future__ import annotations
+
+from transformer_jax.config import Alibi, Learned, ModelConfig
+from transformer_jax.pretrained.families.decoder_keys import read_rope, write_rope
+from transformer_jax.pretrained.families.table import (
+    ACTIVATIONS,
+    LINEAR_OUT,
+    ConfigKeys,
+    Family,
+    Fields,
+    TensorMapping,
+    activation_key,
+    blocks,
+    fused,
+    linear,
+    norm,
+)
+from transformer_jax.untrusted_files import JsonObject
+
+NO_BIAS: Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
+"""Fields of a model whose norms alone have biases."""
+
+
+def _biases(config: ModelConfig) -> tuple[bool, bool, bool]:
+    """Return whether there are biases of query, key and value, of the output, of the MLP."""
+    given = config.qkv_bias, config.out_bias, config.ff_bias
+    qkv, out, ff = (config.use_bias if bias is None else bias for bias in given)
+    return qkv, out, ff
+
+
+def _output(config: ModelConfig) -> list[TensorMapping]:
+    return [] if config.tie_embeddings else [TensorMapping("embed/output", "lm_head.weight")]
+
+
+def _llama_names(config: ModelConfig, feed_forward: list[TensorMapping]) -> list[TensorMapping]:
+    """Return a table with the names of Llama for all but the feed-forward."""
+    (qkv, out, _), block = _biases(config), "model.layers.{i}"
+    attention, norms = f"{block}.self_attn", norm("norm", f"{block}.input_layernorm")
+    if config.norm_order != "parallel_shared":
+        norms = norm("norm_attention", f"{block}.input_layernorm")
+        norms += norm("norm_feed_forward", f"{block}.post_attention_layernorm")
+    return [
+        TensorMapping("embed/tokens", "model.embed_tokens.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norms,
+                *linear("attention/query", f"{attention}.q_proj", bias=qkv),
+                *linear("attention/key", f"{attention}.k_proj", bias=qkv),
+                *linear("attention/value", f"{attention}.v_proj", bias=qkv),
+                *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, out),
+                *feed_forward,
+            ],
+        ),
+        *norm("decoder/norm", "model.norm"),
+        *_output(config),
+    ]
+
+
+def _read_sizes(keys: ConfigKeys, kv_heads: int) -> Fields:
+    return dict(
+        vocab_size=keys.integer("vocab_size"),
+        d_model=keys.integer("hidden_size"),
+        d_ff=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
+        num_heads=keys.integer("num_attention_heads"),
+        num_kv_heads=keys.integer("num_key_value_heads", kv_heads),
+        head_dim=None,
+        max_len=keys.integer("max_position_embeddings"),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
+    )
+
+
+def _write_sizes(config: ModelConfig) -> JsonObject:
+    keys: JsonObject = dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        intermediate_size=config.ff_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_len,
+        hidden_act=activation_key(config.activation),
+        tie_word_embeddings=config.tie_embeddings,
+        attention_dropout=config.attention_dropout,
+    )
+    return keys | write_rope(config)
+
+
+# StarCoder 2
+
+
+def _starcoder_table(config: ModelConfig) -> list[TensorMapping]:
+    mlp, bias = "model.layers.{i}.mlp", _biases(config)[2]
+    up = linear("feed_forward/up", f"{mlp}.c_fc", bias=bias)
+    return _llama_names(config, up + linear("feed_forward/down", f"{mlp}.c_proj", bias=bias))
+
+
+def _read_starcoder(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("mlp_type", "default")
+    keys.require("norm_type", "layer_norm")
+    keys.ignore("activation_function", "layer_norm_epsilon")  # transformers reads other names
+    keys.rate("embedding_dropout", 0.0)  # read as residual_dropout, as of GPT-2
+    fields = _read_sizes(keys, 2) | dict(
+        norm_eps=keys.positive("norm_epsilon", 1e-5),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
+        dropout=keys.rate("residual_dropout", 0.0),
+        window=keys.optional_integer("sliding_window", None),
+    )
+    if not keys.flag("use_bias", True):
+        fields |= NO_BIAS
+    rope = read_rope(keys, fields)
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_starcoder(config: ModelConfig) -> JsonObject:
+    keys = _write_sizes(config)
+    if config.activation == "gelu_tanh":  # the name that the published ones have
+        keys["hidden_act"] = "gelu_pytorch_tanh"
+    return dict(
+        architectures=["Starcoder2ForCausalLM"],
+        **keys,
+        norm_epsilon=config.norm_eps,
+        residual_dropout=config.dropout,
+        embedding_dropout=config.dropout,
+        sliding_window=config.windows[0],
+        use_bias=_biases(config)[0],
+    )
+
+
+# StableLM
+
+
+def _stablelm_table(config: ModelConfig) -> list[TensorMapping]:
+    mlp, names = "model.layers.{i}.mlp", ("gate", "up", "down")
+    return _llama_names(
+        config,
+        [m for n in names for m in linear(f"feed_forward/{n}", f"{mlp}.{n}_proj", bias=False)],
+    )
+
+
+def _read_stablelm(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("qk_layernorm", False)
+    parallel = keys.flag("use_parallel_residual", False)
+    fields = _read_sizes(keys, 32) | dict(
+        norm_order="parallel_shared" if parallel else "pre",
+        norm_eps=keys.positive("layer_norm_eps", 1e-5),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
+        glu=True,
+        tie_embeddings=keys.flag("tie_word_embeddings", False),
+        dropout=keys.rate("hidden_dropout", 0.0),
+        **NO_BIAS | dict(qkv_bias=keys.flag("use_qkv_bias", False)),
+    )
+    rope = read_rope(keys, fields, part=0.25)
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_stablelm(config: ModelConfig) -> JsonObject:
+    return dict(
+        architectures=["StableLmForCausalLM"],
+        **dict(partial_rotary_factor=1.0) | _write_sizes(config),
+        layer_norm_eps=config.norm_eps,
+        hidden_dropout=config.dropout,
+        use_qkv_bias=_biases(config)[0],
+        use_parallel_residual=config.norm_order == "parallel_shared",
+    )
+
+
+# OPT
+
+
+def _opt_table(config: ModelConfig) -> list[TensorMapping]:
+    (qkv, out, ff), stack = _biases(config), "model.decoder"
+    block = f"{stack}.layers.{{i}}"
+    attention = f"{block}.self_attn"
+    return [
+        TensorMapping("embed/tokens", f"{stack}.embed_tokens.weight"),
+        TensorMapping("embed/positions", f"{stack}.embed_positions.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norm("norm_attention", f"{attention}_layer_norm"),
+                *norm("norm_feed_forward", f"{block}.final_layer_norm"),
+                *linear("attention/query", f"{attention}.q_proj", bias=qkv),
+                *linear("attention/key", f"{attention}.k_proj", bias=qkv),
+                *linear("attention/value", f"{attention}.v_proj", bias=qkv),
+                *linear("attention/out", f"{attention}.out_proj", LINEAR_OUT, out),
+                *linear("feed_forward/up", f"{block}.fc1", bias=ff),
+                *linear("feed_forward/down", f"{block}.fc2", bias=ff),
+            ],
+        ),
+        *(norm("decoder/norm", f"{stack}.final_layer_norm") if config.norm_order == "pre" else []),
+        *_output(config),
+    ]
+
+
+def _read_opt(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("_remove_final_layer_norm", False)
+    keys.require("layer_norm_elementwise_affine", True)
+    keys.ignore("init_std", "layerdrop", "activation_dropout")
+    width = keys.integer("hidden_size", 768)
+    if (inner := keys.optional_integer("word_embed_proj_dim", None)) not in (None, width):
+        keys.fail("word_embed_proj_dim", inner, f"must be hidden_size, {width}")
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size", 50272),
+        max_len=keys.integer("max_position_embeddings", 2048),
+        d_model=width,
+        d_ff=keys.integer("ffn_dim", 3072),
+        num_layers=keys.integer("num_hidden_layers", 12),
+        num_heads=keys.integer("num_attention_heads", 12),
+        positions=Learned(offset=2),
+        norm_order="pre" if keys.flag("do_layer_norm_before", True) else "post",
+        activation=keys.choice("activation_function", ACTIVATIONS, "relu"),
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
+        dropout=keys.rate("dropout", 0.1),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
+        **({} if keys.flag("enable_bias", True) else NO_BIAS),
+    )
+
+
+def _write_opt(config: ModelConfig) -> JsonObject:
+    return dict(
+        architectures=["OPTForCausalLM"],
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_len,
+        hidden_size=config.d_model,
+        word_embed_proj_dim=config.d_model,
+        ffn_dim=config.ff_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        do_layer_norm_before=config.norm_order == "pre",
+        activation_function=activation_key(config.activation),
+        tie_word_embeddings=config.tie_embeddings,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        enable_bias=_biases(config)[0],
+    )
+
+
+# BLOOM
+
+
+def _bloom_table(config: ModelConfig) -> list[TensorMapping]:
+    block = "transformer.h.{i}"
+    attention, mlp = f"{block}.self_attention", f"{block}.mlp"
+    heads = dict.fromkeys(("attention/query", "attention/key", "attention/value"), config.key_dim)
+    return [
+        TensorMapping("embed/tokens", "transformer.word_embeddings.weight"),
+        *norm("embed/norm", "transformer.word_embeddings_layernorm"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norm("norm_attention", f"{block}.input_layernorm"),
+                *norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
+                *fused(f"{attention}.query_key_value", config.num_heads, heads),
+                *linear("attention/out", f"{attention}.dense", LINEAR_OUT),
+                *linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
+                *linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
+            ],
+        ),
+        *norm("decoder/norm", "transformer.ln_f"),
+        *_output(config),
+    ]
+
+
+def _read_bloom(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("apply_residual_connection_post_layernorm", False)
+    keys.require("n_inner", None)
+    # how Megatron ran it, and sums in another order
+    keys.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion")
+    keys.ignore("offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id")
+    keys.ignore("pretraining_tp", "slow_but_exact")
+    width = keys.integer("n_embed", None) or keys.integer("hidden_size", 64)
+    keys.ignore("hidden_size")  # n_embed comes first
+    heads = keys.integer("num_attention_heads", None) or keys.integer("n_head", 8)
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size", 250880),
+        max_len=keys.integer("seq_length", 2048),
+        d_model=width,
+        num_layers=keys.integer("num_hidden_layers", None) or keys.integer("n_layer", 2),
+        num_heads=heads,
+        positions=Alibi(),
+        embedding_norm=True,
+        norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
+        activation="gelu_tanh",
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
+        dropout=keys.rate("hidden_dropout", 0.0),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
+    )
+
+
+def _write_bloom(config: ModelConfig) -> JsonObject:
+    return dict(
+        architectures=["BloomForCausalLM"],
+        vocab_size=config.vocab_size,
+        seq_length=config.max_len,
+        hidden_size=config.d_model,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        layer_norm_epsilon=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        hidden_dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+    )
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    _read_starcoder,
+    _write_starcoder,
+    _starcoder_table,
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+STABLELM = Family(
+    "stablelm",
+    _read_stablelm,
+    _write_stablelm,
+    _stablelm_table,
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+OPT = Family(
+    "opt",
+    _read_opt,
+    _write_opt,
+    _opt_table,
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
+)
+BLOOM = Family(
+    "bloom",
+    _read_bloom,
+    _write_bloom,
+    _bloom_table,
+    prefix="transformer.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
