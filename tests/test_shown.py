@@ -95,6 +95,7 @@ MADE = {
     "Explanation": lambda kind: tj.explain_attention(QUERY, QUERY, QUERY),
     "Force": lambda kind: kind(*MANY),
     "ForceLast": lambda kind: kind(7, 3),
+    "Experts": lambda kind: kind(count=7),
     "Frames": lambda kind: kind(width=7),
     "FrequencyPenalty": lambda kind: kind(0.5),
     "GNMTPenalty": lambda kind: kind(0.6),

@@ -16,7 +16,7 @@ What is public by this name; the rest is imported from its module, such as `mode
                    RelativeBias
     Configs        ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig,
                    LoraConfig, TrainConfig, preset, train_preset, PRESETS, ConfigError, Rope,
-                   Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches
+                   Sinusoidal, Learned, Shaw, T5Buckets, Vectors, Frames, Patches, Experts
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
@@ -62,6 +62,7 @@ from transformer_jax.config import (
     PRESETS,
     ConfigError,
     ConvolutionConfig,
+    Experts,
     Frames,
     Learned,
     LoraConfig,
@@ -139,6 +140,7 @@ __all__ = [
     "Draft",
     "Encoder",
     "EncoderDecoder",
+    "Experts",
     "Force",
     "ForceLast",
     "Frames",

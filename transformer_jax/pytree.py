@@ -62,8 +62,8 @@ def kernel_axes(names: Sequence[str], ndim: int) -> tuple[int, int]:
     """
     first = 1 if "blocks" in names else 0
     inputs = 2 if names[-2] == "out" else 1
-    if len(names) > 2 and names[-3] == "feed_forward":
-        first = ndim - 2
+    if len(names) > 2 and names[-3] == "feed_forward" and ndim == first + 3:
+        first += 1
     return first, inputs
 
 

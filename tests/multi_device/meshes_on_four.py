@@ -44,6 +44,7 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantise
+from transformer_jax.config import Experts
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 
@@ -57,6 +58,9 @@ MODELS = {
     "shaw": replace(SMALL, positions="shaw", implementation="xla"),
     "t5": replace(SMALL, num_layers=1, positions="t5", remat="full", implementation="blockwise"),
     "dropout": replace(SMALL, positions="alibi", dropout=0.1, attention_dropout=0.1),
+    "experts": replace(
+        SMALL, glu=True, experts=Experts(count=4, top_k=2, d_ff=8, shared_d_ff=8, shared_gate=True)
+    ),
     "encoder": replace(SMALL, kind="encoder"),
     "encoder-decoder": replace(SMALL, kind="encoder-decoder", num_layers=1),
     "patches": replace(

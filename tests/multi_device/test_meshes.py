@@ -23,6 +23,7 @@ ROWS_HEADS = ["data", None, "model"]
                 "ordered",
                 "training, rope, split by heads and widths, set",
                 "inside, model",
+                "training, experts, split by heads and widths, set",
             ],
             id="some",
         ),
@@ -153,5 +154,8 @@ def test_an_axis_that_its_devices_do_not_divide_is_whole():
     assert parameter_spec(path, (3, 30, 1, 8), sizes) == P(None, None, None, None)
     assert parameter_spec(("embed", "tokens"), (50257, 768), sizes) == P(None, "fsdp")
     assert parameter_spec(("decoder", "norm", "scale"), (32,), sizes) == P()
+    experts = ("decoder", "blocks", "feed_forward", "down", "kernel")
+    assert parameter_spec(experts, (3, 8, 12, 32), sizes) == P(None, None, "tensor", "fsdp")
+    assert parameter_spec(experts, (3, 12, 32), sizes) == P(None, "tensor", "fsdp")
     # the row sums of Adafactor stand at the path of their parameter
     assert parameter_spec(("v_row", "block_0", "up", "kernel"), (32,), sizes) == P()

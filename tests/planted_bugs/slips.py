@@ -30,6 +30,27 @@ def of(file: str, *slips: tuple[str, str, str, str]) -> tuple[Slip, ...]:
 
 SLIPS: tuple[Slip, ...] = (
     *of(
+        "transformer_jax/models/experts.py",
+        (
+            "weights of sigmoids are left as they are",
+            "        if experts.normalize:",
+            "        if experts.normalize and bias is None:",
+            "models/test_experts.py::test_gradients_are_the_differences_of_the_sum",
+        ),
+        (
+            "an expert's rows begin a block too late",
+            "first = (ends + owned // -block)[chosen[order]]",
+            "first = (ends + owned // -block)[chosen[order]] + 1",
+            "models/test_experts.py::test_rows_meet_their_expert_however_many_each_has",
+        ),
+        (
+            "padding counts in the balance of experts",
+            "        share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)",
+            "        share = jnp.ones_like(valid, F32) / valid.size",
+            "models/test_experts.py::test_losses_are_those_of_the_formulas",
+        ),
+    ),
+    *of(
         "kernels/batching.py",
         (
             "arrays of one row are shared by all calls of a vmap",

@@ -4,7 +4,7 @@ The rows of each expert are gathered into blocks of one size, the last of them f
 and a scan multiplies block after block with its expert's matrices. So the work is that of the
 chosen experts, up to less than a block for each, whatever the router does, and no token is dropped.
 `jax.lax.ragged_dot` computes the same; on a CPU it multiplies every row with every expert, which
-takes four to seven times as long with 2 of 8 (benchmarks/NOTES.md).
+takes five to seven times as long with 2 of 8 (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations

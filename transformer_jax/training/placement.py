@@ -5,6 +5,7 @@ The axes of the mesh are explicit: what is placed here decides how every step is
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
+    of each expert up, gate [E, D, F] and down [E, F, D]: the same
     tables of tokens [V, D]                           vocabulary by tensor, width by fsdp
 
 and the optimizer's state as the parameter that it is of. An axis that its devices do not divide is
@@ -23,7 +24,7 @@ from jax.tree_util import KeyPath
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.mesh import MeshConfig
-from transformer_jax.pytree import Array, PyTree
+from transformer_jax.pytree import Array, PyTree, kernel_axes
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ def parameter_spec(
     module = names[-2] if len(names) > 1 else ""
     wanted: tuple[str | None, ...] = ()
     if names[-1] == "kernel":
+        first, _ = kernel_axes(names, len(shape))  # and experts
         wanted = _KERNELS.get(module, ())
     elif names[-1] == "bias" and module != "embed":
         wanted = _BIASES.get(module, ())
