@@ -122,6 +122,15 @@ def usual_compilation():
         jax.clear_caches()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Compile quickly what modules compute where they are imported, in each worker."""
+    with compiling(quick=True):
+        found = yield
+    jax.clear_caches()
+    return found
+
+
 def pytest_collection_finish():
     gc.freeze()  # tests and what they import: a collection after each module would look at them
 

@@ -566,7 +566,7 @@ class Ramp:
 
 def test_fields_of_an_own_bias_may_have_the_names_of_an_arrays():
     draws = np.random.default_rng(0).normal(size=(3, 1, 7, 2, 5)).astype(np.float32)
-    q, k, v = jnp.asarray(draws)
+    q, k, v = draws
     bias, at = Ramp(jnp.float32(0.3)), np.arange(7)
     reasons = explain_attention(q, k, v, bias=bias)
     scores = np.einsum("BTNH,BSNH->BNTS", *draws[:2].astype(np.float64)) / 5**0.5

@@ -76,7 +76,7 @@ def test_no_pair_is_right_where_the_model_is_the_reference(rng):
     """Both answers then have the reward 0: the chosen one has no larger one."""
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
-    scores = preference_scores(config, BETA)(params, batch, params)
+    scores = jax.jit(preference_scores(config, BETA))(params, batch, params)
     assert_near(scores, [3 * np.log(2), 3, 0], 1e-6)
 
 

@@ -119,18 +119,29 @@ def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     assert found.nats == pytest.approx(each.sum(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(each.sum() / math.log(2) / 9, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_first_token_is_scored_where_one_begins_every_text():
+    text = "badcabfeed"
+    ids = LETTERS.encode(text)
     begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
     each = nats(logits_of(begun, [11, *ids[:-1]]), ids)
     assert begun.score(text).nats == pytest.approx(each.sum(), rel=1e-5)
     assert begun.score(text).num_tokens == begun.score(text).num_bytes == 10
-    assert [one.nats for one in PLAIN.score([text, "ab"])] == [found.nats, PLAIN.score("ab").nats]
-    words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
-    assert words.score("to be").num_bytes == len(" be")
+
+
+@pytest.mark.slow
+def test_texts_of_a_list_are_scored_as_alone():
+    text = "badcabfeed"
+    alone = [PLAIN.score(text).nats, PLAIN.score("ab").nats]
+    assert [one.nats for one in PLAIN.score([text, "ab"])] == alone
 
 
 def test_bytes_of_a_score_are_those_of_what_is_scored():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     blanks = "  to be", "\u3000to be", " \nto be", "\t é be"
+    assert words.score("to be").num_bytes == len(" be")
     for text in ("zzz be", "é be", "to be", "\nto be", " z be", *blanks):
         first = text.removesuffix("be").rstrip(" ")
         first = text[: text.index("\n") + 1] if "\n" in text else first
@@ -202,13 +213,14 @@ def test_a_long_text_is_scored_in_windows():
     assert found.nats == pytest.approx(sum(expected), rel=1e-5)
 
 
-def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path):
+@pytest.mark.slow_except("badcafe")
+@pytest.mark.parametrize("text", ["badcafe", "ab"])
+def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
     model = run_of(LanguageTask())
-    for text in ("badcafe", "ab"):
-        (tmp_path / "short.txt").write_text(text)
-        score = model.score(text)  # of all tokens but the first
-        nats = model.evaluate(tmp_path / "short.txt")["nats_per_token"]
-        assert nats == pytest.approx(score.nats / score.num_tokens, rel=1e-5)
+    (tmp_path / "short.txt").write_text(text)
+    score = model.score(text)  # of all tokens but the first
+    nats = model.evaluate(tmp_path / "short.txt")["nats_per_token"]
+    assert nats == pytest.approx(score.nats / score.num_tokens, rel=1e-5)
     (tmp_path / "short.txt").write_text("a")
     with pytest.raises(DataError, match=r"short.txt': tokens are 1: must have at least two$"):
         model.evaluate(tmp_path / "short.txt")

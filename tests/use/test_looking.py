@@ -228,6 +228,7 @@ def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
     assert len(MASKED.candidates("b_", count=99)[0]) == 11  # without <mask>
 
 
+@pytest.mark.slow
 def test_filled_words_begin_without_a_space():
     words = with_special_tokens(WordTokenizer(("to", "be", "or", "not")), ["mask"])
     config = MASKED.config
