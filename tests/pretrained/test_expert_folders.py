@@ -69,6 +69,7 @@ def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path)
         (MIXTRAL | dict(router_jitter_noise=0.1), "router_jitter_noise is 0.1: must be 0.0"),
         (MIXTRAL | dict(num_experts_per_tok=4), "top_k is 4: must be at most count, 3"),
         (MIXTRAL | dict(num_local_experts=0), "num_local_experts is 0: must be an integer from 1"),
+        (QWEN | dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv is 8.0: must be None"),
         (QWEN | dict(mlp_only_layers=[1]), r"mlp_only_layers is \[1\]: must be \[\] or None"),
         (QWEN | dict(decoder_sparse_step=2), "decoder_sparse_step is 2: must be 1"),
         (QWEN | dict(use_sliding_window=True), "use_sliding_window is True: must be False"),

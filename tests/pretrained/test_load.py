@@ -511,6 +511,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             experts=Experts(count=8, top_k=2, balance_loss=0.001),
         ),
     ),
+    "olmoe": (
+        small(model_type="olmoe", **NO_DEFAULT), (),
+        SMALL_LLAMA | dict(
+            num_kv_heads=8, head_dim=2, norm_eps=1e-5, qk_norm=True, qk_norm_over="heads",
+            experts=Experts(count=64, top_k=8, normalize=False, balance_loss=0.01),
+        ),
+    ),
     "qwen2_moe": (
         small(model_type="qwen2_moe", **NO_DEFAULT | dict(num_attention_heads=16)), (),
         SMALL_LLAMA | dict(

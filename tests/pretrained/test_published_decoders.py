@@ -167,6 +167,11 @@ CASES = {
         "Mixtral", num_local_experts=3, num_experts_per_tok=1, sliding_window=WINDOW, head_dim=12,
         tie_word_embeddings=True,
     ),
+    "olmoe": case("Olmoe", num_experts=6, num_experts_per_tok=3),
+    "olmoe, biases": case(
+        "Olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    ),
     "qwen2 moe": case(
         "Qwen2Moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=12,
         shared_expert_intermediate_size=20,
@@ -284,7 +289,7 @@ SLOW = "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "starcoder2", "stablelm", "opt", "bloom"
-WITH_EXPERTS = "mixtral", "qwen2 moe", "qwen3 moe"
+WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""
 

@@ -38,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         layernorm.OPT,
         layernorm.BLOOM,
         experts.MIXTRAL,
+        experts.OLMOE,
         experts.QWEN2_MOE,
         experts.QWEN3_MOE,
         bert.BERT,

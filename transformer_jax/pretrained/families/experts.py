@@ -1,4 +1,4 @@
-"""Map decoders of experts: Mixtral (Jiang et al. 2024), Qwen 1.5 to 3 of experts.
+"""Map decoders of experts: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3 of experts.
 
 Their blocks are those of Llama but for the feed-forward, whose experts lie in the files one by one.
 """
@@ -64,6 +64,41 @@ def _write_mixtral(config: ModelConfig) -> JsonObject:
         sliding_window=config.windows[0],
         num_local_experts=experts.count,
         num_experts_per_tok=experts.top_k,
+        router_aux_loss_coef=experts.balance_loss,
+    )
+
+
+def _read_olmoe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = read_common(keys)
+    fields |= dict(
+        norm_eps=keys.positive("rms_norm_eps", 1e-5),
+        use_bias=keys.flag("attention_bias", False),
+        qk_norm=True,
+        qk_norm_over="heads",
+    )
+    if fields["use_bias"]:
+        fields |= dict(ff_bias=False)
+    keys.require("clip_qkv", None)
+    keys.ignore("output_router_logits")
+    experts = Experts(
+        count=keys.integer("num_experts", 64),
+        top_k=keys.integer("num_experts_per_tok", 8),
+        normalize=keys.flag("norm_topk_prob", False),
+        balance_loss=keys.number("router_aux_loss_coef", 0.01),
+    )
+    rope = read_rope(keys, fields)
+    return ModelConfig(**fields, positions=rope, experts=experts)
+
+
+def _write_olmoe(config: ModelConfig) -> JsonObject:
+    experts = config.experts or Experts()
+    return dict(
+        architectures=["OlmoeForCausalLM"],
+        **write_common(config),
+        attention_bias=config.use_bias,
+        num_experts=experts.count,
+        num_experts_per_tok=experts.top_k,
+        norm_topk_prob=experts.normalize,
         router_aux_loss_coef=experts.balance_loss,
     )
 
@@ -146,5 +181,6 @@ MIXTRAL = llama_family(
     _write_mixtral,
     table=partial(_table, module="block_sparse_moe", names=MIXTRAL_NAMES),
 )
+OLMOE = llama_family("olmoe", _read_olmoe, _write_olmoe, table=_of_mlp)
 QWEN2_MOE = llama_family("qwen2_moe", _read_qwen2_moe, _write_qwen2_moe, table=_of_mlp)
 QWEN3_MOE = llama_family("qwen3_moe", _read_qwen3_moe, _write_qwen3_moe, table=_of_mlp)
