@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax.errors import ScopeParamShapeError
 
-from transformer_jax import LoraConfig, build, init_cache, init_params
+from transformer_jax import LoraConfig, build, init_cache, init_params, num_params
 from transformer_jax.config import ConfigError, Experts, ModelConfig
+from transformer_jax.demos.drawings import block_items
 from transformer_jax.models.experts import (
     ROUTED,
     ExpertFeedForward,
@@ -19,6 +20,7 @@ from transformer_jax.models.experts import (
     route,
     router_losses,
 )
+from transformer_jax.models.flops import active_params, forward_flops
 from transformer_jax.models.lora import apply_lora, init_lora, with_adapters
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.stack import stack_layers
@@ -335,6 +337,24 @@ def test_a_step_reads_the_chosen_experts_alone():
     few, many = read(4), read(64)
     one = 3 * 4 * 64 * 256  # bytes of an expert
     assert 2 * one < few and many - few < one
+
+
+def test_parameters_and_operations_of_a_token_are_those_of_its_experts():
+    config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10, shared_d_ff=6), d_ff=None)
+    attention = 12 * 12 * 4
+    forward = 3 * 12 * 10
+    rest = 12 * 8 + 3 * 12 * 6  # the router and the shared feed-forward
+    assert num_params(config) == 23 * 12 + 3 * 12 + attention + 8 * forward + rest
+    assert active_params(config) == 23 * 12 + 3 * 12 + attention + 2 * forward + rest
+    products = 2 * (attention + 2 * forward + rest + 23 * 12)
+    assert forward_flops(config, 5) == 5 * products + 15 * 2 * 2 * 12
+
+
+def test_a_drawing_says_how_many_experts_a_token_is_given_to():
+    config = replace(CONFIG, experts=Experts(count=8, top_k=2, d_ff=10), d_ff=None)
+    boxes = [item for item in block_items(config, "decoder") if getattr(item, "name", "") != ""]
+    lines = next(box.lines for box in boxes if box.name == "feed_forward")
+    assert lines == ["router: 2 of 8 experts", "gate 10 · up 10 · silu", "down 12"]
 
 
 def test_choices_are_the_likeliest_first():

@@ -109,9 +109,12 @@ def _title(config: TrainConfig, target: str) -> str:
     model = config.model
     assert isinstance(model, ModelConfig)
     from transformer_jax.models.factory import num_params
+    from transformer_jax.models.flops import active_params
 
+    active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
     return (
-        f"{model.kind} of {num_params(model):,} parameters, vocabulary of {model.vocab_size:,}, "
+        f"{model.kind} of {num_params(model):,} parameters{active}, "
+        f"vocabulary of {model.vocab_size:,}, "
         f"computing in {model.dtype}, for {target}"
     )
 

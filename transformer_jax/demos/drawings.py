@@ -101,12 +101,14 @@ def _joins_embeddings(config: ModelConfig) -> bool:
 
 def block_items(config: ModelConfig, stack: str) -> list[Item]:
     """Return a block from below: its branches, with norms where `norm_order` has them."""
-    gate = [f"gate {config.ff_dim}"] if config.glu else []
-    hidden = " · ".join([*gate, f"up {config.ff_dim}", activation_name(config)])
+    gate = [f"gate {config.expert_dim}"] if config.glu else []
+    hidden = " · ".join([*gate, f"up {config.expert_dim}", activation_name(config)])
+    experts = config.experts
+    router = [] if experts is None else [f"router: {experts.top_k} of {experts.count} experts"]
     boxes = [attention_box(config, stack)]
     if stack == "decoder" and config.kind == "encoder-decoder":
         boxes.append(attention_box(config, stack, cross=True))
-    boxes.append(Box("feed_forward", [hidden, f"down {config.d_model}"], "feed_forward"))
+    boxes.append(Box("feed_forward", [*router, hidden, f"down {config.d_model}"], "feed_forward"))
     items = list[Item]()
     if config.norm_order == "parallel_shared":
         items += ["split", *norm_boxes(config, "norm"), "fork"]

@@ -9,7 +9,6 @@ import jax
 from transformer_jax.config import ModelConfig
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.stack import unstack_layers
-from transformer_jax.pytree import kernel_axes
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
@@ -18,9 +17,9 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
     2 x the elements of each matrix x the tokens that it multiplies, and of each attention
     2 N (H + Hv) for each pair of a query and a key that its mask lets through (Kaplan et al. 2020,
     2.1; causal pairs are counted once, not the square). Of experts those count that a token is
-    given to. `length` is that of the target of an
-    encoder-decoder, whose source has `source_length`. Norms, activations and look-ups are left out;
-    a classifier has logits of its classes, and none of tokens.
+    given to. `length` is that of the target of an encoder-decoder, whose source has
+    `source_length`. Norms, activations and look-ups are left out; a classifier has logits of its
+    classes, and none of tokens.
     """
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     shapes = jax.eval_shape(unstack_layers, shapes)
@@ -29,7 +28,7 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] == "kernel":
             tokens = _tokens(names, config, length, source_length)
-            total += 2 * math.prod(leaf.shape) * tokens * _share(names, leaf.ndim, config)
+            total += 2 * math.prod(leaf.shape) * tokens * _share(names, config)
     if config.num_classes is None and (config.inputs is None or config.kind != "encoder"):
         total += 2.0 * config.vocab_size * config.d_model * length
     causal = config.kind != "encoder"
@@ -73,12 +72,22 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
     return before + after - length
 
 
-def _share(names: list[str], ndim: int, config: ModelConfig) -> float:
-    """Return which part of a kernel a token reads: of experts, those that it is given to."""
-    experts = config.experts
-    if experts is None or not kernel_axes(names, ndim)[0]:
+def active_params(config: ModelConfig) -> int:
+    """Count the parameters that a token meets: of experts, those that it is given to."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        total += math.prod(leaf.shape) * _share(names, config)
+    return round(total)
+
+
+def _share(names: list[str], config: ModelConfig) -> float:
+    """Return which part of a parameter a token meets."""
+    of_experts = names[-3:-2] == ["feed_forward"] and names[-2] in ("up", "gate", "down")
+    if config.experts is None or not of_experts:
         return 1.0
-    return experts.top_k / experts.count
+    return config.experts.top_k / config.experts.count
 
 
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
