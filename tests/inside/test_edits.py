@@ -114,6 +114,30 @@ def test_edits_take_traced_indices_and_vectors_with_slopes():
         assert abs(slopes[at, 3] - wanted) <= 1e-2 * np.abs(slopes[at]).max()
 
 
+@pytest.mark.parametrize("name", ["heads", "at"])
+def test_a_traced_index_that_is_none_makes_the_value_nan(name):
+    value = jnp.ones((B, T, 4, 3))
+
+    @jax.jit
+    def edited(index):
+        return zero("block_0/attention/heads", **{name: index})["block_0/attention/heads"](value)
+
+    size = dict(heads=4, at=T)[name]
+    for index in (-1, size, jnp.array([0, size])):
+        assert np.isnan(edited(index)).all()
+    for index in (0, size - 1, jnp.array([0, size - 1])):
+        assert np.isfinite(edited(index)).all() and (edited(index) == 0).any()
+    token = value[:, :1]  # read alone, while tokens are made: another index is of another call
+    later = jax.jit(lambda at: zero("block_0/residual", at=at)["block_0/residual"](token[..., 0]))
+    np.testing.assert_array_equal(later(5), token[..., 0])
+
+
+def test_the_hidden_layers_of_experts_have_no_heads():
+    edit = zero("block_0/feed_forward/hidden", heads=1)["block_0/feed_forward/hidden"]
+    with pytest.raises(ValueError, match="heads is 1: block_0/feed_forward/hidden has no heads"):
+        edit(jnp.ones((B, T, 2, 5)))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -4,7 +4,8 @@
     logits, _ = model.apply({"params": params}, tokens, edit=edit)
     step = make_step(model, edit=edit)
 
-`heads` and `at` (tokens) say what of a value changes, all where they are None. `at` counts the
+`heads` and `at` (tokens) say what of a value changes, all where they are None. A wrong index is
+refused; of a traced one, which is not known, the whole value becomes NaN. `at` counts the
 tokens of one call: while tokens are made, those of the prompt; of a call that reads one token,
 nothing is at another place than 0.
 
@@ -152,7 +153,7 @@ def add(
 
 def axes_of(place: str, ndim: int) -> dict[str, int]:
     """Return where the tokens of a value stand among its axes, and where its heads."""
-    if ndim < 4:
+    if ndim < 4 or place.endswith("/hidden"):  # of experts, those of each one
         return {"token": 1}
     return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
 
@@ -176,10 +177,14 @@ def _change(
             if axis not in axes:
                 raise ValueError(f"{name} is {index!r}: {place} has no heads")
             size = value.shape[axes[axis]]
-            chosen = _chosen(name, index, size, alone=axis == "token" and size == 1)
+            alone = axis == "token" and size == 1
+            chosen = _chosen(name, index, size, alone=alone)
             shape = [1] * value.ndim
             shape[axes[axis]] = size
             changed = jnp.where(chosen.reshape(shape), changed, value)
+            if isinstance(index, jax.core.Tracer):  # nothing can be raised of what is not known
+                wrong = (index < 0) | ((index >= size) & (not alone))
+                changed = jnp.where(wrong.any(), jnp.nan, changed)
         return changed
 
     return edit
