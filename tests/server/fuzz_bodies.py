@@ -19,8 +19,7 @@ from pathlib import Path
 
 import jax
 
-from tests.server.models import running, tiny
-from tests.server.test_app import is_idle
+from tests.server.models import is_idle, running, tiny
 from transformer_jax.server.app import make_app
 
 PATHS = "/v1/completions", "/v1/chat/completions"

@@ -1,9 +1,11 @@
 """A small model behind the server, for tests: letters with a chat template, untrained."""
 
 import json
+import time
 from contextlib import contextmanager
 
 import jax
+import numpy as np
 
 import transformer_jax as tj
 from transformer_jax.server.engine import Engine
@@ -41,6 +43,16 @@ def tiny(*, template: bool = True) -> LanguageModel:
     )  # fmt: skip
     params = tj.init_params(config, jax.random.key(3))
     return LanguageModel(TextModel(config, params, tokenizer, (257,)), "/home/somebody/secret")
+
+
+def is_idle(engine, seconds: float = 20) -> bool:
+    """Wait until no request waits or is decoded, and no slot is taken."""
+    until = time.monotonic() + seconds
+    while engine.waiting or engine.running:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return not np.asarray(engine._held.active).any()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.server.models import running, tiny
+from tests.server.models import is_idle, running, tiny
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding.samplers import Sample, Temperature, TopP
 from transformer_jax.models.factory import build
@@ -55,16 +55,6 @@ def events(response) -> list:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def is_idle(engine, seconds: float = 20) -> bool:
-    """Wait until no request waits or is decoded, and no slot is taken."""
-    until = time.monotonic() + seconds
-    while engine.waiting or engine.running:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return not np.asarray(engine._held.active).any()
-
-
 def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
     for prompt in ("cab", "", "grab a cab, é"):
         got = complete(client, prompt=prompt).json()
@@ -92,6 +82,25 @@ def test_a_seed_draws_what_the_model_alone_draws_with_its_key(client):
         assert got["choices"][0]["text"] == want
     drawn = {complete(client, temperature=2).json()["choices"][0]["text"] for _ in range(4)}
     assert len(drawn) == 4, "without a seed each request draws its own"
+
+
+@pytest.mark.slow
+def test_a_prompt_that_begins_as_another_s_text_is_not_read_anew(client):
+    """Of the next turn of a chat and of a text that parts from it, to the same answers."""
+    talk = [{"role": "user", "content": "tab bad dab a cab"}]
+    assert answer(client, messages=talk).status_code == 200
+    for content, most in (("da", 10), ("bat", 10), (" ", 2)):
+        more = [*talk, {"role": "assistant", "content": "ab"}, {"role": "user", "content": content}]
+        got = answer(client, messages=more, max_tokens=most).json()
+        assert got["choices"][0]["message"]["content"] == MODEL.chat(more, most)
+        shared = got["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert len(MODEL.read_messages(talk)) <= shared < got["usage"]["prompt_tokens"]
+    got = complete(client, prompt="tab bad dab a cab and others", seed=5, temperature=1).json()
+    want = MODEL.generate(
+        "tab bad dab a cab and others", 11, sampler=Sample(Temperature(1.0)), key=jax.random.key(5)
+    )
+    assert got["choices"][0]["text"] == want
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "chats begin with u"
 
 
 def test_a_stop_text_ends_an_answer_before_it(client, engine):
@@ -196,11 +205,9 @@ def test_requests_above_the_queue_are_refused_and_the_others_answered(monkeypatc
         client = testclient.TestClient(make_app(engine, NAME))
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             futures = [pool.submit(complete, client) for _ in range(6)]
-            done, waiting = concurrent.futures.wait(futures, 20, return_when="FIRST_COMPLETED")
-            while len(done) < 4 and waiting:
-                more, waiting = concurrent.futures.wait(waiting, 20, return_when="FIRST_COMPLETED")
-                done |= more
-            assert engine.waiting == 2
+            until = time.monotonic() + 20
+            while sum(one.done() for one in futures) < 4 and time.monotonic() < until:
+                time.sleep(0.01)
             held.go.set()
             found = [future.result() for future in futures]
     statuses = sorted(one.status_code for one in found)

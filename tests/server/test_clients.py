@@ -12,8 +12,7 @@ import jax
 import pytest
 
 from tests.server.fuzz_bodies import PATHS
-from tests.server.models import running, tiny
-from tests.server.test_app import is_idle
+from tests.server.models import is_idle, running, tiny
 from transformer_jax.decoding.samplers import Sample, Temperature, TopP
 from transformer_jax.server.app import make_app
 
@@ -91,7 +90,7 @@ def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, e
     requests = []
     for n in range(16):
         t, p = ((0, 1), (0.8, 0.9), (0, 0.5), (1.3, 1))[n % 4]
-        prompt = "a cabbage, and so on"[: 1 + n]
+        prompt = "a cabbage, and so on, and so on"[: 9 + n]  # some begin as others do
         requests.append(dict(prompt=prompt, max_tokens=3 + 2 * n, temperature=t, top_p=p, seed=n))
     want = []
     for one in requests:
@@ -109,6 +108,8 @@ def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, e
     found = asyncio.run(all_of_them())
     assert [one.choices[0].text for one in found] == want * 2
     assert len(set(want)) == 16 and is_idle(engine)
+    reused = [one.usage.prompt_tokens_details.cached_tokens for one in found]
+    assert max(reused) >= 16 and 0 in reused
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 A request waits in a queue until a slot is free, and its row is then decoded beside the others. What
 it gets depends on no other row: with temperature 0 it is what `LanguageModel.generate` writes, and
 with a seed what it writes with `Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`.
+
+A slot keeps what its last request read until another takes it. A prompt that begins as the text of
+a slot does, as the next turn of a chat, goes on from a copy of its cache.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.cache.model_cache import rewind_cache
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.decoding.batch_rows import gather_rows
 from transformer_jax.decoding.continuous_batching import (
     admit,
     advance_slots,
@@ -51,6 +56,9 @@ from transformer_jax.use.language_model import LanguageModel
 
 CONTEXT = 2048
 """Most tokens of a prompt and its answer, unless the model reads fewer or the caller says more."""
+
+LEAST_SHARED = 16
+"""Fewest tokens that are taken from the cache of another request: fewer are read as soon."""
 
 LEAST_LOG_PROB = -9999.0
 """What stands for the logarithm of 0, which JSON has no number for."""
@@ -83,6 +91,8 @@ class _Row:
 
     ticket: Ticket
     writer: TextWriter
+    shared: int = 0
+    """Tokens of the prompt that were not read anew."""
     count: int = 0
     decided: int = 0
     """Characters that were delivered."""
@@ -138,6 +148,13 @@ class Engine:
         self._processors = (*model.model.processors, *known)
         self._held = self._free_slots()
         self._rows: list[_Row | None] = [None] * slots
+        # A ring forgets what a prefix needs, processors must see it, and int8 would round it twice.
+        whole = isinstance(model.config, ModelConfig) and model.config.window is None
+        self._shares = whole and cache_dtype is None and not model.model.processors
+        self._texts: list[list[int]] = [[] for _ in range(slots)]
+        """The tokens that each slot has read, and the newest one."""
+        self._taken = [0] * slots
+        """When each slot was taken, counted in requests."""
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -261,6 +278,7 @@ class Engine:
                 print(f"serve: {type(error).__name__}: {error}", file=sys.stderr)
                 self._fail("the server could not go on with this request")
                 self._held = self._free_slots()
+                self._texts = [[] for _ in self._rows]
         self._fail("the server is stopping")
         while self._waiting:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
@@ -278,11 +296,9 @@ class Engine:
                 self._free(number)
         first: dict[int, StepOutput] = {}
         while None in self._rows and (ticket := self._next()) is not None:
-            number = self._rows.index(None)
-            self._rows[number] = _Row(
-                ticket,
-                TextWriter(self.model.tokenizer, ticket.asked.stop, self.model.model.stop_ids),
-            )
+            free = [number for number, row in enumerate(self._rows) if row is None]
+            number = min(free, key=lambda n: self._taken[n])  # whose text is the oldest
+            self._taken[number] = max(self._taken) + 1
             first[number] = self._admit(number, ticket)
         if not any(self._rows):
             return
@@ -303,10 +319,14 @@ class Engine:
             return self._waiting.popleft() if self._waiting else None
 
     def _admit(self, number: int, ticket: Ticket) -> StepOutput:
-        asked = ticket.asked
+        asked, (state, shared) = ticket.asked, self._shared(ticket.ids)
+        ends = self.model.model.stop_ids
+        writer = TextWriter(self.model.tokenizer, asked.stop, ends)
+        self._rows[number] = _Row(ticket, writer, shared)
+        self._texts[number] = ticket.ids.tolist()
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         self._held, output = admit(
-            self._held, self.model.params, number, ticket.ids[None], self._empty,
+            self._held, self.model.params, number, ticket.ids[None, shared:], state,
             limits=ticket.num_tokens, key=first_key(jax.random.key(seed))[None],
             sampling=RowSampling(
                 jnp.array([asked.temperature], jnp.float32), jnp.array([asked.top_p], jnp.float32)
@@ -314,6 +334,20 @@ class Engine:
             top=MOST_TOP if asked.top else 0,
         )  # fmt: skip
         return output
+
+    def _shared(self, ids: np.ndarray) -> tuple[Any, int]:
+        """Return a row that has read the beginning of a prompt, and how many tokens these are."""
+        best, row = 0, 0
+        for number, text in enumerate(self._texts if self._shares else ()):
+            read = min(len(text), len(ids)) - 1  # the newest token of a text, and one to go on from
+            known = np.array(text[: max(0, read)], ids.dtype)
+            differs = np.flatnonzero(known != ids[: len(known)])
+            length = int(differs[0]) if len(differs) else len(known)
+            if length > best:
+                best, row = length, number
+        if best < LEAST_SHARED:
+            return self._empty, 0
+        return _begun(self._held.decode_state.state, np.int32(row), np.int32(best)), best
 
     def _write(self, number: int, output: StepOutput) -> None:
         """Deliver what a call gave the request of a slot, and free the slot at its end."""
@@ -325,9 +359,11 @@ class Engine:
             if token < 0:
                 if np.isnan(output.log_prob[n]):
                     part = Part(count=row.count, end="failed", error=NO_TOKEN)
+                    self._texts[number] = []
                     break
                 continue
             row.count += 1
+            self._texts[number].append(token)
             offset = row.writer.length
             chosen.append(row.writer.feed(token))
             if asked.top is not None and token not in row.writer.stop_ids:
@@ -356,7 +392,7 @@ class Engine:
         row.held = row.held[len(tokens) :]
         if begins and row.ticket.asked.endpoint == "chat":
             text = text.removeprefix(" ")
-        return Part(text, tuple(tokens), row.count, end)  # type: ignore[arg-type]
+        return Part(text, tuple(tokens), row.count, end, shared=row.shared)  # type: ignore[arg-type]
 
     def _token(self, token: int, offset: int, output: StepOutput, n: int, count: int) -> Token:
         top: tuple[tuple[bytes, float], ...] = ()
@@ -374,6 +410,12 @@ class Engine:
     def _free(self, number: int) -> None:
         self._held = release(self._held, number)
         self._rows[number] = None
+
+
+@jax.jit
+def _begun(state: Any, row: jax.Array, length: jax.Array) -> Any:
+    """Return one row of a state as it was when it had read `length` tokens."""
+    return rewind_cache(gather_rows(state, row[None]), length[None])
 
 
 def _deliver(ticket: Ticket, part: Part) -> None:

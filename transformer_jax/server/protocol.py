@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
@@ -180,6 +180,7 @@ class Part:
         count: how many tokens were chosen so far, one that ends the text included.
         end: why it ended; None: more is to come.
         error: why it failed.
+        shared: how many tokens of the prompt were taken from the cache of an earlier request.
     """
 
     text: str = ""
@@ -187,6 +188,7 @@ class Part:
     count: int = 0
     end: End | None = None
     error: str | None = None
+    shared: int = 0
 
 
 class Stamp(NamedTuple):
@@ -201,14 +203,17 @@ class Stamp(NamedTuple):
 def join_parts(parts: Sequence[Part]) -> Part:
     """Return parts as one."""
     tokens = tuple(token for part in parts for token in part.tokens)
-    last = parts[-1]
-    return Part("".join(part.text for part in parts), tokens, last.count, last.end, last.error)
+    return replace(parts[-1], text="".join(part.text for part in parts), tokens=tokens)
 
 
-def usage(prompt_tokens: int, count: int) -> JsonObject:
-    """Return the counts of tokens of an answer."""
-    total = prompt_tokens + count
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": total}
+def usage(prompt_tokens: int, part: Part) -> JsonObject:
+    """Return the counts of tokens of an answer, of which this is the last part."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": part.count,
+        "total_tokens": prompt_tokens + part.count,
+        "prompt_tokens_details": {"cached_tokens": part.shared},
+    }
 
 
 def answer(asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
@@ -220,7 +225,7 @@ def answer(asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonOb
         choice["text"] = part.text
     choice |= {"logprobs": _log_probs(asked, part.tokens), "finish_reason": part.end}
     kind = "chat.completion" if asked.endpoint == "chat" else "text_completion"
-    return _framed(kind, stamp, [choice]) | {"usage": usage(prompt_tokens, part.count)}
+    return _framed(kind, stamp, [choice]) | {"usage": usage(prompt_tokens, part)}
 
 
 def chunks(
@@ -255,7 +260,7 @@ def chunks(
     if asked.include_usage:
         found = [{**one, "usage": None} for one in found]
         if part.end is not None:
-            found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part.count)})
+            found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part)})
     return found
 
 
