@@ -105,6 +105,17 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     # fields that contradict each other
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
+    (ModelConfig, {}, dict(residual_scale=0.0), "residual_scale", "0.0", "positive"),
+    (
+        ModelConfig,
+        dict(scale_embeddings=True),
+        dict(embedding_scale=2.0),
+        "embedding_scale",
+        "2.0",
+        "needs scale_embeddings False",
+    ),
+    (ModelConfig, {}, dict(qk_norm_over="heads"), "qk_norm_over", "'heads'", "needs qk_norm"),
+    (ModelConfig, {}, dict(out_bias="no"), "out_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(ff_bias="no"), "ff_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(norm_unit_offset=1), "norm_unit_offset", "1", "bool"),
     (Sinusoidal, {}, dict(layout="thirds"), "layout", "'thirds'", "'halves'"),

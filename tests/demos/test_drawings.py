@@ -30,6 +30,7 @@ CONFIGS = {
         attention_sinks=True, logit_bias=True, logit_softcap=17.0, d_model=23,
     ),
     "sandwich, scanned": dict(norm_order="sandwich", positions="alibi", scan_layers=True),
+    "scales": dict(embedding_scale=12.5, residual_scale=0.25),
     "output": dict(
         norm_order="output", num_kv_heads=1, qk_norm=True, qk_norm_over="heads", norm="rmsnorm"
     ),

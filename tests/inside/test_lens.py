@@ -134,6 +134,9 @@ def test_what_is_no_sum_is_refused_by_name(shape, arguments, message):
 
 
 def test_a_capped_logit_and_models_without_logits_are_refused_by_name():
+    scaled = build(ModelConfig(vocab_size=VOCAB, num_layers=1, residual_scale=0.5))
+    with pytest.raises(ValueError, match=r"residual_scale is 0.5: the stream gains so many times"):
+        logit_attribution(scaled, {}, draw(), 3)
     capped = build(ModelConfig(vocab_size=VOCAB, num_layers=1, logit_softcap=5.0))
     with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is no sum"):
         logit_attribution(capped, {}, draw(), 3)

@@ -78,6 +78,11 @@ CASES: dict[str, dict] = {
         use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
         num_kv_heads=1, positions_=PADDED,
     ),
+    "granite": dict(
+        positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
+        num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,
+        attention_scale=0.4, positions_=PADDED,
+    ),
     "olmo2": dict(
         positions="rope", norm="rmsnorm", norm_order="output", activation="silu", glu=True,
         use_bias=False, qk_norm=True, qk_norm_over="heads", num_heads=4, num_kv_heads=2,

@@ -220,6 +220,16 @@ PUBLISHED |= {
         tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.40.2",
         use_cache=True, vocab_size=32064,
     ),
+    "granite-3.0-2b-base": dict(
+        architectures=["GraniteForCausalLM"], attention_bias=False, attention_dropout=0.1,
+        attention_multiplier=0.015625, bos_token_id=0, embedding_multiplier=12.0, eos_token_id=0,
+        hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=8192,
+        logits_scaling=8.0, max_position_embeddings=4096, mlp_bias=False, model_type="granite",
+        num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=8, pad_token_id=0,
+        residual_multiplier=0.22, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000,
+        tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.46.0.dev0",
+        use_cache=True, vocab_size=49155,
+    ),
     "OLMo-2-1124-7B": dict(
         architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
         eos_token_id=100257, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
@@ -341,6 +351,11 @@ MEANT: dict[str, dict[str, Any]] = {
     "Phi-3-mini-4k-instruct": LLAMA | dict(
         vocab_size=32064, d_model=3072, d_ff=8192, num_layers=32, num_heads=32, num_kv_heads=32,
         max_len=4096, window=2047,
+    ),
+    "granite-3.0-2b-base": LLAMA | dict(
+        vocab_size=49155, d_model=2048, d_ff=8192, num_layers=40, num_heads=32, num_kv_heads=8,
+        max_len=4096, attention_dropout=0.1, tie_embeddings=True, attention_scale=0.015625,
+        embedding_scale=12.0, residual_scale=0.22, logit_scale=0.125,
     ),
     "OLMo-2-1124-7B": LLAMA | OLMO | dict(
         vocab_size=100352, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
@@ -557,6 +572,10 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     ),
     "phi3": (
         small(model_type="phi3", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | dict(norm_eps=1e-5),
+    ),
+    "granite": (
+        small(model_type="granite", **NO_DEFAULT), (),
+        SMALL_LLAMA | EIGHT | dict(attention_scale=1.0),
     ),
     "olmo2": (
         small(model_type="olmo2", **NO_DEFAULT), (),

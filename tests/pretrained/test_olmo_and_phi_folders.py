@@ -15,6 +15,7 @@ SMALL = dict(
 PHI3 = SMALL | dict(model_type="phi3")
 OLMO2 = SMALL | dict(model_type="olmo2")
 OLMO3 = SMALL | dict(model_type="olmo3", sliding_window=5)
+GRANITE = SMALL | dict(model_type="granite")
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8)
 
 
@@ -62,6 +63,8 @@ def test_the_two_rotations_of_olmo3_are_read_and_written(keys, rope):
             "rope_parameters is 'yarn': layers with a window stretch nothing",
         ),
         (OLMO3 | dict(layer_types=["full_attention"]), "layer_types is .*: must be a list of 4"),
+        (GRANITE | dict(residual_multiplier=0), "residual_multiplier is 0: must be positive"),
+        (GRANITE | dict(logits_scaling="6"), "logits_scaling is '6': must be a number"),
         (OLMO2 | dict(clip_qkv=3.0), "clip_qkv is 3.0: no such key"),
         (PHI3 | dict(rope_scaling=YARN), "rope_scaling is 'yarn': a phi3 has longrope or none"),
         (PHI3 | dict(attention_bias=True), "attention_bias is True: must be False"),

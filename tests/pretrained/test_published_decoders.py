@@ -213,6 +213,14 @@ CASES = {
             short_factor=[1.0, 1.1, 1.5], long_factor=[4.0, 5.0, 9.0],
         ),
     ),
+    "granite": case(
+        "Granite", embedding_multiplier=3, residual_multiplier=0.6, logits_scaling=1.5,
+        attention_multiplier=0.2,
+    ),
+    "granite, biases": case(
+        "Granite", head_dim=12, attention_bias=True, tie_word_embeddings=True,
+        residual_multiplier=0.7, attention_multiplier=0.3,
+    ),
     "olmo2": case("Olmo2", head_dim=12, rms_norm_eps=1e-2),
     "olmo2, biases": case(
         "Olmo2", num_key_value_heads=4, attention_bias=True, tie_word_embeddings=True,
@@ -283,12 +291,12 @@ def often(names: Any, seldom: Any) -> list[Any]:
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-SLOW = "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
+SLOW = "granite", "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
-ONE_OF_EACH += "starcoder2", "stablelm", "opt", "bloom"
+ONE_OF_EACH += "granite", "starcoder2", "stablelm", "opt", "bloom"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""

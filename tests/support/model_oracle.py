@@ -184,6 +184,7 @@ def _embed(config, params: Params, tokens, token_place: list[int], types, side="
         own = side == "" and config.source_vocab_size is not None
         x = params["source_tokens" if own else "tokens"][tokens]
         x = x * math.sqrt(x.shape[1]) if config.scale_embeddings else x
+        x = x if config.embedding_scale is None else x * config.embedding_scale
     width = x.shape[1]
     for i, place in enumerate(token_place):
         if place < 0:
@@ -254,7 +255,8 @@ def _stack(
         if config.norm_order.startswith("parallel"):
             shared = config.norm_order == "parallel_shared"
             norms = {name: block["norm" if shared else f"norm_{name}"] for name in branches}
-            x = x + sum(f(_norm(config, norms[name], x)) for name, f in branches.items())
+            scale = 1.0 if config.residual_scale is None else config.residual_scale
+            x = x + scale * sum(f(_norm(config, norms[name], x)) for name, f in branches.items())
             continue
         for name, function in branches.items():
             x = _branch(config, block, name, x, function)
@@ -265,15 +267,16 @@ def _stack(
 
 
 def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.ndarray:
+    scale = 1.0 if config.residual_scale is None else config.residual_scale
     if config.norm_order == "output":
-        return x + _norm(config, block[f"out_norm_{name}"], function(x))
+        return x + scale * _norm(config, block[f"out_norm_{name}"], function(x))
     inner = block[f"norm_{name}"]
     if config.norm_order == "post":
-        return _norm(config, inner, x + function(x))
+        return _norm(config, inner, x + scale * function(x))
     y = function(_norm(config, inner, x))
     if config.norm_order == "sandwich":
         y = _norm(config, block[f"out_norm_{name}"], y)
-    return x + y
+    return x + scale * y
 
 
 def _attention(

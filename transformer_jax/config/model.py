@@ -127,6 +127,10 @@ class ModelConfig:
 
     scale_embeddings: bool = False
     """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
+    embedding_scale: float | None = None
+    """Multiplier on embeddings of tokens in the place of sqrt(d_model) (Granite)."""
+    residual_scale: float | None = None
+    """Multiplier on what each branch adds to the stream (Granite)."""
     tie_embeddings: bool = True
     """The output matrix is the embedding matrix."""
     logit_scale: float | None = None
@@ -192,6 +196,9 @@ class ModelConfig:
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
         factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
+        factor(self, "embedding_scale", "residual_scale")
+        if self.scale_embeddings:
+            unread(self, "needs scale_embeddings False", "embedding_scale")
         non_negative(self, "sink_tokens")
         below_int32(self, *sizes, "sink_tokens")
         fraction(self, "dropout", "attention_dropout")

@@ -109,6 +109,9 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
     if stack == "decoder" and config.kind == "encoder-decoder":
         boxes.append(attention_box(config, stack, cross=True))
     boxes.append(Box("feed_forward", [*router, hidden, f"down {config.d_model}"], "feed_forward"))
+    if config.residual_scale is not None:
+        line = f"times {config.residual_scale:g}"
+        boxes = [Box(box.name, [*box.lines, line], box.fill) for box in boxes]
     items = list[Item]()
     if config.norm_order == "parallel_shared":
         items += ["split", *norm_boxes(config, "norm"), "fork"]
@@ -154,6 +157,8 @@ def embedding_boxes(config: ModelConfig, target: bool) -> list[Box]:
         own = own and config.kind == "encoder-decoder"
         size = config.encoder_vocab_size if own else config.vocab_size
         lines = [f"{size} × {width}"] + [f"times sqrt({width})"] * config.scale_embeddings
+        if config.embedding_scale is not None:
+            lines.append(f"times {config.embedding_scale:g}")
         pair = config.kind == "encoder-decoder" and config.inputs is None
         if pair and config.source_vocab_size is None:
             lines.append("one table of source and target")

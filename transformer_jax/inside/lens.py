@@ -122,6 +122,9 @@ def no_sum(config: ModelConfig) -> str | None:
     if config.logit_softcap is not None:
         rule = "a capped logit is no sum; replace(config, logit_softcap=None) has those before"
         return f"logit_softcap is {config.logit_softcap}: {rule}"
+    if config.residual_scale is not None:
+        rule = "the stream gains so many times what a part gives"
+        return f"residual_scale is {config.residual_scale}: {rule}"
     if config.masked_token_head:
         rule = "its activation is after the last stream, and so logits are no sum"
         return f"masked_token_head is True: {rule}"

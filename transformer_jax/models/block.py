@@ -392,6 +392,7 @@ class Block(nn.Module):
                 y = self.feed_forward(y, keys[4], visit)
             if cfg.norm_order in ("sandwich", "output"):
                 y = self.out_norm[branch](y)
+            y = y if cfg.residual_scale is None else y * cfg.residual_scale
             x = x + dropout(y, cfg.dropout, drop[branch])
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)

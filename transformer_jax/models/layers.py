@@ -243,7 +243,7 @@ class Embed(nn.Module):
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """Return E[token] (times sqrt(D)) plus position and type vectors; zeros where padded.
+        """Return E[token] (times a scale) plus position and type vectors; zeros where padded.
 
         A norm of embeddings with a bias makes that bias of the zeros.
         """
@@ -258,7 +258,8 @@ class Embed(nn.Module):
                 if isinstance(table, QuantizedTable)
                 else ops.lookup(table, tokens)
             )
-            x = x * cfg.d_model**0.5 if cfg.scale_embeddings else x
+            scale = cfg.d_model**0.5 if cfg.scale_embeddings else cfg.embedding_scale
+            x = x if scale is None else x * scale
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)

@@ -368,7 +368,13 @@ def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> No
     if isinstance(config.positions, Learned):
         rule = "a table ends; use 'rope', 'alibi', 't5', ..."
         raise ValueError(f"positions is {config.positions!r}: {rule}")
-    for name in ("scale_embeddings", "logit_scale", "logit_bias", "logit_softcap"):
+    for name in (
+        "scale_embeddings",
+        "embedding_scale",
+        "logit_scale",
+        "logit_bias",
+        "logit_softcap",
+    ):
         if getattr(config, name):
             rule = "frames have no token table"
             raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")

@@ -28,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         llama.GEMMA2,
         llama.GEMMA3,
         llama.PHI3,
+        llama.GRANITE,
         llama.OLMO2,
         llama.OLMO3,
         parallel.GPT_NEOX,

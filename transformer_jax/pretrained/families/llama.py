@@ -1,6 +1,6 @@
 """Map Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
 
-These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, and SmolLM, whose
+These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, and SmolLM, whose
 model_type is llama. They share one table of names and differ in norms, biases and windows.
 """
 
@@ -409,6 +409,47 @@ def _write_olmo3(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Olmo3ForCausalLM"], **keys)
 
 
+def _scale(keys: ConfigKeys, name: str) -> float | None:
+    scale = float(keys.positive(name, 1.0))
+    return None if scale == 1 else scale
+
+
+def _read_granite(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = read_common(keys)
+    attention_bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
+    divisor = float(keys.positive("logits_scaling", 1.0))
+    fields |= dict(
+        use_bias=attention_bias,
+        attention_scale=float(keys.positive("attention_multiplier", 1.0)),
+        embedding_scale=_scale(keys, "embedding_multiplier"),
+        residual_scale=_scale(keys, "residual_multiplier"),
+        logit_scale=None if divisor == 1 else 1 / divisor,
+    )
+    if mlp_bias != attention_bias:
+        fields |= dict(ff_bias=mlp_bias)
+    rope = read_rope(keys, fields)
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_granite(config: ModelConfig) -> JsonObject:
+    scale = config.key_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    divisor = 1.0
+    if config.logit_scale is not None:  # the shortest number whose inverse it is
+        divisor = 1 / config.logit_scale
+        short = float(f"{divisor:.12g}")
+        divisor = short if 1 / short == config.logit_scale else divisor
+    return dict(
+        architectures=["GraniteForCausalLM"],
+        **write_common(config),
+        attention_bias=config.use_bias,
+        mlp_bias=config.use_bias if config.ff_bias is None else config.ff_bias,
+        attention_multiplier=scale,
+        embedding_multiplier=config.embedding_scale or 1.0,
+        residual_multiplier=config.residual_scale or 1.0,
+        logits_scaling=divisor,
+    )
+
+
 llama_family = partial(
     Family,
     table=llama_table,
@@ -426,5 +467,6 @@ GEMMA = llama_family("gemma", _read_gemma, _write_gemma)
 GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
 GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)
 PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table)
+GRANITE = llama_family("granite", _read_granite, _write_granite)
 OLMO2 = llama_family("olmo2", _read_olmo2, _write_olmo2)
 OLMO3 = llama_family("olmo3", _read_olmo3, _write_olmo3)
