@@ -76,7 +76,7 @@ def automaton(seed: int, vocab: int) -> dict[str, jax.Array]:
 
 def states(rows: int = 4) -> dict[str, jax.Array]:
     """Each row begins elsewhere: as many cases as rows."""
-    return {"place": np.zeros(rows, np.int32), "memory": np.arange(rows, dtype=np.int32)}
+    return {"place": jnp.zeros(rows, jnp.int32), "memory": jnp.arange(rows, dtype=jnp.int32)}
 
 
 def prompts(vocab: int, rows: int = 4, columns: int = 3) -> np.ndarray:
