@@ -113,6 +113,9 @@ def test_a_stop_text_ends_an_answer_before_it(client, engine):
     }  # fmt: skip
     assert whole.startswith(want) and len(want) < len(whole)
     assert 0 < got["usage"]["completion_tokens"] < 40
+    want = MODEL.generate("cab", 11)
+    got = complete(client, stop=want[-1] + "\x00").json()["choices"][0]
+    assert got["text"] == want and got["finish_reason"] == "length", "held back, then decided"
     assert is_idle(engine)
 
 
@@ -137,6 +140,7 @@ def test_log_probabilities_are_those_of_the_whole_text_read_at_once(client):
     assert joined == alone["logprobs"]["token_logprobs"]
     offsets = alone["logprobs"]["text_offset"]
     assert offsets[0] == 0 and offsets == sorted(offsets) and len(offsets) == 11
+    assert len(set(offsets)) > 5
 
 
 @pytest.mark.parametrize(
