@@ -36,6 +36,7 @@ from transformer_jax.cli.run_flags import FLAGS, configure, parse
 from transformer_jax.config import (
     ConfigError,
     ConvolutionConfig,
+    Experts,
     Frames,
     LoraConfig,
     MeshConfig,
@@ -221,7 +222,7 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     expected = flat(TrainConfig, "model").union(*map(flat, models))
     inputs = Patches, Frames, Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
-    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig, LoraConfig)))
+    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig, LoraConfig, Experts)))
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
