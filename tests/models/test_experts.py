@@ -368,6 +368,45 @@ def test_choices_are_the_likeliest_first():
     np.testing.assert_allclose(weights, [[sigmoid(2.0), sigmoid(-2.0)], [0.5, 0.5]], rtol=1e-6)
 
 
+def test_sigmoids_that_round_to_one_are_still_in_order():
+    experts = Experts(count=4, top_k=2, score="sigmoid")
+    chosen, weights = route(experts, jnp.array([20.0, 30.0, 1000.0, 19.0]))
+    assert chosen.tolist() == [2, 1]
+    np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["softmax of the chosen", "sigmoid", "sigmoid with bias"])
+def test_a_logit_that_is_nan_is_in_the_weights(kind):
+    experts = ROUTERS[kind]
+    bias = jnp.zeros(experts.count) if experts.selection_bias else None
+    for nan in (np.float32(np.nan), -np.float32(np.nan)):
+        logits = jnp.arange(2.0 * experts.count).reshape(2, -1).at[1, 0].set(nan)
+        _, weights = route(experts, logits, bias)
+        assert np.isfinite(weights[0]).all() and np.isnan(weights[1]).all()
+
+
+def test_no_rows_are_no_rows():
+    config, params = made(Experts(count=4, top_k=2))
+    own = params["decoder"]["block_0"]["feed_forward"]
+    y = ExpertFeedForward(config).apply({"params": own}, jnp.zeros((0, 5, config.d_model)))
+    assert y.shape == (0, 5, config.d_model)
+
+
+def test_a_gradient_holds_no_copy_of_the_matrices_for_each_block():
+    def scratch(rows):
+        def loss(x, w, chosen):
+            return (by_expert(lambda x, own, _: x @ own[0][0], x, chosen, ((w, None),)) ** 2).sum()
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((rows, 4096), (4, 4096, 4096))]
+        shapes.append(jax.ShapeDtypeStruct((rows,), jnp.int32))
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    copies = 16 * 4 * 4096**2  # bytes, of 16 blocks of 256 rows
+    more = scratch(8192) - scratch(4096)
+    assert more < copies / 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

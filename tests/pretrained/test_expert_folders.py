@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from transformer_jax.config import ConfigError, Experts
+from transformer_jax.config import ConfigError, Experts, LoraConfig
 from transformer_jax.models.factory import init_params
+from transformer_jax.models.lora import init_lora
 from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.peft import save_lora
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.tensors import tensor_names
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -107,6 +110,15 @@ def test_a_dense_family_has_no_experts():
         write_config(FAMILIES["mistral"], config)
     with pytest.raises(ConfigError, match="experts is None"):
         write_config(FAMILIES["mixtral"], replace(config, experts=None))
+
+
+def test_adapters_of_experts_are_no_file_of_peft(tmp_path):
+    config, params = drawn(MIXTRAL)
+    lora = LoraConfig(rank=2, targets=("query", "up"))
+    adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
+    names = tensor_names(config, "mixtral")
+    with pytest.raises(ValueError, match="block_0/feed_forward/up: is of experts, whose adapters"):
+        save_lora(tmp_path / "a", params, adapters, lora, names)
 
 
 def test_more_experts_than_tensors_are_refused_before_they_are_listed(tmp_path):

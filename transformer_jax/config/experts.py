@@ -41,8 +41,8 @@ class Experts:
     scale: float = 1.0
     """Multiply the weights by it, after they are normalised."""
     selection_bias: bool = False
-    """Choose experts by score + b, with a number b of each expert that weighs nothing and has no
-    gradient (Wang et al. 2024)."""
+    """Choose experts by score + b, with a number b of each expert that weighs nothing (Wang et al.
+    2024). It has no gradient, so training leaves it as it is: it is for weights that are loaded."""
     shared_d_ff: int | None = None
     """Hidden width of one more feed-forward, which every token is given to; None has none."""
     shared_gate: bool = False

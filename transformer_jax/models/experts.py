@@ -4,7 +4,7 @@ The rows of each expert are gathered into blocks of one size, the last of them f
 and a scan multiplies block after block with its expert's matrices. So the work is that of the
 chosen experts, up to less than a block for each, whatever the router does, and no token is dropped.
 `jax.lax.ragged_dot` computes the same; on a CPU it multiplies every row with every expert, which
-takes five to seven times as long with 2 of 8 (benchmarks/NOTES.md).
+takes five to six times as long with 2 of 8 (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -50,13 +50,10 @@ def route(
     Returns:
         i32[..., k] and f32[..., k].
     """
-    scores = logits if experts.score == "softmax" else jax.nn.sigmoid(logits)
-    ranked = (
-        scores
-        if bias is None
-        else _probabilities(experts, logits)
-        + jax.lax.stop_gradient(bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1))
-    )
+    ranked = logits  # in the order of the scores, of which those near 0 and 1 may be equal
+    if bias is not None:
+        own = bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1)
+        ranked = _probabilities(experts, logits) + own
     chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), experts.top_k)[1]
     if experts.score == "softmax" and experts.normalize:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
@@ -64,7 +61,8 @@ def route(
         weights = jnp.take_along_axis(_probabilities(experts, logits), chosen, axis=-1)
         if experts.normalize:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return chosen, experts.scale * weights
+    unknown = jnp.isnan(logits).any(axis=-1, keepdims=True)  # top_k may pass over NaN
+    return chosen, jnp.where(unknown, jnp.nan, experts.scale * weights)
 
 
 def _probabilities(experts: Experts, logits: jax.Array) -> jax.Array:
@@ -153,9 +151,11 @@ def by_expert(
         )
         return None, function(x, own, own_key)
 
-    parts = padded.reshape(len(of_block), block, -1), of_block, keys
+    parts = padded.reshape(len(of_block), block, rows.shape[1]), of_block, keys
+    # the backward pass takes the matrices again, or it would keep a copy of them for each block
+    step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
     found = jax.lax.scan(step, None, parts)[1]
-    return found.reshape(len(padded), -1)[slots]
+    return found.reshape(len(padded), found.shape[-1])[slots]
 
 
 class ExpertMatrix(nn.Module):
@@ -230,7 +230,8 @@ class ExpertFeedForward(nn.Module):
         ) -> jax.Array:  # [B, T, k, ...]
             if x.ndim == chosen.ndim:
                 x = jnp.broadcast_to(x[:, :, None], (*chosen.shape, x.shape[-1]))
-            y = by_expert(function, x.reshape(-1, x.shape[-1]), chosen.ravel(), matrices, key)
+            x = x.reshape(chosen.size, x.shape[-1])
+            y = by_expert(function, x, chosen.ravel(), matrices, key)
             return y.reshape(*chosen.shape, y.shape[-1])
 
         x = x.astype(cfg.dtype)
