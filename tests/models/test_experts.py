@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.errors import ScopeParamShapeError
+from jax import export
 
 from transformer_jax import LoraConfig, build, init_cache, init_params, num_params
 from transformer_jax.config import ConfigError, Experts, ModelConfig
@@ -383,6 +384,17 @@ def test_a_logit_that_is_nan_is_in_the_weights(kind):
         logits = jnp.arange(2.0 * experts.count).reshape(2, -1).at[1, 0].set(nan)
         _, weights = route(experts, logits, bias)
         assert np.isfinite(weights[0]).all() and np.isnan(weights[1]).all()
+
+
+@pytest.mark.slow
+def test_an_export_of_any_batch_computes_what_the_model_does():
+    config, params = made(Experts(count=4, top_k=2))
+    model = build(config)
+    logits = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens)[0])
+    tokens = jax.ShapeDtypeStruct(export.symbolic_shape("b, 7"), jnp.int32)
+    exported = export.export(logits)(jax.eval_shape(lambda: params), tokens)
+    again = export.deserialize(exported.serialize())
+    np.testing.assert_allclose(again.call(params, TOKENS), logits(params, TOKENS), atol=1e-5)
 
 
 def test_no_rows_are_no_rows():

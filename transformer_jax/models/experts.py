@@ -25,6 +25,7 @@ from transformer_jax.models.layers import FeedForward, Linear, branch_std, param
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel
 from transformer_jax.sharding import by_compiler, split
+from transformer_jax.tracing import known_sizes
 
 LARGEST_BLOCK = 256
 """Rows that are multiplied with an expert at a time; more make no product faster on a CPU."""
@@ -124,8 +125,8 @@ def by_expert(
     key: jax.Array | None = None,
 ) -> jax.Array:  # [N, W']
     """Return `function(x, matrices of its expert, key)` of each row x; it is called with blocks."""
-    count, size = jax.tree.leaves(matrices)[0].shape[0], len(rows)
-    block = block_size(size, count)
+    count, size = jax.tree.leaves(matrices)[0].shape[0], rows.shape[0]
+    block = block_size(size, count) if known_sizes(size) else 1  # of an export with any batch
     if block == 1:
         slots, of_block = jnp.arange(size), chosen
     else:
@@ -135,12 +136,13 @@ def by_expert(
         number = jnp.arange(size) - (jnp.cumsum(owned) - owned)[chosen[order]]  # within its expert
         first = (ends + owned // -block)[chosen[order]]
         slots = jnp.zeros(size, jnp.int32).at[order].set(first * block + number)
-        blocks = jnp.arange((size + count * (block - 1)) // block)
+        at = jnp.arange((size + count * (block - 1)) // block)
         last = jnp.max(chosen)  # which blocks without a row read once more
-        of_block = jnp.minimum(jnp.searchsorted(ends, blocks, side="right"), last)
-    padded = jnp.zeros((len(of_block) * block, rows.shape[1]), rows.dtype)
+        of_block = jnp.minimum(jnp.searchsorted(ends, at, side="right"), last)
+    blocks = of_block.shape[0]
+    padded = jnp.zeros((blocks * block, rows.shape[1]), rows.dtype)
     padded = padded.at[slots].set(rows, unique_indices=True)
-    keys = None if key is None else jax.random.split(key, len(of_block))
+    keys = None if key is None else jax.random.split(key, blocks)
 
     def step(
         _: None, part: tuple[jax.Array, jax.Array, jax.Array | None]
@@ -151,11 +153,11 @@ def by_expert(
         )
         return None, function(x, own, own_key)
 
-    parts = padded.reshape(len(of_block), block, rows.shape[1]), of_block, keys
+    parts = padded.reshape(blocks, block, rows.shape[1]), of_block, keys
     # the backward pass takes the matrices again, or it would keep a copy of them for each block
     step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
     found = jax.lax.scan(step, None, parts)[1]
-    return found.reshape(len(padded), found.shape[-1])[slots]
+    return found.reshape(padded.shape[0], found.shape[-1])[slots]
 
 
 class ExpertMatrix(nn.Module):
