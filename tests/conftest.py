@@ -4,10 +4,9 @@ import gc
 import os
 import re
 import sys
-import threading
 from argparse import ArgumentTypeError
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 from jax._src import compiler
-from jax._src.interpreters import mlir
 
 pytest.register_assert_rewrite("tests.support")
 
@@ -32,15 +30,6 @@ jax.config.update("jax_traceback_filtering", "off")  # most of the time of an er
 
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)  # traces are many objects: looking for garbage is a tenth of all
-
-
-@cache
-def context_of(thread, make=mlir.make_ir_context):
-    """Return what MLIR builds a thread's programs in; a new one is half of lowering a small one."""
-    return make()
-
-
-mlir.make_ir_context = lambda: context_of(threading.get_ident())
 
 
 @pytest.fixture
@@ -65,7 +54,6 @@ def own_programs():
     """A module's programs are its own, and leave the memory with it."""
     yield
     jax.clear_caches()
-    context_of.cache_clear()
     gc.collect()
     gc.freeze()  # what is left stays, mostly: the next collection need not look at it again
 

@@ -62,8 +62,9 @@ def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageMo
 
 
 def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
-    apply = jax.jit(build(model.config).apply)
-    found = apply({"params": model.params}, np.array([ids]), **given)[0]
+    apply = build(model.config).apply
+    ran = jax.jit(lambda variables, ids: apply(variables, ids, **given))  # an edit is a function
+    found = ran({"params": model.params}, np.array([ids]))[0]
     return np.asarray(found, np.float64)[0]
 
 

@@ -5,7 +5,8 @@ Source: the OpenAPI specification 3.1.0 (OpenAPI Initiative 2021).
 
 from __future__ import annotations
 
-import transformer_jax
+import sys
+
 from transformer_jax.server.schemas import CHAT, COMPLETION, Schema
 
 _ERROR: Schema = {
@@ -73,7 +74,7 @@ def describe(name: str) -> Schema:
     model = {"name": "model", "in": "path", "required": True, "schema": of_model}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "transformer_jax", "version": transformer_jax.__version__},
+        "info": {"title": "transformer_jax", "version": sys.modules["transformer_jax"].__version__},
         "paths": {
             "/health": {"get": _got("Say whether requests are answered.", _HEALTH, 503)},
             "/v1/models": {"get": _got("List the model.", _MODELS)},
