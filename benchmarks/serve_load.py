@@ -31,14 +31,14 @@ from benchmarks import timing
 
 QUESTION = "the server under load: tokens a second, and seconds to the first token"
 TOKENS = 32
-"""Of each answer."""
+"""The length of each answer."""
 LENGTHS = 16, 32, 64
 """The buckets of the prompts' lengths."""
 
 
 @dataclass
 class Taken:
-    """What the clients got."""
+    """Hold what the clients received."""
 
     first: list[float] = field(default_factory=list)
     """Seconds to the first token of each answer."""

@@ -350,7 +350,7 @@ def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path,
 
 
 def test_kernels_whose_rows_take_turns_are_written_so_and_read_back(params, tmp_path):
-    """Of N heads: query, key and value of head 0, then of head 1, as GPT-NeoX has them."""
+    """GPT-NeoX has the query, key and value of head 0 first, then those of head 1, of N heads."""
     config = LoraConfig(rank=2, alpha=3.0, targets=("query", "key", "value"), layers=(0,))
     adapters = trained(params, config)
     shapes = params["decoder"]["block_0"]["attention"]

@@ -30,7 +30,7 @@ BLOOM = dict(model_type="bloom", vocab_size=29, hidden_size=24, n_layer=2, n_hea
 
 
 def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
-    """Of 3 runs of 2 + 1 + 4 rows, of 5 inputs; biases the same."""
+    """Cut 3 runs of 2 + 1 + 4 rows with 5 inputs, and biases of as many rows."""
     whole = np.arange(3 * 7 * 5).reshape(21, 5)
     runs = whole.reshape(3, 7, 5)
     layouts, pieces = [], []

@@ -1,4 +1,4 @@
-"""A small model behind the server, for tests: letters with a chat template, untrained."""
+"""Make a small untrained model for tests of the server: letters, with a chat template."""
 
 import json
 import time

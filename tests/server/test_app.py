@@ -86,7 +86,7 @@ def test_a_seed_draws_what_the_model_alone_draws_with_its_key(client):
 
 @pytest.mark.slow
 def test_a_prompt_that_begins_as_another_s_text_is_not_read_anew(client):
-    """Of the next turn of a chat and of a text that parts from it, to the same answers."""
+    """Answer the next turn of a chat, and a text that parts from it, as without a shared cache."""
     talk = [{"role": "user", "content": "tab bad dab a cab"}]
     assert answer(client, messages=talk).status_code == 200
     for content, most in (("da", 10), ("bat", 10), (" ", 2)):

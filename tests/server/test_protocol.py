@@ -1,4 +1,4 @@
-"""What of a request is read and what is refused, and the JSON of answers."""
+"""Requests are read or refused parameter by parameter, and answers have OpenAI's JSON."""
 
 import json
 import random

@@ -33,7 +33,7 @@ class Experts:
     d_ff: int | None = None
     """Hidden width of an expert; None is the model's d_ff."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of the router's logits, over all experts: softmax, or a sigmoid of each
+    """The router's logits become weights by a softmax over all experts, or by a sigmoid of each
     (DeepSeek-AI 2024)."""
     normalize: bool = True
     """Divide the k weights by their sum. With softmax this is the softmax of the k logits

@@ -117,7 +117,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Normalise queries and keys (RMSNorm) before positions."""
     qk_norm_over: Literal["head", "heads"] = "head"
-    """What `qk_norm` takes the mean square over: each head, or all heads together (OLMo 2)."""
+    """`qk_norm` takes the mean square over each head, or over all heads together (OLMo 2)."""
     attention_softcap: float | None = None
     """c tanh(scores / c)."""
     attention_sinks: bool = False

@@ -51,6 +51,11 @@ def read_common(
 
 def write_common(config: ModelConfig) -> JsonObject:
     """Write what `read_common` reads, and the rotation."""
+    return dict(write_sizes(config), rms_norm_eps=config.norm_eps) | write_rope(config)
+
+
+def write_sizes(config: ModelConfig) -> JsonObject:
+    """Write sizes, activation, dropout of attention and whether the output matrix is tied."""
     keys: JsonObject = dict(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
@@ -59,14 +64,20 @@ def write_common(config: ModelConfig) -> JsonObject:
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.kv_heads,
         max_position_embeddings=config.max_len,
-        rms_norm_eps=config.norm_eps,
         hidden_act=activation_key(config.activation),
         tie_word_embeddings=config.tie_embeddings,
         attention_dropout=config.attention_dropout,
     )
     if config.head_dim is not None:
         keys["head_dim"] = config.head_dim
-    return keys | write_rope(config)
+    return keys
+
+
+def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
+    """Return whether query, key and value have biases, the output matrix, and the feed-forward."""
+    given = config.qkv_bias, config.out_bias, config.ff_bias
+    qkv, out, ff = (config.use_bias if bias is None else bias for bias in given)
+    return qkv, out, ff
 
 
 # Rotation

@@ -21,7 +21,7 @@ from transformer_jax.untrusted_files import JsonObject
 
 MIXTRAL_NAMES = "w1", "w3", "w2"
 NAMES = "gate_proj", "up_proj", "down_proj"
-"""What files call the matrices of an expert: gate, up and down."""
+"""The names in files of an expert's matrices gate, up and down."""
 
 
 def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[TensorMapping]:

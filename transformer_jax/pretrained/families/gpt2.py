@@ -15,6 +15,7 @@ from transformer_jax.pretrained.families.table import (
     activation_key,
     blocks,
     norm,
+    output_matrix,
 )
 from transformer_jax.untrusted_files import JsonObject
 
@@ -48,7 +49,7 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
             ],
         ),
         *norm("decoder/norm", "transformer.ln_f"),
-        *([] if config.tie_embeddings else [TensorMapping("embed/output", "lm_head.weight")]),
+        *output_matrix(config, "lm_head"),
     ]
 
 

@@ -7,7 +7,12 @@ They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), O
 from __future__ import annotations
 
 from transformer_jax.config import Alibi, Learned, ModelConfig
-from transformer_jax.pretrained.families.decoder_keys import read_rope, write_rope
+from transformer_jax.pretrained.families.decoder_keys import (
+    biases,
+    read_rope,
+    write_rope,
+    write_sizes,
+)
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     LINEAR_OUT,
@@ -16,10 +21,12 @@ from transformer_jax.pretrained.families.table import (
     Fields,
     TensorMapping,
     activation_key,
+    attention_linears,
     blocks,
     fused,
     linear,
     norm,
+    output_matrix,
 )
 from transformer_jax.untrusted_files import JsonObject
 
@@ -27,20 +34,9 @@ NO_BIAS: Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 """Fields of a model whose norms alone have biases."""
 
 
-def _biases(config: ModelConfig) -> tuple[bool, bool, bool]:
-    """Return whether there are biases of query, key and value, of the output, of the MLP."""
-    given = config.qkv_bias, config.out_bias, config.ff_bias
-    qkv, out, ff = (config.use_bias if bias is None else bias for bias in given)
-    return qkv, out, ff
-
-
-def _output(config: ModelConfig) -> list[TensorMapping]:
-    return [] if config.tie_embeddings else [TensorMapping("embed/output", "lm_head.weight")]
-
-
 def _llama_names(config: ModelConfig, feed_forward: list[TensorMapping]) -> list[TensorMapping]:
     """Return a table with the names of Llama for all but the feed-forward."""
-    (qkv, out, _), block = _biases(config), "model.layers.{i}"
+    (qkv, out, _), block = biases(config), "model.layers.{i}"
     attention, norms = f"{block}.self_attn", norm("norm", f"{block}.input_layernorm")
     if config.norm_order != "parallel_shared":
         norms = norm("norm_attention", f"{block}.input_layernorm")
@@ -52,15 +48,12 @@ def _llama_names(config: ModelConfig, feed_forward: list[TensorMapping]) -> list
             config.num_layers,
             [
                 *norms,
-                *linear("attention/query", f"{attention}.q_proj", bias=qkv),
-                *linear("attention/key", f"{attention}.k_proj", bias=qkv),
-                *linear("attention/value", f"{attention}.v_proj", bias=qkv),
-                *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, out),
+                *attention_linears(attention, "o_proj", qkv, out),
                 *feed_forward,
             ],
         ),
         *norm("decoder/norm", "model.norm"),
-        *_output(config),
+        *output_matrix(config, "lm_head"),
     ]
 
 
@@ -78,27 +71,11 @@ def _read_sizes(keys: ConfigKeys, kv_heads: int) -> Fields:
     )
 
 
-def _write_sizes(config: ModelConfig) -> JsonObject:
-    keys: JsonObject = dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.ff_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_len,
-        hidden_act=activation_key(config.activation),
-        tie_word_embeddings=config.tie_embeddings,
-        attention_dropout=config.attention_dropout,
-    )
-    return keys | write_rope(config)
-
-
 # StarCoder 2
 
 
 def _starcoder_table(config: ModelConfig) -> list[TensorMapping]:
-    mlp, bias = "model.layers.{i}.mlp", _biases(config)[2]
+    mlp, bias = "model.layers.{i}.mlp", biases(config)[2]
     up = linear("feed_forward/up", f"{mlp}.c_fc", bias=bias)
     return _llama_names(config, up + linear("feed_forward/down", f"{mlp}.c_proj", bias=bias))
 
@@ -122,7 +99,7 @@ def _read_starcoder(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 
 
 def _write_starcoder(config: ModelConfig) -> JsonObject:
-    keys = _write_sizes(config)
+    keys = write_sizes(config) | write_rope(config)
     if config.activation == "gelu_tanh":  # the name that the published ones have
         keys["hidden_act"] = "gelu_pytorch_tanh"
     return dict(
@@ -132,7 +109,7 @@ def _write_starcoder(config: ModelConfig) -> JsonObject:
         residual_dropout=config.dropout,
         embedding_dropout=config.dropout,
         sliding_window=config.windows[0],
-        use_bias=_biases(config)[0],
+        use_bias=biases(config)[0],
     )
 
 
@@ -166,10 +143,10 @@ def _read_stablelm(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 def _write_stablelm(config: ModelConfig) -> JsonObject:
     return dict(
         architectures=["StableLmForCausalLM"],
-        **dict(partial_rotary_factor=1.0) | _write_sizes(config),
+        **dict(partial_rotary_factor=1.0) | write_sizes(config) | write_rope(config),
         layer_norm_eps=config.norm_eps,
         hidden_dropout=config.dropout,
-        use_qkv_bias=_biases(config)[0],
+        use_qkv_bias=biases(config)[0],
         use_parallel_residual=config.norm_order == "parallel_shared",
     )
 
@@ -178,7 +155,7 @@ def _write_stablelm(config: ModelConfig) -> JsonObject:
 
 
 def _opt_table(config: ModelConfig) -> list[TensorMapping]:
-    (qkv, out, ff), stack = _biases(config), "model.decoder"
+    (qkv, out, ff), stack = biases(config), "model.decoder"
     block = f"{stack}.layers.{{i}}"
     attention = f"{block}.self_attn"
     return [
@@ -190,16 +167,13 @@ def _opt_table(config: ModelConfig) -> list[TensorMapping]:
             [
                 *norm("norm_attention", f"{attention}_layer_norm"),
                 *norm("norm_feed_forward", f"{block}.final_layer_norm"),
-                *linear("attention/query", f"{attention}.q_proj", bias=qkv),
-                *linear("attention/key", f"{attention}.k_proj", bias=qkv),
-                *linear("attention/value", f"{attention}.v_proj", bias=qkv),
-                *linear("attention/out", f"{attention}.out_proj", LINEAR_OUT, out),
+                *attention_linears(attention, "out_proj", qkv, out),
                 *linear("feed_forward/up", f"{block}.fc1", bias=ff),
                 *linear("feed_forward/down", f"{block}.fc2", bias=ff),
             ],
         ),
         *(norm("decoder/norm", f"{stack}.final_layer_norm") if config.norm_order == "pre" else []),
-        *_output(config),
+        *output_matrix(config, "lm_head"),
     ]
 
 
@@ -242,7 +216,7 @@ def _write_opt(config: ModelConfig) -> JsonObject:
         tie_word_embeddings=config.tie_embeddings,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        enable_bias=_biases(config)[0],
+        enable_bias=biases(config)[0],
     )
 
 
@@ -269,7 +243,7 @@ def _bloom_table(config: ModelConfig) -> list[TensorMapping]:
             ],
         ),
         *norm("decoder/norm", "transformer.ln_f"),
-        *_output(config),
+        *output_matrix(config, "lm_head"),
     ]
 
 

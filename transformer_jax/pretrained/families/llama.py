@@ -11,6 +11,7 @@ from functools import partial
 
 from transformer_jax.config import ModelConfig, Rope
 from transformer_jax.pretrained.families.decoder_keys import (
+    biases,
     layer_types,
     read_common,
     read_rope,
@@ -29,6 +30,7 @@ from transformer_jax.pretrained.families.table import (
     blocks,
     fused,
     linear,
+    output_matrix,
 )
 from transformer_jax.untrusted_files import JsonObject
 
@@ -39,8 +41,7 @@ def llama_table(
     qkv: list[TensorMapping] | None = None,
 ) -> list[TensorMapping]:
     """Return the table of a Llama, or of one whose blocks have other names of some layers."""
-    qkv_bias = config.use_bias if config.qkv_bias is None else config.qkv_bias
-    ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
+    qkv_bias, out_bias, ff_bias = biases(config)
     block = "model.layers.{i}"
     attention, mlp = f"{block}.self_attn", f"{block}.mlp"
     norms = [
@@ -88,12 +89,12 @@ def llama_table(
             [
                 *norms,
                 *qkv,
-                *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, config.use_bias),
+                *linear("attention/out", f"{attention}.o_proj", LINEAR_OUT, out_bias),
                 *feed_forward,
             ],
         ),
         TensorMapping("decoder/norm/scale", "model.norm.weight"),
-        *([] if config.tie_embeddings else [TensorMapping("embed/output", "lm_head.weight")]),
+        *output_matrix(config, "lm_head"),
     ]
 
 
@@ -114,12 +115,11 @@ def _read_llama(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 
 
 def _write_llama(config: ModelConfig) -> JsonObject:
-    ff_bias = config.use_bias if config.ff_bias is None else config.ff_bias
     return dict(
         architectures=["LlamaForCausalLM"],
         **write_common(config),
         attention_bias=config.use_bias,
-        mlp_bias=ff_bias,
+        mlp_bias=biases(config)[2],
     )
 
 

@@ -7,7 +7,13 @@ They are GPT-NeoX with Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (
 from __future__ import annotations
 
 from transformer_jax.config import ModelConfig, Rope
-from transformer_jax.pretrained.families.decoder_keys import read_rope, rope_of, write_rope
+from transformer_jax.pretrained.families.decoder_keys import (
+    biases,
+    read_rope,
+    rope_of,
+    write_rope,
+    write_sizes,
+)
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     LINEAR_OUT,
@@ -16,23 +22,14 @@ from transformer_jax.pretrained.families.table import (
     Fields,
     TensorMapping,
     activation_key,
+    attention_linears,
     blocks,
     fused,
     linear,
     norm,
+    output_matrix,
 )
 from transformer_jax.untrusted_files import JsonObject
-
-
-def _bias(config: ModelConfig, field: bool | None) -> bool:
-    return config.use_bias if field is None else field
-
-
-def _head(config: ModelConfig, name: str) -> list[TensorMapping]:
-    """Map the output matrix where it is not the embeddings', and the bias of the logits."""
-    found = [] if config.tie_embeddings else [TensorMapping("embed/output", f"{name}.weight")]
-    return [*found, *([TensorMapping("embed/bias", f"{name}.bias")] if config.logit_bias else [])]
-
 
 # GPT-NeoX and Pythia
 
@@ -41,7 +38,7 @@ def _neox_table(config: ModelConfig) -> list[TensorMapping]:
     block = "gpt_neox.layers.{i}"
     attention, mlp = f"{block}.attention", f"{block}.mlp"
     heads = dict.fromkeys(("attention/query", "attention/key", "attention/value"), config.key_dim)
-    bias = _bias(config, config.qkv_bias), _bias(config, config.out_bias)
+    qkv, out, _ = biases(config)
     return [
         TensorMapping("embed/tokens", "gpt_neox.embed_in.weight"),
         *blocks(
@@ -50,14 +47,14 @@ def _neox_table(config: ModelConfig) -> list[TensorMapping]:
             [
                 *norm("norm_attention", f"{block}.input_layernorm"),
                 *norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
-                *fused(f"{attention}.query_key_value", config.num_heads, heads, bias[0]),
-                *linear("attention/out", f"{attention}.dense", LINEAR_OUT, bias[1]),
+                *fused(f"{attention}.query_key_value", config.num_heads, heads, qkv),
+                *linear("attention/out", f"{attention}.dense", LINEAR_OUT, out),
                 *linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
                 *linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
             ],
         ),
         *norm("decoder/norm", "gpt_neox.final_layer_norm"),
-        *_head(config, "embed_out"),
+        *output_matrix(config, "embed_out"),
     ]
 
 
@@ -104,7 +101,7 @@ def _write_neox(config: ModelConfig) -> JsonObject:
         tie_word_embeddings=config.tie_embeddings,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        attention_bias=_bias(config, config.qkv_bias),
+        attention_bias=biases(config)[0],
         rotary_emb_base=rope.pop("rope_theta"),
         rotary_pct=rope.pop("partial_rotary_factor", 1.0),
         **rope,
@@ -123,16 +120,13 @@ def _gptj_table(config: ModelConfig) -> list[TensorMapping]:
             config.num_layers,
             [
                 *norm("norm", f"{block}.ln_1"),
-                *linear("attention/query", f"{block}.attn.q_proj", bias=False),
-                *linear("attention/key", f"{block}.attn.k_proj", bias=False),
-                *linear("attention/value", f"{block}.attn.v_proj", bias=False),
-                *linear("attention/out", f"{block}.attn.out_proj", LINEAR_OUT, bias=False),
+                *attention_linears(f"{block}.attn", "out_proj", False, False),
                 *linear("feed_forward/up", f"{block}.mlp.fc_in"),
                 *linear("feed_forward/down", f"{block}.mlp.fc_out"),
             ],
         ),
         *norm("decoder/norm", "transformer.ln_f"),
-        *_head(config, "lm_head"),
+        *output_matrix(config, "lm_head"),
     ]
 
 
@@ -190,7 +184,6 @@ def _write_gptj(config: ModelConfig) -> JsonObject:
 
 def _phi_table(config: ModelConfig) -> list[TensorMapping]:
     block = "model.layers.{i}"
-    attention = f"{block}.self_attn"
     return [
         TensorMapping("embed/tokens", "model.embed_tokens.weight"),
         *blocks(
@@ -198,16 +191,13 @@ def _phi_table(config: ModelConfig) -> list[TensorMapping]:
             config.num_layers,
             [
                 *norm("norm", f"{block}.input_layernorm"),
-                *linear("attention/query", f"{attention}.q_proj"),
-                *linear("attention/key", f"{attention}.k_proj"),
-                *linear("attention/value", f"{attention}.v_proj"),
-                *linear("attention/out", f"{attention}.dense", LINEAR_OUT),
+                *attention_linears(f"{block}.self_attn", "dense", True, True),
                 *linear("feed_forward/up", f"{block}.mlp.fc1"),
                 *linear("feed_forward/down", f"{block}.mlp.fc2"),
             ],
         ),
         *norm("decoder/norm", "model.final_layernorm"),
-        *_head(config, "lm_head"),
+        *output_matrix(config, "lm_head"),
     ]
 
 
@@ -238,24 +228,13 @@ def _read_phi(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 
 def _write_phi(config: ModelConfig) -> JsonObject:
     keys: JsonObject = dict(
+        write_sizes(config),
         architectures=["PhiForCausalLM"],
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.ff_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_len,
         layer_norm_eps=config.norm_eps,
-        hidden_act=activation_key(config.activation),
-        tie_word_embeddings=config.tie_embeddings,
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
-        attention_dropout=config.attention_dropout,
         partial_rotary_factor=1.0,
     )
-    if config.head_dim is not None:
-        keys["head_dim"] = config.head_dim
     return keys | write_rope(config)
 
 

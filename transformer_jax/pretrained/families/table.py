@@ -191,6 +191,22 @@ def fused(
     return found
 
 
+def attention_linears(module: str, out: str, bias: bool, out_bias: bool) -> list[TensorMapping]:
+    """Map an attention whose query, key and value are q_proj, k_proj and v_proj of a module."""
+    return [
+        *linear("attention/query", f"{module}.q_proj", bias=bias),
+        *linear("attention/key", f"{module}.k_proj", bias=bias),
+        *linear("attention/value", f"{module}.v_proj", bias=bias),
+        *linear("attention/out", f"{module}.{out}", LINEAR_OUT, out_bias),
+    ]
+
+
+def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
+    """Map the output matrix where it is not the embeddings', and the bias of the logits."""
+    found = [] if config.tie_embeddings else [TensorMapping("embed/output", f"{name}.weight")]
+    return [*found, *([TensorMapping("embed/bias", f"{name}.bias")] if config.logit_bias else [])]
+
+
 def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
     """Map the matrices of all experts, [count, inputs, outputs], each of which is a tensor.
 
