@@ -41,6 +41,21 @@ class Parser(argparse.ArgumentParser):
         self.name = name
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
+    def add_dtypes(self) -> None:
+        """Add the flags that say in what a model and its cache are held."""
+        self.add_argument(
+            "--cache-dtype", choices=("float32", "bfloat16", "int8"),
+            help="of keys and values; default: the model's; int8 takes a quarter of float32",
+        )  # fmt: skip
+        self.add_argument(
+            "--dtype", choices=("float32", "bfloat16", "float16"),
+            help="of a published --model: what its parameters become; default: what they are",
+        )  # fmt: skip
+        self.add_argument(
+            "--weights", choices=("bf16", "int8", "int4"),
+            help="hold the weights in this type; int8 takes a quarter of float32's memory",
+        )  # fmt: skip
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.fullmatch(r".*invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += nearest(wrong[1], re.findall(r"[^', ]+", wrong[2]))

@@ -417,18 +417,7 @@ def _parser() -> Parser:
     add("--lookup", type=int, metavar="N", help="propose N tokens at a time from the text so far")
     add("--prompts", metavar="FILE", help="continue every line of a file, or of - standard input")
     add("--slots", type=int, metavar="N", help="--prompts that run at a time; default: 8")
-    add(
-        "--cache-dtype", choices=("float32", "bfloat16", "int8"),
-        help="of keys and values; default: the model's; int8 takes a quarter of float32",
-    )  # fmt: skip
-    add(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of --model: what its parameters become; default: what they are",
-    )  # fmt: skip
-    add(
-        "--weights", choices=("bf16", "int8", "int4"),
-        help="hold the weights in this type; int8 takes a quarter of float32's memory",
-    )  # fmt: skip
+    parser.add_dtypes()
     add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")
     return parser

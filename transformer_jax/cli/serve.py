@@ -82,16 +82,5 @@ def _parser() -> Parser:
         "--timeout", type=float, default=600.0, metavar="SECONDS",
         help="from a request's arrival to the end of its answer; default: 600",
     )  # fmt: skip
-    add(
-        "--cache-dtype", choices=("float32", "bfloat16", "int8"),
-        help="of keys and values; default: the model's; int8 takes a quarter of float32",
-    )  # fmt: skip
-    add(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="of a published model: what its parameters become; default: what they are",
-    )  # fmt: skip
-    add(
-        "--weights", choices=("bf16", "int8", "int4"),
-        help="hold the weights in this type; int8 takes a quarter of float32's memory",
-    )  # fmt: skip
+    parser.add_dtypes()
     return parser
