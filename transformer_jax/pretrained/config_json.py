@@ -27,10 +27,18 @@ OVERRIDABLE_FIELDS = frozenset(
 UNSUPPORTED_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 """Ends of `architectures` whose tensors may have the names of a head that is supported."""
 
+_LATENT = "its multi-head latent attention is not in this library"
+WITHOUT_PARTS = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
+)
+"""Values of `model_type` that people ask for, and the part of such a model that is missing."""
+
 
 def family_of(content: JsonObject, where: str) -> Family:
     """Return the family that `model_type` names; `where` is the file's name for errors."""
     kind = content.get("model_type")
+    if isinstance(kind, str) and kind in WITHOUT_PARTS:
+        raise ConfigError(f"{where}: model_type is {kind!r}: {WITHOUT_PARTS[kind]}")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError(f"{where}: model_type is {kind!r:.80}: must be one of {known}")
