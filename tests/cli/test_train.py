@@ -265,13 +265,15 @@ def test_adapters_are_one_word_and_leave_the_short_flags_to_others():
 def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
     argv = (
         "--positions rope --head-dim 4 --scaling longrope --original-len 16 --length 32 "
-        "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-base 31"
+        "--short-factors 1,1.25 --long_factors=2.5,3e0 --window 3,none --window-base 31 "
+        "--pattern true,false"
     )
     config, _ = configured(argv.split())
     rope = config.model.positions
     assert (rope.short_factors, rope.long_factors) == ((1.0, 1.25), (2.5, 3.0))
     assert {type(factor) for factor in rope.short_factors + rope.long_factors} == {float}
     assert (config.model.window, rope.window_base) == ((3, None), 31.0)
+    assert rope.pattern == (True, False)
     folder = RunFolder(tmp_path)
     folder.write_config(config)
     config = dataclasses.replace(config, out=os.path.abspath(config.out))  # as the file names it

@@ -121,6 +121,24 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Sinusoidal, {}, dict(layout="thirds"), "layout", "'thirds'", "'halves'"),
     (ModelConfig, dict(kind="encoder"), dict(pooler="gelu"), "pooler", "'gelu'", "'relu'"),
     (Rope, {}, dict(window_base=1.0), "window_base", "1.0", "above 1"),
+    (Rope, {}, dict(pattern=(False, False)), "pattern", "(False, False)", "a layer that turns"),
+    (Rope, {}, dict(pattern=(1,)), "pattern", "(1,)", "a tuple (of type bool, ...) or None"),
+    (
+        ModelConfig,
+        ROPE | dict(num_layers=1),
+        dict(positions=Rope(pattern=(True, False))),
+        "positions.pattern",
+        "(True, False)",
+        "from 1 to 1 (num_layers) items",
+    ),
+    (
+        ModelConfig,
+        ROPE | dict(scan_layers=True),
+        dict(positions=Rope(pattern=(True, False))),
+        "positions.pattern",
+        "(True, False)",
+        "needs a looped stack",
+    ),
     (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "does not divide d_model 128"),
     (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "does not divide num_heads 4"),
     (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "does not divide num_heads 4"),
@@ -457,6 +475,9 @@ def test_the_pooler_and_the_rotation_of_a_layer_follow_from_the_others():
     rope = dataclasses.replace(rope, window_base=7.0)
     assert rope.in_layer(3) == Rope(base=7.0, dims=4, pairing="interleaved")
     assert rope.in_layer(None) == rope
+    some = dataclasses.replace(rope, pattern=(True, False))
+    assert [some.in_layer(None, i) for i in range(3)] == [rope, None, rope]
+    assert [some.in_layer(3, i) for i in range(2)] == [rope.in_layer(3), None]
 
 
 def test_an_unknown_preset_suggests_the_nearest_name():

@@ -709,6 +709,17 @@ def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
     assert float(jnp.abs(moved.k - held.k).max()) > 0.1
 
 
+def test_keys_of_a_layer_that_turns_nothing_are_moved_back_as_they_are(rng):
+    config = settings(positions=Rope(pattern=(False, True)), window=7, num_layers=2)
+    keys, places = jnp.asarray(draw(rng, 1, 7, 1, 6)), jnp.arange(14, 21)[None]
+    held = kv.KVCache(keys, keys, places, jnp.array([21]))
+    cache = ModelCache((held, held))
+    still, turned = jax.jit(lambda cache: rebase_cache(cache, config))(cache).layers
+    assert still.positions.tolist() == turned.positions.tolist() == [list(range(7))]
+    np.testing.assert_array_equal(still.k, keys)
+    assert float(jnp.abs(turned.k - keys).max()) > 0.1
+
+
 def test_a_chunked_stream_moves_back_by_whole_chunks():
     state = dataclasses.replace(kv.init(2, 6, 1, 4), length=jnp.array([100, 23]))
     assert rebase_state(state).length.tolist() == [100 - 90, 23 - 12]

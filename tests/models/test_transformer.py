@@ -78,6 +78,10 @@ CASES: dict[str, dict] = {
         use_bias=False, ff_bias=True, scale_embeddings=True, window=(3, 3, None), num_layers=3,
         num_kv_heads=1, positions_=PADDED,
     ),
+    "smollm3": dict(
+        positions=Rope(pattern=(False, True)), num_layers=3, window=(None, None, 3), glu=True,
+        use_bias=False, num_kv_heads=1, positions_=PADDED,
+    ),
     "granite": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,
@@ -238,6 +242,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "padded-learned",
     "packed-learned",
     "llama",
+    "smollm3",
     "rope-*",
     "gemma",
     "gemma3",
@@ -257,7 +262,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "encoder-decoder-all",
     "two-vocabularies",
 )
-@pytest.mark.slow_except("*-learned", "llama")
+@pytest.mark.slow_except("*-learned", "llama", "smollm3")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
     config, tokens, arguments, params = prepared(case, rng)

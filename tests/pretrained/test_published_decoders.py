@@ -221,6 +221,11 @@ CASES = {
         "Granite", head_dim=12, attention_bias=True, tie_word_embeddings=True,
         residual_multiplier=0.7, attention_multiplier=0.3,
     ),
+    "smollm3": case("SmolLM3", num_hidden_layers=3, pad_token_id=0, no_rope_layer_interval=2),
+    "smollm3, windows": case(
+        "SmolLM3", num_hidden_layers=3, pad_token_id=0, no_rope_layers=[0, 1, 1], mlp_bias=True,
+        use_sliding_window=True, sliding_window=WINDOW, tie_word_embeddings=False,
+    ),
     "olmo2": case("Olmo2", head_dim=12, rms_norm_eps=1e-2),
     "olmo2, biases": case(
         "Olmo2", num_key_value_heads=4, attention_bias=True, tie_word_embeddings=True,
@@ -291,12 +296,12 @@ def often(names: Any, seldom: Any) -> list[Any]:
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-SLOW = "granite", "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
+SLOW = "granite", "smollm3", "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
-ONE_OF_EACH += "granite", "starcoder2", "stablelm", "opt", "bloom"
+ONE_OF_EACH += "granite", "smollm3", "starcoder2", "stablelm", "opt", "bloom"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""
@@ -315,8 +320,9 @@ def folders(tmp_path_factory):
 
 def ours(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Scanned where all layers are alike, which compiles faster."""
-    kinds = json.loads((folder / "config.json").read_text()).get("layer_types", ())
-    return load_pretrained(folder, scan_layers=len(set(kinds)) < 2, **options)
+    keys = json.loads((folder / "config.json").read_text())
+    patterns = [keys.get(name) or () for name in ("layer_types", "no_rope_layers")]
+    return load_pretrained(folder, scan_layers=all(len(set(p)) < 2 for p in patterns), **options)
 
 
 def padded(length: int) -> np.ndarray:  # bool[2, T]
@@ -387,8 +393,8 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
 @pytest.mark.parametrize("name", often(CASES, ()))
 def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
-    # a mistral can say a phi3 too, and comes first
-    like = folders(name) if name.startswith("phi3") else None
+    # a mistral can say a phi3 too, and comes first; smollm3 pads with a token of 128256 by default
+    like = folders(name) if name.startswith(("phi3", "smollm3")) else None
     assert_round_trip(folders(name), tmp_path, AUTO, like, input_ids=ids)
 
 

@@ -237,6 +237,8 @@ def _stack(
             p, kind = p["attention"], config.positions
             far = kind_of(kind) != "Rope" or window_of(layer) is None
             base = None if far else kind.window_base
+            pattern = getattr(kind, "pattern", None) or (True,)
+            kind = kind if pattern[layer % len(pattern)] else None
             return _attention(config, p, x, x, row, row, seen, position_bias, kind, record, base)
 
         def cross(x, p=block):

@@ -5,7 +5,7 @@ A value is checked by itself when it is made, and against its model by `check_mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
@@ -123,6 +123,9 @@ class Rope(_Positions):
     """longrope: the same beyond original_len."""
     window_base: float | None = None
     """Base of the layers that have a window, which then stretch nothing (Gemma 3); None is base."""
+    pattern: tuple[bool, ...] | None = None
+    """Layer i of a looped stack turns where pattern[i % len(pattern)] is true, and else has no
+    positions (SmolLM 3, Cohere 2); None turns in every layer."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -134,6 +137,8 @@ class Rope(_Positions):
             fail("window_base", self.window_base, "must be above 1")
         if self.dims is not None and self.dims % 2:
             fail("dims", self.dims, "must be even")
+        if self.pattern is not None and not any(self.pattern):
+            fail("pattern", self.pattern, "must have a layer that turns, or positions be None")
         self._check_scaling()
         self._check_factors()
 
@@ -194,11 +199,28 @@ class Rope(_Positions):
         self._check_pairs(dims // 2, "positions.")
         if self.window_base is not None and not any(model.windows):
             fail("positions.window_base", self.window_base, "needs a window")
+        if self.pattern is not None:
+            depth = max(model.num_layers, model.decoder_layers)
+            if len(self.pattern) > depth:
+                rule = f"a pattern has from 1 to {depth} (num_layers) items"
+                fail("positions.pattern", self.pattern, rule)
+            if model.scan_layers:
+                rule = "a pattern needs a looped stack: scan_layers False"
+                fail("positions.pattern", self.pattern, rule)
 
-    def in_layer(self, window: int | None) -> Rope:
-        """Return how a layer with this window turns its queries and keys."""
+    def in_layer(self, window: int | None, number: int | None = None) -> Rope | None:
+        """Return how a layer turns its queries and keys; None where it does not.
+
+        Args:
+            window: of the layer.
+            number: of the layer, counted from 0; a `pattern` reads it.
+        """
+        if self.pattern is not None:
+            assert number is not None
+            if not self.pattern[number % len(self.pattern)]:
+                return None
         if window is None or self.window_base is None:
-            return self
+            return self if self.pattern is None else replace(self, pattern=None)
         return Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)
 
 

@@ -93,6 +93,8 @@ class Attention(nn.Module):
     """Blocks of the stack it stands in; None is num_layers."""
     window: int | None = None
     """The window that its mask has, by which a cache knows what new tokens still see."""
+    number: int | None = None
+    """That of its block in a loop."""
 
     def setup(self) -> None:
         cfg = self.config
@@ -111,7 +113,7 @@ class Attention(nn.Module):
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
         # attention to an encoder's output knows no distances
         order = None if self.cross else cfg.positions
-        self.rope = order.in_layer(self.window) if isinstance(order, Rope) else None
+        self.rope = order.in_layer(self.window, self.number) if isinstance(order, Rope) else None
         self.own = order if isinstance(order, OwnPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
@@ -341,7 +343,7 @@ class Block(nn.Module):
         cfg = self.config
         branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
         self.branches = branches
-        self.attention = Attention(cfg, depth=self.depth, window=self.window)
+        self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
         feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward

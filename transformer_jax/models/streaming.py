@@ -338,15 +338,16 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
     if isinstance(config.positions, OwnPositions):
         rule = "positions of your own do not say how cached keys are moved"
         raise ValueError(f"positions is {config.positions!r}: {rule}")
-    rope = config.positions.in_layer(window) if isinstance(config.positions, Rope) else None
+    order = config.positions
 
-    def move(layer: kv.KVCache) -> kv.KVCache:
+    def move(layer: kv.KVCache, number: int | None = None) -> kv.KVCache:
+        rope = order.in_layer(window, number) if isinstance(order, Rope) else None
         return rebase_state(layer, rope, multiple)
 
     if isinstance(cache.layers, kv.KVCache):
         return ModelCache(jax.vmap(move, in_axes=1, out_axes=1)(cache.layers))
     layers: Any = cache.layers
-    return ModelCache(tuple(move(layer) for layer in layers))
+    return ModelCache(tuple(move(layer, number) for number, layer in enumerate(layers)))
 
 
 def _window(config: ModelConfig) -> int:

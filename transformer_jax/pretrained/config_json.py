@@ -168,4 +168,8 @@ def _meaning(config: ModelConfig, name: str) -> object:
             return config.pooling
         case "window":
             return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
+        case "positions" if isinstance(config.positions, Rope):
+            pattern = config.positions.pattern or (True,)
+            turns = tuple(pattern[i % len(pattern)] for i in range(config.num_layers))
+            return dataclasses.replace(config.positions, pattern=turns)
     return getattr(config, name)

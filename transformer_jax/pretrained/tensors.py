@@ -39,7 +39,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """
     positions = config.positions
     if isinstance(positions, Rope):
-        positions = dataclasses.replace(positions, window_base=None)
+        positions = dataclasses.replace(positions, window_base=None, pattern=None)
     one = dataclasses.replace(
         config, num_layers=1, num_decoder_layers=None, scan_layers=False,
         window=None, positions=positions, sink_tokens=0,

@@ -29,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         llama.GEMMA3,
         llama.PHI3,
         llama.GRANITE,
+        llama.SMOLLM3,
         llama.OLMO2,
         llama.OLMO3,
         parallel.GPT_NEOX,

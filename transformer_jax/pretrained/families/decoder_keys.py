@@ -6,13 +6,14 @@ They are sizes, the rotation of queries and keys with its ways to stretch it, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from transformer_jax.config import ModelConfig, Rope, RopeScaling
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     ConfigKeys,
     Fields,
+    Value,
     activation_key,
 )
 from transformer_jax.untrusted_files import JsonObject
@@ -294,13 +295,18 @@ def layer_types(keys: ConfigKeys, layers: int) -> list[str] | None:
     return types
 
 
+def shortest(layers: Sequence[Value]) -> tuple[Value, ...]:
+    """Return the shortest pattern that repeats to what these layers have."""
+    for period in range(1, len(layers) + 1):
+        if all(own == layers[i % period] for i, own in enumerate(layers)):
+            return tuple(layers[:period])
+    raise AssertionError
+
+
 def window_pattern(types: list[str], window: int | None) -> int | tuple[int | None, ...] | None:
     """Return the shortest pattern of windows that repeats to these layers."""
-    windows = [window if kind == "sliding_attention" else None for kind in types]
-    for period in range(1, len(windows) + 1):
-        if all(w == windows[i % period] for i, w in enumerate(windows)):
-            return windows[0] if period == 1 else tuple(windows[:period])
-    raise AssertionError
+    found = shortest([window if kind == "sliding_attention" else None for kind in types])
+    return found[0] if len(found) == 1 else found
 
 
 def write_windows(config: ModelConfig) -> JsonObject:

@@ -1,7 +1,8 @@
 """Map Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
 
-These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, and SmolLM, whose
-model_type is llama. They share one table of names and differ in norms, biases and windows.
+These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, SmolLM 3, and
+SmolLM 1 and 2, whose model_type is llama. They share one table of names and differ in norms, biases
+and windows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformer_jax.pretrained.families.decoder_keys import (
     read_common,
     read_rope,
     rope_of,
+    shortest,
     window_pattern,
     write_common,
     write_windows,
@@ -118,6 +120,52 @@ def _write_llama(config: ModelConfig) -> JsonObject:
     return dict(
         architectures=["LlamaForCausalLM"],
         **write_common(config),
+        attention_bias=config.use_bias,
+        mlp_bias=biases(config)[2],
+    )
+
+
+_SMOL_BASE, _SMOL_EVERY = 2_000_000.0, 4
+
+
+def _read_smollm3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = read_common(keys, 4, tied=True) | dict(use_bias=keys.flag("attention_bias", False))
+    layers = fields["num_layers"]
+    keys.ignore("pretraining_tp", "max_window_layers")  # transformers reads neither
+    if (mlp_bias := keys.flag("mlp_bias", False)) != fields["use_bias"]:
+        fields |= dict(ff_bias=mlp_bias)
+    every = keys.integer("no_rope_layer_interval", _SMOL_EVERY)
+    turns = keys.take("no_rope_layers", None)
+    if turns is None:
+        turns = [int((i + 1) % every != 0) for i in range(layers)]
+    known = isinstance(turns, list) and all(type(own) in (int, bool) for own in turns)
+    if not known or len(turns) < layers or not set(turns) <= {0, 1}:
+        rule = f"must be a list of {layers} (num_hidden_layers) of 0 and 1"
+        keys.fail("no_rope_layers", turns, rule)
+    pattern = shortest([own == 1 for own in turns[:layers]])
+    width = keys.optional_integer("sliding_window", None)
+    used = keys.flag("use_sliding_window", False) and width is not None
+    types = layer_types(keys, layers) or [
+        "sliding_attention" if used and not own else "full_attention" for own in turns[:layers]
+    ]
+    window = window_pattern(types, width) if used else None
+    if not used and "sliding_attention" in types:
+        keys.fail("layer_types", types, "needs use_sliding_window and sliding_window")
+    rope = read_rope(keys, fields, default=_SMOL_BASE)
+    turned = replace(rope, pattern=None if all(pattern) else pattern) if any(pattern) else None
+    return ModelConfig(**fields, positions=turned, window=window)
+
+
+def _write_smollm3(config: ModelConfig) -> JsonObject:
+    pattern = rope_of(config).pattern or (config.positions is not None,)
+    windows = write_windows(config)
+    return dict(
+        architectures=["SmolLM3ForCausalLM"],
+        **write_common(config),
+        **windows,
+        use_sliding_window=windows["sliding_window"] is not None,
+        no_rope_layers=[int(pattern[i % len(pattern)]) for i in range(config.num_layers)],
+        no_rope_layer_interval=_SMOL_EVERY,
         attention_bias=config.use_bias,
         mlp_bias=biases(config)[2],
     )
@@ -468,5 +516,6 @@ GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
 GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)
 PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table)
 GRANITE = llama_family("granite", _read_granite, _write_granite)
+SMOLLM3 = llama_family("smollm3", _read_smollm3, _write_smollm3)
 OLMO2 = llama_family("olmo2", _read_olmo2, _write_olmo2)
 OLMO3 = llama_family("olmo3", _read_olmo3, _write_olmo3)

@@ -1,0 +1,109 @@
+"""Check folders of SmolLM 3: what comes back, and what is refused by name."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from transformer_jax.config import ConfigError, ModelConfig, Rope
+from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained.config_json import read_config, write_config
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.save import save_pretrained
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = dict(
+    vocab_size=29, hidden_size=12, intermediate_size=10, num_hidden_layers=4,
+    num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=64,
+)  # fmt: skip
+SMOL = SMALL | dict(model_type="smollm3")
+
+
+def drawn(config: ModelConfig):
+    keys = iter(jax.random.split(jax.random.key(5), 99))
+    shapes = init_params(config, jax.random.key(3))
+    return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
+
+
+@pytest.mark.parametrize(
+    ("content", "tensor", "param"),
+    [
+        (SMOL, "model.layers.3.self_attn.k_proj.weight", "block_3/attention/key/kernel"),
+    ],
+    ids=lambda part: part.get("model_type") if isinstance(part, dict) else "",
+)
+def test_what_is_saved_comes_back_bit_for_bit(content, tensor, param, tmp_path):
+    config = read_config(content, (), "config.json")
+    params = drawn(config)
+    save_pretrained(tmp_path / "one", config, params, family=content["model_type"])
+    back, loaded = load_pretrained(tmp_path / "one")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+    own = params["decoder"]
+    for name in param.split("/"):
+        own = own[name]
+    file = load_file(tmp_path / "one" / "model.safetensors")
+    np.testing.assert_array_equal(file[tensor], np.asarray(own).reshape(len(own), -1).T)
+
+
+@pytest.mark.parametrize(
+    ("keys", "pattern", "window"),
+    [
+        ({}, (True, True, True, False), None),
+        (dict(no_rope_layer_interval=2), (True, False), None),
+        (dict(no_rope_layers=[1, 1, 1, 1, 0]), None, None),
+        (
+            dict(no_rope_layers=[0, 1, 0, 1], use_sliding_window=True, sliding_window=5),
+            (False, True),
+            (5, None),
+        ),
+        (dict(sliding_window=5), (True, True, True, False), None),
+    ],
+)
+def test_layers_of_smollm3_turn_by_a_pattern(keys, pattern, window):
+    config = read_config(SMOL | keys, (), "config.json")
+    assert config.positions == Rope(base=2e6, pattern=pattern) and config.window == window
+    written = write_config(FAMILIES["smollm3"], config)
+    assert read_config(written, (), "config.json") == config
+
+
+def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
+    config = read_config(SMOL | dict(no_rope_layers=[0] * 4), (), "config.json")
+    assert config.positions is None
+    written = write_config(FAMILIES["smollm3"], config)
+    assert written["no_rope_layers"] == [0] * 4
+    assert read_config(written, (), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (SMOL | dict(no_rope_layers=[1]), r"no_rope_layers is \[1\]: must be a list of 4"),
+        (SMOL | dict(no_rope_layers=[2, 1, 1, 1]), "no_rope_layers is .*: must be a list of 4"),
+        (
+            SMOL | dict(layer_types=["sliding_attention"] * 4),
+            "layer_types is .*: needs use_sliding_window and sliding_window",
+        ),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused_by_name(content, rule):
+    with pytest.raises(ConfigError, match=rule):
+        read_config(content, (), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "family", "changes", "rule"),
+    [
+        (SMOL, "llama", {}, r"positions.pattern is \(True, True, True, False\): a llama has"),
+        (SMOL, "smollm3", dict(qk_norm=True), "qk_norm is True: a smollm3 has False"),
+    ],
+)
+def test_what_a_family_cannot_say_is_refused_by_name(content, family, changes, rule):
+    config = replace(read_config(content, (), "config.json"), **changes)
+    with pytest.raises(ConfigError, match=rule):
+        write_config(FAMILIES[family], config)
