@@ -96,13 +96,16 @@ def made(experts, layers=1, seed=0):
     """Return a config with these experts and its parameters, biases of a selection drawn too."""
     d_ff = None if experts.d_ff else CONFIG.d_ff
     config = replace(CONFIG, experts=experts, d_ff=d_ff, num_layers=layers)
-    params = init_params(config, jax.random.key(seed))
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(seed))
     rng = np.random.default_rng(seed)
-    for i in range(config.num_layers):
-        own = params["decoder"][f"block_{i}"]["feed_forward"]
-        if experts.selection_bias:
-            own["selection_bias"] = jnp.asarray(rng.normal(size=experts.count), jnp.float32)
-    return config, params
+    return config, jax.tree.map_with_path(partial(drawn, rng), shapes)
+
+
+def drawn(rng, path, leaf):
+    """Return values of a parameter: norms scale by about 1, a bias of a selection changes it."""
+    name = path[-1].key
+    mean, deviation = {"scale": (1, 0.1), "selection_bias": (0, 1)}.get(name, (0, 0.3))
+    return jnp.asarray(rng.normal(mean, deviation, leaf.shape), leaf.dtype)
 
 
 @pytest.mark.slow_except("softmax over all", "shared with a gate")
@@ -248,10 +251,13 @@ def test_steps_with_a_cache_are_the_full_pass(scan):
 
 def test_what_is_not_finite_stays_in_its_row():
     config, params = made(Experts(count=4, top_k=2))
-    spoil = {"block_0/feed_forward/input": lambda x: x.at[1, 3].set(jnp.nan)}
-    model = build(config)
-    whole, _ = model.apply({"params": params}, TOKENS)
-    found, _ = model.apply({"params": params}, TOKENS, edit=spoil)
+
+    @jax.jit
+    def apply(added):
+        edit = {"block_0/feed_forward/input": lambda x: x.at[1, 3].add(added)}
+        return build(config).apply({"params": params}, TOKENS, edit=edit)[0]
+
+    whole, found = apply(0.0), apply(jnp.nan)
     np.testing.assert_array_equal(found[0], whole[0])
     others = np.delete(np.arange(7), 3)
     np.testing.assert_array_equal(found[1, others], whole[1, others])
@@ -263,9 +269,9 @@ def test_the_hidden_layer_of_each_expert_can_be_seen_and_changed():
     hidden, router = "block_0/feed_forward/hidden", "block_0/feed_forward/router"
     place_in, place_out = "block_0/feed_forward/input", "block_0/feed_forward/output"
     without = {hidden: lambda h: h.at[:, :, 1].set(0)}
-    _, _, found = build(config).apply(
-        {"params": params}, TOKENS, edit=without, capture=(hidden, router, place_in, place_out)
-    )
+    seen = hidden, router, place_in, place_out
+    apply = jax.jit(partial(build(config).apply, edit=without, capture=seen))
+    _, _, found = apply({"params": params}, TOKENS)
     assert found[hidden].shape == (2, 7, 2, 20)
     only = replace(config.experts, top_k=1)
     x = np.asarray(found[place_in], np.float64)
@@ -278,7 +284,8 @@ def test_an_edit_of_the_router_sends_tokens_elsewhere():
     own = params["decoder"]["block_0"]["feed_forward"]
     third = {"block_0/feed_forward/router": lambda r: r.at[:, :, 2].set(100.0)}
     places = "block_0/feed_forward/input", "block_0/feed_forward/output"
-    _, _, found = build(config).apply({"params": params}, TOKENS, edit=third, capture=places)
+    apply = jax.jit(partial(build(config).apply, edit=third, capture=places))
+    _, _, found = apply({"params": params}, TOKENS)
     x = np.asarray(found[places[0]], np.float64)
     matrices = (np.asarray(own[name]["kernel"][2]) for name in ("up", "gate", "down"))
     np.testing.assert_allclose(found[places[1]], feed_forward(x, *matrices), rtol=1e-4, atol=1e-6)
@@ -289,35 +296,37 @@ def test_an_edit_of_the_router_sends_tokens_elsewhere():
 def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
     config, params = made(Experts(count=4, top_k=2))
     lora = LoraConfig(rank=2, targets=("up", "down", "router"))
-    adapters = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape),
-        init_lora(params, lora, jax.random.key(1)),
-    )
+    shapes = jax.eval_shape(lambda: init_lora(params, lora, jax.random.key(1)))
+    rng = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), shapes)
     assert adapters["decoder"]["block_0"]["feed_forward"]["up"]["a"].shape == (4, 12, 2)
-    held = params if base == "float32" else quantize(params, base)
-    plain = jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, jax.Array) else leaf.astype(jnp.float32),
-        held,
-        is_leaf=lambda leaf: hasattr(leaf, "bits"),
-    )
+
+    @jax.jit
+    def fewer_bits(params):
+        held = params if base == "float32" else quantize(params, base)
+        plain = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float32), held, is_leaf=lambda leaf: hasattr(leaf, "bits")
+        )
+        return held, plain
+
+    held, plain = fewer_bits(params)
     if base != "float32":
         own = held["decoder"]["block_0"]["feed_forward"]
         assert own["up"]["kernel"].bits and isinstance(own["router"]["kernel"], jax.Array)
         for e in range(4):  # each expert has scales of its own
-            one = plain["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
-            alone = {
-                "block": {
-                    "up": {
-                        "kernel": params["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
-                    }
-                }
-            }
-            wanted = quantize(alone, base)["block"]["up"]["kernel"].astype(jnp.float32)
-            np.testing.assert_array_equal(one, wanted)
-    model = build(config)
-    apply = jax.jit(model.apply)
-    beside, _ = apply({"params": with_adapters(held, adapters, lora)}, TOKENS)
-    summed, _ = apply({"params": apply_lora(plain, adapters, lora)}, TOKENS)
+            one, alone = (
+                tree["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
+                for tree in (plain, params)
+            )
+            _, wanted = fewer_bits({"block": {"up": {"kernel": alone}}})
+            np.testing.assert_array_equal(one, wanted["block"]["up"]["kernel"])
+
+    @jax.jit
+    def logits(params):
+        return build(config).apply({"params": params}, TOKENS)[0]
+
+    beside = logits(with_adapters(held, adapters, lora))
+    summed = logits(jax.jit(apply_lora, static_argnums=2)(plain, adapters, lora))
     np.testing.assert_allclose(beside, summed, rtol=2e-3, atol=2e-4)
 
 
@@ -444,4 +453,4 @@ def test_parameters_of_another_feed_forward_are_refused():
     _, params = made(Experts(count=4, top_k=2))
     dense = replace(CONFIG, experts=None)
     with pytest.raises(ScopeParamShapeError, match="feed_forward/up"):
-        build(dense).apply({"params": params}, TOKENS)
+        jax.eval_shape(build(dense).apply, {"params": params}, TOKENS)
