@@ -135,7 +135,10 @@ def test_window_counts_the_query_itself():
     assert sees.diagonal().all()
     both_sides = seen(Window(3, 2), np.arange(11), np.arange(11))[0, 0]
     assert both_sides[5].nonzero()[0].tolist() == [3, 4, 5, 6]
-    assert not seen(Window(0, 0), np.arange(11), np.arange(11)).any()
+    for left, right in (0, 0), (1, 0), (1, 1), (0, 2), (2, 1):
+        q, k = np.arange(11)[:, None], np.arange(11)
+        wanted = (q - k < left) & (k - q < right)
+        np.testing.assert_array_equal(seen(Window(left, right), q[:, 0], k)[0, 0], wanted)
     assert not seen(Causal() & Window(0), np.arange(11), np.arange(11)).any()
 
 
