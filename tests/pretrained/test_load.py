@@ -577,6 +577,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         small(model_type="granite", **NO_DEFAULT), (),
         SMALL_LLAMA | EIGHT | dict(attention_scale=1.0),
     ),
+    "smollm3": (
+        small(model_type="smollm3", **NO_DEFAULT | dict(num_hidden_layers=5)), (),
+        SMALL_LLAMA | dict(
+            num_layers=5, num_kv_heads=4, head_dim=2, tie_embeddings=True,
+            positions=Rope(base=2e6, pattern=(True, True, True, False)),
+        ),
+    ),
     "olmo2": (
         small(model_type="olmo2", **NO_DEFAULT), (),
         SMALL_LLAMA | EIGHT | OLMO | dict(norm_eps=1e-5),
