@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.test_language_model import CHAT, KEY, LETTERS, MASKED, PAIRS, PLAIN, TURNS, run_of
+from tests.use.test_language_model import (
+    CHAT,
+    CLASSES,
+    KEY,
+    LETTERS,
+    MASKED,
+    PAIRS,
+    PLAIN,
+    TURNS,
+    run_of,
+)
 from transformer_jax.config.tasks import PrefixTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, steering_vector, zero
@@ -76,6 +86,23 @@ def test_answers_targets_and_masks_are_edited():
     assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(plain, rel=1e-3)
 
 
+def test_attention_is_that_of_the_edited_values():
+    other, plain = without_head(PLAIN, "decoder").attend("badcab"), PLAIN.attend("badcab")
+    found = PLAIN.attend("badcab", edit=SILENT)
+    np.testing.assert_allclose(found.weights, other.weights, atol=1e-6)
+    np.testing.assert_array_equal(found.weights[0], plain.weights[0])
+    assert np.abs(found.weights[1] - plain.weights[1]).max() > 1e-3
+    uniform = {"block_1/attention/weights": lambda w: w * 0 + 0.25}
+    assert (PLAIN.attend("badcab", edit=uniform).weights[1] == 0.25).all()
+
+
+def test_classes_are_those_of_the_edited_values():
+    other, plain = without_head(CLASSES, "encoder").classify("bad"), CLASSES.classify("bad")
+    found = CLASSES.classify(["bad", "cab"], edit=SILENT)[0]
+    assert found == (other[0], pytest.approx(other[1], rel=1e-5))
+    assert found != (plain[0], pytest.approx(plain[1], rel=1e-5))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["decoder", "encoder"])
 def test_sources_are_read_and_targets_written_with_edits(side):
@@ -86,6 +113,9 @@ def test_sources_are_read_and_targets_written_with_edits(side):
     assert PAIRS.search("bad", 4, beams=2, edit=edit)[0][0] == pytest.approx(
         other.search("bad", 4, beams=2)[0][0], rel=1e-5
     )
+    written, other_written = PAIRS.attend("bad", edit=edit), other.attend("bad")
+    assert written.tokens == other_written.tokens
+    np.testing.assert_allclose(written.cross, other_written.cross, atol=1e-6)
     nats = PAIRS.score(pair, edit=edit).nats
     assert nats == pytest.approx(other.score(pair).nats, rel=1e-5)
     assert nats != pytest.approx(PAIRS.score(pair).nats, rel=1e-3)

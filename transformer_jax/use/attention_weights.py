@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,12 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import places
+from transformer_jax.models.places import NO_EDIT, Edit, places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import token_texts
+from transformer_jax.training.batch import Edits
 from transformer_jax.use.attention_picture import Maps, draw_maps
 from transformer_jax.use.prompts import arguments, read_prompt
 from transformer_jax.use.reading import Reader
@@ -101,7 +103,9 @@ def _chosen(maps: Maps, layer: int | None, head: int | None) -> Maps:
     return maps
 
 
-def attention_weights(model: Reader, text: Any) -> AttentionWeights:
+def attention_weights(
+    model: Reader, text: Any, edit: Mapping[str, Edit] = NO_EDIT
+) -> AttentionWeights:
     """Return the weights of what `LanguageModel.attend` takes."""
     config = model.config
     transformer = isinstance(config, ModelConfig) and config.inputs is None
@@ -110,7 +114,8 @@ def attention_weights(model: Reader, text: Any) -> AttentionWeights:
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
     prompt, tokenizer = read_prompt(model, text), model.tokenizer
     ids, source = prompt.ids, prompt.source
-    found = _weights(config, model.params, ids[None], prompt.given())
+    edits = tuple(edit.items())
+    found = _weights(config, model.params, ids[None], prompt.given(), edits)
     labels = token_texts(tokenizer, ids)
     of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
     if isinstance(config, ModelConfig):
@@ -133,13 +138,14 @@ def _stacked(found: dict[str, jax.Array], name: str, depth: int) -> np.ndarray: 
     return np.stack([np.asarray(found[name.format(i)], np.float32)[0] for i in range(depth)])
 
 
-@program(static=("config",))
+@program(static=("config", "edit"))
 def _weights(
-    config: AnyModelConfig, params: Params, tokens: Array, given: dict[str, Array]
+    config: AnyModelConfig, params: Params, tokens: Array, given: dict[str, Array], edit: Edits
 ) -> dict[str, jax.Array]:
     """Return the weights of all layers by their places."""
     capture = tuple(name for name in places(config) if name.endswith("attention/weights"))
     found: Any = build(config).apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
-    )
+        {"params": params}, jnp.asarray(tokens), capture=capture, edit=dict(edit),
+        **arguments(given),
+    )  # fmt: skip
     return dict(found[-1])

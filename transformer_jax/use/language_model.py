@@ -434,12 +434,16 @@ class LanguageModel(Looker):
             raise ConfigError(f"score: {self.instead()}")
         return score_text(self, text, stride, edit)  # type: ignore[arg-type]
 
-    def attend(self, text: str | tuple[str, str]) -> AttentionWeights:
+    def attend(
+        self, text: str | tuple[str, str], *, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> AttentionWeights:
         """Return the attention weights of every layer and head, with the tokens as labels.
 
         Args:
             text: a text; of an encoder-decoder, and of a run on pairs, `(source, target)`, or a
                 source, whose target is what the model writes.
+            edit: functions by the names of places, which change the values there; weights that
+                they change are returned as changed.
 
         Returns:
             Weights with their tokens; their `plot()` is a picture.
@@ -449,8 +453,8 @@ class LanguageModel(Looker):
             ValueError: if the text is longer than the model reads.
         """
         if self.kind == "targets" and isinstance(text, str):
-            text = text, self.generate(text)
-        return attention_weights(self, text)
+            text = text, self.generate(text, edit=edit)
+        return attention_weights(self, text, edit)
 
     def nearest(
         self,
@@ -513,14 +517,20 @@ class LanguageModel(Looker):
         return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count, edit)
 
     @overload
-    def classify(self, text: str) -> tuple[str, float]: ...
+    def classify(self, text: str, *, edit: Mapping[str, Edit] = ...) -> tuple[str, float]: ...
     @overload
-    def classify(self, text: list[str] | tuple[str, ...]) -> list[tuple[str, float]]: ...
-    def classify(self, text: str | Sequence[str]) -> tuple[str, float] | list[tuple[str, float]]:
+    def classify(
+        self, text: list[str] | tuple[str, ...], *, edit: Mapping[str, Edit] = ...
+    ) -> list[tuple[str, float]]: ...
+    def classify(
+        self, text: str | Sequence[str], *, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> tuple[str, float] | list[tuple[str, float]]:
         """Return the likeliest class of a text and its probability.
 
         Args:
             text: a text, or a list of texts, of which a list is returned.
+            edit: functions by the names of places, which change the values there; they get all
+                tokens of a batch at once.
 
         Raises:
             ConfigError: if the model is not a run of task "classify".
@@ -532,7 +542,7 @@ class LanguageModel(Looker):
         assert self.model.run is not None
         for one in texts:
             self.check_tokens(one)
-        found = label_texts(self.model.run, self.tokenizers, self.params, texts)
+        found = label_texts(self.model.run, self.tokenizers, self.params, texts, edit)
         return found if is_list else found[0]
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:

@@ -7,7 +7,7 @@ text <cls>, and writes the class as a token of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import (
@@ -25,7 +26,7 @@ from transformer_jax.tokenizers.special import (
     with_special_tokens,
 )
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params, batch_logits
+from transformer_jax.training.batch import Batch, Edits, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import Rows, bucketed, padded
 from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
@@ -137,7 +138,11 @@ def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Ba
 
 
 def label_texts(
-    config: TrainConfig, tokenizers: Tokenizers, params: Params, texts: Sequence[str]
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    texts: Sequence[str],
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[tuple[str, float]]:
     """Return the likeliest label of each text, and its probability among the labels."""
     labels, names = labels_of(config), label_names(config)
@@ -154,19 +159,20 @@ def label_texts(
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
-        logits = _class_logits(config.model, params, batch, columns if names else None)
+        given = config.model, params, batch, columns if names else None
+        logits = _class_logits(*given, tuple(edit.items()))
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
             best = int(row.argmax())
             found.append((labels[best], float(row[best])))
     return found
 
 
-@program(static=("model",))
+@program(static=("model", "edit"))
 def _class_logits(
-    model: AnyModelConfig, params: Params, batch: Batch, columns: Array | None
+    model: AnyModelConfig, params: Params, batch: Batch, columns: Array | None, edit: Edits
 ) -> jax.Array:  # f32[B, C]
     """Return the logits of the classes: of a head, or of the class tokens after <cls>."""
-    logits = batch_logits(model)(params, batch, None)
+    logits = batch_logits(model, edit)(params, batch, None)
     if columns is None:
         return logits
     at = (batch.labels != IGNORE).argmax(axis=1)
