@@ -120,6 +120,34 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
     assert printed == f"label        {label}\nprobability  {p:.6g}\n"
 
 
+@pytest.mark.slow
+def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
+    text, questions = tmp_path / "text.txt", tmp_path / "questions.jsonl"
+    text.write_text("badcabfeed" * 3)
+    given = "evaluate", "--run", "plain", "--text", str(text), "--window", "7", "--stride", "3"
+    status, printed, _ = said(*given, "--batch-size", "2", "--json")
+    score = PLAIN.score(text.read_text(), window=7, stride=3, batch_size=2)
+    found = json.loads(printed)
+    assert (status, found["tokens"], found["nats"]) == (0, 29, pytest.approx(score.nats))
+    assert found["perplexity"] == pytest.approx(score.perplexity)
+    assert found["bits_per_byte"] == pytest.approx(score.bits_per_byte)
+    status, printed, error = said("evaluate", "--run", "masks", "--text", str(text))
+    assert (status, printed) == (2, "") and "text.txt': a run of task 'masked' fills m" in error
+    asked = [{"context": "bad", "choices": ["c", "feed"], "answer": n} for n in (0, 1, 1)]
+    questions.write_text("\n".join(map(json.dumps, asked)))
+    printed = said("evaluate", "--run", "plain", "--choices", str(questions))[1]
+    judged = PLAIN.multiple_choice(questions)
+    assert printed.split() == [
+        "questions", "3", "accuracy", f"{judged.accuracy:.6g}",
+        "accuracy_per_character", f"{judged.accuracy_per_character:.6g}",
+        "accuracy_per_byte", f"{judged.accuracy_per_byte:.6g}",
+    ]  # fmt: skip
+    questions.write_text('{"context": "a", "choices": ["b", "c"], "answer": 2}')
+    status, printed, error = said("evaluate", "--run", "plain", "--choices", str(questions))
+    rule = "line 1: answer is 2: must be an index from 0 to 1"
+    assert (status, printed, error) == (2, "", f"evaluate: {questions}, {rule}\n")
+
+
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
@@ -147,7 +175,14 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
         ("nearest --run plain", "word is None: the word to begin with is needed"),
         ("nearest --run plain --word a --count 0", "count is 0: must be at least 1"),
         ("nearest --run plain --word bad", "word is 'bad': 3 tokens ('b', 'a', 'd'): must be one"),
-        ("evaluate --run plain", "data and prompt: give one of them"),
+        ("evaluate --run plain", "data, prompt, text and choices: give one of them, to say what"),
+        ("evaluate --run plain --text x --choices y", "data, prompt, text and choices: give one"),
+        ("evaluate --run plain --prompt a --window 3", "window is 3: needs text"),
+        ("evaluate --run plain --data a --batch-size 3", "batch_size is 3: needs text or choices"),
+        ("evaluate --run plain --choices a --stride 3", "stride is 3: needs text"),
+        ("evaluate --run plain --text a --stride 0", "stride is 0: must be at least 1"),
+        ("evaluate --run plain --choices nowhere", "choices is 'nowhere': cannot be read (No such"),
+        ("evaluate --run masks --text /dev/null", "text is '/dev/null': the file is empty"),
         ("evaluate --run plain --data x --target a", "target is 'a': needs prompt"),
         ("evaluate --run plain --prompt a --beams 2", "beams is 2: needs data"),
         ("evaluate --run pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),

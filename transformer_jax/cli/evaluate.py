@@ -3,6 +3,8 @@
 python -m transformer_jax evaluate --run RUN --data FILE
 python -m transformer_jax evaluate --model FOLDER_OR_ID --data FILE
 python -m transformer_jax evaluate --run RUN --prompt TEXT
+python -m transformer_jax evaluate --run RUN --text FILE --window 512 --stride 256
+python -m transformer_jax evaluate --run RUN --choices FILE.jsonl
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.cli.command import (
@@ -24,7 +27,15 @@ from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer_jax.use.scores import Scored
+    from transformer_jax.use.scores import Score, Scored
+
+_OPTIONS = {
+    "data": ("targets", "examples", "beams", "context"),
+    "prompt": ("target",),
+    "text": ("window", "stride", "batch_size"),
+    "choices": ("batch_size",),
+}
+"""What a model may be judged on, and the flags that go with each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,24 +47,29 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     check_either(arguments)
     if arguments.run is not None and arguments.context is not None:
         raise ConfigError(f"context is {arguments.context}: needs model, a run has its own")
-    if (arguments.data is None) == (arguments.prompt is None):
+    given = [name for name in _OPTIONS if getattr(arguments, name) is not None]
+    if len(given) != 1:
         raise ConfigError(
-            "data and prompt: give one of them, a file or a text to judge the model on"
+            "data, prompt, text and choices: give one of them, to say what to judge the model on"
         )
-    if arguments.prompt is not None:
-        _score(arguments)
-        return
-    if arguments.target is not None:
-        raise ConfigError(f"target is {arguments.target!r}: needs prompt")
-    options = {
-        name: getattr(arguments, name) for name in ("targets", "examples", "beams", "context")
-    }
-    for name, value in options.items():
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name} is {value}: must be at least 1")
+    own = _OPTIONS[given[0]]
+    for names in _OPTIONS.values():
+        for name in names:
+            if (value := getattr(arguments, name)) is not None and name not in own:
+                needed = " or ".join(of for of, options in _OPTIONS.items() if name in options)
+                raise ConfigError(f"{name} is {value!r}: needs {needed}")
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{name} is {value}: must be at least 1")
+    work = {"data": _judge, "prompt": _score, "text": _read_windows, "choices": _choose}
+    work[given[0]](arguments)
+
+
+def _judge(arguments: argparse.Namespace) -> None:
+    """Print the measures of the task."""
     from transformer_jax.training.progress import DecodingLine
     from transformer_jax.use import evaluation
 
+    options = {name: getattr(arguments, name) for name in _OPTIONS["data"]}
     model = load_either("evaluate", arguments)
     found = evaluation.evaluate(model, arguments.data, **options, report=DecodingLine())
     if (hint := missing_metrics(found)) is not None:
@@ -63,9 +79,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _score(arguments: argparse.Namespace) -> None:
     """Print how likely a model finds a text, or the class that it gives it."""
-    for name in ("targets", "examples", "beams", "context"):
-        if (value := getattr(arguments, name)) is not None:
-            raise ConfigError(f"{name} is {value!r}: needs data")
     model = load_either("evaluate", arguments)
     prompt, target = arguments.prompt, arguments.target
     if model.kind in ("targets", "chat") and target is None:
@@ -82,7 +95,40 @@ def _score(arguments: argparse.Namespace) -> None:
         label, probability = model.classify(prompt)
         _print(arguments, {"label": label, "probability": probability})
         return
-    score = model.score(text)
+    _print_score(arguments, model.score(text))
+
+
+def _read_windows(arguments: argparse.Namespace) -> None:
+    """Print how likely a model finds the text of a file, which it reads in windows."""
+    from transformer_jax.tokenizers.plain_text import read_text
+
+    text = read_text(Path(arguments.text).read_bytes(), arguments.text)
+    if not text:
+        raise ConfigError(f"text is {arguments.text!r}: the file is empty")
+    model = load_either("evaluate", arguments)
+    if model.kind != "text":
+        raise ConfigError(f"text is {arguments.text!r}: {model.instead()}")
+    say_unknown("evaluate", model.tokenizers.of_source, [text])
+    rows = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
+    score = model.score(text, window=arguments.window, stride=arguments.stride, **rows)
+    _print_score(arguments, score)
+
+
+def _choose(arguments: argparse.Namespace) -> None:
+    """Print how often a model finds the right choice the likeliest."""
+    from transformer_jax.use.choices import read_questions
+
+    questions = read_questions(arguments.choices)
+    rows = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
+    found = load_either("evaluate", arguments).multiple_choice(questions, **rows)
+    _print(arguments, {
+        "questions": len(questions), "accuracy": found.accuracy,
+        "accuracy_per_character": found.accuracy_per_character,
+        "accuracy_per_byte": found.accuracy_per_byte,
+    })  # fmt: skip
+
+
+def _print_score(arguments: argparse.Namespace, score: Score) -> None:
     _print(arguments, {
         "tokens": score.num_tokens, "nats": score.nats,
         "nats_per_token": score.nats / score.num_tokens, "perplexity": score.perplexity,
@@ -109,6 +155,25 @@ def _parser() -> Parser:
         "--target",
         metavar="TEXT",
         help="of --prompt: the translation or answer that is scored",
+    )
+    add("--text", metavar="FILE", help="a text instead: its perplexity, read by sliding windows")
+    add("--window", type=int, metavar="N", help="of --text: tokens of a window; default: max_len")
+    add(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="of --text: tokens from window to window; default: half a window",
+    )
+    add(
+        "--choices",
+        metavar="FILE",
+        help='questions instead, lines {"context": ..., "choices": [...], "answer": INDEX}',
+    )
+    add(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="of --text and --choices: rows that are read side by side; default: 8",
     )
     add("--targets", metavar="FILE", help="of pairs: the file of the targets, line by line")
     add(

@@ -43,7 +43,7 @@ from transformer_jax.use.evaluation import EvaluateOptions, evaluate
 from transformer_jax.use.looking import Looker
 from transformer_jax.use.nearest import nearest_words
 from transformer_jax.use.reading import Conversation
-from transformer_jax.use.scores import Score, Scored, score_text
+from transformer_jax.use.scoring import Scorer
 from transformer_jax.use.writing import (
     NUM_TOKENS,
     Searching,
@@ -116,7 +116,7 @@ def _began_as_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists() or (path / "lock").exists()
 
 
-class LanguageModel(Looker):
+class LanguageModel(Looker, Scorer):
     """Use a model on texts; `load` makes one."""
 
     @overload
@@ -380,59 +380,6 @@ class LanguageModel(Looker):
         return completion.search(
             config, self.params, self.tokenizer, ids, count, processors=own, **given
         )
-
-    @overload
-    def score(
-        self, text: Scored, *, stride: int | None = None, edit: Mapping[str, Edit] = ...
-    ) -> Score: ...
-    @overload
-    def score(
-        self, text: list[str] | list[tuple[str, str]], *, stride: int | None = None,
-        edit: Mapping[str, Edit] = ...,
-    ) -> list[Score]: ...  # fmt: skip
-    def score(
-        self,
-        text: Scored | list[str] | list[tuple[str, str]],
-        *,
-        stride: int | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
-        **unknown: Never,
-    ) -> Score | list[Score]:
-        """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
-
-        A model that puts nothing before a text scores all of its tokens but the first.
-
-        Args:
-            text: a text of a decoder; `(source, target)`, of which the target is scored, of an
-                encoder-decoder, a run on pairs or one of preferences; messages, of which the last,
-                the assistant's, is scored, of a chat model.
-            stride: a longer text than `max_len` is read in windows that begin so many tokens after
-                one another, from 1 to max_len; a token counts once, in the first window that has
-                it, where at least max_len - stride tokens are before it. None is max_len / 2.
-            edit: functions by the names of places, which change the values there, as in `generate`;
-                they get all tokens of a window at once.
-
-        Raises:
-            ConfigError: if the model gives no probability of a text, as a masked one.
-            ValueError: if the text has another form, or too few tokens, or `stride` is out of its
-                range.
-        """
-        refuse_keywords(self.score, unknown)
-        if stride is not None:
-            check_count("stride", stride, 1)
-        if isinstance(text, list) and not text:
-            raise ValueError("text is an empty list: must have a text")
-        if isinstance(text, list) and isinstance(text[0], str | tuple):
-            return [self.score(one, stride=stride, edit=edit) for one in text]
-        if self.kind == "masks":
-            rule = (
-                "a masked model has no probability of a text; its pseudo-likelihood, of each token "
-                "hidden alone, is what evaluate(FILE) averages as pseudo_perplexity"
-            )
-            raise ConfigError(f"score: {rule}")
-        if self.kind in ("labels", "signals", "vectors"):
-            raise ConfigError(f"score: {self.instead()}")
-        return score_text(self, text, stride, edit)  # type: ignore[arg-type]
 
     def attend(
         self, text: str | tuple[str, str], *, edit: Mapping[str, Edit] = NO_EDIT

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -70,23 +71,37 @@ class Score:
         return f"Score({said}, {rest})"
 
 
-def score_text(model: Reader, text: Scored, stride: int | None, edit: Mapping[str, Edit]) -> Score:
+class Windows(NamedTuple):
+    """Say how a text that is longer than one window is read; None is as `LanguageModel.score` says.
+
+    Attributes:
+        size: tokens that are read at a time.
+        stride: tokens between the beginnings of two windows.
+        batch_size: windows of a batch.
+    """
+
+    size: int | None
+    stride: int | None
+    batch_size: int
+
+
+def score_text(model: Reader, text: Scored, read: Windows, edit: Mapping[str, Edit]) -> Score:
     """Return the score of what `LanguageModel.score` takes."""
     if model.kind == "targets":
-        return _score_pair(model, text, stride, edit)
+        return _score_pair(model, text, read, edit)
     if isinstance(text, str) and model.kind == "text":
-        return _score_plain(model, text, stride, edit)
+        return _score_plain(model, text, read, edit)
     turn, said = _turn(model, text)
     ids = model.known(np.append(turn.prompt, turn.answer), "the text")
     if not len(turn.prompt):  # nothing is before the first token of the answer
         size = len(utf8(said)) - _bytes_of_first(model, ids, said)
-        return _score_ids(model, ids, 1, size, stride, edit)
-    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), stride, edit)
+        return _score_ids(model, ids, 1, size, read, edit)
+    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), read, edit)
 
 
 def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     """Return what is read and what is scored of a prompt with its answer, and the answer."""
-    if _is_pair(text):
+    if is_pair(text):
         if isinstance(model.task, PreferenceTask) and model.kind == "text":
             return text_turn(model.tokenizer, *text), text[1]
     elif isinstance(text, list):
@@ -107,7 +122,7 @@ def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     raise DataError(f"text is {text!r:.80}: must be {rule}")
 
 
-def _score_plain(model: Reader, text: str, stride: int | None, edit: Mapping[str, Edit]) -> Score:
+def _score_plain(model: Reader, text: str, read: Windows, edit: Mapping[str, Edit]) -> Score:
     """Score a text after what begins every text; where that is nothing, all but its first token."""
     own, begin = encode_text(model.tokenizer, text), model.model.begin_id
     first = frame(model.tokenizer).first if begin is None else (begin,)
@@ -118,7 +133,7 @@ def _score_plain(model: Reader, text: str, stride: int | None, edit: Mapping[str
     if len(own) < (1 if first else 2):
         least = "one token" if first else "two tokens, of which the second is scored"
         raise DataError(f"text is {text!r:.40}: must have at least {least}")
-    return _score_ids(model, ids, len(first) or 1, size, stride, edit)
+    return _score_ids(model, ids, len(first) or 1, size, read, edit)
 
 
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
@@ -136,21 +151,35 @@ def _score_ids(
     ids: np.ndarray,  # i32[n]
     first: int,  # how many are only read
     size: int,
-    stride: int | None,
+    read: Windows,
     edit: Mapping[str, Edit],
 ) -> Score:
-    longest = longest_text(model.config)
-    stride = max(1, longest // 2) if stride is None else stride
+    most = longest_text(model.config)
+    longest = most if read.size is None else read.size
+    if longest > most:
+        raise ValueError(f"window is {longest}: must be at most max_len {most}")
+    stride = max(1, longest // 2) if read.stride is None else read.stride
     if stride > longest:
-        raise ValueError(f"stride is {stride}: must be at most max_len {longest}")
-    nats: list[float] = []
-    for batch in windows(ids, first, longest, stride):
-        nats += _nats(model, batch, edit)
+        name = "max_len" if read.size is None else "window"
+        raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
+    rows, nats, count = windows(ids, first, longest, stride), list[float](), 0
+    while part := [*islice(rows, 1 if edit else read.batch_size)]:  # an edit may be of one row
+        count = count or len(part)
+        nats += _nats(model, _stacked(part, count), edit)
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
 
 
+def _stacked(rows: Sequence[Batch], count: int) -> Batch:
+    """Return one batch of `count` rows; those that fill it up have no label that counts."""
+    tokens, labels = (
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("tokens", "labels")
+    )
+    missing = (0, count - len(rows)), (0, 0)
+    return Batch(np.pad(tokens, missing), np.pad(labels, missing, constant_values=IGNORE))
+
+
 def _nats(model: Reader, batch: Batch, edit: Mapping[str, Edit]) -> list[float]:
-    """Return -log p of each label that counts, of a batch of one row."""
+    """Return -log p of each label that counts, row after row."""
     given = model.config, model.params, batch, tuple(edit.items())
     found = np.asarray(token_nats(*given), np.float64)
     values: list[float] = found[np.asarray(batch.labels) != IGNORE].tolist()
@@ -178,15 +207,17 @@ def windows(
             return
 
 
-def _is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
+def is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
+    """Say whether this is two texts."""
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
 
 
-def _score_pair(model: Reader, text: Scored, stride: int | None, edit: Mapping[str, Edit]) -> Score:
+def _score_pair(model: Reader, text: Scored, read: Windows, edit: Mapping[str, Edit]) -> Score:
     """Score the target of a source, and its end."""
-    if stride is not None:
-        raise ConfigError(f"stride is {stride}: of pairs, a target is scored whole")
-    if not _is_pair(text):
+    for name, value in (("window", read.size), ("stride", read.stride)):
+        if value is not None:
+            raise ConfigError(f"{name} is {value}: of pairs, a target is scored whole")
+    if not is_pair(text):
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
     example = pair_batch(model, *text)
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)

@@ -1,0 +1,262 @@
+"""Perplexity by sliding windows, continuations and multiple choice, each beside plain NumPy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.use.test_language_model import (
+    CHAT,
+    CLASSES,
+    CONFIG,
+    LETTERS,
+    MASKED,
+    PAIRS,
+    PLAIN,
+    VECTORS,
+    model_of,
+    nats,
+)
+from transformer_jax.models.factory import build
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.use.choices import Choices, Question, read_questions
+from transformer_jax.use.continuations import Request, score_requests, split_pair
+from transformer_jax.use.language_model import LanguageModel
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LENGTH = CONFIG.max_len
+
+
+@functools.cache
+def _applied(model: LanguageModel):
+    return jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
+
+
+def logits_of(model: LanguageModel, ids) -> np.ndarray:
+    """Logits after each id, of one row; what fills it up stands behind, where none sees it."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(_applied(model)(row), np.float64)[0, : len(ids)]
+
+
+TEXT = "badcabfeedacefadedfaceheadbeadjackbike"
+
+
+def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> list[float]:
+    """-log p of each token by the loop of Hugging Face's page on fixed-length models.
+
+    A window there has `max_length` tokens with the one that is only predicted; ours counts those
+    that are read.
+    """
+    ids, found, before = LETTERS.encode(text), [], 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + max_length, len(ids))
+        row = ids[begin:end]
+        losses = nats(logits_of(model, row)[:-1], row[1:])
+        found += [*losses[-(end - before) :]]
+        before = end
+        if end == len(ids):
+            return found
+    raise AssertionError("no window reaches the end")
+
+
+@pytest.mark.slow_except("7-3")
+@pytest.mark.parametrize(("window", "stride"), [(7, 3), (7, 7), (16, 1), (5, 4)])
+def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride):
+    expected = sliding(PLAIN, TEXT, window + 1, stride)
+    for batch_size in (1, 4):
+        found = PLAIN.score(TEXT, window=window, stride=stride, batch_size=batch_size)
+        assert found.num_tokens == len(TEXT) - 1 == len(expected)
+        np.testing.assert_allclose(found.token_nats, expected, rtol=1e-5)
+    # the mean of tokens, not of windows' means
+    assert found.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(
+        sum(expected) / math.log(2) / (len(TEXT) - 1), rel=1e-5
+    )
+
+
+def test_a_text_shorter_than_a_window_is_one_window():
+    whole = PLAIN.score("bad").nats
+    assert PLAIN.score("bad", window=9, stride=9).nats == pytest.approx(whole, rel=1e-5)
+
+
+WINDOWED = model_of(replace(CONFIG, window=3, positions=tj.Rope(), max_len=48))
+ROPE = model_of(replace(CONFIG, positions=tj.Rope(), logit_softcap=3.0, logit_bias=True))
+RECURRENT = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
+MODELS = {"plain": PLAIN, "windowed": WINDOWED, "rope": ROPE, "recurrent": RECURRENT}
+PAIRS_OF_TEXTS = [
+    ("bad", "cab"), ("bad", "c"), ("bad", "feedfeed"), ("bad", "b"), ("feed", "a"), ("c", "abba"),
+    ("feed", "beef"), ("cab", "bage"), ("bad", "cab"),
+]  # fmt: skip
+
+
+def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
+    """log p of ids after others, and whether each is the likeliest, one row at a time."""
+    ids = [*before, *after]
+    logits = logits_of(model, ids[:-1])[len(before) - 1 :]
+    return -nats(logits, after).sum(), bool((logits.argmax(-1) == after).all())
+
+
+@pytest.mark.slow_except("plain-8")
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
+    model = MODELS[name]
+    likeliest = LETTERS.decode([int(logits_of(model, LETTERS.encode("feed"))[-1].argmax())])
+    pairs = [*PAIRS_OF_TEXTS, ("feed", likeliest)]
+    found = model.continuations(pairs, batch_size=batch_size)
+    assert [one.num_tokens for one in found] == [len(text) for _, text in pairs]
+    expected = [by_definition(model, *map(LETTERS.encode, pair)) for pair in pairs]
+    np.testing.assert_allclose([one.log_prob for one in found], [p for p, _ in expected], rtol=1e-5)
+    assert [one.is_likeliest for one in found] == [best for _, best in expected]
+    assert found[-1].is_likeliest and not all(one.is_likeliest for one in found)
+
+
+@pytest.mark.slow
+def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
+    ids = tuple(map(int, LETTERS.encode(TEXT)))
+    requests = [Request(ids, ids[:5]), Request(ids, ids[:2]), Request(ids, ids[:17])]
+    for found, request in zip(score_requests(PLAIN, requests, 4), requests, strict=True):
+        after = [*request.continuation]
+        kept = ids[-(CONFIG.max_len + 1 - len(after)) :]
+        assert found.log_prob == pytest.approx(by_definition(PLAIN, kept, after)[0], rel=1e-5)
+    with pytest.raises(DataError, match=r"continuation has 18 tokens: must be at most max_len 17$"):
+        score_requests(PLAIN, [Request(ids, ids[:18])], 4)
+
+
+def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():
+    words = {"a": [1], "a b": [1, 2], "ab": [3], "": [], "a b c": [1, 2, 4]}
+    assert split_pair(words.__getitem__, "a ", "b") == ([1], [2])
+    assert split_pair(words.__getitem__, "a", " b") == ([1], [2])
+    assert split_pair(words.__getitem__, "a b ", "c") == ([1, 2], [4])
+    assert split_pair(words.__getitem__, "", "a b") == ([], [1, 2])
+    assert split_pair(words.__getitem__, "a", "b") == ([3 - 2], [])  # one token stretches over both
+
+
+QUESTIONS = [
+    {"context": "bad", "choices": ["c", "feedfeed", "b"], "answer": 1},
+    {"context": "feed", "choices": ["ab", "beefbeef"], "answer": 0},
+    {"context": "cab", "choices": ["bage", "a", "jk"], "answer": 2},
+]
+
+
+def shares(questions, model) -> list[float]:
+    """Accuracies by log p, per character and per byte, by the definition of lm-eval."""
+    rights = []
+    for question in questions:
+        context, choices = model.tokenizer.encode(question["context"]), question["choices"]
+        p = [by_definition(model, context, model.tokenizer.encode(one))[0] for one in choices]
+        sizes = [1] * len(p), [len(one) for one in choices], [len(one.encode()) for one in choices]
+        best = [int(np.argmax(np.array(p) / np.array(size, float))) for size in sizes]
+        rights.append([one == question["answer"] for one in best])
+    return np.mean(rights, axis=0).tolist()
+
+
+def test_choices_are_judged_by_their_probability_alone_and_by_their_length(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
+    expected = shares(QUESTIONS, PLAIN)
+    for given in (QUESTIONS, str(file), file, read_questions(file)):
+        found = PLAIN.multiple_choice(given, batch_size=3)
+        each = found.accuracy, found.accuracy_per_character, found.accuracy_per_byte
+        assert list(each) == expected
+        assert repr(found).startswith("Choices(3 questions, accuracy=0.")
+    for row, question in zip(found.log_probs, QUESTIONS, strict=True):
+        pairs = [(question["context"], choice) for choice in question["choices"]]
+        np.testing.assert_allclose(
+            row, [one.log_prob for one in PLAIN.continuations(pairs)], rtol=1e-5
+        )
+
+
+def test_length_is_of_the_choice_in_characters_or_in_bytes():
+    questions = (Question("a", ("bb", "éé"), 1), Question("a", ("bb", "c"), 0))
+    found = Choices(questions, ((-3.0, -4.0), (-3.0, -2.0)))
+    assert (found.accuracy, found.accuracy_per_character) == (0.0, 0.5)
+    assert found.accuracy_per_byte == 1.0  # -4/4 of éé is above -3/2
+
+
+@pytest.mark.slow
+def test_an_empty_context_is_what_begins_a_text():
+    begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
+    after = LETTERS.encode("bad")
+    for context, ids in (("", [11]), ("cab", [11, *LETTERS.encode("cab")])):
+        (found,) = begun.continuations([(context, "bad")])
+        assert found.log_prob == pytest.approx(by_definition(begun, ids, after)[0], rel=1e-5)
+
+
+BLANKS = model_of(CONFIG, CharTokenizer(" abcdefghij"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PLAIN.score("ab", window=0), "window is 0: must be an integer of at least 1"),
+        (lambda: PLAIN.score("ab", window=18), "window is 18: must be at most max_len 17"),
+        (lambda: PLAIN.score("ab", window=5, stride=6), "stride is 6: must be at most window 5"),
+        (lambda: PLAIN.score("ab", batch_size=0), "batch_size is 0: must be an integer of at lea"),
+        (lambda: PAIRS.score(("a", "b"), window=3), "window is 3: of pairs, a target is scored wh"),
+        (lambda: PLAIN.continuations([("", "a")]), "context is '': must have a token, since nothi"),
+        (lambda: BLANKS.continuations([(" ", "a")]), "context is ' ': must have a token, since n"),
+        (lambda: PLAIN.continuations([("a", "")]), "continuation is '': must have a token of its"),
+        (lambda: PLAIN.continuations([("a", 3)]), r"pairs is \[\('a', 3\)\]: must be a list of"),
+        (lambda: PLAIN.continuations("ab"), "pairs is 'ab': must be a list of"),
+        (lambda: PLAIN.continuations([("z", "a")]), "character 0 is U.007A 'z': not among"),
+        (lambda: PLAIN.continuations([("a", "b")], batch_size=0), "batch_size is 0: must be"),
+        (lambda: MASKED.continuations([("a", "b")]), "continuations: .*'masked' fills masks"),
+        (lambda: PAIRS.multiple_choice(QUESTIONS), "multiple_choice: .*writes the target"),
+        (lambda: CLASSES.multiple_choice(QUESTIONS), "multiple_choice: .*names the class"),
+        (lambda: CHAT.multiple_choice(QUESTIONS), "multiple_choice: .*answers messages"),
+        (lambda: VECTORS.multiple_choice(QUESTIONS), "multiple_choice: .*writes no text"),
+        (lambda: PLAIN.multiple_choice([]), r"questions is \[\]: must be a file, or a list"),
+        (lambda: PLAIN.multiple_choice([3]), r"questions\[0\]: is 3: must be {\"context\""),
+        (lambda: PLAIN.multiple_choice([QUESTIONS[0] | {"context": "z"}]), r"questions\[0\]: char"),
+        (lambda: PLAIN.multiple_choice("/no"), "choices is '/no': cannot be read .No such file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_is_refused_in_a_line(call, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("[", "not JSON"),
+    ("3", 'is 3: must be {"context": ...'),
+    ('{"context": "a"}', "choices is missing: a question has context, choices, answer"),
+    ({"context": 3}, "context is 3: must be a text"),
+    ({"choices": "ab"}, "choices is 'ab': must be two texts or more"),
+    ({"choices": []}, r"choices is (): must be two texts or more"),
+    ({"choices": ["a"]}, "choices is ('a',): must be two texts or more"),
+    ({"choices": ["a", ""]}, "choices[1] is '': must be a text, not empty"),
+    ({"choices": ["a", 3]}, "choices[1] is 3: must be a text, not empty"),
+    ({"choices": ["a", "b", "a"]}, "choices[2] is 'a': must differ from choices[0]"),
+    ({"answer": 2}, "answer is 2: must be an index from 0 to 1"),
+    ({"answer": -1}, "answer is -1: must be an index from 0 to 1"),
+    ({"answer": True}, "answer is True: must be an index from 0 to 1"),
+    ({"answer": "0"}, "answer is '0': must be an index from 0 to 1"),
+    ({"label": 0}, "has 'label': a question has context, choices, answer"),
+], ids=str)  # fmt: skip
+def test_a_malformed_line_names_file_line_field_and_rule(tmp_path, line, message):
+    good = {"context": "a", "choices": ["a", "b"], "answer": 0}
+    text = line if isinstance(line, str) else json.dumps(good | line)
+    file = tmp_path / "q.jsonl"
+    file.write_text(f"{json.dumps(good)}\n\n{text}\n")
+    with pytest.raises(DataError) as refused:
+        read_questions(file)
+    assert str(refused.value).startswith(f"{file}, line 3: {message}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_a_question_is_refused(tmp_path):
+    (tmp_path / "q").write_text("\n \n")
+    with pytest.raises(DataError, match=r"/q': it has no line with a question$"):
+        read_questions(tmp_path / "q")
