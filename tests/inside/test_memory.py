@@ -14,11 +14,13 @@ RESIDUAL = T * D * 4
 
 
 @pytest.mark.slow
-def test_one_captured_layer_of_a_long_prompt_holds_only_its_own_memory():
+@pytest.mark.parametrize("scan", [False, True])
+def test_one_captured_layer_of_a_long_prompt_holds_only_its_own_memory(scan):
     """Sum what is returned and what is held on the way, by the compiled programs."""
     config = tj.ModelConfig(
-        vocab_size=31, d_model=D, num_layers=L, num_heads=2, d_ff=D, max_len=T, positions=None
-    )
+        vocab_size=31, d_model=D, num_layers=L, num_heads=2, d_ff=D, max_len=T, positions=None,
+        scan_layers=scan,
+    )  # fmt: skip
     model = tj.build(config)
     params = jax.eval_shape(lambda: tj.init_params(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)

@@ -92,6 +92,17 @@ def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(k
         assert_near(scanned[name], looped[name], NEAR, name)
 
 
+def test_a_scan_returns_the_blocks_that_are_asked_for():
+    asked = "block_1/residual", "block_0/attention/weights", "block_*/feed_forward/output"
+    edit = {"block_1/residual": tilted}
+    looped, scanned = (
+        run("decoder", scanned=scanned, capture=asked, edit=edit)[2] for scanned in (False, True)
+    )
+    assert set(looped) == set(scanned) and len(scanned) == 4
+    for name in looped:
+        assert_near(scanned[name], looped[name], NEAR, name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
 def test_captured_values_come_in_the_order_in_which_they_were_asked_for(kind):

@@ -591,6 +591,12 @@ SLIPS: tuple[Slip, ...] = (
             "scanned[at[2]][:, 0]",
             "models/test_places.py::test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values",
         ),
+        (
+            "a scan carries what its last block captured",
+            "jnp.where(layer == int(at[1]), captured[at[2]], kept[name])",
+            "captured[at[2]]",
+            "models/test_places.py::test_a_scan_returns_the_blocks_that_are_asked_for",
+        ),
     ),
     *of(
         "transformer_jax/models/lora.py",

@@ -419,16 +419,17 @@ class Block(nn.Module):
 
     def scan_step(
         self,
-        carry: tuple[jax.Array, kv.KVCache | None],  # [B, T, D], leaves [B, L, ...]
+        carry: tuple[jax.Array, kv.KVCache | None, Captured],  # [B, T, D], leaves [B, L, ...]
         layer: jax.Array,  # i32[]
         key: jax.Array | None,
         cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
         given: BlockInputs,
-    ) -> tuple[tuple[jax.Array, kv.KVCache | None], Captured]:
+    ) -> tuple[tuple[jax.Array, kv.KVCache | None, Captured], Captured]:
         """Run the block in the form of a scan's step, on its part of all caches.
 
         They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
-        that is donated is written where it lies.
+        that is donated is written where it lies. So is what few blocks capture, by its whole name;
+        what is returned beside the carry is gathered from every step.
         """
 
         def part(leaf: jax.Array) -> jax.Array:
@@ -437,8 +438,9 @@ class Block(nn.Module):
         def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 1)
 
-        x, caches = carry
+        x, caches, kept = carry
         cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
         x, cache, captured = self(x, given, cache, cross_cache, key, layer)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
-        return (x, caches), captured
+        kept, gathered = given.places.keep(kept, captured, layer)
+        return (x, caches, kept), gathered

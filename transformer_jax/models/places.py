@@ -20,6 +20,7 @@ asked for, the program is the one without places.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -269,10 +270,42 @@ class Places:
             edits.setdefault(name, []).append((None, own_layer))
         return Visit(capture, edits, layer)
 
+    def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
+        """Return names whose place is captured of at most half of the blocks: place, block."""
+        found = [(name, at) for name in self.capture if (at := _BLOCK.match(name))]
+        asked = Counter(at[2] for _, at in found)
+        return {name: (at[2], int(at[1])) for name, at in found if asked[at[2]] * 2 <= depth}
+
+    def empty(self, shapes: Mapping[str, jax.ShapeDtypeStruct], depth: int) -> Captured:
+        """Return zeros in the place of what few blocks capture, by name, for a scan to carry.
+
+        So a scan holds the values of the blocks that are asked for, and not those of all.
+        """
+        few = self.of_few_blocks(depth)
+        return {name: jnp.zeros_like(shapes[place]) for name, (place, _) in few.items()}
+
+    def keep(
+        self, kept: Captured, captured: Captured, layer: jax.Array
+    ) -> tuple[Captured, Captured]:
+        """Return what a scan carries, with what its block `layer` captured, and all other values.
+
+        `captured` has names in a block.
+        """
+        places = {name: _BLOCK.match(name) for name in kept}
+        carried = {
+            name: jnp.where(layer == int(at[1]), captured[at[2]], kept[name])
+            for name, at in places.items()
+            if at
+        }
+        few = {at[2] for at in places.values() if at}
+        return carried, {name: x for name, x in captured.items() if name not in few}
+
     def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
-        """Return what the blocks of a scan captured, by name."""
+        """Return what all blocks of a scan captured, by name."""
         found = ((name, _BLOCK.match(name)) for name in self.capture)
-        return {name: scanned[at[2]][:, int(at[1])] for name, at in found if at}
+        return {
+            name: scanned[at[2]][:, int(at[1])] for name, at in found if at and at[2] in scanned
+        }
 
     def in_order(self, captured: Captured) -> Captured:
         """Return captured values in the order in which they were asked for."""

@@ -226,8 +226,16 @@ class Stack(nn.Module):
             own = replace(given, mask=masks[0], bias=bias)
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            (x, layers), found = blocks.scan_step((x, layers), numbers, keys, cross, own)
-            captured = given.places.collect(found)
+            kept: Captured = {}
+            if not self.is_initializing() and own.places.of_few_blocks(self.depth):
+                block = Block(cfg, self.cross, self.depth, cfg.windows[0], parent=None)
+                step = partial(block.apply, method="scan_step")
+                first = jax.tree.map(lambda leaf: leaf[0], (blocks.variables, numbers, keys))
+                shapes = jax.eval_shape(step, first[0], (x, layers, {}), *first[1:], cross, own)[1]
+                kept = own.places.empty(shapes, self.depth)
+            carry = x, layers, kept
+            (x, layers, kept), found = blocks.scan_step(carry, numbers, keys, cross, own)
+            captured = own.places.collect(found) | kept
         else:
             updated: list[Any] = []  # of one class of cache, or None
             for i, own_key in enumerate(split_key(key, self.depth)):
