@@ -115,6 +115,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
         "needs scale_embeddings False",
     ),
     (ModelConfig, {}, dict(qk_norm_over="heads"), "qk_norm_over", "'heads'", "needs qk_norm"),
+    (ModelConfig, {}, dict(qk_norm_kind="layernorm"), "qk_norm_kind", "'layernorm'", "qk_norm"),
     (ModelConfig, {}, dict(out_bias="no"), "out_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(ff_bias="no"), "ff_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(norm_unit_offset=1), "norm_unit_offset", "1", "bool"),

@@ -82,6 +82,11 @@ CASES: dict[str, dict] = {
         positions=Rope(pattern=(False, True)), num_layers=3, window=(None, None, 3), glu=True,
         use_bias=False, num_kv_heads=1, positions_=PADDED,
     ),
+    "cohere": dict(
+        norm_order="parallel_shared", positions=Rope(pairing="interleaved"), glu=True,
+        use_bias=False, qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head",
+        num_heads=4, num_kv_heads=2, norm_unit_offset=True, positions_=PADDED,
+    ),
     "granite": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,
@@ -243,6 +248,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "packed-learned",
     "llama",
     "smollm3",
+    "cohere",
     "rope-*",
     "gemma",
     "gemma3",
@@ -262,7 +268,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "encoder-decoder-all",
     "two-vocabularies",
 )
-@pytest.mark.slow_except("*-learned", "llama", "smollm3")
+@pytest.mark.slow_except("*-learned", "llama", "smollm3", "cohere")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
     config, tokens, arguments, params = prepared(case, rng)

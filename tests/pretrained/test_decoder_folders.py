@@ -1,4 +1,4 @@
-"""Check folders of SmolLM 3: what comes back, and what is refused by name."""
+"""Check folders of SmolLM 3, Cohere and StableLM: what comes back, and what is refused by name."""
 
 from dataclasses import replace
 
@@ -22,6 +22,9 @@ SMALL = dict(
     num_attention_heads=3, num_key_value_heads=1, max_position_embeddings=64,
 )  # fmt: skip
 SMOL = SMALL | dict(model_type="smollm3")
+COHERE = SMALL | dict(model_type="cohere", rope_theta=1e4, use_qk_norm=True)
+COHERE2 = SMALL | dict(model_type="cohere2", rope_theta=1e4, sliding_window=5)
+STABLE = SMALL | dict(model_type="stablelm", qk_layernorm=True, partial_rotary_factor=0.5)
 
 
 def drawn(config: ModelConfig):
@@ -34,6 +37,13 @@ def drawn(config: ModelConfig):
     ("content", "tensor", "param"),
     [
         (SMOL, "model.layers.3.self_attn.k_proj.weight", "block_3/attention/key/kernel"),
+        (COHERE, "model.layers.3.self_attn.q_norm.weight", "block_3/attention/query_scale"),
+        (COHERE2, "model.layers.2.input_layernorm.weight", "block_2/norm/scale"),
+        (
+            STABLE,
+            "model.layers.1.self_attn.q_layernorm.norms.2.weight",
+            "block_1/attention/query_scale/2",
+        ),
     ],
     ids=lambda part: part.get("model_type") if isinstance(part, dict) else "",
 )
@@ -46,9 +56,10 @@ def test_what_is_saved_comes_back_bit_for_bit(content, tensor, param, tmp_path):
     chex.assert_trees_all_equal(loaded, params, strict=True)
     own = params["decoder"]
     for name in param.split("/"):
-        own = own[name]
-    file = load_file(tmp_path / "one" / "model.safetensors")
-    np.testing.assert_array_equal(file[tensor], np.asarray(own).reshape(len(own), -1).T)
+        own = own[int(name)] if name.isdigit() else own[name]
+    found = load_file(tmp_path / "one" / "model.safetensors")[tensor]
+    own = own.reshape(len(own), -1).T if param.endswith("kernel") else own
+    np.testing.assert_array_equal(found, own)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +94,11 @@ def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
+        (COHERE | dict(rotary_pct=0.5), "rotary_pct is 0.5: must be 1.0"),
+        (SMALL | dict(model_type="cohere"), "rope_theta is missing"),
+        (COHERE2 | dict(use_qk_norm=True), "use_qk_norm is True: must be False"),
+        (COHERE2 | dict(sliding_window=None), "sliding_window is None: must be an integer"),
+        (COHERE2 | dict(order_of_interleaved_layers="x"), "order_of_interleaved_layers is 'x'"),
         (SMOL | dict(no_rope_layers=[1]), r"no_rope_layers is \[1\]: must be a list of 4"),
         (SMOL | dict(no_rope_layers=[2, 1, 1, 1]), "no_rope_layers is .*: must be a list of 4"),
         (
@@ -101,6 +117,9 @@ def test_what_would_change_the_numbers_is_refused_by_name(content, rule):
     [
         (SMOL, "llama", {}, r"positions.pattern is \(True, True, True, False\): a llama has"),
         (SMOL, "smollm3", dict(qk_norm=True), "qk_norm is True: a smollm3 has False"),
+        (COHERE, "cohere", dict(qk_norm_kind="rmsnorm"), "qk_norm_kind is 'rmsnorm': a cohere has"),
+        (COHERE2, "cohere2", dict(window=5), r"window is \[5, 5, 5, 5\]|pattern is"),
+        (STABLE, "stablelm", dict(qk_norm_over="head"), "qk_norm_over is 'head': a stablelm has"),
     ],
 )
 def test_what_a_family_cannot_say_is_refused_by_name(content, family, changes, rule):

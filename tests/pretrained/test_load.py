@@ -480,6 +480,14 @@ SMALL_GEMMA = GEMMA | SMALL | dict(num_kv_heads=4)
 CODER = dict(
     vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=2, max_len=64, positions="rope"
 )
+COHERE = SMALL_LLAMA | dict(
+    norm="layernorm",
+    norm_eps=1e-5,
+    norm_order="parallel_shared",
+    logit_scale=0.0625,
+    tie_embeddings=True,
+    positions=Rope(base=8e6, pairing="interleaved"),
+)
 BARE = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
@@ -602,6 +610,18 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         ),
     ),
     "gptj": (dict(model_type="gptj"), (), GPTJ),
+    "cohere": (
+        small(model_type="cohere", rope_theta=8e6, **NO_DEFAULT), (), COHERE | EIGHT,
+    ),
+    "cohere2": (
+        small(model_type="cohere2", rope_theta=8e6, **NO_DEFAULT | dict(num_hidden_layers=5)), (),
+        COHERE | EIGHT | dict(
+            num_layers=5, window=(4096, 4096, 4096, None),
+            positions=Rope(
+                base=8e6, pairing="interleaved", pattern=(True, True, True, False)
+            ),
+        ),
+    ),
     "phi": (dict(model_type="phi"), (), PHI | dict(d_model=2048, d_ff=8192, num_layers=24)),
     "starcoder2": (
         small(model_type="starcoder2", num_attention_heads=2, num_key_value_heads=...), (),

@@ -61,7 +61,6 @@ def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
         (GPTJ | dict(rotary=False), "rotary is False: must be True"),
         (CODER | dict(norm_type="rms_norm"), "norm_type is 'rms_norm': must be 'layer_norm'"),
         (CODER | dict(mlp_type="gated"), "mlp_type is 'gated': must be 'default'"),
-        (STABLE | dict(qk_layernorm=True), "qk_layernorm is True: must be False"),
         (OPT | dict(word_embed_proj_dim=7), "word_embed_proj_dim is 7: must be hidden_size, 24"),
         (OPT | dict(_remove_final_layer_norm=True), "_remove_final_layer_norm is True: must be"),
         (OPT | dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine is False"),

@@ -246,6 +246,7 @@ CASES = {
         "StableLm", use_parallel_residual=True, use_qkv_bias=True, tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
+    "stablelm, norms of heads": case("StableLm", qk_layernorm=True, layer_norm_eps=1e-2),
     "opt": opt(),
     "opt, post-norm": opt(
         do_layer_norm_before=False, enable_bias=False, tie_word_embeddings=False,
@@ -267,6 +268,17 @@ CASES = {
     "gptj, tied": gptj(
         rotary_dim=8, n_inner=40, activation_function="relu", layer_norm_epsilon=1e-2,
         tie_word_embeddings=True,
+    ),
+    "cohere": case("Cohere", logit_scale=1.5),
+    "cohere, norms of heads": case(
+        "Cohere", use_qk_norm=True, attention_bias=True, tie_word_embeddings=False, logit_scale=1.0,
+        head_dim=12, layer_norm_eps=1e-2,
+    ),
+    "cohere2": case("Cohere2", num_hidden_layers=4, sliding_window=WINDOW, logit_scale=0.75),
+    "cohere2, linear": case(
+        "Cohere2", num_hidden_layers=3, sliding_window=WINDOW, attention_bias=True,
+        layer_types=[PATTERN[2], *PATTERN[:2]], logit_scale=1.25,
+        rope_parameters=dict(rope_type="linear", rope_theta=1e5, factor=4.0),
     ),
     "phi": case("Phi", num_key_value_heads=4),
     "phi, grouped": case(
@@ -296,12 +308,24 @@ def often(names: Any, seldom: Any) -> list[Any]:
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-SLOW = "granite", "smollm3", "neox", "gptj", "phi", "olmo", "starcoder2", "stablelm", "opt", "bloom"
+SLOW = (
+    "granite",
+    "smollm3",
+    "cohere",
+    "neox",
+    "gptj",
+    "phi",
+    "olmo",
+    "starcoder2",
+    "stablelm",
+    "opt",
+    "bloom",
+)
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
-ONE_OF_EACH += "granite", "smollm3", "starcoder2", "stablelm", "opt", "bloom"
+ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "starcoder2", "stablelm", "opt", "bloom"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""

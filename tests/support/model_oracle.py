@@ -325,10 +325,10 @@ def _attention(
 
 def _normalised(config, x: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [T, N, H]
     scale = config.norm_unit_offset + scale
-    if config.qk_norm_over == "head":
-        return _rms(x, config.norm_eps) * scale
-    flat = x.reshape(len(x), -1)
-    return (_rms(flat, config.norm_eps) * scale).reshape(x.shape)
+    rows = x.reshape(len(x), -1) if config.qk_norm_over == "heads" else x
+    if config.qk_norm_kind == "layernorm":
+        rows = rows - rows.mean(axis=-1, keepdims=True)
+    return (_rms(rows, config.norm_eps) * scale).reshape(x.shape)
 
 
 def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:

@@ -115,9 +115,12 @@ class ModelConfig:
     ff_bias: bool | None = None
     """Biases of the feed-forward; None is use_bias."""
     qk_norm: bool = False
-    """Normalise queries and keys (RMSNorm) before positions."""
-    qk_norm_over: Literal["head", "heads"] = "head"
-    """`qk_norm` takes the mean square over each head, or over all heads together (OLMo 2)."""
+    """Normalise queries and keys before positions."""
+    qk_norm_kind: Norm = "rmsnorm"
+    """`qk_norm` is an RMSNorm, or a LayerNorm without a bias (Cohere)."""
+    qk_norm_over: Literal["head", "own_head", "heads"] = "head"
+    """`qk_norm` is of each head by one scale, of each by a scale of its own (Cohere), or of all
+    heads together (OLMo 2)."""
     attention_softcap: float | None = None
     """c tanh(scores / c)."""
     attention_sinks: bool = False
@@ -211,7 +214,7 @@ class ModelConfig:
         if self.norm is None:
             unread(self, "needs a norm, which is None", "norm_unit_offset", "embedding_norm")
         if not self.qk_norm:
-            unread(self, "needs qk_norm", "qk_norm_over")
+            unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
 
     def _check_kind(self) -> None:
         """Check what only some kinds have."""

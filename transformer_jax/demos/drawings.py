@@ -80,7 +80,11 @@ def attention_box(config: ModelConfig, stack: str, cross: bool = False) -> Box:
     n, k, h, v = config.num_heads, config.kv_heads, config.key_dim, config.value_dim
     lines = [sees, f"query {n} × {h} · key {k} × {h}", f"value {k} × {v} · out {config.d_model}"]
     if config.qk_norm:
-        scales = (n * h, k * h) if config.qk_norm_over == "heads" else (h, h)
+        scales = f"{h}", f"{h}"
+        if config.qk_norm_over != "head":
+            scales = f"{n} × {h}", f"{k} × {h}"
+        if config.qk_norm_over == "heads":
+            scales = f"{n * h}", f"{k * h}"
         lines.append(f"query_scale {scales[0]} · key_scale {scales[1]}")
     if config.attention_sinks:
         lines.append(f"sinks {n}")

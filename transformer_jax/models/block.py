@@ -19,7 +19,7 @@ from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
 from transformer_jax.models import positions as pos
 from transformer_jax.models.experts import ExpertFeedForward
-from transformer_jax.models.functional import dropout, split_key
+from transformer_jax.models.functional import F32, dropout, split_key
 from transformer_jax.models.layers import (
     FeedForward,
     Linear,
@@ -29,7 +29,7 @@ from transformer_jax.models.layers import (
     parameter,
     refuse_surplus,
 )
-from transformer_jax.models.ops import rms_norm
+from transformer_jax.models.ops import layer_norm, rms_norm
 from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
@@ -106,9 +106,13 @@ class Attention(nn.Module):
             cfg, (cfg.d_model,), 2, use_bias=cfg.out_bias, std=branch_std(cfg, self.depth)
         )
         if cfg.qk_norm:
-            heads = (cfg.num_heads, cfg.kv_heads) if cfg.qk_norm_over == "heads" else (1, 1)
-            self.query_scale = norm_scale(self, "query_scale", cfg, heads[0] * cfg.key_dim)
-            self.key_scale = norm_scale(self, "key_scale", cfg, heads[1] * cfg.key_dim)
+            for name, heads in ("query_scale", cfg.num_heads), ("key_scale", cfg.kv_heads):
+                shape = {
+                    "head": (cfg.key_dim,),
+                    "own_head": (heads, cfg.key_dim),
+                    "heads": (heads * cfg.key_dim,),
+                }[cfg.qk_norm_over]
+                setattr(self, name, norm_scale(self, name, cfg, *shape))
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
         # attention to an encoder's output knows no distances
@@ -138,11 +142,17 @@ class Attention(nn.Module):
         return self._rotated(k, token_positions), v
 
     def _normalised(self, x: jax.Array, scale: jax.Array) -> jax.Array:  # [B, T, N, H]
-        """Return queries or keys over their root mean square, of each head or of all together."""
-        if self.config.qk_norm_over == "head":
-            return rms_norm(x, scale, self.config.norm_eps)
+        """Return queries or keys after `qk_norm`, of each head or of all together."""
+        cfg = self.config
+        norm = rms_norm
+        if cfg.qk_norm_kind == "layernorm":
+            norm = lambda x, scale, eps: layer_norm(x, scale, None, eps)  # noqa: E731
+        if cfg.qk_norm_over == "head":
+            return norm(x, scale, cfg.norm_eps)
+        if cfg.qk_norm_over == "own_head":
+            return (norm(x.astype(F32), None, cfg.norm_eps) * scale[None, None]).astype(x.dtype)
         flat = rearrange(x, "B T N H -> B T (N H)")
-        return rms_norm(flat, scale, self.config.norm_eps).reshape(x.shape)
+        return norm(flat, scale, cfg.norm_eps).reshape(x.shape)
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         """Return queries or keys as positions of the user's own rotate them."""

@@ -128,11 +128,11 @@ class Norm(nn.Module):
         return ops.layer_norm(x, scale, bias, cfg.norm_eps)
 
 
-def norm_scale(module: nn.Module, name: str, config: ModelConfig, width: int) -> jax.Array:
-    """Declare a norm's scale, at first 1; return what the norm multiplies by, f32[width]."""
+def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
+    """Declare a norm's scale, at first 1; return what the norm multiplies by, f32[shape]."""
     if config.norm_unit_offset:
-        return 1.0 + parameter(module, name, nn.initializers.zeros, (width,)).astype(F32)
-    return parameter(module, name, nn.initializers.ones, (width,)).astype(F32)
+        return 1.0 + parameter(module, name, nn.initializers.zeros, shape).astype(F32)
+    return parameter(module, name, nn.initializers.ones, shape).astype(F32)
 
 
 class Linear(nn.Module):

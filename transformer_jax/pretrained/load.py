@@ -76,8 +76,10 @@ def load_pretrained(
         config, scan_layers=scan_layers, dtype=as_dtype or tensors.dtype(config)
     )
     shapes = parameter_shapes(config)
-    leaves = tensors.parameters(tensors.mappings(config, shapes), shapes, as_dtype, config.dtype)
-    leaves = _stacked(leaves, shapes, scan_layers)
+    mappings = tensors.mappings(config, shapes)
+    listed = in_files(shapes, {mapping.param for mapping in mappings})
+    leaves = tensors.parameters(mappings, listed, as_dtype, config.dtype)
+    leaves = _stacked(leaves, listed, scan_layers)
     paths = {whole_path(path, scanned=scan_layers)[0] for path in shapes}
     shardings = _flat_shardings(sharding, paths)
     placed: dict[str, jax.Array] = {}
@@ -136,7 +138,7 @@ def _stacked(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield parameters, each as soon as the last of its layers and experts was read."""
     sizes: dict[str, tuple[int, ...]] = {}
-    for path in in_files(shapes):
+    for path in shapes:
         whole, index = whole_path(path, scanned=scanned)
         last = zip(sizes.get(whole, index), index, strict=True)
         sizes[whole] = tuple(max(i, j) for i, j in last)

@@ -32,7 +32,6 @@ from transformer_jax.pretrained.tensors import (
     DTYPES,
     CheckpointTensors,
     Shapes,
-    in_files,
     parameter_shapes,
     scanned_path,
     whole_path,
@@ -49,8 +48,8 @@ TEXT_FILES = (
 )  # fmt: skip
 """Files that are copied from the folder that `like` names."""
 
-Fetch = Callable[[], np.ndarray]
-"""Brings one parameter to the host when it is written."""
+Fetch = Callable[[tuple[int, ...]], np.ndarray]
+"""Brings one parameter to the host when it is written, or the part of it with this index."""
 
 
 def save_pretrained(
@@ -190,15 +189,13 @@ def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
         used.add(name)
         index = () if layer is None else (layer,)
         found[path] = partial(_fetch, given[name], index)
-        for part in in_files({path: want}):  # of experts, each one's
-            own = whole_path(part, scanned=False)[1]
-            found[part] = partial(_fetch, given[name], (*index, *own))
     if unknown := sorted(set(given) - used):
         raise ValueError(f"params {unknown[0]}: the config has no such parameter")
     return found
 
 
-def _fetch(leaf: Array, index: tuple[int, ...]) -> np.ndarray:
+def _fetch(leaf: Array, layer: tuple[int, ...], part: tuple[int, ...]) -> np.ndarray:
+    index = (*layer, *part)
     return np.asarray(leaf[index] if index else leaf)
 
 
@@ -210,6 +207,9 @@ def _tensors(
     for mapping in family.table(config):
         held.setdefault(mapping.tensor, []).append(mapping)
     for name, mappings in held.items():
-        pieces = [mapping.layout.write(params[mapping.param]()) for mapping in mappings]
+        pieces = []
+        for mapping in mappings:
+            path, part = whole_path(mapping.param, scanned=False)
+            pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
         yield name.removeprefix(family.prefix) if bare else name, whole

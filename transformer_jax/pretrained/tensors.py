@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import get_args
 
@@ -23,7 +23,7 @@ from transformer_jax.pretrained.config_json import written_family
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
 from transformer_jax.pretrained.peft import InTurn
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
-from transformer_jax.pytree import cast, check_range, kernel_axes
+from transformer_jax.pytree import cast, check_range
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
@@ -55,15 +55,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
-def in_files(shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of parameters as files hold them: each expert's matrix by itself.
+def in_files(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of parameters as a family's table lists their paths.
 
     "decoder/block_0/feed_forward/up/kernel" of [E, D, F] gives E paths that end with "kernel/0",
-    "kernel/1", ...
+    "kernel/1", ... where those are listed.
     """
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, shape in shapes.items():
-        if path.endswith("/kernel") and kernel_axes(path.split("/"), len(shape.shape))[0]:
+        if f"{path}/0" in listed:
             one = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
             found |= {f"{path}/{e}": one for e in range(shape.shape[0])}
         else:
@@ -197,7 +197,8 @@ class CheckpointTensors:
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
         """Return the family's table after comparing it with the parameters and the files."""
         table = self._table(config)
-        shapes, params = in_files(shapes), [mapping.param for mapping in table]
+        params = [mapping.param for mapping in table]
+        shapes = in_files(shapes, set(params))
         if sorted(params) != sorted(shapes):
             raise AssertionError(f"{self._family.name}: {set(params) ^ set(shapes)} not in both")
         for mapping in table:
@@ -221,7 +222,7 @@ class CheckpointTensors:
     def parameters(
         self,
         mappings: list[TensorMapping],
-        shapes: Shapes,
+        shapes: Shapes,  # as `in_files` gives them
         dtype: DType | None,
         computes_in: DType,
     ) -> Iterator[tuple[str, np.ndarray]]:
@@ -230,7 +231,7 @@ class CheckpointTensors:
         They become `dtype`, or stay as they are. ValueError names a tensor with a weight for which
         that, or the dtype that the model computes in, has no room.
         """
-        shapes, wanted = in_files(shapes), dict[str, list[TensorMapping]]()
+        wanted = dict[str, list[TensorMapping]]()
         for mapping in mappings:
             wanted.setdefault(self._in_file[mapping.tensor], []).append(mapping)
         for name, tensor in self._folder.read_all(n for n in self._folder.tensors if n in wanted):

@@ -35,6 +35,8 @@ FAMILIES: dict[str, Family] = {
         parallel.GPT_NEOX,
         parallel.GPTJ,
         parallel.PHI,
+        parallel.COHERE,
+        parallel.COHERE2,
         layernorm.STARCODER2,
         layernorm.STABLELM,
         layernorm.OPT,

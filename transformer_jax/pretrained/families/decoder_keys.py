@@ -28,6 +28,7 @@ def read_common(
     name: str = "hidden_act",
     tied: bool = False,
     eps: float = 1e-6,
+    norm_eps: str = "rms_norm_eps",
 ) -> Fields:
     """Read sizes, norm, activation and dropout as fields of ModelConfig."""
     heads = keys.integer("num_attention_heads")
@@ -41,7 +42,7 @@ def read_common(
         head_dim=keys.integer("head_dim", None),
         max_len=keys.integer("max_position_embeddings"),
         norm="rmsnorm",
-        norm_eps=keys.positive("rms_norm_eps", eps),
+        norm_eps=keys.positive(norm_eps, eps),
         activation=keys.choice(name, ACTIVATIONS, activation),
         glu=True,
         use_bias=False,

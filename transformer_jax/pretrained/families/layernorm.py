@@ -117,15 +117,21 @@ def _write_starcoder(config: ModelConfig) -> JsonObject:
 
 
 def _stablelm_table(config: ModelConfig) -> list[TensorMapping]:
-    mlp, names = "model.layers.{i}.mlp", ("gate", "up", "down")
-    return _llama_names(
-        config,
-        [m for n in names for m in linear(f"feed_forward/{n}", f"{mlp}.{n}_proj", bias=False)],
-    )
+    block, names = "model.layers.{i}", ("gate", "up", "down")
+    own = [
+        m for n in names for m in linear(f"feed_forward/{n}", f"{block}.mlp.{n}_proj", bias=False)
+    ]
+    if config.qk_norm:
+        for param, tensor, heads in ("query", "q", config.num_heads), ("key", "k", config.kv_heads):
+            norms = f"{block}.self_attn.{tensor}_layernorm.norms"
+            own += [
+                TensorMapping(f"attention/{param}_scale/{n}", f"{norms}.{n}.weight")
+                for n in range(heads)
+            ]
+    return _llama_names(config, own)
 
 
 def _read_stablelm(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("qk_layernorm", False)
     parallel = keys.flag("use_parallel_residual", False)
     fields = _read_sizes(keys, 32) | dict(
         norm_order="parallel_shared" if parallel else "pre",
@@ -136,6 +142,8 @@ def _read_stablelm(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         dropout=keys.rate("hidden_dropout", 0.0),
         **NO_BIAS | dict(qkv_bias=keys.flag("use_qkv_bias", False)),
     )
+    if keys.flag("qk_layernorm", False):
+        fields |= dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
     rope = read_rope(keys, fields, part=0.25)
     return ModelConfig(**fields, positions=rope)
 
@@ -148,6 +156,7 @@ def _write_stablelm(config: ModelConfig) -> JsonObject:
         hidden_dropout=config.dropout,
         use_qkv_bias=biases(config)[0],
         use_parallel_residual=config.norm_order == "parallel_shared",
+        qk_layernorm=config.qk_norm,
     )
 
 

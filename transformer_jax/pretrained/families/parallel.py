@@ -1,18 +1,25 @@
 """Map the families whose branches are parallel: both read the stream before the block.
 
 They are GPT-NeoX with Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (Wang and Komatsuzaki
-2021), and Phi 1 to 2 (Gunasekar et al. 2023).
+2021), Phi 1 to 2 (Gunasekar et al. 2023), and Command R, Aya and Command R7B of Cohere.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformer_jax.config import ModelConfig, Rope
 from transformer_jax.pretrained.families.decoder_keys import (
     biases,
+    layer_types,
+    read_common,
     read_rope,
     rope_of,
+    shortest,
+    window_pattern,
     write_rope,
     write_sizes,
+    write_windows,
 )
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
@@ -238,6 +245,104 @@ def _write_phi(config: ModelConfig) -> JsonObject:
     return keys | write_rope(config)
 
 
+# Cohere
+
+
+def _cohere_table(config: ModelConfig) -> list[TensorMapping]:
+    block, (qkv, out, _) = "model.layers.{i}", biases(config)
+    attention, mlp, names = f"{block}.self_attn", f"{block}.mlp", ("gate", "up", "down")
+    norms = [TensorMapping("norm/scale", f"{block}.input_layernorm.weight")]
+    if config.qk_norm:
+        norms += [
+            TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
+            TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
+        ]
+    return [
+        TensorMapping("embed/tokens", "model.embed_tokens.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norms,
+                *attention_linears(attention, "o_proj", qkv, out),
+                *(
+                    m
+                    for n in names
+                    for m in linear(f"feed_forward/{n}", f"{mlp}.{n}_proj", bias=False)
+                ),
+            ],
+        ),
+        TensorMapping("decoder/norm/scale", "model.norm.weight"),
+        *output_matrix(config, "lm_head"),
+    ]
+
+
+def _read_cohere_common(keys: ConfigKeys) -> tuple[Fields, Rope]:
+    keys.require("pretraining_tp", 1)
+    keys.require("position_embedding_type", "rope_gptj")
+    keys.require("rotary_pct", 1.0, 1)
+    keys.require("use_gated_activation", True)
+    keys.require("use_parallel_block", True)
+    keys.ignore("model_max_length", "use_embedding_sharing", "use_parallel_embedding")
+    scale = float(keys.positive("logit_scale", 0.0625))
+    fields = read_common(keys, tied=True, eps=1e-5, norm_eps="layer_norm_eps") | dict(
+        norm="layernorm",
+        norm_order="parallel_shared",
+        logit_scale=None if scale == 1 else scale,
+    )
+    if keys.flag("attention_bias", False):
+        fields |= dict(qkv_bias=True, out_bias=True)
+    if keys.take("rope_parameters", None) is None:
+        keys.take("rope_theta")  # versions of transformers differ in what it is by default
+    return fields, replace(read_rope(keys, fields), pairing="interleaved")
+
+
+def _write_cohere_common(config: ModelConfig) -> JsonObject:
+    return dict(
+        write_sizes(config) | write_rope(config),
+        layer_norm_eps=config.norm_eps,
+        logit_scale=1.0 if config.logit_scale is None else config.logit_scale,
+        attention_bias=biases(config)[0],
+    )
+
+
+def _read_cohere(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields, rope = _read_cohere_common(keys)
+    if keys.flag("use_qk_norm", False):
+        fields |= dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_cohere(config: ModelConfig) -> JsonObject:
+    keys = dict(_write_cohere_common(config), use_qk_norm=config.qk_norm)
+    return dict(architectures=["CohereForCausalLM"], **keys)
+
+
+def _read_cohere2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("use_qk_norm", False)
+    keys.require("order_of_interleaved_layers", "local_attn_first")
+    keys.ignore("cache_implementation", "layer_switch")
+    fields, rope = _read_cohere_common(keys)
+    layers, every = fields["num_layers"], keys.integer("sliding_window_pattern", 4)
+    types = layer_types(keys, layers) or [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    keys.ignore("_sliding_window_pattern")  # layer_types were made from it
+    window = window_pattern(types, keys.integer("sliding_window", 4096))
+    pattern = shortest([kind == "sliding_attention" for kind in types])
+    if pattern == (False,):
+        return ModelConfig(**fields, positions=None)
+    turned = replace(rope, pattern=None if pattern == (True,) else pattern)
+    return ModelConfig(**fields, positions=turned, window=window)
+
+
+def _write_cohere2(config: ModelConfig) -> JsonObject:
+    keys = _write_cohere_common(config) | write_windows(config)
+    if keys["sliding_window"] is None:  # no layer has one, but the key must be a number
+        keys["sliding_window"] = 4096
+    return dict(architectures=["Cohere2ForCausalLM"], **keys)
+
+
 GPT_NEOX = Family(
     "gpt_neox",
     _read_neox,
@@ -271,4 +376,19 @@ PHI = Family(
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),
     tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
+COHERE, COHERE2 = (
+    Family(
+        name,
+        read,
+        write,
+        _cohere_table,
+        prefix="model.",
+        head_tensors=("lm_head.*",),
+        tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+    )
+    for name, read, write in (
+        ("cohere", _read_cohere, _write_cohere),
+        ("cohere2", _read_cohere2, _write_cohere2),
+    )
 )
