@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -144,15 +145,15 @@ class Attention(nn.Module):
     def _normalised(self, x: jax.Array, scale: jax.Array) -> jax.Array:  # [B, T, N, H]
         """Return queries or keys after `qk_norm`, of each head or of all together."""
         cfg = self.config
-        norm = rms_norm
-        if cfg.qk_norm_kind == "layernorm":
-            norm = lambda x, scale, eps: layer_norm(x, scale, None, eps)  # noqa: E731
+        norm = partial(
+            layer_norm if cfg.qk_norm_kind == "layernorm" else rms_norm, eps=cfg.norm_eps
+        )
         if cfg.qk_norm_over == "head":
-            return norm(x, scale, cfg.norm_eps)
+            return norm(x, scale)
         if cfg.qk_norm_over == "own_head":
-            return (norm(x.astype(F32), None, cfg.norm_eps) * scale[None, None]).astype(x.dtype)
+            return (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
         flat = rearrange(x, "B T N H -> B T (N H)")
-        return norm(flat, scale, cfg.norm_eps).reshape(x.shape)
+        return norm(flat, scale).reshape(x.shape)
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         """Return queries or keys as positions of the user's own rotate them."""
