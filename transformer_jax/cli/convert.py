@@ -3,6 +3,7 @@
 python -m transformer_jax convert --run RUN --to FOLDER              what train.py trained
 python -m transformer_jax convert --run RUN --to FOLDER --adapter    its adapters alone, as PEFT's
 python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
+python -m transformer_jax convert --model FILE.gguf --to FOLDER      llama.cpp's file, as a folder
 """
 
 from __future__ import annotations
@@ -61,13 +62,22 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
 def _save_anew(
     model: str, target: Path, dtype: jax.typing.DTypeLike, shard_bytes: int
 ) -> list[str]:
+    from transformer_jax.pretrained.gguf import GgufModel
     from transformer_jax.pretrained.load import load_pretrained
-    from transformer_jax.pretrained.safetensors_folder import open_folder
     from transformer_jax.pretrained.save import save_pretrained
+    from transformer_jax.pretrained.weights import open_weights
+    from transformer_jax.text.text_model import published_tokenizer
 
-    folder = open_folder(model).path
-    config, params = load_pretrained(folder, dtype=dtype)
-    save_pretrained(target, config, params, like=folder, shard_bytes=shard_bytes)
+    folder = open_weights(model)
+    config, params = load_pretrained(folder.path, dtype=dtype)
+    files, keys = dict[str, bytes](), JsonObject()
+    if isinstance(folder, GgufModel):  # in which no file of a tokenizer can be copied
+        tokenizer = published_tokenizer(folder)
+        files, _ = tokenizer_files(tokenizer, config.vocab_size)
+        keys = token_ids(tokenizer, config.kind, config.vocab_size)
+    save_pretrained(
+        target, config, params, like=folder.path, files=files, keys=keys, shard_bytes=shard_bytes
+    )
     return [_written(target, params)]
 
 

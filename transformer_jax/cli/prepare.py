@@ -56,7 +56,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def read_tokenizer(path: str) -> Tokenizer:
     """Return the tokenizer of a run, of a prepared folder, or of a published model."""
-    from transformer_jax.pretrained.safetensors_folder import open_folder
+    from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.text.text_model import published_tokenizer
     from transformer_jax.tokenizers.special import tokenizer_from_json
 
@@ -68,7 +68,7 @@ def read_tokenizer(path: str) -> Tokenizer:
     elif not Path(path).exists() and path.count("/") != 1:
         rule = f"must be {', '.join(TRAINED)}, or a folder with tokenizer.json"
         raise ConfigError(f"tokenizer is {path!r}: {rule}")
-    return published_tokenizer(open_folder(path))
+    return published_tokenizer(open_weights(path))
 
 
 class ProgressLine:

@@ -40,7 +40,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     name = arguments.name
     if name is None:
         path = Path(arguments.model)
-        name = path.resolve().name if path.is_dir() else arguments.model
+        name = path.resolve().name if path.exists() else arguments.model
     engine = Engine(
         model, slots=arguments.slots, context=arguments.context, queue=arguments.queue,
         steps=arguments.steps, cache_dtype=arguments.cache_dtype,

@@ -75,10 +75,10 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         folder = RunFolder(Path(arguments.run))
         folder.read_config()  # which says so where there is no run
         return folder.read_source_tokenizer() or folder.read_tokenizer()
-    from transformer_jax.pretrained.safetensors_folder import open_folder
+    from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.text.text_model import published_tokenizer
 
-    return published_tokenizer(open_folder(arguments.model))
+    return published_tokenizer(open_weights(arguments.model))
 
 
 def _parser() -> Parser:

@@ -1,4 +1,4 @@
-"""Load published checkpoints: a folder of config.json and safetensors, as Hugging Face's.
+"""Load published checkpoints: a folder of config.json and safetensors, as Hugging Face's, or GGUF.
 
 A family (`families`) says what config.json means and where each parameter lies. Here the tensors of
 the files become parameters, one at a time. Nothing of a checkpoint is executed.
@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, Rope
 from transformer_jax.pretrained.config_json import family_of, read_config
-from transformer_jax.pretrained.safetensors_folder import CheckpointError, open_folder
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.tensors import (
     DTYPES,
     CheckpointTensors,
@@ -28,6 +28,7 @@ from transformer_jax.pretrained.tensors import (
     parameter_shapes,
     whole_path,
 )
+from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
 """Nested dicts of arrays."""
@@ -49,10 +50,10 @@ def load_pretrained(
     Tensors are read one at a time.
 
     Args:
-        path_or_id: a folder, or a repository of the Hugging Face hub, "ORG/NAME" (needs the package
-            `huggingface_hub`).
+        path_or_id: a folder, a GGUF file (needs the package `gguf`), or a repository of the Hugging
+            Face hub, "ORG/NAME" (needs the package `huggingface_hub`).
         dtype: float32, bfloat16 or float16, in which parameters are held and the model computes;
-            None is the file's.
+            None is the file's, and float32 for quantised tensors of a GGUF file.
         sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
             parameters; None is JAX's default.
         scan_layers: stack the layers, for a model under `lax.scan`.
@@ -94,7 +95,7 @@ def pretrained_config(path_or_id: str | Path, *, revision: str | None = None) ->
     """Return the config that `load_pretrained` gives; no tensor is read.
 
     Args:
-        path_or_id: a folder, or a repository of the Hugging Face hub.
+        path_or_id: a folder, a GGUF file, or a repository of the Hugging Face hub.
         revision: of the repository, a branch, tag or commit; None is its default.
     """
     config, tensors = _opened(path_or_id, revision)
@@ -103,10 +104,9 @@ def pretrained_config(path_or_id: str | Path, *, revision: str | None = None) ->
 
 
 def _opened(path_or_id: str | Path, revision: str | None) -> tuple[ModelConfig, CheckpointTensors]:
-    folder = open_folder(path_or_id, revision=revision)
-    where = str(folder.path / "config.json")
-    tensors = CheckpointTensors(folder, family_of(folder.config, where))
-    return read_config(folder.config, tensors.names, where), tensors
+    folder = open_weights(path_or_id, revision=revision)
+    tensors = CheckpointTensors(folder, family_of(folder.config, folder.where))
+    return read_config(folder.config, tensors.names, folder.where), tensors
 
 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:

@@ -94,6 +94,11 @@ class WeightFolder:
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
     """Each file's identity when the folder was opened; a file that changed since is not read."""
 
+    @property
+    def where(self) -> str:
+        """The file that says what config.json does, for errors."""
+        return str(self.path / CONFIG)
+
     def read(self, name: str) -> np.ndarray:
         """Read one tensor; for several, `read_all` opens each file only once."""
         return next(self.read_all([name]))[1]

@@ -25,7 +25,6 @@ from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     SHARD_BYTES,
     WeightFolder,
-    open_folder,
     write_folder,
 )
 from transformer_jax.pretrained.tensors import (
@@ -36,6 +35,7 @@ from transformer_jax.pretrained.tensors import (
     scanned_path,
     whole_path,
 )
+from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Array, Params
 from transformer_jax.tokenizers.hf_files import more_templates
 from transformer_jax.untrusted_files import check_path
@@ -131,8 +131,8 @@ class _Original:
     """Hold what a saved folder keeps of the one that its model was loaded from."""
 
     def __init__(self, path: str | Path, family: str | None) -> None:
-        self._folder: WeightFolder = open_folder(path)
-        where = str(self._folder.path / CONFIG)
+        self._folder: WeightFolder = open_weights(path)
+        where = self._folder.where
         self.family = family_of(self._folder.config, where)
         if family not in (None, self.family.name):
             raise ConfigError(f"family is {family!r}: {path} is of {self.family.name!r}")

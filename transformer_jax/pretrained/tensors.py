@@ -168,7 +168,7 @@ class CheckpointTensors:
         depth = config.num_layers + (
             config.decoder_layers if config.kind == "encoder-decoder" else 0
         )
-        tensors, where = len(self._folder.tensors), str(self._folder.path / "config.json")
+        tensors, where = len(self._folder.tensors), self._folder.where
         if depth > tensors:
             raise ConfigError(f"{where}: {depth} layers, and the files have {tensors} tensors")
         experts = 0 if config.experts is None else config.experts.count

@@ -22,15 +22,13 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor, never
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.models.lora import merged_parts, trained_part
 from transformer_jax.models.quantized import Kind, quantize
+from transformer_jax.pretrained.gguf import GgufModel
 from transformer_jax.pretrained.load import load_pretrained
-from transformer_jax.pretrained.safetensors_folder import (
-    CONFIG,
-    CheckpointError,
-    WeightFolder,
-    open_folder,
-)
+from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
+from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, cast_floats, sha256_of
 from transformer_jax.shown import short_repr
+from transformer_jax.tokenizers.gguf_metadata import tokenizer_of_metadata
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, frame, special_ids, target_of
@@ -229,7 +227,7 @@ def load_text_model(
     Stop tokens and the like are those of generation_config.json, and of config.json where it names
     none. Arguments are those of `load_pretrained`.
     """
-    folder = open_folder(path_or_id)
+    folder = open_weights(path_or_id)
     tokenizer = published_tokenizer(folder)
     config, params = load_pretrained(folder.path, dtype=dtype, max_len=max_len)
     tokenizer, generation = with_targets(tokenizer, folder, config), _generation(folder)
@@ -249,15 +247,17 @@ def load_text_model(
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder; CheckpointError where none can be used.
+    """Load the tokenizer of a model's folder or file; CheckpointError where none can be used.
 
     ConfigError where source and target have a tokenizer each.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
         rule = "source and target have a tokenizer each; load_pretrained and translate take ids"
-        where = folder.path / CONFIG
-        raise ConfigError(f"{where}: share_encoder_decoder_embeddings is False: {rule}")
+        where = f"{folder.where}: share_encoder_decoder_embeddings is False"
+        raise ConfigError(f"{where}: {rule}")
     try:
+        if isinstance(folder, GgufModel):
+            return tokenizer_of_metadata(folder.gguf.metadata, folder.where)
         return load_tokenizer_folder(folder.path)
     except DataError as error:
         raise CheckpointError(f"no usable tokenizer: {error}") from None
@@ -279,7 +279,7 @@ def with_targets(
     begins, start = ids.pop("bos_token_id"), TARGET_IDS[0]
     ids[start] = begins if ids[start] is None else ids[start]
     if ids[start] is None:
-        raise ConfigError(f"{folder.path / CONFIG}: {start} is missing")
+        raise ConfigError(f"{folder.where}: {start} is missing")
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
     return replace(
         tokenizer,

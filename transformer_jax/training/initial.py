@@ -22,7 +22,8 @@ from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
-from transformer_jax.pretrained.safetensors_folder import WeightFolder, open_folder
+from transformer_jax.pretrained.safetensors_folder import WeightFolder
+from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import (
     base_params,
@@ -57,7 +58,7 @@ class StartModel:
 def start_model(init_from: str) -> StartModel:
     """Find the model to start from; ConfigError or CheckpointError where it cannot be used."""
     if not is_run(init_from):
-        opened, config = open_folder(init_from), pretrained_config(init_from)
+        opened, config = open_weights(init_from), pretrained_config(init_from)
         tokenizer = with_targets(published_tokenizer(opened), opened, config)
         params = partial(base_params, init_from)
         return StartModel(config, Tokenizers(tokenizer), params, _published_labels(config, opened))

@@ -71,7 +71,7 @@ def load(
 
     Args:
         path_or_id: the folder of a run (`fit`, train.py), a folder of the Hugging Face hub's form,
-            or the id of a repository of the hub, "ORG/NAME".
+            a GGUF file, or the id of a repository of the hub, "ORG/NAME".
         checkpoint: of a run: "best", of the lowest held-out loss; "last". None is best if there is
             one.
         init_from: of a run with adapters: where the model that they are of is now.

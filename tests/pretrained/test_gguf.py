@@ -1,0 +1,558 @@
+"""GGUF files: what their keys mean, what tensors become, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from tests.support.gguf_files import byte_level_keys, converted, gguf, gguf_of, write_file
+from transformer_jax.config import ConfigError, Experts, ModelConfig, Rope
+from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained import gguf_file
+from transformer_jax.pretrained.gguf_file import open_gguf
+from transformer_jax.pretrained.load import load_pretrained, pretrained_config
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.weights import open_weights
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LLAMA = ModelConfig(
+    vocab_size=61, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=64, max_len=131,
+    positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
+)  # fmt: skip
+STRETCHED = Rope(
+    base=500_000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_len=8192,
+)  # fmt: skip
+LONG = Rope(
+    scaling="longrope", factor=4.0, original_len=32, attention_factor=1.25,
+    short_factors=(1.0, 1.5, 2.0, 2.5), long_factors=(3.0, 4.0, 5.0, 6.0),
+)  # fmt: skip
+GEMMA = dataclasses.replace(
+    LLAMA, head_dim=16, tie_embeddings=True, activation="gelu_tanh", scale_embeddings=True,
+    norm_unit_offset=True,
+)  # fmt: skip
+CAPPED = dataclasses.replace(
+    GEMMA, norm_order="sandwich", attention_scale=16**-0.5, window=(23, None),
+    attention_softcap=50.0, logit_softcap=30.0,
+)  # fmt: skip
+CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
+    "llama": ("llama", LLAMA, {}),
+    "llama of biases": ("llama", dataclasses.replace(LLAMA, use_bias=True), {}),
+    "llama tied": ("llama", dataclasses.replace(LLAMA, tie_embeddings=True, head_dim=10), {}),
+    "llama linear": (
+        "llama", dataclasses.replace(LLAMA, positions=Rope(scaling="linear", factor=2.0)),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    ),
+    "mixtral": (
+        "mixtral",
+        dataclasses.replace(LLAMA, experts=Experts(count=3, top_k=2, balance_loss=0.001)), {},
+    ),
+    "qwen2": ("qwen2", dataclasses.replace(LLAMA, qkv_bias=True), {}),
+    "qwen3": ("qwen3", dataclasses.replace(LLAMA, qk_norm=True, head_dim=10), {}),
+    "qwen2 of experts": (
+        "qwen2_moe",
+        dataclasses.replace(
+            LLAMA, qkv_bias=True, d_ff=None,
+            experts=Experts(
+                count=3, top_k=2, d_ff=16, normalize=False, shared_d_ff=24, shared_gate=True,
+                balance_loss=0.001,
+            ),
+        ),
+        {},
+    ),
+    "qwen3 of experts": (
+        "qwen3_moe",
+        dataclasses.replace(
+            LLAMA, qk_norm=True, d_ff=None,
+            experts=Experts(count=3, top_k=2, d_ff=16, balance_loss=0.001),
+        ),
+        {},
+    ),
+    "gemma": ("gemma", GEMMA, {}),
+    "gemma2": ("gemma2", CAPPED, {}),
+    "gemma3": (
+        "gemma3_text",
+        dataclasses.replace(
+            CAPPED, attention_softcap=None, logit_softcap=None, qk_norm=True, num_layers=7,
+            window=(23,) * 5 + (None,), positions=Rope(base=1e6, window_base=10_000.0),
+        ),
+        {"rope.freq_base": 1e6},
+    ),
+    "phi3": (
+        "phi3", dataclasses.replace(LLAMA, num_kv_heads=4, positions=LONG, max_len=32),
+        {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25},
+    ),
+    "phi3 in part": (
+        "phi3", dataclasses.replace(LLAMA, positions=Rope(dims=6)), {"rope.dimension_count": 6},
+    ),
+    "gpt2": (
+        "gpt2",
+        ModelConfig(
+            vocab_size=61, d_model=32, num_layers=2, num_heads=4, d_ff=64, max_len=131,
+            tie_embeddings=True, activation="gelu_tanh", dropout=0.1, attention_dropout=0.1,
+        ),
+        {},
+    ),
+}  # fmt: skip
+
+
+def drawn(config: ModelConfig, seed: int = 0):
+    """Draw parameters in multiples of 2^-10, to which 1 can be added and taken away exactly."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (rng.integers(-999, 999, leaf.shape) / 1024).astype(np.float32), shapes
+    )
+
+
+def folder_of(path: Path, family: str, config: ModelConfig):
+    params = drawn(config)
+    save_pretrained(path, config, params, family=family)
+    return path, params
+
+
+def same(got, want) -> None:
+    got, want = flatten_dict(got, sep="/"), flatten_dict(want, sep="/")
+    assert got.keys() == want.keys() and got
+    for path, leaf in want.items():
+        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(leaf), err_msg=path)
+
+
+# What a file says
+
+
+@pytest.mark.slow_except("llama", "gemma2", "qwen2 of experts", "phi3", "gpt2")
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_the_folder_that_it_was_written_from(case, tmp_path):
+    family, config, keys = CASES[case]
+    folder, params = folder_of(tmp_path / "m", family, config)
+    extra = {}
+    if config.positions is LONG:
+        extra = {
+            f"rope_factors_{name}.weight": np.array(factors, np.float32)
+            for name, factors in (("long", LONG.long_factors), ("short", LONG.short_factors))
+        }
+    path = gguf_of(tmp_path / "m.gguf", folder, keys=keys, tensors=extra)
+    found, loaded = load_pretrained(path)
+    assert found == pretrained_config(path)
+    assert found == load_pretrained(folder)[0]
+    same(loaded, params)
+
+
+def test_the_stretch_of_llama_3_is_found_in_the_numbers_it_divides_by(tmp_path):
+    config = dataclasses.replace(LLAMA, positions=STRETCHED, d_model=128, num_heads=2)
+    folder, _ = folder_of(tmp_path / "m", "llama", config)
+    wavelengths = 2 * np.pi * 500_000.0 ** (np.arange(0, 64, 2) / 64)
+    factors = []
+    for length in wavelengths:  # Llama 3.1's rule as the converter has it, line by line
+        if length < 8192 / 4.0:
+            factors.append(1.0)
+        elif length > 8192 / 1.0:
+            factors.append(8.0)
+        else:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / 8.0 + smooth))
+    assert 1.0 in factors and 8.0 in factors and len(set(factors)) > 2
+    numbers = np.array(factors, np.float32)
+    path = gguf_of(tmp_path / "m.gguf", folder, tensors={"rope_freqs.weight": numbers})
+    assert pretrained_config(path) == pretrained_config(folder)
+    numbers[7] *= 1.01
+    path = gguf_of(tmp_path / "n.gguf", folder, tensors={"rope_freqs.weight": numbers})
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight is no stretch of Llama 3\.1"):
+        load_pretrained(path)
+
+
+@pytest.mark.parametrize("layers, scalar", [(46, 32 / 4), (2, 16)])
+def test_the_scale_of_gemma_2_is_known_by_its_depth(layers, scalar, tmp_path):
+    folder, _ = folder_of(tmp_path / "m", "gemma2", CAPPED)
+    path = gguf_of(tmp_path / "m.gguf", folder, keys={"block_count": layers})
+    assert open_weights(path).config["query_pre_attn_scalar"] == scalar
+
+
+# Types of tensors
+
+
+def q8_0(raw: np.ndarray) -> np.ndarray:
+    """d q, of a half d and 32 bytes q with a sign."""
+    blocks = raw.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return scale * blocks[:, 2:].copy().view(np.int8).astype(np.float32)
+
+
+def q4_0(raw: np.ndarray) -> np.ndarray:
+    """d (q - 8), of a half d and 16 bytes: the low halves first, then the high ones."""
+    blocks = raw.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    low, high = blocks[:, 2:] & 15, blocks[:, 2:] >> 4
+    return scale * (np.concatenate([low, high], axis=1).astype(np.float32) - 8)
+
+
+def q4_1(raw: np.ndarray) -> np.ndarray:
+    """d q + m, of the halves d and m."""
+    blocks = raw.reshape(-1, 20)
+    scale, least = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[:, :, None]
+    low, high = blocks[:, 4:] & 15, blocks[:, 4:] >> 4
+    return scale * np.concatenate([low, high], axis=1).astype(np.float32) + least
+
+
+def q6_k(raw: np.ndarray) -> np.ndarray:
+    """d s (q - 32), of 256 numbers: four low bits, two high bits, 16 scales s, a half d."""
+    found = []
+    for block in raw.reshape(-1, 210):
+        low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
+        numbers = np.zeros(256, np.int32)
+        for half in range(2):
+            for n in range(32):
+                ql, qh = low[64 * half :], int(high[32 * half + n])
+                at = 128 * half + n
+                numbers[at] = (ql[n] & 15) | (qh & 3) << 4
+                numbers[at + 32] = (ql[n + 32] & 15) | (qh >> 2 & 3) << 4
+                numbers[at + 64] = (ql[n] >> 4) | (qh >> 4 & 3) << 4
+                numbers[at + 96] = (ql[n + 32] >> 4) | (qh >> 6 & 3) << 4
+        scale = np.float32(block[208:].copy().view(np.float16)[0])
+        found.append(scale * np.repeat(scales, 16).astype(np.float32) * (numbers - 32))
+    return np.stack(found)
+
+
+def q4_k(raw: np.ndarray) -> np.ndarray:
+    """d s q - e m, of 256 numbers: halves d and e, eight 6-bit scales s and m, four bits each."""
+    found = []
+    for block in raw.reshape(-1, 144):
+        d, e = block[:4].copy().view(np.float16).astype(np.float32)
+        packed, bits = block[4:16].astype(np.int32), block[16:]
+        parts = []
+        for n in range(8):
+            if n < 4:
+                s, m = packed[n] & 63, packed[n + 4] & 63
+            else:
+                s = (packed[n + 4] & 15) | (packed[n - 4] >> 6) << 4
+                m = (packed[n + 4] >> 4) | (packed[n] >> 6) << 4
+            chunk = bits[32 * (n // 2) :][:32]
+            q = (chunk & 15 if n % 2 == 0 else chunk >> 4).astype(np.float32)
+            parts.append(d * np.float32(s) * q - e * np.float32(m))
+        found.append(np.concatenate(parts))
+    return np.stack(found)
+
+
+FORMULAS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q6_K": q6_k}
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+"""Where in a block the halves are, which random bytes would make NaN."""
+
+
+def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 256, (rows * width // block, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        halves = rng.normal(size=(len(raw), 1)).astype(np.float16)
+        raw[:, at : at + 2] = halves.view(np.uint8)
+    return raw.reshape(rows, width // block * size)
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_quantised_numbers_are_those_of_the_formula(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "CHUNK", 2 * 512)  # so that rows are read in several pieces
+    raw = random_blocks(kind, 7, 512)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("before", np.zeros(3, np.float32))
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    stacked = np.stack([raw, raw[::-1]])
+    writer.add_tensor("experts", stacked, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = open_gguf(tmp_path / "m.gguf")
+    want = FORMULAS[kind](raw).reshape(7, 512)
+    assert np.isfinite(want).all() and len(np.unique(want)) > 99
+    np.testing.assert_allclose(file.read("w"), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(file.read("experts", 1), file.read("w")[::-1])
+    np.testing.assert_array_equal(file.read("experts")[0], file.read("w"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_half_precision_is_kept_unless_another_dtype_is_asked_for(kind, tmp_path):
+    folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
+    kinds = {"kinds": lambda name: None if "norm" in name else kind}
+    path = gguf_of(tmp_path / "m.gguf", folder, **kinds)
+    name = {"F16": "float16", "BF16": "bfloat16"}[kind]
+    config, loaded = load_pretrained(path)
+    assert config.dtype == name
+    kernel = loaded["decoder"]["block_0"]["attention"]["query"]["kernel"]
+    assert kernel.dtype == name
+    want = params["decoder"]["block_0"]["attention"]["query"]["kernel"]
+    np.testing.assert_array_equal(np.asarray(kernel), want.astype(kernel.dtype))
+    config, loaded = load_pretrained(path, dtype="float32")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded)} == {"float32"}
+
+
+def test_a_quantised_model_is_that_of_its_dequantised_numbers(tmp_path):
+    folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
+    path = gguf_of(
+        tmp_path / "m.gguf", folder, kinds=lambda name: None if "norm" in name else "Q8_0"
+    )
+    config, loaded = load_pretrained(path, scan_layers=True)
+    assert config.dtype == "float32"
+    got = np.asarray(loaded["decoder"]["blocks"]["attention"]["key"]["kernel"][1])
+    want = params["decoder"]["block_1"]["attention"]["key"]["kernel"]  # [D, K, H], blocks along D
+    largest = np.abs(want).max(axis=0, keepdims=True)
+    assert 0 < np.abs(got - want).max() <= (largest / 127).max()
+    half = load_pretrained(path, dtype="bfloat16")[1]["embed"]["tokens"]
+    whole = np.asarray(loaded["embed"]["tokens"])
+    np.testing.assert_array_equal(np.asarray(half), whole.astype(half.dtype))
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    where = tmp_path_factory.mktemp("gguf")
+    folder, _ = folder_of(where / "m", "llama", dataclasses.replace(LLAMA, num_layers=1))
+    return gguf_of(where / "m.gguf", folder), folder
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    text = str(error.value)
+    assert text and "\n" not in text and len(text) < 500
+    return text
+
+
+def test_a_file_that_is_cut_short_anywhere_is_named(small, tmp_path):
+    whole = small[0].read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in [*range(0, 60), *range(60, len(whole) - 1, 997), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf: ") as error:
+            load_pretrained(path)
+        one_line(error)
+    path.write_bytes(whole)
+    load_pretrained(path)
+
+
+@pytest.mark.slow_except("0")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_header_with_changed_bytes_is_read_or_named(seed, small, tmp_path):
+    whole, rng = bytearray(small[0].read_bytes()), np.random.default_rng(seed)
+    path, refused = tmp_path / "m.gguf", 0
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            content[rng.integers(2500)] = rng.integers(256)
+        path.write_bytes(content)
+        try:
+            open_weights(path)
+        except (CheckpointError, ConfigError) as error:
+            assert "\n" not in str(error) and str(path) in str(error)
+            refused += 1
+    assert refused > 50
+
+
+def header(tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+HOSTILE = {
+    "no GGUF file": (b"GGML" + bytes(60), "not a GGUF file"),
+    "empty": (b"", "4 bytes, and 0 are left"),
+    "version 1": (header(version=1), "version 1: must be 2 or 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of a big-endian machine"),
+    "tensors": (header(tensors=2**40), f"{2**40} tensors: at most"),
+    "keys": (header(keys=2**62), f"{2**62} keys: at most"),
+    "long name": (header(keys=1) + struct.pack("<Q", 2**63), "a key has .* bytes"),
+    "long text": (header(keys=1) + key("a", 8, struct.pack("<Q", 2**60)), "bytes"),
+    "long list": (
+        header(keys=1) + key("a", 9, struct.pack("<IQ", 5, 2**61)), f"is a list of {2**61}",
+    ),
+    "long list of texts": (
+        header(keys=1) + key("a", 9, struct.pack("<IQ", 8, 2**50)), f"is a list of {2**50}",
+    ),
+    "list of lists": (header(keys=1) + key("a", 9, struct.pack("<IQ", 9, 1)), "list of type 9"),
+    "unknown value": (header(keys=1) + key("a", 13, bytes(8)), "a value of type 13"),
+    "key twice": (header(keys=2) + 2 * key("a", 7, b"\1"), "'a' is there twice"),
+    "no UTF-8": (header(keys=1) + struct.pack("<Q", 1) + b"\xff", "byte 0 is not UTF-8"),
+    "no architecture": (header(), "general.architecture is None"),
+    "axes": (header(tensors=1) + text("w") + struct.pack("<I", 5), "has 5 axes"),
+    "unknown type": (
+        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 99, 0), "of type 99",
+    ),
+    "integers": (
+        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 26, 0) + bytes(99),
+        "I32: no type of weights",
+    ),
+    "huge tensor": (
+        header(tensors=1) + text("w") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0),
+        "cut short",
+    ),
+    "part of a block": (
+        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(99),
+        "divisible by 32",
+    ),
+    "offset": (
+        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 0, 3) + bytes(99),
+        "begins at 3",
+    ),
+    "alignment": (
+        header(keys=1) + key("general.alignment", 4, struct.pack("<I", 33)), "power of two",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_malformed_file_is_refused_in_a_line(case, tmp_path):
+    content, rule = HOSTILE[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises((CheckpointError, ConfigError), match=rule) as error:
+        open_weights(path)
+    assert str(path) in one_line(error)
+
+
+def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
+    architecture, keys, tensors = converted(small[1])
+    path = tmp_path / "m.gguf"
+
+    def refused(rule: str, tensors=tensors, more=None, **changes) -> None:
+        write_file(path, changes.pop("to", architecture), keys | changes, tensors, more=more)
+        with pytest.raises((CheckpointError, ConfigError), match=rule) as error:
+            load_pretrained(path)
+        one_line(error)
+
+    refused("general.architecture is 'mamba': must be one of llama, qwen2", to="mamba")
+    refused("'llama.new_key': a llama has no such key", new_key=1)
+    refused("llama.rope.scaling.type is 'ntk': must be", **{"rope.scaling.type": "ntk"})
+    refused("llama.attention.causal is False: must be True", **{"attention.causal": False})
+    refused("llama.block_count is 'two': must be a positive integer", block_count="two")
+    refused("embedding_length is 31: token_embd.weight has 32", embedding_length=31)
+    refused("rope.dimension_count is 4: must be the size of a head", **{"rope.dimension_count": 4})
+    refused("split.count is 3: one file of several", more={"split.count": 3})
+    odd = tensors | {"blk.0.attn_rot.weight": np.zeros(3, np.float32)}
+    refused("'blk.0.attn_rot.weight': a llama has no such tensor", odd)
+    deep = tensors | {"blk.1.attn_norm.weight": np.zeros(32, np.float32)}
+    refused("model.layers.1.input_layernorm.weight: a llama of this", deep)
+    less = {name: tensor for name, tensor in tensors.items() if "ffn_up" not in name}
+    refused("tensor model.layers.0.mlp.up_proj.weight is missing", less)
+    wide = tensors | {"blk.0.ffn_up.weight": np.zeros((64, 31), np.float32)}
+    refused(r"up_proj.weight has shape \[64, 31\]", wide)
+    refused("token_embd.weight is missing", {"output_norm.weight": np.zeros(3, np.float32)})
+
+
+def test_a_file_that_changed_since_it_was_opened_is_not_read(small, tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(small[0].read_bytes())
+    folder = open_weights(path)
+    path.write_bytes(small[0].read_bytes()[::-1])
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        folder.read("model.norm.weight")
+
+
+def test_paths_that_name_no_gguf_file_are_explained(small, tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"none\.gguf: cannot be read \(No such file"):
+        load_pretrained(str(tmp_path / "none.gguf"))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model-Q8_0.gguf").write_bytes(small[0].read_bytes())
+    with pytest.raises(CheckpointError, match=r"no config\.json, but 'model-Q8_0\.gguf'"):
+        load_pretrained(tmp_path / "in")
+    with pytest.raises(CheckpointError, match="a revision 'main' is of a repository"):
+        load_pretrained(small[0], revision="main")
+    blob = tmp_path / "sha256-0"  # as a cache names it
+    blob.symlink_to(small[0])
+    assert pretrained_config(blob).d_model == 32
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(CheckpointError, match="needs the package gguf: pip install gguf"):
+        load_pretrained(small[0])
+
+
+# Where a folder is named, a file may be
+
+
+def small_tokenizer():
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+    )  # fmt: skip
+    library.train_from_iterator(["the cat sat on the mat, and the rat sat on the cat"] * 9, trainer)
+    library.add_tokens([AddedToken("<tool>", normalized=False)])
+    return library
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """A file with a tokenizer and a chat template, and the library's tokenizer itself."""
+    where, library = tmp_path_factory.mktemp("talking"), small_tokenizer()
+    config = dataclasses.replace(LLAMA, vocab_size=library.get_vocab_size(), num_layers=1)
+    folder, _ = folder_of(where / "m", "llama", config)
+    keys = byte_level_keys(library, "smollm", bos="<|im_start|>", eos="<|im_end|>")
+    keys |= {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": False}
+    return gguf_of(where / "m.gguf", folder, tokenizer=keys), library
+
+
+def test_a_loaded_file_chats_as_the_folder_it_is_converted_to(talking, tmp_path, capsys):
+    from transformer_jax import load
+    from transformer_jax.cli.convert import main
+
+    path, library = talking
+    assert main(["--model", str(path), "--to", str(tmp_path / "out")]) == 0
+    assert "parameters in float32" in capsys.readouterr().out
+    ours, theirs = load(path), load(tmp_path / "out")
+    assert ours.config == theirs.config
+    same(ours.params, theirs.params)
+    asked = [{"role": "user", "content": "the cat sat, 123"}]
+    spelled = "<|im_start|>user\nthe cat sat, 123<|im_end|>\n<|im_start|>assistant\n"
+    want = library.encode(spelled, add_special_tokens=False).ids
+    assert ours.tokenizer.chat_ids(asked).tolist() == want
+    assert theirs.tokenizer.chat_ids(asked).tolist() == want
+    assert ours.model.stop_ids == theirs.model.stop_ids == (1,)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (0, 1)
+
+
+def test_the_command_tokens_takes_a_file(talking, capsys):
+    from transformer_jax.cli.tokens import main as tokens
+
+    path, library = talking
+    assert tokens(["--model", str(path), "--prompt", "the cat sat"]) == 0
+    shown = capsys.readouterr().out
+    assert all(str(i) in shown for i in library.encode("the cat sat").ids)
+
+
+@pytest.mark.slow
+def test_the_command_generate_takes_a_file(talking, capsys):
+    from transformer_jax.cli.generate import main as generate
+
+    chat = ["--chat", "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]
+    said = []
+    for more in (chat, chat[1:]):
+        assert generate(["--model", str(talking[0]), *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[1].startswith("the cat") and said[0] != said[1]

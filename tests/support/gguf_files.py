@@ -1,0 +1,166 @@
+"""Write small GGUF files as llama.cpp's converter writes them from a folder.
+
+The names are those of the package gguf, and what is done to the tensors is written from the
+converter's description: rows of query and key interleaved for ggml's rotation, norms of Gemma with
+1 added, GPT-2's matrices transposed, experts of a layer stacked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+gguf = pytest.importorskip("gguf")
+
+Keys = dict[str, Any]
+
+NORMS = {"gemma", "gemma2", "gemma3"}
+ROTATED = {"llama"}
+ARCHITECTURES = {
+    "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
+    "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+"""Each `model_type`, and what llama.cpp calls the architecture."""
+
+SIZES = {
+    "vocab_size": ("vocab_size",),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "block_count": ("num_hidden_layers", "n_layer"),
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon",),
+    "attention.key_length": ("head_dim",),
+    "rope.freq_base": ("rope_theta",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.sliding_window": ("sliding_window",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+"""Keys of a file, and the keys of config.json that they come from."""
+
+
+def metadata_of(config: Mapping[str, Any]) -> Keys:
+    """Return the keys of an architecture, each under its own name, without its prefix."""
+    found: Keys = {}
+    for name, origins in SIZES.items():
+        for origin in origins:
+            if config.get(origin) is not None:
+                found[name] = config[origin]
+    return found
+
+
+def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
+    """Return the architecture, its keys and the tensors that a file of this folder has."""
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    architecture = ARCHITECTURES[kind]
+    enumerated = gguf.MODEL_ARCH_NAMES.items()
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in enumerated if name == architecture), 99
+    )
+    heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    tensors: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if architecture in NORMS and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if kind == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
+            tensor = tensor.T
+        if architecture in ROTATED and re.search(r"[qk]_proj\.(weight|bias)$", name):
+            count = heads["k_proj" in name]
+            halves = tensor.reshape(count, 2, len(tensor) // count // 2, *tensor.shape[1:])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        if name.endswith("shared_expert_gate.weight"):
+            tensor = tensor.reshape(-1)
+        if found := re.search(r"\.experts\.(\d+)\.", name):
+            whole = name.replace(found[0], ".experts.").replace(".w", ".w")
+            experts.setdefault(whole, {})[int(found[1])] = tensor
+            continue
+        tensors[_renamed(names, name)] = np.ascontiguousarray(tensor)
+    for name, parts in experts.items():
+        tensors[_renamed(names, name)] = np.stack([parts[e] for e in range(len(parts))])
+    return architecture, metadata_of(config), tensors
+
+
+def _renamed(names: Any, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    keys: Keys,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    kinds: Callable[[str], str | None] = lambda name: None,
+    tokenizer: Keys | None = None,
+    more: Keys | None = None,
+) -> Path:
+    """Write a file; `kinds` names the type that a tensor is quantised to, None keeps it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    prefixed = {f"{architecture}.{name}": value for name, value in keys.items()}
+    for name, value in {**prefixed, **(tokenizer or {}), **(more or {})}.items():
+        match value:
+            case bool():
+                writer.add_bool(name, value)
+            case int():
+                writer.add_uint32(name, value)
+            case float():
+                writer.add_float32(name, value)
+            case str():
+                writer.add_string(name, value)
+            case _:
+                writer.add_array(name, value)
+    for name, tensor in tensors.items():
+        kind = kinds(name)
+        if kind is None:
+            writer.add_tensor(name, tensor)
+            continue
+        raw = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, gguf.quants.quantize(tensor, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_of(path: Path, folder: Path, **options: Any) -> Path:
+    """Write the file of a folder; other keys of its architecture are in `keys`."""
+    architecture, keys, tensors = converted(folder)
+    keys |= options.pop("keys", {})
+    tensors |= options.pop("tensors", {})
+    return write_file(path, architecture, keys, tensors, **options)
+
+
+def byte_level_keys(tokenizer: Any, pre: str, **roles: str) -> Keys:
+    """Return the keys of a byte-level BPE of the library `tokenizers`, with roles of its tokens."""
+    content = json.loads(tokenizer.to_str())
+    added = {token["content"]: token for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"] | {t: token["id"] for t, token in added.items()}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [(3 if added[t]["special"] else 4) if t in added else 1 for t in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        **{f"tokenizer.ggml.{role}_token_id": vocabulary[t] for role, t in roles.items()},
+    }

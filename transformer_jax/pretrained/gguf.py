@@ -1,0 +1,526 @@
+"""Show a GGUF file as the folder that it was written from, so that a family reads it.
+
+llama.cpp's converter renames keys and tensors of a folder of Hugging Face's form. A few tensors it
+also changes; each change is undone when the tensor is read:
+
+    Llama, Mistral, Mixtral    rows of query and key lie as ggml's rotation pairs them
+    Gemma 1 to 3               norms multiply by the weight, which the folder holds less 1
+    GPT-2                      matrices are transposed
+    experts                    the matrices of a layer are one tensor
+
+Every key of the architecture is read, or refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from transformer_jax.config import ConfigError
+from transformer_jax.pretrained.gguf_file import GgufFile, GgufTensor, Value, open_gguf
+from transformer_jax.pretrained.safetensors_folder import (
+    CheckpointError,
+    TensorInfo,
+    WeightFolder,
+)
+from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import Json, JsonObject, shown
+
+Change = Callable[[np.ndarray], np.ndarray]
+"""Undoes what the converter did to a tensor."""
+
+
+@short_repr
+@dataclass(frozen=True)
+class GgufModel(WeightFolder):
+    """Hold an opened file as if it were a folder: what config.json would say, and its tensors."""
+
+    gguf: GgufFile = field(repr=False)
+    """The file, with the metadata that its tokenizer is made of."""
+    sources: Mapping[str, _Source] = field(repr=False)
+    """Each tensor by the name that the folder has for it."""
+
+    @property
+    def where(self) -> str:
+        """The file, which errors name for what config.json would say."""
+        return str(self.path)
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield tensors one at a time, in the order of `names`, as the folder would hold them."""
+        return map(self._read_one, dict.fromkeys(names))
+
+    def file(self, name: str) -> Path | None:
+        """Return None: there are no files beside it."""
+        return None
+
+    def read_json(self, name: str) -> Json:
+        """Return None: there are no files beside it."""
+        return None
+
+    def _read_one(self, name: str) -> tuple[str, np.ndarray]:
+        if name not in self.sources:
+            raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
+        source = self.sources[name]
+        tensor = self.gguf.read(source.tensor, source.part)
+        return name, tensor if source.change is None else source.change(tensor)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Say which tensor of the file is one of the folder, or which part along its first axis."""
+
+    tensor: str
+    part: int | None = None
+    change: Change | None = None
+
+
+def open_gguf_model(path: str | Path) -> GgufModel:
+    """Check a file, and find the folder's name of each of its tensors; none is read.
+
+    CheckpointError names a tensor, and ConfigError a key, that its architecture does not have.
+    """
+    file = open_gguf(path)
+    architecture = _ARCHITECTURES.get(file.architecture)
+    if architecture is None:
+        known = ", ".join(_ARCHITECTURES)
+        rule = f"must be one of {known}"
+        raise ConfigError(f"{path}: general.architecture is {shown(file.architecture)}: {rule}")
+    keys = _Keys(file)
+    if keys.take("split.count", 1, whole=True) not in (0, 1):
+        rule = "one file of several: merge them by llama-gguf-split --merge"
+        keys.fail("split.count", rule, whole=True)
+    config, names = architecture(keys)
+    keys.check_all_read()
+    sources: dict[str, _Source] = {}
+    infos: dict[str, TensorInfo] = {}
+    for name, tensor in file.tensors.items():
+        if name in _FACTORS:
+            continue
+        for to, source, info in _placed(file, name, tensor, names, config):
+            if to in sources:
+                other = sources[to].tensor
+                raise CheckpointError(f"{path}: {shown(name)} and {shown(other)} are {to}")
+            sources[to], infos[to] = source, info
+    return GgufModel(
+        Path(path), config, MappingProxyType(infos), {}, file, MappingProxyType(sources)
+    )
+
+
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that say how the rotation is stretched, and belong to the config."""
+
+
+def _placed(
+    file: GgufFile, name: str, tensor: GgufTensor, names: _Names, config: JsonObject
+) -> Iterator[tuple[str, _Source, TensorInfo]]:
+    """Yield what a tensor of the file is in the folder: one tensor, or those of all experts."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)\.(weight|bias)", name)
+    layer, base, end = found.groups() if found else (None, "", "")
+    to = (names.layer if layer else names.outer).get(base)
+    if to is None:
+        rule = f"a {file.architecture} has no such tensor that is known here"
+        raise CheckpointError(f"{file.path}: {shown(name)}: {rule}")
+    if layer:
+        to = f"{names.block}.{int(layer)}.{to}"
+    kind = tensor.kind
+    dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+    if "{e}" in to:
+        for part in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
+            expert = to.replace("{e}", str(part))
+            source = _Source(name, part)
+            yield f"{expert}.{end}", source, TensorInfo("", dtype, tensor.shape[1:])
+        if len(tensor.shape) != 3:
+            rule = "must have an axis of experts, one of outputs and one of inputs"
+            raise CheckpointError(f"{file.path}: {shown(name)} is {list(tensor.shape)}: {rule}")
+        return
+    change, shape = None, tensor.shape
+    if base in names.rotated:
+        heads = config["num_key_value_heads" if base == "attn_k" else "num_attention_heads"]
+        if shape[0] % (2 * heads):
+            rule = f"{heads} heads do not have an even share of its rows"
+            raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
+        change = _halves(heads)
+    elif names.offset_norms and base.endswith("norm"):
+        change = _less_one
+    elif base in names.transposed and end == "weight":
+        change, shape = np.transpose, shape[::-1]
+    elif base in names.rows:
+        change, shape = _as_row, (1, *shape)
+    yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
+
+
+def _halves(heads: int) -> Change:
+    """Return what puts a head's rows back: its first half, then its second.
+
+    The converter lets them take turns, since ggml rotates the pairs (2i, 2i + 1) and the folder
+    (i, i + H/2).
+    """
+
+    def change(tensor: np.ndarray) -> np.ndarray:
+        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+    return change
+
+
+def _less_one(tensor: np.ndarray) -> np.ndarray:
+    return tensor - tensor.dtype.type(1)
+
+
+def _as_row(tensor: np.ndarray) -> np.ndarray:
+    return tensor[None]
+
+
+class _Keys:
+    """Read metadata key by key, and refuse a key of the architecture that was not read."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self._read = file, set[str]()
+        self.prefix = f"{file.architecture}."
+
+    def take(self, name: str, default: Value | None = None, *, whole: bool = False) -> Any:
+        """Return a value; `whole` means that the name is that of the key, with its prefix."""
+        key = name if whole else self.prefix + name
+        self._read.add(key)
+        return self.file.metadata.get(key, default)
+
+    def fail(self, name: str, rule: str, *, whole: bool = False) -> NoReturn:
+        key = name if whole else self.prefix + name
+        value = self.file.metadata.get(key)
+        said = "is missing" if value is None else f"is {shown(value)}"
+        raise ConfigError(f"{self.file.path}: {key} {said}: {rule}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.take(name, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = int(value[0])  # one for each layer, all alike
+        if type(value) is not int or not 0 < value < 2**31:
+            self.fail(name, "must be a positive integer, the same for all layers")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.take(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            self.fail(name, "must be a finite number")
+        return value
+
+    def require(self, name: str, *allowed: Value | None) -> None:
+        value = self.take(name, allowed[0])
+        if isinstance(value, np.ndarray) or value not in allowed:
+            self.fail(name, "must be " + " or ".join(shown(one) for one in allowed))
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def sizes(self, tensor: str, rank: int) -> tuple[int, ...]:
+        """Return the shape of a tensor that the config asks for."""
+        found = self.file.tensors.get(tensor)
+        if found is None:
+            raise CheckpointError(f"{self.file.path}: tensor {tensor} is missing")
+        if len(found.shape) != rank:
+            rule = f"must have {rank} axes"
+            raise CheckpointError(f"{self.file.path}: {tensor} is {list(found.shape)}: {rule}")
+        return found.shape
+
+    def check_all_read(self) -> None:
+        for key in self.file.metadata:
+            if key.startswith(self.prefix) and key not in self._read:
+                rule = f"a {self.file.architecture} has no such key that is known here"
+                raise ConfigError(f"{self.file.path}: {shown(key)}: {rule}")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Hold the folder's names of the tensors of an architecture, and what is done to them."""
+
+    layer: Mapping[str, str]
+    outer: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+        }
+    )  # fmt: skip
+    block: str = "model.layers"
+    rotated: tuple[str, ...] = ()
+    """Whose rows take turns, as ggml rotates them."""
+    offset_norms: bool = False
+    transposed: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """Vectors that the folder holds as matrices of one row."""
+
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+}  # fmt: skip
+_GATED = {
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
+    expert = f"{module}.experts.{{e}}"
+    return {
+        "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": f"{module}.gate",
+        "ffn_gate_exps": f"{expert}.{gate}", "ffn_up_exps": f"{expert}.{up}",
+        "ffn_down_exps": f"{expert}.{down}",
+    }  # fmt: skip
+
+
+def _common(keys: _Keys, model_type: str) -> JsonObject:
+    """Read sizes and the rotation, as config.json has them."""
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    rows, width = keys.sizes("token_embd.weight", 2)
+    if width != hidden:
+        keys.fail("embedding_length", f"token_embd.weight has {width} columns")
+    keys.take("vocab_size")
+    head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        keys.fail("attention.value_length", f"must be that of keys, {head_dim}")
+    keys.require("attention.causal", True)
+    config: JsonObject = dict(
+        model_type=model_type,
+        vocab_size=rows,
+        hidden_size=hidden,
+        intermediate_size=keys.integer("feed_forward_length"),
+        num_hidden_layers=keys.integer("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys.integer("attention.head_count_kv", heads),
+        max_position_embeddings=keys.integer("context_length"),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        tie_word_embeddings=not keys.has("output.weight"),
+        rope_theta=keys.number("rope.freq_base", 10_000.0),
+    )
+    if head_dim * heads != hidden:
+        config["head_dim"] = head_dim
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        part = rotated / head_dim
+        config["partial_rotary_factor"] = (
+            part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)
+        )
+    keys.take("rope.scaling.finetuned")
+    if (scaling := _scaling(keys, config, head_dim)) is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject | None:
+    """Read how the rotation is stretched; None where it is not."""
+    kind = keys.take("rope.scaling.type", "none")
+    if keys.has("rope_freqs.weight"):
+        if kind != "none":
+            keys.fail("rope.scaling.type", "rope_freqs.weight says it already")
+        return _llama3_scaling(keys, config, head_dim)
+    if kind == "none":
+        keys.take("rope.scaling.factor")
+        return None
+    if kind not in ("linear", "yarn"):
+        keys.fail("rope.scaling.type", "must be 'none', 'linear' or 'yarn'")
+    scaling: JsonObject = dict(rope_type=kind, factor=keys.number("rope.scaling.factor"))
+    if kind == "yarn":
+        trained = keys.integer("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = trained
+        for theirs, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if (value := keys.take(f"rope.scaling.{theirs}")) is not None:
+                scaling[name] = value
+        for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            keys.require(f"rope.scaling.{name}", 1.0)
+    return scaling
+
+
+def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject:
+    """Find the stretch of Llama 3.1 that divides the frequencies by the numbers of a tensor.
+
+    The converter wrote them for factor f, low 1, high 4 and 8192 trained positions (or others,
+    which are refused): wavelengths up to 8192/4 are kept, those from 8192 on stretched by f.
+    """
+    factors = keys.file.read("rope_freqs.weight").astype(np.float64).reshape(-1)
+    low, high, trained = 1.0, 4.0, 8192
+    exponents = np.arange(0, head_dim, 2) / head_dim
+    wavelengths = 2 * np.pi * float(config["rope_theta"]) ** exponents
+    factor = float(factors.max()) if factors.size else math.nan
+    share = np.clip((trained / wavelengths - low) / (high - low), 0.0, 1.0)
+    want = 1 / ((1 - share) / factor + share) if factor >= 1 else factors * math.nan
+    if want.shape != factors.shape or not np.allclose(want, factors, rtol=1e-4):
+        rule = f"is no stretch of Llama 3.1 with low {low}, high {high} and {trained} positions"
+        raise ConfigError(f"{keys.file.path}: rope_freqs.weight {rule}")
+    return dict(
+        rope_type="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
+        original_max_position_embeddings=trained,
+    )  # fmt: skip
+
+
+def _llama(keys: _Keys) -> tuple[JsonObject, _Names]:
+    """Read a Llama, a Mistral (which llama.cpp calls so, too), or a Mixtral, which has experts."""
+    keys.require("rope.scaling.attn_factor", 1.0)
+    experts = keys.take("expert_count", 0)
+    used = keys.take("expert_used_count", 0)
+    if experts:
+        config = _common(keys, "mixtral")
+        config |= dict(num_local_experts=experts, num_experts_per_tok=used)
+        feed_forward = _experts("block_sparse_moe", "w1", "w3", "w2")
+    else:
+        config, feed_forward = _common(keys, "llama"), _GATED
+        config["attention_bias"] = keys.has("blk.0.attn_q.bias")
+        config["mlp_bias"] = keys.has("blk.0.ffn_gate.bias")
+    if "partial_rotary_factor" in config:
+        keys.fail("rope.dimension_count", "must be the size of a head")
+    return config, _Names(_ATTENTION | feed_forward, rotated=("attn_q", "attn_k"))
+
+
+def _qwen2(keys: _Keys) -> tuple[JsonObject, _Names]:
+    return _common(keys, "qwen2"), _Names(_ATTENTION | _GATED)
+
+
+def _qwen3(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _common(keys, "qwen3")
+    config["head_dim"] = keys.integer(
+        "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
+    )
+    return config, _Names(_ATTENTION | _GATED | _QK_NORMS)
+
+
+def _qwen_experts(keys: _Keys, model_type: str) -> JsonObject:
+    config = _common(keys, model_type)
+    return config | dict(
+        num_experts=keys.integer("expert_count"),
+        num_experts_per_tok=keys.integer("expert_used_count"),
+        moe_intermediate_size=keys.integer("expert_feed_forward_length"),
+    )
+
+
+def _qwen2_moe(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _qwen_experts(keys, "qwen2_moe")
+    shared = keys.integer("expert_shared_feed_forward_length")
+    config |= dict(shared_expert_intermediate_size=shared, norm_topk_prob=False)
+    names = _experts("mlp", "gate_proj", "up_proj", "down_proj") | {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+    return config, _Names(_ATTENTION | names, rows=("ffn_gate_inp_shexp",))
+
+
+def _qwen3_moe(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _qwen_experts(keys, "qwen3_moe") | dict(norm_topk_prob=True)
+    names = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+    return config, _Names(_ATTENTION | names | _QK_NORMS)
+
+
+def _gemma(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _common(keys, "gemma")
+    config |= dict(head_dim=keys.integer("attention.key_length"), hidden_act="gelu_pytorch_tanh")
+    return config, _Names(_ATTENTION | _GATED, offset_norms=True)
+
+
+def _sandwiched(keys: _Keys, model_type: str, largest: int) -> JsonObject:
+    """Read what Gemma 2 and 3 share; `largest` is the depth of the 27B, whose scale is its own."""
+    config = _common(keys, model_type)
+    head_dim, layers = keys.integer("attention.key_length"), config["num_hidden_layers"]
+    scalar = head_dim
+    if layers == largest:  # which no key says: llama.cpp knows it by its depth, too
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return config | dict(
+        head_dim=head_dim,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=scalar,
+        sliding_window=keys.integer("attention.sliding_window"),
+    )
+
+
+def _gemma2(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _sandwiched(keys, "gemma2", 46) | dict(
+        attn_logit_softcapping=keys.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=keys.number("final_logit_softcapping", 30.0),
+    )
+    return config, _Names(_ATTENTION | _GATED | _SANDWICH, offset_norms=True)
+
+
+def _gemma3(keys: _Keys) -> tuple[JsonObject, _Names]:
+    keys.number("rope.freq_base")  # other than for Gemma 2, no default is the right one
+    config = _sandwiched(keys, "gemma3_text", 62)
+    config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+    config["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern", 6)
+    if (cap := keys.take("final_logit_softcapping")) is not None:
+        config["final_logit_softcapping"] = cap
+    return config, _Names(_ATTENTION | _GATED | _SANDWICH | _QK_NORMS, offset_norms=True)
+
+
+def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
+    trained = keys.take("rope.scaling.original_context_length")
+    stretch = keys.take("rope.scaling.attn_factor")
+    config = _common(keys, "phi3")
+    config["sliding_window"] = keys.take("attention.sliding_window") or None
+    if trained is not None:
+        config["original_max_position_embeddings"] = trained
+    if keys.has("rope_factors_long.weight"):
+        factors = {
+            f"{name}_factor": [
+                float(str(f)) for f in keys.file.read(f"rope_factors_{name}.weight").reshape(-1)
+            ]
+            for name in ("long", "short")
+        }
+        config["rope_scaling"] = dict(rope_type="longrope", **factors)
+        if stretch is not None:
+            config["rope_scaling"]["attention_factor"] = stretch
+    elif stretch not in (None, 1.0):
+        keys.fail("rope.scaling.attn_factor", "needs rope_factors_long.weight")
+    names = {
+        "attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    return config, _Names(names)
+
+
+def _gpt2(keys: _Keys) -> tuple[JsonObject, _Names]:
+    rows, hidden = keys.sizes("token_embd.weight", 2)
+    keys.take("vocab_size")
+    if keys.integer("embedding_length") != hidden:
+        keys.fail("embedding_length", f"token_embd.weight has {hidden} columns")
+    heads = keys.integer("attention.head_count")
+    if keys.integer("attention.head_count_kv", heads) != heads:
+        keys.fail("attention.head_count_kv", f"must be attention.head_count, {heads}")
+    config = dict(
+        model_type="gpt2",
+        vocab_size=rows,
+        n_positions=keys.integer("context_length"),
+        n_embd=hidden,
+        n_layer=keys.integer("block_count"),
+        n_head=heads,
+        n_inner=keys.integer("feed_forward_length"),
+        layer_norm_epsilon=keys.number("attention.layer_norm_epsilon"),
+        tie_word_embeddings=not keys.has("output.weight"),
+    )
+    layer = {
+        "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+    }  # fmt: skip
+    outer = {
+        "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f", "output": "lm_head",
+    }  # fmt: skip
+    matrices = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return config, _Names(layer, outer, "transformer.h", transposed=matrices)
+
+
+_ARCHITECTURES: dict[str, Callable[[_Keys], tuple[JsonObject, _Names]]] = {
+    "llama": _llama, "qwen2": _qwen2, "qwen2moe": _qwen2_moe, "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3,
+    "phi3": _phi3, "gpt2": _gpt2,
+}  # fmt: skip
+"""What `general.architecture` may be."""

@@ -1,0 +1,274 @@
+"""Read GGUF, the one file in which llama.cpp keeps a model: metadata, then tensors.
+
+    "GGUF", version, counts of tensors and keys
+    key, type, value                   of each key; a value may be a list, such as the vocabulary
+    name, sizes, type, offset          of each tensor
+    bytes of the tensors               quantised types: blocks of 32 or 256 numbers share scales
+
+The form is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. A file is not trusted:
+each length is compared with what is left of the file before anything is allocated. The package
+`gguf` knows the types and turns blocks into numbers. Its own reader is not used: it believes the
+lengths, and takes ten seconds for 100,000 texts. Nothing of a file stays mapped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import Untrusted, shown
+
+HEADER_LIMIT = 2**26
+"""Most bytes of all metadata; a vocabulary of 262,144 tokens has about ten million."""
+COUNT_LIMIT = 2**17
+"""Most keys, and most tensors."""
+NAME_LIMIT = 256
+"""Longest name of a key or a tensor, in bytes; ggml's own limit for tensors is 64."""
+RANK_LIMIT = 4
+"""Most axes of a tensor, as in ggml."""
+CHUNK = 2**22
+"""Numbers that are dequantised at a time."""
+
+_FILES = Untrusted(CheckpointError)
+_SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
+    zip((10, 11, 12), "Qqd", strict=True)
+)
+"""The code of a value's type to `struct`'s; 8 is a text, 9 a list."""
+_TEXT, _LIST = 8, 9
+_PLAIN = {
+    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
+}  # fmt: skip
+"""Types that are kept; others become float32."""
+
+Value = str | bool | int | float | list[str] | np.ndarray
+
+
+@short_repr
+@dataclass(frozen=True)
+class GgufTensor:
+    """Describe one tensor as the file's header does."""
+
+    kind: str
+    """ggml's name of its type, "Q4_K"."""
+    shape: tuple[int, ...]
+    """NumPy's, with the axis that is contiguous last; the file has it first."""
+    start: int
+    """Its first byte in the file."""
+    row_bytes: int
+    """Bytes of a row, along the last axis."""
+
+
+@short_repr
+@dataclass(frozen=True)
+class GgufFile:
+    """Hold the metadata of a file and where its tensors are; none is read yet."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    """Values by key. A float32 is the shortest decimal that it is the float32 of, as the config
+    that it was written from had it; lists are of texts, or arrays."""
+    tensors: Mapping[str, GgufTensor]
+    """In the order of the file."""
+    stamp: tuple[int, ...] = field(repr=False)
+    """The file's identity when it was opened; one that changed since is not read."""
+
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
+        """Read a tensor, or one of the parts along its first axis.
+
+        F16 and BF16 stay what they are; of every other type the numbers become float32.
+        """
+        found = self.tensors[name]
+        shape = found.shape if part is None else found.shape[1:]
+        rows = math.prod(shape[:-1])
+        start = found.start + (0 if part is None else part * rows * found.row_bytes)
+        with _FILES.opened(_resolved(self.path)) as stream:
+            if _stamp(stream) != self.stamp:
+                raise CheckpointError(f"{self.path}: has changed since it was opened")
+            stream.seek(start)
+            if found.kind in _PLAIN:
+                flat = np.empty(math.prod(shape), _PLAIN[found.kind])
+                _fill(stream, flat.view(np.uint8), self.path)
+                return flat.reshape(shape)
+            numbers = np.empty((rows, shape[-1]), np.float32)
+            step = max(1, CHUNK // shape[-1])
+            for first in range(0, rows, step):
+                raw = np.empty((min(step, rows - first), found.row_bytes), np.uint8)
+                _fill(stream, raw.reshape(-1), self.path)
+                numbers[first : first + len(raw)] = _dequantised(raw, found.kind)
+        return numbers.reshape(shape)
+
+    @cached_property
+    def architecture(self) -> str:
+        """Return the name of the kind of model, with which the names of its keys begin."""
+        found = self.metadata.get("general.architecture")
+        if not isinstance(found, str):
+            raise CheckpointError(f"{self.path}: general.architecture is {shown(found)}: a text")
+        return found
+
+
+def open_gguf(path: str | Path) -> GgufFile:
+    """Read the metadata of a file and check where its tensors are; none is read.
+
+    CheckpointError names the file, and the key or the tensor that is wrong.
+    """
+    given = Path(path)
+    with _FILES.opened(_resolved(given)) as stream:
+        header = _Header(given, stream)
+        if header.take(4) != b"GGUF":
+            raise CheckpointError(f"{given}: not a GGUF file")
+        _library()
+        version = header.number("I")
+        if version not in (2, 3):
+            big = " (of a big-endian machine)" if version % 2**16 == 0 else ""
+            raise CheckpointError(f"{given}: version {version}{big}: must be 2 or 3")
+        counts = header.number("Q"), header.number("Q")
+        for count, what in zip(counts, ("tensors", "keys"), strict=True):
+            if count > COUNT_LIMIT:
+                raise header.wrong(f"{count} {what}: at most {COUNT_LIMIT} are read")
+        metadata: dict[str, Value] = {}
+        for _ in range(counts[1]):
+            key = header.text("a key", NAME_LIMIT)
+            if key in metadata:
+                raise header.wrong(f"key {shown(key)} is there twice")
+            metadata[key] = header.value(key)
+        infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(counts[0]):
+            name = header.text("a tensor's name", NAME_LIMIT)
+            if name in infos:
+                raise header.wrong(f"tensor {shown(name)} is there twice")
+            rank = header.number("I")
+            if not 1 <= rank <= RANK_LIMIT:
+                raise header.wrong(f"{shown(name)} has {rank} axes: must be 1 to {RANK_LIMIT}")
+            shape = tuple(header.number("Q") for _ in range(rank))[::-1]
+            infos[name] = shape, header.number("I"), header.number("Q")
+        align = metadata.get("general.alignment", 32)
+        if type(align) is not int or not 0 < align <= 2**16 or align & (align - 1):
+            raise header.wrong(f"general.alignment is {shown(align)}: must be a power of two")
+        begin = -(-header.place // align) * align
+        tensors = {
+            name: _located(given, name, *info, begin, header.size, align)
+            for name, info in infos.items()
+        }
+        stamp = _stamp(stream)
+    return GgufFile(given, MappingProxyType(metadata), MappingProxyType(tensors), stamp)
+
+
+class _Header:
+    """Take values from the start of a file, each of which must fit into what is left of it."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self._path, self._stream = path, stream
+        self.size, self.place = os.fstat(stream.fileno()).st_size, 0
+
+    def wrong(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what}")
+
+    def take(self, count: int, what: str = "the header") -> bytes:
+        if count > self.size - self.place:
+            left = f"{count} bytes, and {self.size - self.place} are left of the file"
+            raise self.wrong(f"cut short, or no GGUF file: {what} takes {left}")
+        if self.place + count > HEADER_LIMIT:
+            raise self.wrong(f"{what} ends after {HEADER_LIMIT} bytes of metadata, which are read")
+        self.place += count
+        return self._stream.read(count)
+
+    def number(self, code: str) -> Any:
+        (found,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
+        return float(str(np.float32(found))) if code == "f" else found
+
+    def text(self, what: str, limit: int = HEADER_LIMIT) -> str:
+        length = self.number("Q")
+        if length > limit:
+            raise self.wrong(f"{what} has {length} bytes: at most {limit} are read")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise self.wrong(f"{what}: byte {error.start} is not UTF-8") from None
+
+    def value(self, key: str) -> Value:
+        kind = self.number("I")
+        if kind == _TEXT:
+            return self.text(shown(key))
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind != _LIST:
+            raise self.wrong(f"{shown(key)} has a value of type {kind}: must be 0 to 12")
+        kind, count = self.number("I"), self.number("Q")
+        if kind not in _SCALARS and kind != _TEXT:
+            raise self.wrong(f"{shown(key)} is a list of type {kind}: must be of numbers or texts")
+        least = 8 if kind == _TEXT else struct.calcsize(f"<{_SCALARS[kind]}")
+        if count * least > self.size - self.place:
+            left = f"and {self.size - self.place} bytes are left of the file"
+            raise self.wrong(f"cut short: {shown(key)} is a list of {count}, {left}")
+        if kind == _TEXT:
+            return [self.text(shown(key)) for _ in range(count)]
+        return np.frombuffer(self.take(count * least, shown(key)), f"<{_SCALARS[kind]}")
+
+
+def _located(
+    path: Path, name: str, shape: tuple[int, ...], code: int, offset: int,
+    begin: int, size: int, align: int,
+) -> GgufTensor:  # fmt: skip
+    """Check a tensor's type and place; `begin` is the first byte after the header."""
+    library, where = _library(), f"{path}: {shown(name)}"
+    try:
+        kind = library.GGMLQuantizationType(code)
+        block, block_bytes = library.GGML_QUANT_SIZES[kind]
+        if kind.name not in _PLAIN:
+            _dequantised(np.zeros((1, block_bytes), np.uint8), kind.name)
+    except (ValueError, KeyError):
+        raise CheckpointError(f"{where} is of type {code}, which is not known") from None
+    except NotImplementedError:
+        raise CheckpointError(f"{where} is {kind.name}: no type of weights that is read") from None
+    if not all(shape) or shape[-1] % block:
+        rule = f"sizes must be positive, and the last divisible by {block}"
+        raise CheckpointError(f"{where} is {kind.name}{list(shape)}: {rule}")
+    row_bytes = shape[-1] // block * block_bytes
+    end = begin + offset + math.prod(shape[:-1]) * row_bytes
+    if offset % align:
+        raise CheckpointError(f"{where} begins at {offset}: must be divisible by {align}")
+    if end > size:
+        rule = f"ends with byte {end}, and the file with {size}"
+        raise CheckpointError(f"{where}: {kind.name}{list(shape)} {rule}: cut short?")
+    return GgufTensor(kind.name, shape, begin + offset, row_bytes)
+
+
+def _dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Return the float32 numbers of rows of bytes."""
+    library = _library()
+    with np.errstate(all="ignore"):  # a scale may be NaN or inf, and stays it
+        return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
+
+
+def _fill(stream: BinaryIO, target: np.ndarray, path: Path) -> None:
+    if stream.readinto(memoryview(target)) != target.nbytes:  # type: ignore[attr-defined]
+        raise CheckpointError(f"{path}: was cut short while it was read")
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _stamp(stream: BinaryIO) -> tuple[int, ...]:
+    status = os.fstat(stream.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _library() -> ModuleType:
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError("a GGUF file needs the package gguf: pip install gguf") from None
+    return gguf

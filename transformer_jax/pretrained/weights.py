@@ -1,0 +1,42 @@
+"""Open the weights of a published model: a folder, a repository of the hub, or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformer_jax.pretrained.gguf import open_gguf_model
+from transformer_jax.pretrained.safetensors_folder import (
+    CONFIG,
+    CheckpointError,
+    WeightFolder,
+    open_folder,
+)
+from transformer_jax.untrusted_files import shown
+
+
+def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
+    """Check what a published model consists of; no tensor of its parameters is read.
+
+    A name that ends with ".gguf", or a file that begins so, is read as GGUF; see
+    `open_gguf_model`. All else is as `open_folder` has it.
+    """
+    if not isinstance(path_or_id, str | os.PathLike):
+        return open_folder(path_or_id, revision=revision)  # which says what is wrong with it
+    path = Path(path_or_id)
+    named = path.suffix.lower() == ".gguf" and not path.is_dir()
+    if named or (path.is_file() and _begins_as_gguf(path)):
+        if revision is not None:
+            rule = f"{shown(str(path))} is a file: a revision {revision!r} is of a repository"
+            raise CheckpointError(rule)
+        return open_gguf_model(path)
+    if path.is_dir() and not os.path.lexists(path / CONFIG):
+        if files := sorted(one.name for one in path.glob("*.gguf")):
+            rule = f"there is no {CONFIG}, but {shown(files[0])}: give the path of that file"
+            raise CheckpointError(f"{path}: {rule}")
+    return open_folder(path_or_id, revision=revision)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        return stream.read(4) == b"GGUF"

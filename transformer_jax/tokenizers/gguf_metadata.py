@@ -1,0 +1,282 @@
+"""Make a tokenizer of the metadata of a GGUF file.
+
+    tokenizer.ggml.model         "gpt2", byte-level BPE; or "llama", SentencePiece's BPE by score
+    tokenizer.ggml.pre           how "gpt2" splits a text before BPE, by the name of a model
+    tokenizer.ggml.tokens        every token; with .token_type and .scores or .merges
+    tokenizer.ggml.*_token_id    roles: bos, eos, ...
+    tokenizer.chat_template      Jinja
+
+The file has no tokenizer.json. Here it is written anew as the published tokenizers have it; ids are
+theirs, which llama.cpp's own reading misses for rare texts (it does not compose Unicode for Qwen).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from transformer_jax.tokenizers.hf_files import around
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.untrusted_files import JsonObject, shown
+
+_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _WORDS
+_QWEN2 = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _WORDS
+_GPT4O = _CASED % (f"{_ENDS}?", f"{_ENDS}?", r"\p{N}{1,3}")
+_TEKKEN = _CASED % ("", "", r"\p{N}")
+
+_SPLITS: dict[str, str | None] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), r"\p{N}"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "tekken": _TEKKEN,
+}
+"""The expression by which a text is split; None is GPT-2's own, and with "\\p{N}" that comes after
+each digit was set apart."""
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+"""Which look a word up before they merge, and begin every text with bos unless told otherwise."""
+_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""Which compose Unicode (NFC)."""
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+
+_ROLES = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding",
+    "mask": "mask",
+}  # fmt: skip
+"""Roles, and what the keys call them."""
+_END_TOKENS = frozenset(
+    """
+    <|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> </s> <eos>
+    <EOT> _<EOT> <end_of_utterance>
+    """.split()
+)
+"""Special tokens that end a text by what they are called, as llama.cpp has it; few files name more
+than one."""
+_IGNORED = ("add_sep_token", "token_type_count")
+_FILLED = (
+    "prefix",
+    "suffix",
+    "middle",
+    *(f"fim_{n}" for n in ("pre", "suf", "mid", "pad", "rep", "sep")),
+)
+"""Roles of tokens that mark a gap in a text; nothing here asks for them."""
+
+
+def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> PretrainedTokenizer:
+    """Return the tokenizer that the keys of a GGUF file describe.
+
+    Args:
+        metadata: the values by key, lists of numbers as arrays.
+        where: the file's name, for errors.
+
+    Raises:
+        DataError: if a key is missing, wrong or not known; it names the key.
+    """
+    keys = _Keys(metadata, where)
+    model, pre = keys.text("model"), keys.take("pre")
+    tokens = keys.take("tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise keys.wrong("tokens", "must be a list of texts")
+    kinds = keys.numbers("token_type", len(tokens), np.full(len(tokens), _NORMAL))
+    ids: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        if kinds[i] == _UNUSED:  # no text has it; the table of embeddings is only as long
+            continue
+        token = tokens[i] = token or f"[EMPTY_{i}]"
+        if ids.setdefault(token, i) != i:
+            raise keys.wrong("tokens", f"{shown(token)} has ids {ids[token]} and {i}")
+    match model:
+        case "gpt2":
+            definition, adds_bos = _byte_level(keys, pre, ids), pre in _WHOLE_WORDS
+        case "llama":
+            definition, adds_bos = _sentence_piece(keys, ids, kinds), True
+        case _:
+            raise keys.wrong("model", "must be 'gpt2' or 'llama'")
+    held = {role: keys.id(name, len(tokens)) for role, name in _ROLES.items()}
+    roles = {role: tokens[i] for role, i in held.items() if i is not None and tokens[i] in ids}
+    special = {ids[token] for role, token in roles.items() if role != "unk"}
+    special |= {i for i in ids.values() if kinds[i] in (_CONTROL, _UNKNOWN)}
+    phi3 = any(name in str(metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    definition["added_tokens"] = [
+        dict(
+            id=i, content=token, single_word=False, lstrip=False,
+            rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            normalized=i not in special and "▁" in token, special=i in special,
+        )
+        for token, i in ids.items()
+        if i in special or kinds[i] == _USER
+    ]  # fmt: skip
+    first, last = (
+        (roles[role],) if keys.flag(f"add_{role}_token", usual) and role in roles else ()
+        for role, usual in (("bos", adds_bos), ("eos", False))
+    )
+    if first or last:
+        definition["post_processor"] = around(ids, first, last)
+    named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
+    stop = {i for i in named if i is not None}
+    stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
+    templates = keys.templates()
+    for name in _FILLED:
+        keys.id(name, len(tokens))
+    keys.check_all_read()
+    try:
+        return PretrainedTokenizer(
+            canonical(definition), tuple(roles.items()), tuple(sorted(stop)), templates
+        )
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
+    """Return the definition of GPT-2's kind: bytes as letters, merged in the order of a list."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    if pre not in _SPLITS:
+        rule = f"must be one of {', '.join(_SPLITS)}"
+        raise keys.wrong("pre", f"{rule}: it says how a text is split")
+    merges, lines = list[tuple[str, str]](), keys.take("merges")
+    if not isinstance(lines, list):
+        raise keys.wrong("merges", "must be a list of texts")
+    for n, line in enumerate(lines):
+        one, _, two = line[1:].partition(" ")
+        one = line[:1] + one
+        if not all(token in ids for token in (one, two, one + two)):
+            raise keys.wrong("merges", f"entry {n}, {shown(line)}, is not of two known tokens")
+        merges.append((one, two))
+    library = Tokenizer(
+        models.BPE(vocab=dict(ids), merges=merges, ignore_merges=pre in _WHOLE_WORDS)
+    )
+    split = _SPLITS[pre]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if split == r"\p{N}":
+        steps = [pre_tokenizers.Digits(individual_digits=True), *steps]
+    elif split is not None:
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        steps = [pre_tokenizers.Split(Regex(split), "isolated"), letters]
+    library.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre in _COMPOSED:
+        library.normalizer = normalizers.NFC()
+    library.decoder = decoders.ByteLevel()
+    if keys.flag("add_space_prefix", False):
+        raise keys.wrong("add_space_prefix", "must be false for 'gpt2'")
+    definition: JsonObject = json.loads(library.to_str())
+    return definition
+
+
+def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> JsonObject:
+    """Return the definition of SentencePiece's BPE.
+
+    Of neighbours that form a token, those whose token has the highest score are merged first. The
+    library merges pairs in the order of a list, which is made as transformers' converter makes it:
+    by score, then by the length of the left and of the right part.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = keys.numbers("scores", len(kinds), None)
+    pairs = list[tuple[float, int, int, str, str]]()
+    for token, i in ids.items():
+        if kinds[i] == _NORMAL:
+            for cut in range(1, len(token)):
+                one, two = token[:cut], token[cut:]
+                if one in ids and two in ids:
+                    pairs.append((float(scores[i]), len(one), len(two), one, two))
+    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    unknown = keys.id("unknown", len(kinds), 0)
+    unknown_token = next((token for token, i in ids.items() if i == unknown), None)
+    library = Tokenizer(
+        models.BPE(
+            vocab=dict(ids), merges=[pair[3:] for pair in pairs], unk_token=unknown_token,
+            fuse_unk=True, byte_fallback=True,
+        )
+    )  # fmt: skip
+    marks: list[Any] = [normalizers.Replace(" ", "▁")]
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if keys.flag("add_space_prefix", True):
+        marks, steps = [normalizers.Prepend("▁"), *marks], [*steps, decoders.Strip(" ", 1, 0)]
+    library.normalizer = normalizers.Sequence(marks)
+    library.decoder = decoders.Sequence(steps)
+    if keys.flag("remove_extra_whitespaces", False):
+        raise keys.wrong("remove_extra_whitespaces", "must be false")
+    definition: JsonObject = json.loads(library.to_str())
+    return definition
+
+
+class _Keys:
+    """Read the keys of a tokenizer, and refuse one that was not read."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
+        self._metadata, self._where, self._read = metadata, where, set[str]()
+
+    def take(self, name: str) -> Any:
+        self._read.add(f"tokenizer.ggml.{name}")
+        return self._metadata.get(f"tokenizer.ggml.{name}")
+
+    def wrong(self, name: str, rule: str) -> DataError:
+        key = f"tokenizer.ggml.{name}"
+        value = self._metadata.get(key)
+        said = "is missing" if value is None else f"is {shown(value)}"
+        if isinstance(value, list | np.ndarray):
+            said = f"of {len(value)}"
+        return DataError(f"{self._where}: {key} {said}: {rule}")
+
+    def text(self, name: str) -> str:
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise self.wrong(name, "must be a text")
+        return value
+
+    def flag(self, name: str, usual: bool) -> bool:
+        value = self.take(name)
+        if value not in (None, True, False):
+            raise self.wrong(name, "must be true or false")
+        return usual if value is None else bool(value)
+
+    def id(self, name: str, count: int, usual: int | None = None) -> int | None:
+        value = self.take(f"{name}_token_id")
+        if value is None:
+            return usual
+        if type(value) is not int or not 0 <= value < count:
+            raise self.wrong(f"{name}_token_id", f"must be an id of the {count} tokens")
+        return value
+
+    def numbers(self, name: str, count: int, usual: np.ndarray | None) -> np.ndarray:
+        value = self.take(name)
+        if value is None and usual is not None:
+            return usual
+        if not isinstance(value, np.ndarray) or len(value) != count:
+            raise self.wrong(name, f"must be a list of {count} numbers, one for each token")
+        if not np.isfinite(value).all():
+            raise self.wrong(name, "must be finite numbers")
+        return value
+
+    def templates(self) -> tuple[tuple[str, str], ...]:
+        found = {}
+        for key, value in self._metadata.items():
+            name = key.removeprefix("tokenizer.chat_template")
+            if name != key and (not name or name.startswith(".")):
+                if not isinstance(value, str):
+                    raise DataError(
+                        f"{self._where}: {shown(key)} is {shown(value)}: must be a text"
+                    )
+                found[name.removeprefix(".") or "default"] = value
+        return tuple(found.items())
+
+    def check_all_read(self) -> None:
+        self._read |= {f"tokenizer.ggml.{name}" for name in _IGNORED}
+        for key in self._metadata:
+            if key.startswith("tokenizer.ggml.") and key not in self._read:
+                raise DataError(f"{self._where}: {shown(key)}: no such key is known")
