@@ -1,4 +1,4 @@
-"""Check folders of SmolLM 3, Cohere and StableLM: what comes back, and what is refused by name."""
+"""Check folders of SmolLM 3, Cohere, StableLM and Falcon: what comes back, what is refused."""
 
 from dataclasses import replace
 
@@ -24,6 +24,9 @@ SMALL = dict(
 SMOL = SMALL | dict(model_type="smollm3")
 COHERE = SMALL | dict(model_type="cohere", rope_theta=1e4, use_qk_norm=True)
 COHERE2 = SMALL | dict(model_type="cohere2", rope_theta=1e4, sliding_window=5)
+FALCON = dict(
+    model_type="falcon", vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6,
+)  # fmt: skip
 STABLE = SMALL | dict(model_type="stablelm", qk_layernorm=True, partial_rotary_factor=0.5)
 
 
@@ -39,6 +42,7 @@ def drawn(config: ModelConfig):
         (SMOL, "model.layers.3.self_attn.k_proj.weight", "block_3/attention/key/kernel"),
         (COHERE, "model.layers.3.self_attn.q_norm.weight", "block_3/attention/query_scale"),
         (COHERE2, "model.layers.2.input_layernorm.weight", "block_2/norm/scale"),
+        (FALCON, "transformer.h.1.mlp.dense_4h_to_h.weight", "block_1/feed_forward/down/kernel"),
         (
             STABLE,
             "model.layers.1.self_attn.q_layernorm.norms.2.weight",
@@ -60,6 +64,46 @@ def test_what_is_saved_comes_back_bit_for_bit(content, tensor, param, tmp_path):
     found = load_file(tmp_path / "one" / "model.safetensors")[tensor]
     own = own.reshape(len(own), -1).T if param.endswith("kernel") else own
     np.testing.assert_array_equal(found, own)
+
+
+def test_groups_of_a_falcon_are_their_queries_a_key_and_a_value(tmp_path):
+    """Rows [K, N / K + 2, H] of one tensor."""
+    keys = dict(new_decoder_architecture=True, num_kv_heads=2, bias=True)
+    config = read_config(FALCON | keys, (), "config.json")
+    params = drawn(config)
+    save_pretrained(tmp_path / "one", config, params, family="falcon")
+    name = "transformer.h.1.self_attention.query_key_value.weight"
+    rows = load_file(tmp_path / "one" / "model.safetensors")[name].reshape(2, 5, 4, 24)
+    own = params["decoder"]["block_1"]["attention"]
+    for group in range(2):
+        queries = np.moveaxis(own["query"]["kernel"][:, 3 * group : 3 * group + 3], 0, -1)
+        np.testing.assert_array_equal(rows[group, :3], queries)
+        np.testing.assert_array_equal(rows[group, 3], own["key"]["kernel"][:, group].T)
+        np.testing.assert_array_equal(rows[group, 4], own["value"]["kernel"][:, group].T)
+    back, loaded = load_pretrained(tmp_path / "one")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "order"),
+    [
+        ({}, 1, "parallel_shared"),
+        (dict(multi_query=False, parallel_attn=False), 6, "pre"),
+        (dict(multi_query=False, num_kv_heads=2), 6, "parallel_shared"),
+        (dict(new_decoder_architecture=True, num_kv_heads=3), 3, "parallel"),
+        (
+            dict(new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1),
+            3,
+            "parallel_shared",
+        ),
+    ],
+)
+def test_a_falcon_of_either_architecture_is_read_and_written(keys, heads, order):
+    config = read_config(FALCON | keys, (), "config.json")
+    assert (config.kv_heads, config.norm_order) == (heads, order)
+    written = write_config(FAMILIES["falcon"], config)
+    assert read_config(written, (), "config.json") == config
 
 
 @pytest.mark.parametrize(
@@ -99,6 +143,12 @@ def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
         (COHERE2 | dict(use_qk_norm=True), "use_qk_norm is True: must be False"),
         (COHERE2 | dict(sliding_window=None), "sliding_window is None: must be an integer"),
         (COHERE2 | dict(order_of_interleaved_layers="x"), "order_of_interleaved_layers is 'x'"),
+        (FALCON | dict(alibi=True), "alibi is True: must be False"),
+        (FALCON | dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn is 2: must be 1, or"),
+        (
+            FALCON | dict(new_decoder_architecture=True, parallel_attn=False),
+            "parallel_attn is False: new_decoder_architecture needs true",
+        ),
         (SMOL | dict(no_rope_layers=[1]), r"no_rope_layers is \[1\]: must be a list of 4"),
         (SMOL | dict(no_rope_layers=[2, 1, 1, 1]), "no_rope_layers is .*: must be a list of 4"),
         (

@@ -643,6 +643,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             positions=Learned(offset=2), activation="relu", dropout=0.1,
         ),
     ),
+    "falcon": (
+        dict(model_type="falcon"), (),
+        BARE | dict(
+            vocab_size=65024, d_model=4544, num_layers=32, num_heads=71, num_kv_heads=1,
+            max_len=2048, norm_order="parallel_shared", activation="gelu", positions="rope",
+        ),
+    ),
     "bloom": (
         dict(model_type="bloom"), (),
         dict(

@@ -95,6 +95,12 @@ def bloom(**changes: Any) -> Case:
     return Case("BloomForCausalLM", sizes | changes)
 
 
+def falcon(**changes: Any) -> Case:
+    made = case("Falcon", ffn_hidden_size=40, **changes)
+    del made.changes["num_key_value_heads"], made.changes["intermediate_size"]
+    return made
+
+
 def neox(**changes: Any) -> Case:
     """A GPT-NeoX; it has no key heads of its own."""
     made = case("GPTNeoX", **changes)
@@ -256,6 +262,17 @@ CASES = {
     "bloom, 3 heads": bloom(
         hidden_size=36, n_head=3, layer_norm_epsilon=1e-2, tie_word_embeddings=False
     ),
+    "falcon": falcon(),
+    "falcon, in turn": falcon(
+        multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False
+    ),
+    "falcon, groups": falcon(
+        new_decoder_architecture=True, num_kv_heads=2, activation="relu", layer_norm_epsilon=1e-2,
+        rope_parameters=dict(rope_type="linear", rope_theta=1e5, factor=2.0),
+    ),
+    "falcon, groups with one norm": falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
     "neox": neox(hidden_size=64),
     "neox, in turn": neox(
         use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
@@ -291,7 +308,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SELDOM = (
     "llama, biases of attention", "llama, biases of the MLP", "yarn, betas", "yarn, untruncated",
     "yarn, attention factor", "longrope, attention factor", "linear", "gemma, MHA",
-    "gptj, tied",
+    "gptj, tied", "falcon, groups with one norm",
 )  # fmt: skip
 """Compiles as much as its neighbour; of the rotations the frequencies are compared every time."""
 
@@ -309,23 +326,15 @@ def often(names: Any, seldom: Any) -> list[Any]:
 
 
 SLOW = (
-    "granite",
-    "smollm3",
-    "cohere",
-    "neox",
-    "gptj",
-    "phi",
-    "olmo",
-    "starcoder2",
-    "stablelm",
-    "opt",
-    "bloom",
-)
+    "granite", "smollm3", "cohere", "falcon", "neox", "gptj", "phi", "olmo", "starcoder2",
+    "stablelm", "opt", "bloom",
+)  # fmt: skip
 
 
 ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
-ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "starcoder2", "stablelm", "opt", "bloom"
+ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
+ONE_OF_EACH += "opt", "bloom"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""
@@ -417,8 +426,8 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
 @pytest.mark.parametrize("name", often(CASES, ()))
 def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
-    # a mistral can say a phi3 too, and comes first; smollm3 pads with a token of 128256 by default
-    like = folders(name) if name.startswith(("phi3", "smollm3")) else None
+    # other families can say a phi3 or a falcon too, and come first; smollm3 pads with token 128004
+    like = folders(name) if name.startswith(("phi3", "smollm3", "falcon")) else None
     assert_round_trip(folders(name), tmp_path, AUTO, like, input_ids=ids)
 
 

@@ -41,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         layernorm.STABLELM,
         layernorm.OPT,
         layernorm.BLOOM,
+        layernorm.FALCON,
         experts.MIXTRAL,
         experts.OLMOE,
         experts.QWEN2_MOE,

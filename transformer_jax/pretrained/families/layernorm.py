@@ -1,7 +1,7 @@
 """Map decoders with LayerNorm, whose norms have biases though their matrices may have none.
 
 They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al.
-2022) and BLOOM (Workshop et al. 2022).
+2022), BLOOM (Workshop et al. 2022) and Falcon (Almazrouei et al. 2023).
 """
 
 from __future__ import annotations
@@ -297,6 +297,107 @@ def _write_bloom(config: ModelConfig) -> JsonObject:
     )
 
 
+# Falcon
+
+
+def _falcon_table(config: ModelConfig) -> list[TensorMapping]:
+    block, (qkv, out, ff) = "transformer.h.{i}", biases(config)
+    attention, mlp, width = f"{block}.self_attention", f"{block}.mlp", config.key_dim
+    queries = config.num_heads // config.kv_heads * width  # of a group, before its key and value
+    heads = {"attention/query": queries, "attention/key": width, "attention/value": width}
+    match config.norm_order:
+        case "parallel":
+            norms = norm("norm_attention", f"{block}.ln_attn")
+            norms += norm("norm_feed_forward", f"{block}.ln_mlp")
+        case "parallel_shared":
+            norms = norm("norm", f"{block}.input_layernorm")
+        case _:
+            norms = norm("norm_attention", f"{block}.input_layernorm")
+            norms += norm("norm_feed_forward", f"{block}.post_attention_layernorm")
+    return [
+        TensorMapping("embed/tokens", "transformer.word_embeddings.weight"),
+        *blocks(
+            "decoder",
+            config.num_layers,
+            [
+                *norms,
+                *fused(f"{attention}.query_key_value", config.kv_heads, heads, qkv),
+                *linear("attention/out", f"{attention}.dense", LINEAR_OUT, out),
+                *linear("feed_forward/up", f"{mlp}.dense_h_to_4h", bias=ff),
+                *linear("feed_forward/down", f"{mlp}.dense_4h_to_h", bias=ff),
+            ],
+        ),
+        *norm("decoder/norm", "transformer.ln_f"),
+        *output_matrix(config, "lm_head"),
+    ]
+
+
+def _read_falcon(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    keys.require("alibi", False)  # it is rounded to bfloat16 and scaled with the scores
+    keys.require("apply_residual_connection_post_layernorm", False)
+    # the code that auto_map names is not run: transformers has its own under this model_type
+    keys.ignore("auto_map", "hidden_size")  # n_embed comes first
+    heads = keys.integer("num_attention_heads", 71)
+    grouped, one = keys.flag("new_decoder_architecture", False), keys.flag("multi_query", True)
+    parallel = keys.flag("parallel_attn", True)
+    kv_heads = keys.optional_integer("num_kv_heads", None) or heads
+    number = keys.optional_integer("num_ln_in_parallel_attn", None) or (2 if grouped else 1)
+    if grouped and not parallel:
+        keys.fail("parallel_attn", parallel, "new_decoder_architecture needs true")
+    if number > 2 or (number == 2 and not grouped):
+        rule = "must be 1, or 2 with new_decoder_architecture"
+        keys.fail("num_ln_in_parallel_attn", number, rule)
+    if not grouped:
+        kv_heads = 1 if one else heads
+    fields: Fields = dict(
+        vocab_size=keys.integer("vocab_size", 65024),
+        d_model=keys.integer("n_embed", None) or keys.integer("hidden_size", 4544),
+        d_ff=keys.optional_integer("ffn_hidden_size", None),
+        num_layers=keys.integer("num_hidden_layers", 32),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=None,
+        max_len=keys.integer("max_position_embeddings", 2048),
+        norm_order={(True, 2): "parallel", (True, 1): "parallel_shared"}.get(
+            (parallel, number), "pre"
+        ),
+        norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
+        activation=keys.choice("activation", ACTIVATIONS, "gelu"),
+        tie_embeddings=keys.flag("tie_word_embeddings", True),
+        dropout=keys.rate("hidden_dropout", 0.0),
+        attention_dropout=keys.rate("attention_dropout", 0.0),
+    )
+    if not keys.flag("bias", False):
+        fields |= NO_BIAS
+    rope = read_rope(keys, fields)
+    return ModelConfig(**fields, positions=rope)
+
+
+def _write_falcon(config: ModelConfig) -> JsonObject:
+    grouped = config.norm_order == "parallel" or config.kv_heads not in (1, config.num_heads)
+    return dict(
+        dict(max_position_embeddings=config.max_len) | write_rope(config),
+        architectures=["FalconForCausalLM"],
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        ffn_hidden_size=config.d_ff,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        new_decoder_architecture=grouped,
+        num_ln_in_parallel_attn=2 if config.norm_order == "parallel" else 1,
+        multi_query=config.kv_heads == 1,
+        parallel_attn=config.is_parallel,
+        layer_norm_epsilon=config.norm_eps,
+        activation=activation_key(config.activation),
+        tie_word_embeddings=config.tie_embeddings,
+        hidden_dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        bias=biases(config)[0],
+        alibi=False,
+    )
+
+
 STARCODER2 = Family(
     "starcoder2",
     _read_starcoder,
@@ -332,5 +433,15 @@ BLOOM = Family(
     _bloom_table,
     prefix="transformer.",
     head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
+FALCON = Family(
+    "falcon",
+    _read_falcon,
+    _write_falcon,
+    _falcon_table,
+    prefix="transformer.",
+    head_tensors=("lm_head.*",),
+    ignored_tensors=("transformer.h.*.self_attention.rotary_emb.inv_freq",),
     tied_copies={"lm_head.weight": "transformer.word_embeddings.weight"},
 )
