@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -24,12 +25,21 @@ from tests.use.test_language_model import (
     model_of,
     nats,
 )
+from transformer_jax.decoding.samplers import Sample, Temperature, TopK, TopP
 from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.use import continuations
 from transformer_jax.use.choices import Choices, Question, read_questions
 from transformer_jax.use.continuations import Request, score_requests, split_pair
 from transformer_jax.use.language_model import LanguageModel
+from transformer_jax.use.lm_eval import (
+    Generation,
+    TransformerJaxLM,
+    cut_at,
+    read_generation,
+    rolling_windows,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -93,9 +103,11 @@ WINDOWED = model_of(replace(CONFIG, window=3, positions=tj.Rope(), max_len=48))
 ROPE = model_of(replace(CONFIG, positions=tj.Rope(), logit_softcap=3.0, logit_bias=True))
 RECURRENT = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
 MODELS = {"plain": PLAIN, "windowed": WINDOWED, "rope": ROPE, "recurrent": RECURRENT}
+LONG, OTHER = "badcabfeed", "feedface"
+"""Contexts that are read once for all of their continuations, as far as these are shorter."""
 PAIRS_OF_TEXTS = [
-    ("bad", "cab"), ("bad", "c"), ("bad", "feedfeed"), ("bad", "b"), ("feed", "a"), ("c", "abba"),
-    ("feed", "beef"), ("cab", "bage"), ("bad", "cab"),
+    (LONG, "cab"), (LONG, "c"), (LONG, "feed"), (LONG, "b"), (OTHER, "a"), ("c", "abba"),
+    (OTHER, "beef"), ("cab", "bage"), (LONG, "cab"), ("cab", "feedfeed"),
 ]  # fmt: skip
 
 
@@ -111,14 +123,31 @@ def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
 @pytest.mark.parametrize("name", MODELS)
 def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
     model = MODELS[name]
-    likeliest = LETTERS.decode([int(logits_of(model, LETTERS.encode("feed"))[-1].argmax())])
-    pairs = [*PAIRS_OF_TEXTS, ("feed", likeliest)]
+    likeliest = LETTERS.decode([int(logits_of(model, LETTERS.encode(OTHER))[-1].argmax())])
+    pairs = [*PAIRS_OF_TEXTS, (OTHER, likeliest)]
     found = model.continuations(pairs, batch_size=batch_size)
     assert [one.num_tokens for one in found] == [len(text) for _, text in pairs]
     expected = [by_definition(model, *map(LETTERS.encode, pair)) for pair in pairs]
     np.testing.assert_allclose([one.log_prob for one in found], [p for p, _ in expected], rtol=1e-5)
     assert [one.is_likeliest for one in found] == [best for _, best in expected]
     assert found[-1].is_likeliest and not all(one.is_likeliest for one in found)
+
+
+def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
+    read = []
+
+    def counted(config, params, prompts, lengths, *rest):
+        read.append(np.asarray(lengths).tolist())
+        return run(config, params, prompts, lengths, *rest)
+
+    run = continuations._shared_program
+    monkeypatch.setattr(continuations, "_shared_program", counted)
+    monkeypatch.setattr(continuations, "_rows_program", None)
+    PLAIN.continuations([(LONG, "c"), (LONG, "ab"), (OTHER, "a"), (LONG, "b"), (OTHER, "feed")])
+    assert read == [[10, 8]]
+    monkeypatch.undo()
+    monkeypatch.setattr(continuations, "_shared_program", None)
+    PLAIN.continuations([("cab", "feedfeed"), ("cab", "b")])  # longer than what it would save
 
 
 @pytest.mark.slow
@@ -260,3 +289,43 @@ def test_a_file_without_a_question_is_refused(tmp_path):
     (tmp_path / "q").write_text("\n \n")
     with pytest.raises(DataError, match=r"/q': it has no line with a question$"):
         read_questions(tmp_path / "q")
+
+
+def test_rolling_windows_are_those_of_lm_evals_documentation():
+    found = rolling_windows([*range(10)], 77, 4)
+    assert [(one.context, one.continuation) for one in found] == [
+        ((77,), (0, 1, 2, 3)), ((3,), (4, 5, 6, 7)), ((5, 6, 7), (8, 9)),
+    ]  # fmt: skip
+    assert rolling_windows([], 77, 4) == []
+    assert rolling_windows([1], 77, 4) == [Request((77,), (1,))]
+
+
+def test_generation_arguments_of_a_task_are_read():
+    greedy = Sample(Temperature(0.0))
+    assert read_generation({}, 256) == Generation((), 256, greedy)
+    assert read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
+        Generation(("a",), 7, greedy)
+    )
+    given = {"until": ["a", "b", ""], "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    drawn = Sample(Temperature(0.5), TopK(3), TopP(0.9))
+    assert read_generation(given, 7) == Generation(("a", "b"), 5, drawn)
+    assert read_generation(given | {"do_sample": False}, 7).sampler == greedy
+    for wrong, message in (
+        ({"do_sample": True}, "temperature is 0.0: do_sample needs one above 0"),
+        ({"num_beams": 3}, "generation_kwargs have num_beams=3: must be until"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0: must be an integer of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_generation(wrong, 7)
+
+
+def test_a_text_is_cut_at_each_of_its_ends_in_turn():
+    assert cut_at("the cat. sat", [". ", "c"]) == "the "
+    assert cut_at("the cat. sat", ["t.", "cat"]) == "the ca"  # as lm-eval cuts it
+    assert cut_at("the cat", []) == "the cat"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
+def test_without_lm_eval_the_adapter_says_how_to_install_it():
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'transf.*lm-eval"):
+        TransformerJaxLM(PLAIN)

@@ -26,7 +26,7 @@ from transformer_jax.pytree import Params
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import chosen_chunk
+from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
 from transformer_jax.use.reading import Reader
 from transformer_jax.use.writing import shortened
 
@@ -99,7 +99,12 @@ def check_continues(model: Reader, name: str) -> None:
 
 
 def score_requests(
-    model: Reader, requests: Sequence[Request], batch_size: int
+    model: Reader,
+    requests: Sequence[Request],
+    batch_size: int,
+    *,
+    longest: int | None = None,
+    report: Callable[[int], object] = lambda count: None,
 ) -> list[Continuation]:
     """Return how likely each continuation is; of a text that is too long, the last tokens are read.
 
@@ -107,17 +112,20 @@ def score_requests(
         model: one that goes on with a text.
         requests: of which each has at least one id of a context and one of a continuation.
         batch_size: rows that are read side by side, at least 1.
+        longest: the most tokens that are read; None is max_len.
+        report: is told after each batch how many requests it had.
 
     Raises:
         DataError: if a continuation alone is longer than the model reads.
     """
-    longest = longest_text(model.config)
-    given = [_cut(request, longest) for request in requests]
+    most = longest_text(model.config) if longest is None else longest
+    given = [_cut(request, most) for request in requests]
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(given):
         by_context.setdefault(request.context, []).append(n)
-    is_shared = isinstance(model.config, ModelConfig)  # which has a cache
-    together = [ns for ns in by_context.values() if is_shared and len(ns) > 1]
+    together = [
+        ns for ns in by_context.values() if _pays(model, [given[n] for n in ns], batch_size)
+    ]
     shared = {n for ns in together for n in ns}
     alone = sorted({*range(len(given))} - shared, key=lambda n: -len(given[n]))
     found: dict[int, Continuation] = {}
@@ -125,13 +133,27 @@ def score_requests(
         part = alone[start : start + batch_size]
         scores = _score_rows(model, [given[n] for n in part], min(batch_size, _power(len(alone))))
         found |= dict(zip(part, scores, strict=True))
+        report(len(part))
     parts = [*_groups(given, together, batch_size)]
     rows = _power(max(map(len, parts), default=1))
     contexts = _power(max((len({given[n].context for n in part}) for part in parts), default=1))
     for part in parts:
         scores = _score_shared(model, [given[n] for n in part], contexts, rows)
         found |= dict(zip(part, scores, strict=True))
+        report(len(part))
     return [found[n] for n in range(len(given))]
+
+
+def _pays(model: Reader, requests: Sequence[Request], batch_size: int) -> bool:
+    """Say whether a context that these share is read once: it is long, and they are short.
+
+    All logits of the continuations of a batch exist at once then.
+    """
+    if not isinstance(model.config, ModelConfig) or len(requests) < 2:  # others have no cache
+        return False
+    width = max(len(request.continuation) for request in requests)
+    logits = batch_size * bucket(width) * model.config.vocab_size
+    return len(requests[0].context) >= width and logits <= ON_ACCELERATORS
 
 
 def _cut(request: Request, longest: int) -> Request:
