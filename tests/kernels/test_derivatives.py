@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_jax.kernels.derivatives import Passes, differentiable
 
-X = np.linspace(0.1, 0.9, 5, dtype=np.float32)
-Y = np.linspace(-0.7, 0.8, 5, dtype=np.float32)
-V = np.linspace(1.3, -0.4, 5, dtype=np.float32)
-ROWS = np.stack([X, Y])
+X = jnp.asarray(np.linspace(0.1, 0.9, 5, dtype=np.float32))
+Y = jnp.asarray(np.linspace(-0.7, 0.8, 5, dtype=np.float32))
+V = jnp.asarray(np.linspace(1.3, -0.4, 5, dtype=np.float32))
+ROWS = jnp.asarray(np.stack([X, Y]))  # of NumPy, JAX 0.10 cannot map them inside of a trace
 INDICES = np.array([3, 0, 4, 4, 1])
 TWICE = 2.0  # what gradients of the backward pass are too large by, to tell them apart
 
