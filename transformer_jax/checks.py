@@ -95,6 +95,14 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> N
         raise ValueError(f"{name} is {value}: must be at most {most}")
 
 
+def at_most(size: int, most: int) -> bool:
+    """Return whether a size is at most another; of an export's open size, whether it always is."""
+    try:
+        return size <= most
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
 def as_number(name: str, value: float | jax.Array) -> float:
     """Return a float; ValueError where this is no number, or one that is not known yet."""
     try:

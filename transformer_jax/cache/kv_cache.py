@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import as_int32, check_array, check_count
+from transformer_jax.checks import as_int32, at_most, check_array, check_count
 from transformer_jax.kernels.caches import dequantise as dequantise
 from transformer_jax.pytree import Tree, exportable
 from transformer_jax.sharding import by_compiler, split
@@ -216,7 +216,7 @@ def extend_held(
         window: keys that a query sees; None sees all that the cache holds.
     """
     new = update(cache, k, v, positions)
-    if window is None or cache.capacity - cache.sinks >= window + k.shape[1] - 1:
+    if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
         return new, new
     again = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
     old = replace(cache, positions=jnp.where(again, -1, cache.positions))  # fed again: not twice

@@ -80,10 +80,10 @@ def prefill(
     prompt, lengths = map(jnp.asarray, given)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
+    whole = chunk is None  # then the length may be an export's open size
     chunk = columns if chunk is None else chunk
-    padded = -columns % chunk
+    padded = 0 if whole else -columns % chunk
     prompt = jnp.pad(prompt, ((0, 0), (0, padded)))
-    starts = jnp.arange(0, columns + padded, chunk)
 
     def read_chunk(
         state: State, start: jax.Array | int
@@ -98,7 +98,7 @@ def prefill(
         logits, state = step.read(params, tokens, state, at, valid=valid)
         return here[:, None], logits[:, 0].astype(jnp.float32), state
 
-    if len(starts) == 1:
+    if whole or columns + padded == chunk:
         here, logits, state = read_chunk(state, 0)
         return jnp.where(here, logits, -jnp.inf), state
 
@@ -110,7 +110,7 @@ def prefill(
 
     vocab = shapes_of(step, params, prompt[:, :1], state)[0].shape[-1]
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
-    return jax.lax.scan(read_next, first, starts)[0]
+    return jax.lax.scan(read_next, first, jnp.arange(0, columns + padded, chunk))[0]
 
 
 @short_repr

@@ -146,7 +146,7 @@ def _windows(
 
 def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
     """Return the windows [B, Q, C] of these indices; `fill` where there is no such token."""
-    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(windows):
+    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != windows.shape[0]:
         rule = f"must be integers [{len(windows)}, Q]"
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
     index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
