@@ -29,7 +29,7 @@ What is public by this name; the rest is imported from its module, such as `mode
     Text           load
     Losses         cross_entropy, chunked_cross_entropy
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
-                   load_lora, save_lora
+                   load_lora, save_lora, export_decoder
 
 Training imports what it needs (optax and more) from `transformer_jax.training`, not from here, and
 what reads and writes runs and published models is imported when it is first asked for.
@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from transformer_jax.pretrained.peft import load_lora, save_lora
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.pretrained.sentences import load_sentence_encoder
+    from transformer_jax.text.export import export_decoder
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
     from transformer_jax.use.language_model import load
 
@@ -190,6 +191,7 @@ __all__ = [
     "dot_product_attention",
     "dot_product_attention_weights",
     "explain_attention",
+    "export_decoder",
     "generate",
     "init_cache",
     "init_decode_state",
@@ -218,6 +220,7 @@ __all__ = [
 remember()
 
 _LATER = {
+    "export_decoder": "text.export",
     "load": "use.language_model",
     "load_lora": "pretrained.peft",
     "load_pretrained": "pretrained.load",

@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "show what a lecture claims, with your own numbers: a table and a picture",
     "plan": "say what a step takes on hardware that need not be attached",
     "convert": "write a run or a published model as a published checkpoint",
+    "export": "write a decoder as programs that run where this package is not installed",
 }
 """What each command does; each is a module of `transformer_jax.cli` with a `main`."""
 

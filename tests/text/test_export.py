@@ -1,0 +1,193 @@
+"""An exported folder decodes where this package is not, as `generate` does here."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.support.compilation import quick_environment
+from transformer_jax.__main__ import main as command
+from transformer_jax.config import ConfigError
+from transformer_jax.text import decode_exported
+from transformer_jax.text.export import export_decoder
+
+pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SIZES = dict(
+    vocab_size=61, d_model=24, num_heads=4, num_layers=2, d_ff=40, max_len=97, init_std=0.3
+)
+LLAMA = dict(
+    num_kv_heads=2, positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False
+)
+CONFIGS = {
+    "gpt2": tj.ModelConfig(**SIZES, positions="learned"),
+    "llama": tj.ModelConfig(**SIZES, **LLAMA),
+    "llama in bfloat16": tj.ModelConfig(**SIZES, **LLAMA, dtype="bfloat16"),
+    "gpt2 in bfloat16": tj.ModelConfig(**SIZES, positions="learned", dtype="bfloat16"),
+    "ring with sinks": tj.ModelConfig(**SIZES, positions="rope", window=5, sink_tokens=2),
+    "scanned, windows by layer": tj.ModelConfig(**SIZES, positions="alibi", scan_layers=True),
+    "gru": tj.RecurrentConfig(vocab_size=61, d_embed=7, d_hidden=11, cell="gru"),
+}
+PROMPTS = [[5, 7, 11, 2, 3, 13, 17], [19, 23, 29, 31], [37]]
+NEW = 64
+
+ELSEWHERE = """
+import json, runpy, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformer_jax", "flax"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+folder, batches, count = json.loads(sys.argv[1])
+decode = runpy.run_path(folder + "/decode.py")["decode"]
+print(json.dumps([decode(folder, prompts, count) for prompts in batches]))
+assert not {"transformer_jax", "flax"} & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+def made(name):
+    config = CONFIGS[name]
+    dtype = getattr(config, "dtype", jnp.float32)
+    params = tj.init_params(config, jax.random.key(0))
+    return config, jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def decoded_elsewhere(folder, batches, count=NEW):
+    """Decode in a process that cannot import this package."""
+    given = json.dumps([str(folder), batches, count])
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ELSEWHERE, given], capture_output=True, text=True,
+        timeout=250, env=quick_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def generated(config, params, prompts, context, count=NEW, **more):
+    rows = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    state = tj.init_decode_state(config, None, len(prompts), context)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    step = tj.make_step(tj.build(config))
+    out = tj.generate(step, params, rows, state, num_tokens=count, lengths=lengths, **more)
+    return [row.tolist() for row in out.rows()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_batch_decodes_elsewhere_as_it_is_generated_here(name, tmp_path):
+    """From one file: one prompt, and three of different lengths. Weights are stored once."""
+    config, params = made(name)
+    export_decoder(tmp_path / "out", config, params, context=71)
+    found = decoded_elsewhere(tmp_path / "out", [PROMPTS[:1], PROMPTS])
+    if "bfloat16" in name:  # whose roundings are those of the implementation of attention
+        config = dataclasses.replace(config, implementation="xla")
+    want = [generated(config, params, prompts, 71) for prompts in (PROMPTS[:1], PROMPTS)]
+    assert found == want
+    assert len({token for row in want[1] for token in row}) > 5  # else any program would do
+    files = {file.name: file.stat().st_size for file in (tmp_path / "out").iterdir()}
+    assert {*files} == {"config.json", "decode.py", "model.safetensors", "prefill.jax", "step.jax"}
+
+
+@pytest.mark.slow
+def test_a_fixed_batch_ends_rows_at_stop_tokens_and_takes_no_other_batch(tmp_path):
+    config, params = made("llama")
+    stop = generated(config, params, PROMPTS, 71)[0][3]
+    export_decoder(tmp_path / "out", config, params, context=71, batch=3, stop=[stop])
+    (found,) = decoded_elsewhere(tmp_path / "out", [PROMPTS])
+    assert found == generated(config, params, PROMPTS, 71, stop=stop)
+    assert len(found[0]) <= 4
+    with pytest.raises(ValueError, match="2 prompts: the programs take 3"):
+        decode_exported.decode(tmp_path / "out", PROMPTS[:2], 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(context=98), "context is 98: must be at most max_len 97"),
+        (dict(context=0), "context is 0: must be an integer of at least 1"),
+        (dict(batch=0), "batch is 0: must be an integer of at least 1"),
+        (dict(platforms=["cpu", "gpu"]), r"platforms is \['cpu', 'gpu'\]: must be one or more of "),
+        (dict(platforms="cpu"), "platforms is 'cpu': must be one or more of cpu, cuda, rocm, tpu"),
+        (dict(platforms=[]), r"platforms is \[\]: must be one or more of "),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        export_decoder(tmp_path / "out", CONFIGS["gpt2"], {}, **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        (tj.ModelConfig(kind="encoder"), "kind is 'encoder'"),
+        (tj.ModelConfig(kind="encoder-decoder"), "kind is 'encoder-decoder'"),
+        (tj.RecurrentConfig(source_vocab_size=5), "source_vocab_size is 5"),
+    ],
+)
+def test_a_model_that_does_not_go_on_with_a_text_is_refused(config, given, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{given}: must be a model that goes on with a text"):
+        export_decoder(tmp_path / "out", config, {})
+
+
+def about(tmp_path, **changes):
+    content = dict(format=decode_exported.FORMAT, batch=None, context=11, stop=[]) | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "count", "message"),
+    [
+        (dict(format="transformer_jax export 9"), [[1]], 1, "format is '.* 9': must be '.* 1'"),
+        (dict(format=None), [[1]], 1, "format is None: must be "),
+        ({}, [[1], []], 1, "a prompt has no tokens: must have one at least"),
+        ({}, [], 1, "a prompt has no tokens: must have one at least"),
+        ({}, [[1]], 0, "0 new tokens: must be 1 at least"),
+        ({}, [[1, 2, 3]], 10, "prompt and new tokens reach length 12: the context is 11"),
+        (dict(batch=2), [[1]], 1, "1 prompts: the programs take 2"),
+    ],
+)
+def test_the_script_says_what_does_not_fit(changes, prompts, count, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        decode_exported.decode(about(tmp_path, **changes), prompts, count)
+
+
+@pytest.mark.slow
+def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
+    from transformer_jax.training import fit
+
+    text = tmp_path / "text.txt"
+    text.write_text("one potato, two potato, three potato, four.\n" * 20)
+    model = tj.ModelConfig(d_model=32, num_layers=1, num_heads=2, max_len=64, positions="rope")
+    run = dict(steps=20, eval_every=20, learning_rate=1e-2, sample_tokens=0)
+    fit(tj.TrainConfig(data=str(text), out=str(tmp_path / "run"), model=model, **run))
+    out = str(tmp_path / "out")
+    capsys.readouterr()
+    assert command(["export", "--model", str(tmp_path / "run"), "--to", out]) == 0
+    assert capsys.readouterr().out == f"{out}: written; python {out}/decode.py 'a text' decodes\n"
+    done = subprocess.run(
+        [sys.executable, "-I", f"{out}/decode.py", "one pot", "two ", "--tokens", "24"],
+        capture_output=True, text=True, timeout=250, env=quick_environment(),
+    )  # fmt: skip
+    loaded = tj.load(tmp_path / "run")
+    want = "".join(f"{loaded.generate(prompt, 24)}\n" for prompt in ("one pot", "two "))
+    assert (done.stdout, done.stderr) == (want, "")
+    done = subprocess.run(
+        [sys.executable, "-I", f"{out}/decode.py", "one", "--tokens", "64"],
+        capture_output=True, text=True, timeout=250, env=quick_environment(),
+    )  # fmt: skip
+    said = "decode.py: prompt and new tokens reach length 66: the context is 64\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)

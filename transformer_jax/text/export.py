@@ -1,0 +1,190 @@
+"""Export a decoder as programs of `jax.export` that run where this package is not installed.
+
+A folder has the weights once, a program that reads prompts, a program of one step, config.json that
+describes them, and decode.py (`decode_exported`), which needs none of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from transformer_jax.checks import check_count
+from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.decoding.generation import prefill
+from transformer_jax.decoding.step import make_step
+from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.pretrained.safetensors_folder import write_folder
+from transformer_jax.pytree import Params, PyTree
+from transformer_jax.text import decode_exported
+from transformer_jax.text.completion import longest_text
+from transformer_jax.untrusted_files import check_path
+
+PLATFORMS = "cpu", "cuda", "rocm", "tpu"
+"""What JAX calls the platforms that a program can be lowered for."""
+
+CONTEXT = 2048
+"""The context, where none is given and the model reads as many tokens."""
+
+Named = dict[str, jax.Array]
+"""The leaves of a tree by their paths: "layers/0/k"."""
+
+
+def export_decoder(
+    path: str | Path,
+    config: AnyModelConfig,
+    params: Params,
+    *,
+    context: int | None = None,
+    batch: int | None = None,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    first: Sequence[int] = (),
+    stop: Sequence[int] = (),
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a folder with which jax alone decodes, whole or not at all.
+
+    `prefill.jax` reads prompts: (params, tokens i32[B, T], lengths i32[B]) -> (logits f32[B, V],
+    state). `step.jax` reads a token a row: (params, tokens i32[B], state) -> (logits, state). T is
+    open, up to the context. Params and state are dicts of arrays; `model.safetensors` holds the
+    params. Attention is computed by plain JAX ("xla"), which all platforms run.
+
+    Args:
+        path: the folder; new, or of an earlier export, which is replaced.
+        config: of a model that goes on with a text.
+        params: its parameters, in the dtypes in which they are written.
+        context: most tokens of a prompt and its answer; None is the model's, at most 2048.
+        batch: B, rows; None leaves it open: the same file decodes any number of rows.
+        platforms: where the programs run, of "cpu", "cuda", "rocm" and "tpu".
+        first: ids that decode.py puts before a text.
+        stop: ids after which decode.py ends a row.
+        files: more files, content by name: `tokenizer.json` lets decode.py read texts.
+
+    Raises:
+        CheckpointError: if the folder holds any other file, or a parameter cannot be written.
+        ConfigError: if the model does not go on with a text, or an argument is not what it must be.
+        ImportError: if flatbuffers is not installed, by which `jax.export` serialises.
+    """
+    check_path("path", path)
+    check_is_decoder(config)
+    context = check_context(config, context)
+    if batch is not None:
+        check_count("batch", batch, 1)
+    if not platforms or not {*platforms} <= {*PLATFORMS} or isinstance(platforms, str):
+        given = repr(platforms) if isinstance(platforms, str) else repr(list(platforms))
+        raise ConfigError(f"platforms is {given}: must be one or more of {', '.join(PLATFORMS)}")
+    programs, state = decoding_programs(config, params, context)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
+    sizes = {  # in a scope each: a program may only name sizes that its own arguments have
+        "prefill": export.symbolic_shape("b, t", constraints=[f"t <= {context}"]),
+        "step": export.symbolic_shape("b"),
+    }
+    written = {}
+    for name, program in programs.items():
+        rows, *length = sizes[name]
+        shown = arguments(rows if batch is None else batch, *length, state=state)
+        exported = export.export(jax.jit(program), platforms=tuple(platforms))(shapes, *shown)
+        written[f"{name}.jax"] = bytes(exported.serialize())
+    about = describe(config, context, batch, state, first, stop)
+    about |= {"jax": version("jax"), "platforms": list(platforms)}
+    script = Path(decode_exported.__file__).read_bytes()
+    tensors = ((name, np.asarray(leaf)) for name, leaf in named(params).items())
+    write_folder(path, about, tensors, files={**(files or {}), **written, "decode.py": script})
+
+
+def decoding_programs(
+    config: AnyModelConfig, params: Params, context: int
+) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
+    """Return prefill and step as functions of dicts of arrays, and the shapes of a row's state."""
+    if isinstance(config, ModelConfig):
+        config = replace(config, implementation="xla")
+    structure, names = jax.tree.structure(params), [*named(params)]
+    model: Any = build(config)  # one that writes: `make_step` refuses the others
+    step: Any = make_step(model)
+
+    def empty(rows: int) -> PyTree:
+        return init_decode_state(config, None, rows, context)
+
+    row = jax.eval_shape(lambda: empty(1))
+    state_structure, state_names = jax.tree.structure(row), [*named(row)]
+
+    def whole(params: Named) -> Params:
+        return jax.tree.unflatten(structure, [params[name] for name in names])
+
+    def read(params: Named, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Named]:
+        logits, state = prefill(step, whole(params), tokens, empty(tokens.shape[0]), lengths)
+        return logits, named(state)
+
+    def advance(params: Named, tokens: jax.Array, state: Named) -> tuple[jax.Array, Named]:
+        held = jax.tree.unflatten(state_structure, [state[name] for name in state_names])
+        logits, held = step(whole(params), tokens[:, None], held)
+        return logits[:, 0].astype(jnp.float32), named(held)
+
+    return {"prefill": read, "step": advance}, named(row)
+
+
+def named(tree: PyTree) -> Named:
+    """Return the leaves of a tree by their paths, in order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def arguments(rows: Any, length: Any = None, *, state: Named) -> tuple[Any, ...]:
+    """Return the shapes of what is given beside params: of a prefill with a length, or a step."""
+    per_row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    if length is not None:
+        return jax.ShapeDtypeStruct((rows, length), jnp.int32), per_row
+    of_rows = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in state.items()}
+    return per_row, of_rows
+
+
+def describe(
+    config: AnyModelConfig,
+    context: int,
+    batch: int | None,
+    state: Named,
+    first: Sequence[int],
+    stop: Sequence[int],
+) -> dict[str, Any]:
+    """Return what config.json says of every export; an open size is null."""
+    return {
+        "format": decode_exported.FORMAT,
+        "batch": batch,
+        "context": context,
+        "first": [int(i) for i in first],
+        "state": {
+            name: {"shape": [batch, *x.shape[1:]], "dtype": x.dtype.name}
+            for name, x in state.items()
+        },
+        "stop": [int(i) for i in stop],
+        "vocab_size": config.vocab_size,
+    }
+
+
+def check_is_decoder(config: AnyModelConfig) -> None:
+    """Raise ConfigError unless the model goes on with a text."""
+    rule = "must be a model that goes on with a text, and reads no source"
+    if isinstance(config, ModelConfig) and config.kind != "decoder":
+        raise ConfigError(f"kind is {config.kind!r}: {rule}")
+    if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
+        raise ConfigError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
+
+
+def check_context(config: AnyModelConfig, context: int | None) -> int:
+    """Return the context, or what it is where none is given; ValueError if it is too long."""
+    longest = longest_text(config)
+    if context is None:
+        return min(longest, CONTEXT)
+    check_count("context", context, 1)
+    if context > longest:
+        raise ConfigError(f"context is {context}: must be at most max_len {longest}")
+    return context
