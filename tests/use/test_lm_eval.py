@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ with warnings.catch_warnings():
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from tests.support.compilation import quick_environment
 from tests.support.published import randomised, saved
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
@@ -318,8 +321,26 @@ def test_texts_are_drawn_by_their_seed(folder):
     assert first != ours(folder, seed=1).generate_until(requests)
 
 
+def test_lm_evals_command_runs_a_model(folder, tasks, tmp_path):
+    place = tasks.task_index["local_choice"].yaml_path.parent
+    given = (
+        f"--model transformer_jax --model_args pretrained={folder},max_length=40 --batch_size 3 "
+        f"--tasks local_choice --include_path {place} --limit 5 --output_path {tmp_path / 'found'}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "transformer_jax.use.lm_eval", "run", *given.split()],
+        capture_output=True, text=True, timeout=250,
+        env=quick_environment() | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "found").rglob("results*.json")
+    found = json.loads(file.read_text())["results"]["local_choice"]["acc,none"]
+    again = judged(ours(folder), tasks, limit=5)["results"]["local_choice"]["acc,none"]
+    assert found == again
+
+
 def test_a_model_is_made_by_lm_evals_arguments(folder, tasks):
-    given = f"pretrained={folder},batch_size=3,max_length=32"
+    given = f"pretrained={folder},batch_size=3,max_length=32,device=cuda:0"
     found = lm_eval.simple_evaluate(
         model="transformer_jax", model_args=given, tasks=["local_choice"], task_manager=tasks,
         limit=5, bootstrap_iters=0,
@@ -344,7 +365,7 @@ def test_a_loaded_model_is_asked_and_what_cannot_be_is_one_line(folder, tmp_path
     assert made.loglikelihood(requests)[0] == pytest.approx(made.loglikelihood(requests)[1])
     wrong = [
         (lambda: TransformerJaxLM(model, dtype="float32"), "dtype is 'float32': the model is l"),
-        (lambda: ours(folder, device="cuda:0"), "has no argument 'device'"),
+        (lambda: ours(folder, parallelize=True), "has no argument 'parallelize'"),
         (lambda: TransformerJaxLM(model, batch_size="auto"), "batch_size is 'auto': must be an"),
         (lambda: TransformerJaxLM(model, max_length=65), "max_length is 65: must be at most 64"),
         (lambda: made.loglikelihood(asked("loglikelihood", ("the", ""))), "continuation is ''"),

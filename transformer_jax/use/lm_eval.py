@@ -8,7 +8,7 @@
 lm-eval's own command, with this model beside its others (`pip install 'transformer_jax[lm-eval]'`):
 
     python -m transformer_jax.use.lm_eval run --model transformer_jax \
-        --model_args pretrained=FOLDER_OR_ID,batch_size=16 --tasks lambada_openai
+        --model_args pretrained=FOLDER_OR_ID --batch_size 16 --tasks lambada_openai
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class TransformerJaxLM(_Base):
         weights: as `load` takes it.
         checkpoint: of a run, as `load` takes it.
         seed: of texts that are drawn.
+        device: lm-eval's command always gives one, which is not read: JAX chooses, and
+            JAX_PLATFORMS says from which.
 
     Raises:
         ModuleNotFoundError: if lm-eval is not installed.
@@ -176,6 +178,7 @@ class TransformerJaxLM(_Base):
         weights: WeightKind | None = None,
         checkpoint: Which | None = None,
         seed: int = 0,
+        device: str | None = None,
         **unknown: Never,
     ) -> None:
         if _Base is object:
@@ -184,6 +187,8 @@ class TransformerJaxLM(_Base):
             )
         refuse_keywords(type(self).__init__, unknown)
         super().__init__()
+        if device is not None:
+            log.info("device %s is not read: JAX runs on %s", device, jax.default_backend())
         options: dict[str, Any] = dict(dtype=dtype, weights=weights, checkpoint=checkpoint)
         if isinstance(pretrained, LanguageModel):
             for name, value in options.items():
