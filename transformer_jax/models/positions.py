@@ -256,7 +256,7 @@ def _angles(
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
-    signed = jax.lax.bitcast_convert_type(phase, jnp.int32)
+    signed = phase.astype(jnp.int32)  # the same bits; ONNX has no bitcast before opset 26
     angles = signed.astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
     return jnp.where((positions < 0)[..., None], -angles, angles)
 
