@@ -64,6 +64,9 @@ def published(pre: str) -> Tokenizer:
         special_tokens=["<|endoftext|>", "<|im_end|>"], show_progress=False,
     )  # fmt: skip
     library.train_from_iterator(CORPUS, trainer)
+    content = json.loads(library.to_str())  # and a word that no merges lead to
+    content["model"]["vocab"]["zqzq"] = len(content["model"]["vocab"])
+    library = Tokenizer.from_str(json.dumps(content))
     library.add_tokens([AddedToken("<tool>", normalized=False)])
     return library
 
@@ -92,7 +95,7 @@ def random_texts(seed: int, count: int) -> list[str]:
     parts = [
         *" \n\t\r'.,;/([{#-", "  ", "   \n", "'s", "'LL", "'t", "cat", "The", "WON", "mat", "é",
         "e\u0301", "数", "я", "ǅ", "٣", "½", "🙂", "\u200d", "<|im_end|>", "<tool>", "ab", "AbC",
-        *"0123456789",
+        *"0123456789", "zqzq",
     ]  # fmt: skip
     return ["".join(rng.choice(parts, rng.integers(1, 30))) for _ in range(count)]
 
