@@ -680,6 +680,20 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             type_vocab_size=2,
         ),
     ),
+    "xlm-roberta": (
+        dict(model_type="xlm-roberta"), TWELVE,
+        BERT | dict(
+            vocab_size=30522, num_layers=12, max_len=510, positions=Learned(offset=2),
+            type_vocab_size=2,
+        ),
+    ),
+    "camembert": (
+        dict(model_type="camembert", pad_token_id=0), TWELVE,
+        BERT | dict(
+            vocab_size=30522, num_layers=12, max_len=511, positions=Learned(offset=1),
+            type_vocab_size=2,
+        ),
+    ),
     "distilbert with a masked-token head": (
         dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
         MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),

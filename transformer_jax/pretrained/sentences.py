@@ -306,7 +306,7 @@ def _check_prompt(folder: WeightFolder) -> None:
 def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
     """Return how many tokens of a text are read, and whether in lower case."""
     longest, lower = None, False
-    for name in ("bert", "roberta", "distilbert"):
+    for name in ("bert", "roberta", "distilbert", "xlm-roberta", "camembert"):
         keys = _object(folder, f"sentence_{name}_config.json")
         if keys is None:
             continue

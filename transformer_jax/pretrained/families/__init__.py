@@ -48,6 +48,8 @@ FAMILIES: dict[str, Family] = {
         experts.QWEN3_MOE,
         bert.BERT,
         bert.ROBERTA,
+        bert.XLM_ROBERTA,
+        bert.CAMEMBERT,
         bert.DISTILBERT,
         t5.T5,
         bart.BART,

@@ -7,6 +7,8 @@ DistilBERT that differ from `dropout`, are left out.
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.pretrained.families.table import (
@@ -230,7 +232,7 @@ def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
     ]
 
 
-def _read_roberta(keys: ConfigKeys, names: Names) -> ModelConfig:
+def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelConfig:
     masked, classifies = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
     pooled = classifies or "roberta.pooler.dense.weight" in names
     sizes = _bert_sizes(keys)
@@ -246,39 +248,47 @@ def _read_roberta(keys: ConfigKeys, names: Names) -> ModelConfig:
         masked=masked,
         pooler="tanh" if pooled else None,
         num_classes=_labels(keys) if classifies else None,
-        vocab_size=keys.integer("vocab_size", 50265),
+        vocab_size=keys.integer("vocab_size", vocab_size),
         max_len=rows - offset,
         positions=Learned(offset=offset),
         **sizes,
     )
 
 
-def _write_roberta(config: ModelConfig) -> JsonObject:
+def _write_roberta(config: ModelConfig, *, name: str) -> JsonObject:
     content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
-    kind = "RobertaModel"
+    kind = f"{name}Model"
     if config.num_classes is not None:
-        kind, content["num_labels"] = "RobertaForSequenceClassification", config.num_classes
+        kind, content["num_labels"] = f"{name}ForSequenceClassification", config.num_classes
     elif config.masked_token_head:
-        kind = "RobertaForMaskedLM"
+        kind = f"{name}ForMaskedLM"
     return dict(architectures=[kind], **content)
 
 
-ROBERTA = Family(
-    "roberta",
-    _read_roberta,
-    _write_roberta,
-    _roberta_table,
-    prefix="roberta.",
-    ignored_tensors=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
-    tied_copies={
-        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
-        "lm_head.decoder.bias": "lm_head.bias",
-    },
-    head_tensors=("lm_head.*", "classifier.*"),
-    old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+ROBERTA, XLM_ROBERTA, CAMEMBERT = (
+    Family(
+        model_type,
+        partial(_read_roberta, vocab_size=vocab_size),
+        partial(_write_roberta, name=name),
+        _roberta_table,
+        prefix="roberta.",
+        ignored_tensors=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
+        tied_copies={
+            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        head_tensors=("lm_head.*", "classifier.*"),
+        old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    )
+    for model_type, name, vocab_size in (
+        ("roberta", "Roberta", 50265),
+        ("xlm-roberta", "XLMRoberta", 30522),
+        ("camembert", "Camembert", 30522),
+    )
 )
-"""A classifier has a dense layer of its own; a pooler left from pre-training is ignored.
-Position 0 is row `pad_token_id` + 1 of the table."""
+"""XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020) are RoBERTas of other texts.
+A classifier has a dense layer of its own; a pooler left from pre-training is ignored. Position 0 is
+row `pad_token_id` + 1 of the table."""
 
 
 # DistilBERT
