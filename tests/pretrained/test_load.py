@@ -881,6 +881,7 @@ def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, traine
             small(model_type="deepseek_v3"),
             "model_type is 'deepseek_v3': its multi-head latent attention is not in this library",
         ),
+        (small(model_type="gpt_oss"), "model_type is 'gpt_oss': its clamped gate and the router's"),
         (
             small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
             "rope_parameters is 'rope_type': must be of full_attention and sliding_attention",
