@@ -22,7 +22,7 @@ Gathered = TypeVar("Gathered", bound=jax.Array | None)
 Axis = str | tuple[str, ...] | None
 """The axes of a mesh that split one axis of an array."""
 
-__all__ = ["by_compiler", "gathered", "no_mesh", "split", "split_rows", "vary"]
+__all__ = ["Axis", "axis_names", "by_compiler", "gathered", "no_mesh", "split", "split_rows", "vary"]
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
@@ -33,8 +33,8 @@ def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -
     first = tuple(jax.typeof(x).sharding.spec)[axes]
     if not any(first):
         return PartitionSpec(*first, *after)
-    taken = {name for one in first for name in _names(one)}
-    return PartitionSpec(*first, *(None if taken & set(_names(one)) else one for one in after))
+    taken = {name for one in first for name in axis_names(one)}
+    return PartitionSpec(*first, *(None if taken & set(axis_names(one)) else one for one in after))
 
 
 def split_rows(state: object) -> PartitionSpec:
@@ -52,9 +52,9 @@ def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
     if parameter is None or not jax.typeof(parameter).sharding.mesh.explicit_axes:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
-    taken = {name for one in split(x, axes) for name in _names(one)}
+    taken = {name for one in split(x, axes) for name in axis_names(one)}
     spec = split(parameter)
-    kept = [[name for name in _names(one) if name not in taken] for one in spec]
+    kept = [[name for name in axis_names(one) if name not in taken] for one in spec]
     wanted = PartitionSpec(*(one[0] if len(one) == 1 else tuple(one) or None for one in kept))
     return (
         parameter
@@ -85,6 +85,6 @@ def by_compiler(
     return left(*jax.tree.map(placed, arguments))
 
 
-def _names(one: Axis) -> tuple[str, ...]:
+def axis_names(one: Axis) -> tuple[str, ...]:
     """Return the axes of a mesh that split one axis of an array."""
     return one if isinstance(one, tuple) else () if one is None else (one,)

@@ -44,9 +44,11 @@ from transformer_jax import (
 )
 from transformer_jax.attention.masks import Causal, Segments
 from transformer_jax.cache import quantise
-from transformer_jax.config import Experts
+from transformer_jax.config import Experts, MeshConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
+from transformer_jax.training.batch import Batch, batch_loss
+from transformer_jax.training.placement import make_placement
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
 MODELS = {
@@ -206,6 +208,37 @@ def training(name: str, layout: str, context: bool) -> dict[str, Any]:
     return dict(error=largest_error(actual, expected), alike=alike)
 
 
+def experts_of_devices(scan: bool, length: int, **sizes: int) -> dict[str, Any]:
+    """The losses of training, their gradients, and hidden layers, with experts on other devices."""
+    config = replace(
+        MODELS["experts"], scan_layers=scan, max_len=length, implementation="xla",
+        experts=Experts(count=4, top_k=2, d_ff=8, balance_loss=0.1),
+    )  # fmt: skip
+    model, params = build(config), init_params(config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 24, (4, length + 1)).astype(np.int32)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:])
+
+    def results(params, batch, whole):
+        loss = lambda params: batch_loss(config)(params, batch, None)[0]  # noqa: E731
+        hidden = "block_1/feed_forward/hidden"
+        seen = model.apply({"params": params}, batch.tokens, capture=(hidden,))[2]
+        logits, _ = model.apply({"params": params}, whole)
+        return jax.value_and_grad(loss)(params), seen[hidden], logits
+
+    some = batch.tokens if scan else batch.tokens[:3]
+    expected = jax.jit(results)(params, batch, some)
+    placement = make_placement(MeshConfig(**sizes))
+    shapes = jax.eval_shape(lambda: params)
+    placed = jax.tree.map(jax.device_put, params, placement.shardings(shapes))
+    rows = placement.rows(batch, 0)
+    # rows that no axis splits; a scan carries what parameters split
+    whole = rows.tokens if scan else placement.whole(some)
+    actual = jax.jit(results)(placed, rows, whole)
+    pairs = zip(jax.tree.leaves(actual[0][1]), jax.tree.leaves(placed), strict=True)
+    alike = all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
+    return dict(error=largest_error(actual, expected), alike=alike)
+
+
 def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
     """Tokens of everything that decodes, with rows of the state split."""
     config = MODELS[name]
@@ -293,6 +326,10 @@ CASES: dict[str, Any] = {
         for context in (False, True)
     },
     **{f"inside, {what}": partial(inside, what) for what in ("model", "loss", "tokens")},
+    "experts of devices, few rows": partial(experts_of_devices, False, 2, expert=4),
+    "experts of devices": partial(experts_of_devices, True, 64, expert=2, data=2),
+    "experts of devices, fsdp": partial(experts_of_devices, False, 64, expert=2, fsdp=2),
+    "experts of devices, heads": partial(experts_of_devices, True, 64, expert=2, tensor=2),
 }
 
 if __name__ == "__main__":

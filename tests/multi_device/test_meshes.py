@@ -24,6 +24,8 @@ ROWS_HEADS = ["data", None, "model"]
                 "training, rope, split by heads and widths, set",
                 "inside, model",
                 "training, experts, split by heads and widths, set",
+                "experts of devices, few rows",
+                "experts of devices",
             ],
             id="some",
         ),
@@ -148,14 +150,15 @@ def test_fine_tuning_over_any_mesh_has_the_losses_of_one_device():
 
 
 def test_an_axis_that_its_devices_do_not_divide_is_whole():
-    sizes = {"data": 2, "fsdp": 4, "tensor": 2}
+    sizes = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2}
     path = ("decoder", "blocks", "attention", "key", "kernel")
     assert parameter_spec(path, (3, 32, 2, 8), sizes) == P(None, "fsdp", "tensor", None)
     assert parameter_spec(path, (3, 30, 1, 8), sizes) == P(None, None, None, None)
     assert parameter_spec(("embed", "tokens"), (50257, 768), sizes) == P(None, "fsdp")
     assert parameter_spec(("decoder", "norm", "scale"), (32,), sizes) == P()
     experts = ("decoder", "blocks", "feed_forward", "down", "kernel")
-    assert parameter_spec(experts, (3, 8, 12, 32), sizes) == P(None, None, "tensor", "fsdp")
+    assert parameter_spec(experts, (3, 8, 12, 32), sizes) == P(None, "expert", "tensor", "fsdp")
+    assert parameter_spec(experts, (3, 7, 12, 32), sizes) == P(None, None, "tensor", "fsdp")
     assert parameter_spec(experts, (3, 12, 32), sizes) == P(None, "tensor", "fsdp")
     # the row sums of Adafactor stand at the path of their parameter
     assert parameter_spec(("v_row", "block_0", "up", "kernel"), (32,), sizes) == P()

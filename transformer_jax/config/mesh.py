@@ -26,11 +26,15 @@ class MeshConfig:
     tensor: int = 1
     """Devices that share the heads and the widths of each layer: they take the same rows (Shoeybi
     et al. 2019)."""
+    expert: int = 1
+    """Devices that take different rows of a batch, and each a part of the experts: the rows of all
+    of them meet at each expert's device (Lepikhin et al. 2020). The experts' matrices are whole
+    where they are used, so those of "tensor" compute the same experts."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "data", "fsdp", "tensor")
-        below_int32(self, "data", "fsdp", "tensor")
+        positive(self, *self.shape)
+        below_int32(self, *self.shape)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -45,7 +49,7 @@ class MeshConfig:
     @property
     def row_shards(self) -> int:
         """Return over how many devices the rows of a batch are split."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.expert
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name, size in self.shape.items() if size > 1]

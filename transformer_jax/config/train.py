@@ -249,6 +249,10 @@ class TrainConfig:
         if self.batch_size % mesh.row_shards:
             rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
             fail("batch_size", self.batch_size, rule)
+        count = 1 if self.model.experts is None else self.model.experts.count
+        if count % mesh.expert:
+            there = "there are none" if self.model.experts is None else f"there are {count}"
+            fail("mesh", str(mesh), f"expert must divide the experts of the model: {there}")
 
     def _check_optimizer(self) -> None:
         """Check what an optimizer needs of the other fields."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.experts import Experts
@@ -24,7 +26,7 @@ from transformer_jax.models.functional import F32, activate
 from transformer_jax.models.layers import FeedForward, Linear, branch_std, parameter, refuse_surplus
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel
-from transformer_jax.sharding import by_compiler, split
+from transformer_jax.sharding import Axis, axis_names, by_compiler, split, vary
 from transformer_jax.tracing import known_sizes
 
 LARGEST_BLOCK = 256
@@ -123,10 +125,21 @@ def by_expert(
     chosen: jax.Array,  # i32[N]
     matrices: tuple[Matrix, ...],  # leaves lead with E
     key: jax.Array | None = None,
+    held: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:  # [N, W']
-    """Return `function(x, matrices of its expert, key)` of each row x; it is called with blocks."""
+    """Return `function(x, matrices of its expert, key)` of each row x; it is called with blocks.
+
+    Where the matrices are those of a part of the experts, `held` is the number of the part's first
+    one and how many there are in all: rows of the others are not multiplied, and come to zero.
+    """
     count, size = jax.tree.leaves(matrices)[0].shape[0], rows.shape[0]
-    block = block_size(size, count) if known_sizes(size) else 1  # of an export with any batch
+    elsewhere, total = None, count
+    if held is not None:
+        first, total = held
+        chosen = chosen - first
+        elsewhere = (chosen < 0) | (chosen >= count)
+        chosen = jnp.where(elsewhere, count, chosen)
+    block = block_size(size, total) if known_sizes(size) else 1  # of an export with any batch
     if block == 1:
         slots, of_block = jnp.arange(size), chosen
     else:
@@ -134,30 +147,73 @@ def by_expert(
         owned = jnp.bincount(chosen, length=count)
         ends = jnp.cumsum(-(-owned // block))  # of each expert's blocks
         number = jnp.arange(size) - (jnp.cumsum(owned) - owned)[chosen[order]]  # within its expert
-        first = (ends + owned // -block)[chosen[order]]
-        slots = jnp.zeros(size, jnp.int32).at[order].set(first * block + number)
+        begin = (ends + owned // -block)[chosen[order]]
+        slots = jnp.zeros(size, jnp.int32).at[order].set(begin * block + number)
         at = jnp.arange((size + count * (block - 1)) // block)
-        last = jnp.max(chosen)  # which blocks without a row read once more
-        of_block = jnp.minimum(jnp.searchsorted(ends, at, side="right"), last)
+        of_block = jnp.searchsorted(ends, at, side="right")
+        if elsewhere is None:  # blocks without a row read the last expert once more
+            of_block = jnp.minimum(of_block, jnp.max(chosen))
+        else:
+            slots = jnp.where(elsewhere, at.size * block + jnp.arange(size), slots)
     blocks = of_block.shape[0]
     padded = jnp.zeros((blocks * block, rows.shape[1]), rows.dtype)
-    padded = padded.at[slots].set(rows, unique_indices=True)
+    padded = padded.at[slots].set(rows, unique_indices=True)  # none that lies outside
     keys = None if key is None else jax.random.split(key, blocks)
 
     def step(
         _: None, part: tuple[jax.Array, jax.Array, jax.Array | None]
     ) -> tuple[None, jax.Array]:
         x, expert, own_key = part
+
         own = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), matrices
         )
-        return None, function(x, own, own_key)
+        if elsewhere is None:
+            return None, function(x, own, own_key)
+        none = jax.eval_shape(function, x, own, own_key)
+        zeros = vary(jnp.zeros(none.shape, none.dtype), (x, own))
+        return None, jax.lax.cond(expert < count, function, lambda *_: zeros, x, own, own_key)
 
     parts = padded.reshape(blocks, block, rows.shape[1]), of_block, keys
     # the backward pass takes the matrices again, or it would keep a copy of them for each block
     step = jax.checkpoint(step, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
     found = jax.lax.scan(step, None, parts)[1]
-    return found.reshape(padded.shape[0], found.shape[-1])[slots]
+    found = found.reshape(padded.shape[0], found.shape[-1])
+    return found.at[slots].get(mode="fill", fill_value=0)
+
+
+def _over_devices(
+    each: Callable[..., jax.Array],
+    x: jax.Array,  # [B, T, D], or [B, T, k, F]
+    chosen: jax.Array,  # i32[B, T, k]
+    matrices: tuple[Matrix, ...],
+    key: jax.Array | None,
+    *,
+    rows: Axis,
+    experts: Axis,
+) -> jax.Array:  # [B, T, k, ...]
+    """Return `each` of a mesh whose axes `experts` split the matrices, and `rows` the rows B.
+
+    Every device computes with its own experts for the rows of all devices along `experts`, and the
+    results are summed over them. Along other axes the matrices are gathered before the blocks are
+    multiplied: no block waits for another device.
+    """
+    mine = axis_names(experts)
+    others = tuple(name for name in axis_names(rows) if name not in mine) or None
+
+    def part(
+        x: jax.Array, chosen: jax.Array, matrices: tuple[Matrix, ...], key: jax.Array | None
+    ) -> jax.Array:
+        shards, at = jax.lax.axis_size(mine), jax.lax.axis_index(mine)
+        count = jax.tree.leaves(matrices)[0].shape[0]
+        key = None if key is None else jax.random.fold_in(key, at)
+        x, matrices, key = vary((x, matrices, key))  # their gradients are summed outside of a loop
+        y = each(x, chosen, matrices, key, held=(at * count, shards * count))
+        return jax.lax.psum(y, mine)
+
+    by_rows = PartitionSpec(others)
+    specs = by_rows, by_rows, PartitionSpec(mine), PartitionSpec()
+    return jax.shard_map(part, in_specs=specs, out_specs=by_rows)(x, chosen, matrices, key)
 
 
 class ExpertMatrix(nn.Module):
@@ -229,23 +285,29 @@ class ExpertFeedForward(nn.Module):
             chosen: jax.Array,
             matrices: tuple[Matrix, ...],
             key: jax.Array | None,
+            held: tuple[jax.Array, int] | None = None,
         ) -> jax.Array:  # [B, T, k, ...]
             if x.ndim == chosen.ndim:
                 x = jnp.broadcast_to(x[:, :, None], (*chosen.shape, x.shape[-1]))
             x = x.reshape(chosen.size, x.shape[-1])
-            y = by_expert(function, x, chosen.ravel(), matrices, key)
+            y = by_expert(function, x, chosen.ravel(), matrices, key, held)
             return y.reshape(*chosen.shape, y.shape[-1])
+
+        def of_chosen(function: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+            found = partial(each, function)
+            if parts := split(jax.tree.leaves(up)[0])[0]:
+                rows = split(chosen)[0]
+                found = partial(_over_devices, found, rows=rows, experts=parts)
+            return by_compiler(found, [*arrays, key], split(chosen))
 
         x = x.astype(cfg.dtype)
         hidden, out = partial(_hidden, cfg), partial(_linear, "down")
         if "feed_forward/hidden" in visit.asked:
-            y = by_compiler(partial(each, hidden), [x, chosen, inner, key], split(chosen))
-            y = visit("feed_forward/hidden", y)
-            y = by_compiler(partial(each, out), [y, chosen, (down,), key], split(chosen))
+            y = visit("feed_forward/hidden", of_chosen(hidden, x, chosen, inner))
+            y = of_chosen(out, y, chosen, (down,))
         else:
             both = lambda x, own, key: out(hidden(x, own[:-1], key), own[-1:], key)  # noqa: E731
-            arrays = [x, chosen, (*inner, down), key]
-            y = by_compiler(partial(each, both), arrays, split(chosen))
+            y = of_chosen(both, x, chosen, (*inner, down))
         y = (weights[..., None] * y.astype(F32)).sum(axis=-2).astype(x.dtype)
         return visit("feed_forward/output", y if shared is None else y + shared)
 

@@ -5,7 +5,7 @@ The axes of the mesh are explicit: what is placed here decides how every step is
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
-    of each expert up, gate [E, D, F] and down [E, F, D]: the same
+    of each expert up, gate [E, D, F] and down [E, F, D]: the same, and experts by expert
     tables of tokens [V, D]                           vocabulary by tensor, width by fsdp
 
 and the optimizer's state as the parameter that it is of. An axis that its devices do not divide is
@@ -28,7 +28,7 @@ from transformer_jax.pytree import Array, PyTree, kernel_axes
 
 T = TypeVar("T")
 
-ROWS = ("data", "fsdp")
+ROWS = ("expert", "data", "fsdp")
 """The axes of a mesh that split the rows of a batch."""
 
 _KERNELS: dict[str, tuple[str | None, ...]] = {
@@ -71,8 +71,8 @@ def parameter_spec(
     module = names[-2] if len(names) > 1 else ""
     wanted: tuple[str | None, ...] = ()
     if names[-1] == "kernel":
-        first, _ = kernel_axes(names, len(shape))  # and experts
-        wanted = _KERNELS.get(module, ())
+        matrix, _ = kernel_axes(names, len(shape))
+        wanted = ("expert",) * (matrix - first) + _KERNELS.get(module, ())
     elif names[-1] == "bias" and module != "embed":
         wanted = _BIASES.get(module, ())
     elif module == "embed":
