@@ -22,7 +22,16 @@ Gathered = TypeVar("Gathered", bound=jax.Array | None)
 Axis = str | tuple[str, ...] | None
 """The axes of a mesh that split one axis of an array."""
 
-__all__ = ["Axis", "axis_names", "by_compiler", "gathered", "no_mesh", "split", "split_rows", "vary"]
+__all__ = [
+    "Axis",
+    "axis_names",
+    "by_compiler",
+    "gathered",
+    "no_mesh",
+    "split",
+    "split_rows",
+    "vary",
+]
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:

@@ -39,8 +39,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "an expert's rows begin a block too late",
-            "first = (ends + owned // -block)[chosen[order]]",
-            "first = (ends + owned // -block)[chosen[order]] + 1",
+            "begin = (ends + owned // -block)[chosen[order]]",
+            "begin = (ends + owned // -block)[chosen[order]] + 1",
             "models/test_experts.py::test_rows_meet_their_expert_however_many_each_has",
         ),
         (
@@ -232,8 +232,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a ring is taken to hold one key more than it does",
-            "cache.capacity - cache.sinks >= window + k.shape[1] - 1",
-            "cache.capacity - cache.sinks >= window + k.shape[1] - 2",
+            "at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks)",
+            "at_most(window + k.shape[1] - 2, cache.capacity - cache.sinks)",
             "cache/test_kv_cache.py::test_the_first_of_several_new_queries_sees_its_whole_window",
         ),
         (
@@ -547,9 +547,9 @@ SLIPS: tuple[Slip, ...] = (
     *of(
         "transformer_jax/models/block.py",
         (
-            "keys are multiplied by what their norm stores",
-            'self.key_scale = norm_scale(self, "key_scale", cfg, heads[1] * cfg.key_dim)',
-            'self.key_scale = self.param("key_scale", nn.initializers.ones, (cfg.key_dim,))',
+            "queries and keys are multiplied by what their norm stores",
+            "setattr(self, name, norm_scale(self, name, cfg, *shape))",
+            "setattr(self, name, self.param(name, nn.initializers.ones, shape))",
             "models/test_layers.py::test_queries_and_keys_are_normalised_with_the_configs_eps",
         ),
         (
