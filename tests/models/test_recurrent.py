@@ -340,7 +340,8 @@ def test_a_row_alone_is_what_it_is_in_company(config):
 def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
     prompt, valid = jnp.asarray(draw_tokens()[:, :1]), jnp.asarray(SOURCE_VALID)
-    state = read_source(config, params, source, valid)
+    # a compiled program would copy them
+    state = read_source.__wrapped__(config, params, source, valid)
     generate(make_step(build(config)), params, prompt, state, num_tokens=2)
     assert state.memory.states.is_deleted()
     assert not any(x.is_deleted() for x in (source, valid, prompt))
