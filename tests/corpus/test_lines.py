@@ -72,6 +72,13 @@ def test_a_mark_is_dropped_at_the_beginning_of_a_file_alone():
         read_text(b"abc\xff", "file", at=7)
 
 
+def test_a_setting_is_named_only_where_there_is_one():
+    with pytest.raises(DataError, match=r"`text_errors='replace'` marks it$"):
+        read_text(b"abc\xff", "file", "strict")
+    with pytest.raises(DataError, match=r"not UTF-8 \(invalid start byte\)$"):
+        read_text(b"abc\xff", "file")
+
+
 def test_names_of_formats_may_have_capitals():
     config = PrepareConfig(data=("a.JSONL", "b.Parquet", "c.NDJson", "d.TXT"), field="body")
     assert [*map(config.format_of, config.data)] == ["jsonl", "parquet", "jsonl", "paragraphs"]

@@ -443,6 +443,14 @@ def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
     refused("embedding_length is 31: token_embd.weight has 32", embedding_length=31)
     refused("rope.dimension_count is 4: must be the size of a head", **{"rope.dimension_count": 4})
     refused("split.count is 3: one file of several", more={"split.count": 3})
+    rule = "must be one value, no list"
+    refused(rf"split.count is array\(\[1, 2\].*: {rule}", more={"split.count": [1, 2]})
+    refused(rf"llama.expert_count is array\(\[2, 2\].*: {rule}", expert_count=[2, 2])
+    refused(f"rope.scaling.type is .*: {rule}", **{"rope.scaling.type": [1, 2]})
+    ones = np.ones(4, np.float32)
+    refused(
+        "rope_factors_long.weight': a llama has no", tensors | {"rope_factors_long.weight": ones}
+    )
     odd = tensors | {"blk.0.attn_rot.weight": np.zeros(3, np.float32)}
     refused("'blk.0.attn_rot.weight': a llama has no such tensor", odd)
     deep = tensors | {"blk.1.attn_norm.weight": np.zeros(32, np.float32)}
@@ -452,6 +460,20 @@ def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
     wide = tensors | {"blk.0.ffn_up.weight": np.zeros((64, 31), np.float32)}
     refused(r"up_proj.weight has shape \[64, 31\]", wide)
     refused("token_embd.weight is missing", {"output_norm.weight": np.zeros(3, np.float32)})
+
+
+def test_factors_of_a_phi_3_are_two_tensors(tmp_path):
+    family, config, keys = CASES["phi3 in part"]
+    folder, _ = folder_of(tmp_path / "m", family, dataclasses.replace(config, num_layers=1))
+    for name, rule in (
+        ("long", "tensor rope_factors_short.weight is missing"),
+        ("short", "'rope_factors_short.weight': a phi3 has no such tensor"),
+    ):
+        factors = {f"rope_factors_{name}.weight": np.ones(3, np.float32)}
+        path = gguf_of(tmp_path / "m.gguf", folder, keys=keys, tensors=factors)
+        with pytest.raises(CheckpointError, match=rule) as error:
+            open_weights(path)
+        one_line(error)
 
 
 def test_a_file_that_changed_since_it_was_opened_is_not_read(small, tmp_path):

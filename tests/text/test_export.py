@@ -143,7 +143,10 @@ def test_a_model_that_does_not_go_on_with_a_text_is_refused(config, given, tmp_p
 
 
 def about(tmp_path, **changes):
-    content = dict(format=decode_exported.FORMAT, batch=None, context=11, stop=[]) | changes
+    content = (
+        dict(format=decode_exported.FORMAT, batch=None, context=11, stop=[], vocab_size=61)
+        | changes
+    )
     (tmp_path / "config.json").write_text(json.dumps(content))
     return tmp_path
 
@@ -158,6 +161,10 @@ def about(tmp_path, **changes):
         ({}, [[1]], 0, "0 new tokens: must be 1 at least"),
         ({}, [[1, 2, 3]], 10, "prompt and new tokens reach length 12: the context is 11"),
         (dict(batch=2), [[1]], 1, "1 prompts: the programs take 2"),
+        ({}, [[1], [5, 61]], 1, "a prompt has the token 61: must be an id from 0 to 60"),
+        ({}, [[-1]], 1, "a prompt has the token -1: must be an id from 0 to 60"),
+        ({}, [[2**40]], 1, f"a prompt has the token {2**40}: must be an id from 0 to 60"),
+        ({}, [[1.5]], 1, "a prompt has the token 1.5: must be an id from 0 to 60"),
     ],
 )
 def test_the_script_says_what_does_not_fit(changes, prompts, count, message, tmp_path):

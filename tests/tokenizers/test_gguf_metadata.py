@@ -227,10 +227,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_key_is_named(name):
+LISTS = {
+    "model": ([1, 2], "model of 2: must be a text"),
+    "pre": (["qwen2"], "tokenizer.ggml.pre of 1: must be one of gpt-2"),
+    "add_bos_token": (np.array([True, False]), "add_bos_token of 2: must be true or false"),
+    "eos_token_id": (np.array([1, 2]), r"eos_token_id of 2: must be an id of the \d+ tokens"),
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [*WRONG.items(), *LISTS.items()])
+def test_a_wrong_key_is_named(name, wrong):
     _, metadata = byte_level("smollm")
-    value, rule = WRONG[name]
+    value, rule = wrong
     metadata[f"tokenizer.ggml.{name}"] = value
     if value is None:
         del metadata[f"tokenizer.ggml.{name}"]

@@ -213,6 +213,21 @@ def test_length_is_of_the_choice_in_characters_or_in_bytes():
     assert found.accuracy_per_byte == 1.0  # -4/4 of éé is above -3/2
 
 
+def test_no_choice_is_the_likeliest_where_a_log_prob_is_nan():
+    found = Choices((Question("a", ("b", "c"), 0),) * 2, ((-3.0, -4.0), (math.nan, math.nan)))
+    assert math.isnan(found.accuracy) and math.isnan(found.accuracy_per_byte)
+
+
+def test_a_question_that_cannot_be_encoded_is_named_by_its_line(tmp_path):
+    file = tmp_path / "q.jsonl"
+    line = json.dumps(dict(context="a", choices=["b", "z"], answer=0))
+    file.write_text(f"\n\n{line}\n")
+    for given in (file, read_questions(file)):
+        with pytest.raises(DataError) as refused:
+            PLAIN.multiple_choice(given)
+        assert str(refused.value).startswith(f"{file}, line 3: character 1 is U+007A 'z'")
+
+
 @pytest.mark.slow
 def test_an_empty_context_is_what_begins_a_text():
     begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)

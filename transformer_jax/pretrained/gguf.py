@@ -101,7 +101,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
     sources: dict[str, _Source] = {}
     infos: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
-        if name in _FACTORS:
+        if name in keys.factors_read:
             continue
         for to, source, info in _placed(file, name, tensor, names, config):
             if to in sources:
@@ -111,10 +111,6 @@ def open_gguf_model(path: str | Path) -> GgufModel:
     return GgufModel(
         Path(path), config, MappingProxyType(infos), {}, file, MappingProxyType(sources)
     )
-
-
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that say how the rotation is stretched, and belong to the config."""
 
 
 def _placed(
@@ -183,10 +179,18 @@ class _Keys:
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self._read = file, set[str]()
+        self.factors_read = set[str]()
+        """The tensors that belong to the config."""
         self.prefix = f"{file.architecture}."
 
     def take(self, name: str, default: Value | None = None, *, whole: bool = False) -> Any:
-        """Return a value; `whole` means that the name is that of the key, with its prefix."""
+        """Return one value; `whole` means that the name is that of the key, with its prefix."""
+        value = self._take(name, default, whole)
+        if isinstance(value, np.ndarray | list):
+            self.fail(name, "must be one value, no list", whole=whole)
+        return value
+
+    def _take(self, name: str, default: Value | None, whole: bool = False) -> Any:
         key = name if whole else self.prefix + name
         self._read.add(key)
         return self.file.metadata.get(key, default)
@@ -198,7 +202,7 @@ class _Keys:
         raise ConfigError(f"{self.file.path}: {key} {said}: {rule}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self.take(name, default)
+        value = self._take(name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = int(value[0])  # one for each layer, all alike
         if type(value) is not int or not 0 < value < 2**31:
@@ -213,11 +217,18 @@ class _Keys:
 
     def require(self, name: str, *allowed: Value | None) -> None:
         value = self.take(name, allowed[0])
-        if isinstance(value, np.ndarray) or value not in allowed:
+        if value not in allowed:
             self.fail(name, "must be " + " or ".join(shown(one) for one in allowed))
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
+
+    def factors(self, tensor: str) -> np.ndarray:
+        """Return the numbers of a tensor that says how the rotation is stretched."""
+        if not self.has(tensor):
+            raise CheckpointError(f"{self.file.path}: tensor {tensor} is missing")
+        self.factors_read.add(tensor)
+        return self.file.read(tensor).reshape(-1)
 
     def sizes(self, tensor: str, rank: int) -> tuple[int, ...]:
         """Return the shape of a tensor that the config asks for."""
@@ -347,7 +358,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
     The converter wrote them for factor f, low 1, high 4 and 8192 trained positions (or others,
     which are refused): wavelengths up to 8192/4 are kept, those from 8192 on stretched by f.
     """
-    factors = keys.file.read("rope_freqs.weight").astype(np.float64).reshape(-1)
+    factors = keys.factors("rope_freqs.weight").astype(np.float64)
     low, high, trained = 1.0, 4.0, 8192
     exponents = np.arange(0, head_dim, 2) / head_dim
     wavelengths = 2 * np.pi * float(config["rope_theta"]) ** exponents
@@ -469,9 +480,7 @@ def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
         config["original_max_position_embeddings"] = trained
     if keys.has("rope_factors_long.weight"):
         factors = {
-            f"{name}_factor": [
-                float(str(f)) for f in keys.file.read(f"rope_factors_{name}.weight").reshape(-1)
-            ]
+            f"{name}_factor": [float(str(f)) for f in keys.factors(f"rope_factors_{name}.weight")]
             for name in ("long", "short")
         }
         config["rope_scaling"] = dict(rope_type="longrope", **factors)

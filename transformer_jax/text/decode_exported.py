@@ -32,6 +32,7 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
     about = read_about(folder)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     check_prompts(about, lengths, count)
+    check_ids(about, prompts)
     width = min(1 << int(lengths.max() - 1).bit_length(), about["context"])  # few shapes: compiled
     tokens = np.zeros((len(prompts), width), np.int32)  # what is after a prompt is not read
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -87,6 +88,14 @@ def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> Non
     total, context = int(lengths.max()) + count - 1, about["context"]  # the last is not read
     if total > context:
         raise ValueError(f"prompt and new tokens reach length {total}: the context is {context}")
+
+
+def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError unless all tokens are ids of the vocabulary."""
+    for token in (token for prompt in prompts for token in prompt):
+        if not isinstance(token, int | np.integer) or not 0 <= token < about["vocab_size"]:
+            rule = f"must be an id from 0 to {about['vocab_size'] - 1}"
+            raise ValueError(f"a prompt has the token {token!r}: {rule}")
 
 
 def _end(row: np.ndarray, stop: np.ndarray) -> int:

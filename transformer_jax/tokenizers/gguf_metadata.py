@@ -145,7 +145,7 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
     """Return the definition of GPT-2's kind: bytes as letters, merged in the order of a list."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    if pre not in _SPLITS:
+    if not isinstance(pre, str) or pre not in _SPLITS:
         rule = f"must be one of {', '.join(_SPLITS)}"
         raise keys.wrong("pre", f"{rule}: it says how a text is split")
     merges, lines = list[tuple[str, str]](), keys.take("merges")
@@ -241,7 +241,7 @@ class _Keys:
 
     def flag(self, name: str, usual: bool) -> bool:
         value = self.take(name)
-        if value not in (None, True, False):
+        if isinstance(value, np.ndarray | list) or value not in (None, True, False):
             raise self.wrong(name, "must be true or false")
         return usual if value is None else bool(value)
 

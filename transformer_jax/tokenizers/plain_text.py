@@ -32,11 +32,12 @@ _NO_CONTROL = re.compile(rb"[^\x00-\x1f]")
 _WHITE = re.compile(rb"[\t-\r]")
 
 
-def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -> str:
+def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0) -> str:
     """Return the text of a file, or of a part that begins at byte `at`, as UTF-8.
 
-    `errors` is strict, or replace, which puts U+FFFD for what is no UTF-8. DataError names the
-    first byte that is none, or the kind of a file that is no text.
+    `errors` is the setting `text_errors`: strict, or replace, which puts U+FFFD for what is no
+    UTF-8; None is strict where there is no such setting. DataError names the first byte that is no
+    UTF-8, or the kind of a file that is no text.
     """
     if at == 0:
         for begins, kind in _KINDS:
@@ -45,11 +46,12 @@ def read_text(content: bytes, where: str, errors: str = "strict", at: int = 0) -
         if _is_unmarked_utf_16(content[:4096]):
             raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {_UTF_16}")
     try:
-        text = content.decode("utf-8", errors)
+        text = content.decode("utf-8", errors or "strict")
     except UnicodeDecodeError as error:
+        hint = "; `text_errors='replace'` marks it" if errors else ""
         raise DataError(
             f"{where}: byte {at + error.start} is 0x{content[error.start]:02x}: not UTF-8 "
-            f"({error.reason}); `text_errors='replace'` marks it"
+            f"({error.reason}){hint}"
         ) from None
     return text.removeprefix("\ufeff") if at == 0 else text
 

@@ -6,9 +6,10 @@ A question is a line of a file, {"context": TEXT, "choices": [TEXT, ...], "answe
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ class Question:
         context: the text that all choices go on with; blanks at its end are read as part of them.
         choices: at least two texts, all different, none empty.
         answer: the index of the right one, from 0.
+        where: the file and the line that it was read from, for errors.
 
     Raises:
         DataError: if a field is something else.
@@ -38,6 +40,7 @@ class Question:
     context: str
     choices: tuple[str, ...]
     answer: int
+    where: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.context, str):
@@ -63,6 +66,7 @@ class Choices:
     judged by log p / length, with the length of the choice as it is written, without its context:
     in characters, which is lm-eval's `acc_norm`, and in UTF-8 bytes, its `acc_bytes`, which counts
     a text of another alphabet, or emoji, as tokenizers mostly do. Of equal ones the first counts.
+    Where a log p is NaN no choice is the likeliest, and every share is NaN.
 
     Attributes:
         questions: as they were given.
@@ -88,6 +92,8 @@ class Choices:
         return self._accuracy(lambda choice: len(utf8(choice)))
 
     def _accuracy(self, length: Callable[[str], int]) -> float:
+        if any(math.isnan(p) for row in self.log_probs for p in row):
+            return math.nan
         right = [
             int(np.argmax([p / length(c) for p, c in zip(row, question.choices, strict=True)]))
             == question.answer
@@ -117,7 +123,7 @@ def read_questions(path: str | Path) -> list[Question]:
             value: Json = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({error})") from None
-        found.append(_question(where, value))
+        found.append(replace(_question(where, value), where=where))
     if not found:
         raise DataError(f"choices is {str(path)!r}: it has no line with a question")
     return found
@@ -150,10 +156,8 @@ def score_choices(
 ) -> Choices:
     """Return the scores of what `LanguageModel.multiple_choice` takes."""
     check_continues(model, "multiple_choice")
-    places: Sequence[str]
     if isinstance(questions, str | os.PathLike):
         given = read_questions(questions)
-        places = [f"{questions}, question {n}" for n in range(1, len(given) + 1)]
     else:
         rule = "must be a file, or a list of questions"
         if not isinstance(questions, list | tuple) or not questions:
@@ -161,11 +165,11 @@ def score_choices(
         places = [f"questions[{n}]" for n in range(len(questions))]
         given = [_question(*one) for one in zip(places, questions, strict=True)]
     requests = []
-    for where, question in zip(places, given, strict=True):
+    for n, question in enumerate(given):
         try:
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
     scores = iter(score_requests(model, requests, batch_size))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in given]
     return Choices(tuple(given), tuple(rows))
