@@ -88,6 +88,7 @@ class Folder:
     """A published folder, of which only the config is read."""
 
     path = Path("model")
+    where = "model/config.json"
 
     def __init__(self, config):
         self.config = config

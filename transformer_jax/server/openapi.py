@@ -126,5 +126,7 @@ def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
         },
     }
     found = _got(does, answer, *_REFUSED)
-    found["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    # in OpenAPI 3.1 the schema of a stream is that of each event
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    found["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     return {**found, "requestBody": {"required": True, "content": _json(asked)}}
