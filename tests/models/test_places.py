@@ -406,6 +406,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
             r"returns float32\[2, 3, 14\]: must be",
         ),
         (dict(edit={"logits": lambda x: x.astype(jnp.bfloat16)}), "returns bfloat16"),
+        (dict(edit={"logits": lambda x: None}), r"edit of logits returns None: must be float32\["),
         (dict(capture=("encoder/embedding",)), "no place is named 'encoder/embedding'"),
     ],
 )

@@ -336,7 +336,11 @@ class Visit:
         if name not in self.asked:
             return value
         for number, function in self.edits.get(name, ()):
-            changed = jnp.asarray(function(value))
+            found = function(value)
+            if found is None:
+                rule = f"must be {value.dtype}{list(value.shape)}"
+                raise ValueError(f"edit of {name} returns None: {rule}")
+            changed = jnp.asarray(found)
             if changed.shape != value.shape or changed.dtype != value.dtype:
                 given = f"{changed.dtype}{list(changed.shape)}"
                 raise ValueError(

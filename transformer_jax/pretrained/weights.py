@@ -30,6 +30,8 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
             rule = f"{shown(str(path))} is a file: a revision {revision!r} is of a repository"
             raise CheckpointError(rule)
         return open_gguf_model(path)
+    if path.is_file():
+        raise CheckpointError(f"{shown(str(path))} is neither a folder nor a GGUF file")
     if path.is_dir() and not os.path.lexists(path / CONFIG):
         if files := sorted(one.name for one in path.glob("*.gguf")):
             rule = f"there is no {CONFIG}, but {shown(files[0])}: give the path of that file"
