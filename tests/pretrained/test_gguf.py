@@ -495,7 +495,7 @@ def test_paths_that_name_no_gguf_file_are_explained(small, tmp_path, monkeypatch
     with pytest.raises(CheckpointError, match="a revision 'main' is of a repository"):
         load_pretrained(small[0], revision="main")
     (tmp_path / "book.txt").write_text("a book")
-    with pytest.raises(CheckpointError, match=r"book\.txt' is neither a folder nor a GGUF file"):
+    with pytest.raises(CheckpointError, match="is neither a folder nor a GGUF file"):
         load_pretrained(tmp_path / "book.txt")
     blob = tmp_path / "sha256-0"  # as a cache names it
     blob.symlink_to(small[0])
