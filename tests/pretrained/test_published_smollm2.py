@@ -97,7 +97,7 @@ def dequantised(path: Path) -> Path:
 
 
 def test_greedy_tokens_are_those_of_llama_cpp(model, tmp_path):
-    """Of the numbers in F32: it rounds activations to 8 bits where weights are quantised."""
+    """Compare on the numbers in F32: with quantised weights llama.cpp rounds more."""
     peer = pytest.importorskip("xllamacpp")
     given = peer.CommonParams()
     given.model.path, given.n_ctx, given.n_parallel = str(dequantised(tmp_path / "m.gguf")), 256, 1

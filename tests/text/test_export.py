@@ -87,7 +87,7 @@ def generated(config, params, prompts, context, count=NEW, **more):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_batch_decodes_elsewhere_as_it_is_generated_here(name, tmp_path):
-    """From one file: one prompt, and three of different lengths. Weights are stored once."""
+    """Decode one prompt, and three of different lengths, from one file that holds weights once."""
     config, params = made(name)
     export_decoder(tmp_path / "out", config, params, context=71)
     found = decoded_elsewhere(tmp_path / "out", [PROMPTS[:1], PROMPTS])

@@ -1,4 +1,4 @@
-"""What docs/export.md says of ONNX: its code runs, and onnxruntime writes what `generate` does."""
+"""Run the ONNX code of docs/export.md: onnxruntime writes the tokens that `generate` does."""
 
 import importlib.util
 import re

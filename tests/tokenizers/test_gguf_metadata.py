@@ -33,7 +33,7 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As the tokenizer.json of Llama 3, Qwen 2, GPT-4o (Phi 4 mini) and Mistral NeMo have them."""
+"""These patterns are those in tokenizer.json of Llama 3, Qwen 2, Phi 4 mini and Mistral NeMo."""
 CORPUS = [
     "The cat's on the mat; it'll sit there 2024 times, WON'T it?\n\nYes: they've said so.",
     "Ünïcödé na\u00efve caf\u00e9 数学 и русский текст 1234567 \t tabs   and spaces\r\n",

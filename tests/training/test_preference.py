@@ -18,7 +18,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.loop import fit
-from transformer_jax.training.losses import label_log_probs
+from transformer_jax.training.losses import label_scores
 from transformer_jax.training.preference import preference_loss, preference_scores
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -105,10 +105,11 @@ def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
         x, table, bias = build(MODEL).apply(
             {"params": params}, batch.tokens.reshape(6, -1), method="output_layer"
         )
-        found = label_log_probs(
+        found, _ = label_scores(
             x, table, batch.labels.reshape(6, -1), chunk_size=7, logit_bias=bias,
             ignore_label=IGNORE,
-        ).sum(axis=1).reshape(3, 2)  # fmt: skip
+        )  # fmt: skip
+        found = found.sum(axis=1).reshape(3, 2)
         return (found[:, 0] - found[:, 1]).mean()
 
     wanted = jax.tree.map(lambda g: -BETA / 2 * g, jax.grad(margin)(params))
@@ -129,7 +130,7 @@ def test_log_probabilities_in_chunks_are_those_at_once(rng):
     given = dict(softcap=2.0, logit_bias=jnp.arange(7.0), ignore_label=IGNORE)
 
     def total(hidden, size):
-        return label_log_probs(hidden, table, labels, chunk_size=size, **given).sum()
+        return label_scores(hidden, table, labels, chunk_size=size, **given)[0].sum()
 
     (one, d_one), (two, d_two) = (jax.value_and_grad(total)(hidden, size) for size in (10, 3))
     assert_near(one, two, 1e-6)
@@ -140,7 +141,7 @@ def test_log_probabilities_in_chunks_are_those_at_once(rng):
     said = np.asarray(labels)
     picked = np.take_along_axis(logs, np.maximum(said, 0)[..., None], -1)[..., 0]
     assert_near(one, picked[said != IGNORE].sum(), 1e-5)
-    each = label_log_probs(hidden, table, labels, chunk_size=3, **given)
+    each, _ = label_scores(hidden, table, labels, chunk_size=3, **given)
     assert_near(each, np.where(said == IGNORE, 0, picked), 1e-5)
 
 

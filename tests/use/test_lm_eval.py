@@ -111,7 +111,7 @@ UNTIL = ["a", "\n"]
 
 
 def written(folder: Path, prompts: list[str]) -> list[str]:
-    """What torch writes after each prompt, one at a time, up to a stop string."""
+    """Return what torch writes after each prompt, one at a time, up to a stop string."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []

@@ -41,12 +41,31 @@ class Parser(argparse.ArgumentParser):
         self.name = name
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
-    def add_dtypes(self) -> None:
-        """Add the flags that say in what a model and its cache are held."""
+    def add_loaded(self) -> None:
+        """Add the flags of `load_named`: a model, its checkpoint, and how many tokens it reads."""
+        self.add_argument(
+            "--model", metavar="FOLDER_OR_ID",
+            help="the folder of a run or of a published model, or its id on the Hugging Face hub",
+        )  # fmt: skip
+        self.add_argument(
+            "--checkpoint", choices=("best", "last"),
+            help="of a run; default: best, if there is one",
+        )  # fmt: skip
+        self.add_argument(
+            "--context", type=int, metavar="N",
+            help="most tokens of a prompt and its answer; default: the model's, at most 2048",
+        )  # fmt: skip
+        self.add_dtypes()
+
+    def add_cache_dtype(self) -> None:
+        """Add the flag that says in what a cache is held."""
         self.add_argument(
             "--cache-dtype", choices=("float32", "bfloat16", "int8"),
             help="of keys and values; default: the model's; int8 takes a quarter of float32",
         )  # fmt: skip
+
+    def add_dtypes(self) -> None:
+        """Add the flags that say in what a model is held."""
         self.add_argument(
             "--dtype", choices=("float32", "bfloat16", "float16"),
             help="of a published --model: what its parameters become; default: what they are",
@@ -60,6 +79,18 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r".*invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += nearest(wrong[1], re.findall(r"[^', ]+", wrong[2]))
         self.exit(2, f"{self.name}: {message}\n")
+
+
+def load_named(arguments: argparse.Namespace) -> LanguageModel:
+    """Load the model that the flags of `Parser.add_loaded` name."""
+    if arguments.model is None:
+        raise ConfigError("model is None: the folder of a model or a run is needed")
+    from transformer_jax.use.language_model import load
+
+    return load(
+        arguments.model, checkpoint=arguments.checkpoint, dtype=arguments.dtype,
+        weights=arguments.weights,
+    )  # fmt: skip
 
 
 def load_run(name: str, arguments: argparse.Namespace) -> TextModel:

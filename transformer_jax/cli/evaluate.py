@@ -35,7 +35,7 @@ _OPTIONS = {
     "text": ("window", "stride", "batch_size"),
     "choices": ("batch_size",),
 }
-"""What a model may be judged on, and the flags that go with each."""
+"""The flags that say what a model is judged on, and the other flags that each of them takes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -417,6 +417,7 @@ def _parser() -> Parser:
     add("--lookup", type=int, metavar="N", help="propose N tokens at a time from the text so far")
     add("--prompts", metavar="FILE", help="continue every line of a file, or of - standard input")
     add("--slots", type=int, metavar="N", help="--prompts that run at a time; default: 8")
+    parser.add_cache_dtype()
     parser.add_dtypes()
     add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
     add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.command import Parser, load_named, run
 from transformer_jax.config import ConfigError
 
 
@@ -21,8 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    if arguments.model is None:
-        raise ConfigError("model is None: the folder of a model or a run is needed")
     if not 0 <= arguments.port < 2**16:
         raise ConfigError(f"port is {arguments.port}: must be from 0 to {2**16 - 1}")
     from transformer_jax.server.app import check_installed, make_app
@@ -31,12 +29,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     import uvicorn
 
     from transformer_jax.server.engine import Engine
-    from transformer_jax.use.language_model import load
 
-    model = load(
-        arguments.model, checkpoint=arguments.checkpoint, dtype=arguments.dtype,
-        weights=arguments.weights,
-    )  # fmt: skip
+    model = load_named(arguments)
     name = arguments.name
     if name is None:
         path = Path(arguments.model)
@@ -60,19 +54,11 @@ def _parser() -> Parser:
     about = "Serve a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions."
     parser = Parser("serve", about)
     add = parser.add_argument
-    add(
-        "--model", metavar="FOLDER_OR_ID",
-        help="the folder of a run or of a published model, or its id on the Hugging Face hub",
-    )  # fmt: skip
-    add("--checkpoint", choices=("best", "last"), help="of a run; default: best, if there is one")
+    parser.add_loaded()
     add("--name", metavar="NAME", help="what requests call the model; default: the folder's name")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine alone")
     add("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
     add("--slots", type=int, default=8, metavar="N", help="requests side by side; default: 8")
-    add(
-        "--context", type=int, metavar="N",
-        help="most tokens of a prompt and its answer; default: the model's, at most 2048",
-    )  # fmt: skip
     add("--queue", type=int, default=64, metavar="N", help="requests that may wait; default: 64")
     add(
         "--steps", type=int, default=4, metavar="N",
@@ -82,5 +68,5 @@ def _parser() -> Parser:
         "--timeout", type=float, default=600.0, metavar="SECONDS",
         help="from a request's arrival to the end of its answer; default: 600",
     )  # fmt: skip
-    parser.add_dtypes()
+    parser.add_cache_dtype()
     return parser

@@ -95,7 +95,7 @@ class Attention(nn.Module):
     window: int | None = None
     """The window that its mask has, by which a cache knows what new tokens still see."""
     number: int | None = None
-    """That of its block in a loop."""
+    """The number of its block in a loop, counted from 0."""
 
     def setup(self) -> None:
         cfg = self.config

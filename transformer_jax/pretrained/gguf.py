@@ -259,7 +259,7 @@ class _Names:
     )  # fmt: skip
     block: str = "model.layers"
     rotated: tuple[str, ...] = ()
-    """Whose rows take turns, as ggml rotates them."""
+    """Tensors whose rows come from the two halves of a head in turns: ggml rotates neighbours."""
     offset_norms: bool = False
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
@@ -532,4 +532,4 @@ _ARCHITECTURES: dict[str, Callable[[_Keys], tuple[JsonObject, _Names]]] = {
     "qwen3moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3,
     "phi3": _phi3, "gpt2": _gpt2,
 }  # fmt: skip
-"""What `general.architecture` may be."""
+"""The values of `general.architecture` that are read, and the function that reads each."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMAT = "transformer_jax export 1"
-"""What config.json calls the form of the folder; another number is another form."""
+"""The form of the folder, as config.json names it; a folder of another number is refused."""
 
 
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

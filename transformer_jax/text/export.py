@@ -30,7 +30,7 @@ from transformer_jax.text.completion import longest_text
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-"""What JAX calls the platforms that a program can be lowered for."""
+"""The platforms that a program can be lowered for, by the names that JAX has for them."""
 
 CONTEXT = 2048
 """The context, where none is given and the model reads as many tokens."""

@@ -28,7 +28,7 @@ from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy, label_log_probs
+from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy, label_scores
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 """`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
@@ -297,10 +297,11 @@ def token_nats(
         x, table, bias = _reading(config)("output_layer", params, batch, None)
         rows, length = labels.shape
         size = chosen_chunk(rows, length, config.vocab_size)
-        return -label_log_probs(
+        log_probs, _ = label_scores(
             x, table, labels, chunk_size=size, softcap=config.logit_softcap, logit_bias=bias,
             ignore_label=IGNORE,
         )  # fmt: skip
+        return -log_probs
     found = jax.nn.log_softmax(batch_logits(config, edit)(params, batch, None).astype(jnp.float32))
     picked = jnp.where(labels == IGNORE, 0, labels)[..., None]
     nats = -jnp.take_along_axis(found, picked, axis=-1)[..., 0]

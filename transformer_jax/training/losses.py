@@ -139,7 +139,7 @@ def chunked_cross_entropy(
     return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
 
 
-def label_log_probs(
+def label_scores(
     hidden: jax.Array,  # [B, T, D]
     output_weights: jax.Array,  # [V, D]
     labels: jax.Array,  # i32[B, T]
@@ -148,8 +148,8 @@ def label_log_probs(
     softcap: float | None = None,
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
-) -> jax.Array:  # f32[B, T]
-    """Return the log-probability of each label, in nats.
+) -> tuple[jax.Array, jax.Array]:  # f32[B, T], bool[B, T]
+    """Return the log-probability of each label, in nats, and whether no other is likelier.
 
     Logits are those of `chunked_cross_entropy`; the backward pass computes them again.
 
@@ -160,17 +160,17 @@ def label_log_probs(
         chunk_size: of the T positions, how many have their logits at a time.
         softcap: above 0; None leaves the logits as they are.
         logit_bias: [V]; None adds nothing.
-        ignore_label: the label of a token whose result is 0.
+        ignore_label: the label of a token whose log-probability is 0.
 
     Returns:
-        f32[B, T].
+        f32[B, T] and bool[B, T].
     """
     size = _rows(chunk_size, hidden.shape[1])
 
     @jax.checkpoint
     def of_chunk(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
-    ) -> jax.Array:  # f32[B, size]
+    ) -> tuple[jax.Array, jax.Array]:  # f32[B, size], bool[B, size]
         logits = _products(hidden, table)
         logits = logits if bias is None else logits + bias.astype(jnp.float32)[None, None]
         logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -178,14 +178,14 @@ def label_log_probs(
         picked = jnp.where(counts, labels, 0)[..., None]
         found = jnp.take_along_axis(logits, picked, axis=-1, mode="fill")[..., 0]
         found = found - jax.nn.logsumexp(logits, axis=-1)
-        return jnp.where(counts, found, 0.0)
+        return jnp.where(counts, found, 0.0), jnp.argmax(logits, axis=-1) == labels
 
     def in_chunks(
         hidden: jax.Array, table: jax.Array, bias: jax.Array | None, labels: jax.Array
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         parts = _split(size, hidden, labels)
         found = jax.lax.map(lambda part: of_chunk(part[0], table, bias, part[1]), parts)
-        return _join(found, labels.shape[1])
+        return _join(found[0], labels.shape[1]), _join(found[1], labels.shape[1])
 
     arrays = [hidden, output_weights, logit_bias, labels]
     return by_compiler(in_chunks, arrays, PartitionSpec())

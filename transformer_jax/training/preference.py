@@ -23,7 +23,7 @@ from transformer_jax.sharding import by_compiler, split
 from transformer_jax.training.adapting import FrozenBase
 from transformer_jax.training.batch import Batch, Loss, Params, chosen_chunk
 from transformer_jax.training.data import IGNORE
-from transformer_jax.training.losses import label_log_probs
+from transformer_jax.training.losses import label_scores
 
 
 def answer_log_probs(
@@ -45,7 +45,7 @@ def answer_log_probs(
         x, table, bias = read
         rows, length = labels.shape
         size = chosen_chunk(rows // row_shards, length, config.vocab_size)
-        found = label_log_probs(
+        found, _ = label_scores(
             x, table, labels, chunk_size=chunk or size, softcap=config.logit_softcap,
             logit_bias=bias, ignore_label=IGNORE,
         )  # fmt: skip

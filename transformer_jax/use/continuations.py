@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
@@ -27,6 +26,7 @@ from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
+from transformer_jax.training.losses import label_scores
 from transformer_jax.use.reading import Reader
 from transformer_jax.use.writing import shortened
 
@@ -252,23 +252,11 @@ def _rows_program(
         logits = model.apply(given, tokens)[0]
         return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
     x, table, bias = model.apply(given, tokens, method="output_layer")
-    x = jnp.take_along_axis(x, at[..., None], axis=1)
     size = chosen_chunk(len(labels), labels.shape[1], config.vocab_size)
-    padding = -labels.shape[1] % size
-
-    def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.einsum("BTD,VD->BTV", part[0], table, preferred_element_type=jnp.float32)
-        logits = logits if bias is None else logits + bias[None, None]
-        cap = config.logit_softcap
-        return _judged(logits if cap is None else cap * jnp.tanh(logits / cap), part[1])
-
-    parts = (
-        rearrange(jnp.pad(x, ((0, 0), (0, padding), (0, 0))), "B (n T) D -> n B T D", T=size),
-        rearrange(jnp.pad(labels, ((0, 0), (0, padding))), "B (n T) -> n B T", T=size),
-    )
-    found = jax.lax.map(one, parts)
-    log_probs, likeliest = (rearrange(y, "n B T -> B (n T)")[:, : labels.shape[1]] for y in found)
-    return log_probs, likeliest
+    return label_scores(
+        jnp.take_along_axis(x, at[..., None], axis=1), table, labels, chunk_size=size,
+        softcap=config.logit_softcap, logit_bias=bias,
+    )  # fmt: skip
 
 
 @program(static=("config",))

@@ -24,6 +24,7 @@ from transformer_jax.pretrained.families.table import (
     attention_linears,
     blocks,
     fused,
+    gated_linears,
     linear,
     norm,
     output_matrix,
@@ -117,10 +118,8 @@ def _write_starcoder(config: ModelConfig) -> JsonObject:
 
 
 def _stablelm_table(config: ModelConfig) -> list[TensorMapping]:
-    block, names = "model.layers.{i}", ("gate", "up", "down")
-    own = [
-        m for n in names for m in linear(f"feed_forward/{n}", f"{block}.mlp.{n}_proj", bias=False)
-    ]
+    block = "model.layers.{i}"
+    own = gated_linears(f"{block}.mlp", bias=False)
     if config.qk_norm:
         for param, tensor, heads in ("query", "q", config.num_heads), ("key", "k", config.kv_heads):
             norms = f"{block}.self_attn.{tensor}_layernorm.norms"

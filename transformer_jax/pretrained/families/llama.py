@@ -31,6 +31,7 @@ from transformer_jax.pretrained.families.table import (
     TensorMapping,
     blocks,
     fused,
+    gated_linears,
     linear,
     output_matrix,
 )
@@ -78,11 +79,7 @@ def llama_table(
             *linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
         ]
     if feed_forward is None:
-        feed_forward = [
-            *linear("feed_forward/gate", f"{mlp}.gate_proj", bias=ff_bias),
-            *linear("feed_forward/up", f"{mlp}.up_proj", bias=ff_bias),
-            *linear("feed_forward/down", f"{mlp}.down_proj", bias=ff_bias),
-        ]
+        feed_forward = gated_linears(mlp, ff_bias)
     return [
         TensorMapping("embed/tokens", "model.embed_tokens.weight"),
         *blocks(

@@ -32,6 +32,7 @@ from transformer_jax.pretrained.families.table import (
     attention_linears,
     blocks,
     fused,
+    gated_linears,
     linear,
     norm,
     output_matrix,
@@ -250,7 +251,7 @@ def _write_phi(config: ModelConfig) -> JsonObject:
 
 def _cohere_table(config: ModelConfig) -> list[TensorMapping]:
     block, (qkv, out, _) = "model.layers.{i}", biases(config)
-    attention, mlp, names = f"{block}.self_attn", f"{block}.mlp", ("gate", "up", "down")
+    attention = f"{block}.self_attn"
     norms = [TensorMapping("norm/scale", f"{block}.input_layernorm.weight")]
     if config.qk_norm:
         norms += [
@@ -265,11 +266,7 @@ def _cohere_table(config: ModelConfig) -> list[TensorMapping]:
             [
                 *norms,
                 *attention_linears(attention, "o_proj", qkv, out),
-                *(
-                    m
-                    for n in names
-                    for m in linear(f"feed_forward/{n}", f"{mlp}.{n}_proj", bias=False)
-                ),
+                *gated_linears(f"{block}.mlp", bias=False),
             ],
         ),
         TensorMapping("decoder/norm/scale", "model.norm.weight"),

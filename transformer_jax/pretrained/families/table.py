@@ -201,6 +201,15 @@ def attention_linears(module: str, out: str, bias: bool, out_bias: bool) -> list
     ]
 
 
+def gated_linears(module: str, bias: bool) -> list[TensorMapping]:
+    """Map a feed-forward whose matrices are gate_proj, up_proj and down_proj of a module."""
+    return [
+        mapping
+        for name in ("gate", "up", "down")
+        for mapping in linear(f"feed_forward/{name}", f"{module}.{name}_proj", bias=bias)
+    ]
+
+
 def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
     """Map the output matrix where it is not the embeddings', and the bias of the logits."""
     found = [] if config.tie_embeddings else [TensorMapping("embed/output", f"{name}.weight")]
