@@ -158,3 +158,22 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
     cache = tj.init_cache(PLAIN.config, 1, 17)
     ids = tj.generate(step, PLAIN.params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
     assert moved == LETTERS.decode(ids.tokens[0]) != PLAIN.generate("bad", 6)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda edit: PLAIN.generate("bad", 2, edit=edit),
+        lambda edit: PLAIN.generate("bad", 2, beams=2, edit=edit),
+        lambda edit: PLAIN.score("bad", edit=edit),
+        lambda edit: PLAIN.attend("bad", edit=edit),
+        lambda edit: PAIRS.generate("bad", 2, edit=edit),
+        lambda edit: PAIRS.score(("bad", "cab"), edit=edit),
+        lambda edit: MASKED.candidates("b_d", edit=edit),
+        lambda edit: CLASSES.classify("bad", edit=edit),
+        lambda edit: CHAT.chat("bad", 2, edit=edit),
+    ],
+)
+def test_an_edit_that_is_no_dict_is_named(ask):
+    with pytest.raises(ValueError, match="edit is a list: must be a dict of place to function"):
+        ask([SILENT])

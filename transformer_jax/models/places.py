@@ -174,6 +174,13 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
+def edit_items(edit: Mapping[str, Edit]) -> tuple[tuple[str, Edit], ...]:
+    """Return the names and functions of an edit, which a program takes as static."""
+    if not isinstance(edit, Mapping):
+        raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
+    return tuple(edit.items())
+
+
 def split_edit(config: Config, edit: Mapping[str, Edit]) -> tuple[dict[str, Edit], dict[str, Edit]]:
     """Return the edits of the encoder that reads a source, and all others: for `make_step`."""
     if not edit:
@@ -211,14 +218,10 @@ class Places:
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
-        if not isinstance(edit, Mapping):
-            raise ValueError(
-                f"edit is a {type(edit).__name__}: must be a dict of place to function"
-            )
         known = list(places(config))
         asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
         changes: dict[str, Edit] = {}
-        for one, function in edit.items():
+        for one, function in edit_items(edit):
             if not callable(function):
                 raise ValueError(f"edit[{one!r}] is {function!r}: must be a function of the value")
             for name in _expand(one, known):

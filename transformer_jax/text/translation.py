@@ -22,7 +22,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.encoder_decoder import EncoderDecoder
-from transformer_jax.models.places import NO_EDIT, Edit, split_edit
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import (
@@ -172,7 +172,7 @@ def _read(
     if wrong := [int(i) for i in source if not 0 <= i < config.encoder_vocab_size]:
         rule = f"the model has {config.encoder_vocab_size}"
         raise ValueError(f"the source has id {wrong[0]}: {rule}")
-    return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype, tuple(edit.items()))
+    return _state(config, params, jnp.asarray(source[None]), num_tokens, dtype, edit_items(edit))
 
 
 def _text(

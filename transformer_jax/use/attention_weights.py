@@ -13,7 +13,7 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import NO_EDIT, Edit, places
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items, places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
@@ -114,8 +114,7 @@ def attention_weights(
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
     prompt, tokenizer = read_prompt(model, text), model.tokenizer
     ids, source = prompt.ids, prompt.source
-    edits = tuple(edit.items())
-    found = _weights(config, model.params, ids[None], prompt.given(), edits)
+    found = _weights(config, model.params, ids[None], prompt.given(), edit_items(edit))
     labels = token_texts(tokenizer, ids)
     of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
     if isinstance(config, ModelConfig):

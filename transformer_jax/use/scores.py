@@ -14,7 +14,7 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.models.places import Edit
+from transformer_jax.models.places import Edit, edit_items
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
@@ -180,7 +180,7 @@ def _stacked(rows: Sequence[Batch], count: int) -> Batch:
 
 def _nats(model: Reader, batch: Batch, edit: Mapping[str, Edit]) -> list[float]:
     """Return -log p of each label that counts, row after row."""
-    given = model.config, model.params, batch, tuple(edit.items())
+    given = model.config, model.params, batch, edit_items(edit)
     found = np.asarray(token_nats(*given), np.float64)
     values: list[float] = found[np.asarray(batch.labels) != IGNORE].tolist()
     return values

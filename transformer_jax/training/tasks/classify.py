@@ -16,7 +16,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.models.places import NO_EDIT, Edit
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import (
@@ -160,7 +160,7 @@ def label_texts(
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
         given = config.model, params, batch, columns if names else None
-        logits = _class_logits(*given, tuple(edit.items()))
+        logits = _class_logits(*given, edit_items(edit))
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
             best = int(row.argmax())
             found.append((labels[best], float(row[best])))

@@ -18,7 +18,7 @@ import numpy as np
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
-from transformer_jax.models.places import NO_EDIT, Edit
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.pieces import token_texts
@@ -266,7 +266,7 @@ def _read(
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
-    logits = _logits(config.model, params, tokens[None], tuple(edit.items()))
+    logits = _logits(config.model, params, tokens[None], edit_items(edit))
     return tokens, masks, np.asarray(logits)[0]
 
 
