@@ -805,7 +805,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/text/completion.py",
+        "transformer_jax/text/writer.py",
         (
             "of stop strings that end together the shortest goes",
             "self.held[: -max(map(len, found))]",

@@ -23,8 +23,9 @@ from transformer_jax.decoding.logit_processors import (
 )
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.completion import answer, complete, look_up, pieces, samples, search
+from transformer_jax.text.completion import answer, complete, look_up, samples, search
 from transformer_jax.text.translation import search_translations
+from transformer_jax.text.writer import pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -45,7 +45,7 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None and arguments.tokens < 1:
         raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
     _one_way(arguments)
-    from transformer_jax.text.completion import check_stop_strings
+    from transformer_jax.text.writer import check_stop_strings
     from transformer_jax.use import language_model
 
     sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop or ())

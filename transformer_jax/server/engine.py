@@ -42,13 +42,12 @@ from transformer_jax.server.protocol import Asked, Part, RequestError, Token
 from transformer_jax.server.schemas import MOST_TOP
 from transformer_jax.shown import short_repr
 from transformer_jax.text.completion import (
-    NO_TOKEN,
-    TextWriter,
     WithoutHistory,
     first_key,
     known_ids,
     longest_text,
 )
+from transformer_jax.text.writer import NO_TOKEN, TextWriter
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain
 from transformer_jax.tokenizers.utf8 import DataError

@@ -25,13 +25,8 @@ from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.places import NO_EDIT, Edit, edit_items, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
-from transformer_jax.text.completion import (
-    NO_TOKEN,
-    WithoutHistory,
-    check_stop_strings,
-    cut_at_stop,
-    known_ids,
-)
+from transformer_jax.text.completion import WithoutHistory, known_ids
+from transformer_jax.text.writer import NO_TOKEN, check_stop_strings, cut_at_stop
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer
 

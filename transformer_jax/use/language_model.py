@@ -33,6 +33,7 @@ from transformer_jax.text.text_model import (
     with_weights_held,
 )
 from transformer_jax.text.translation import search_translations
+from transformer_jax.text.writer import cut_at_stop
 from transformer_jax.tokenizers.pretrained import Message
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
@@ -212,7 +213,7 @@ class LanguageModel(Looker, Scorer):
                 self.model.run, self.tokenizers, self.params, texts, beams=beams or 1,
                 num_tokens=num_tokens, edit=edit,
             )  # fmt: skip
-            cut = [completion.cut_at_stop(text, stop) for text in found]
+            cut = [cut_at_stop(text, stop) for text in found]
             return as_given(cut, is_list, stream)
         if beams is not None:
             self._refuse(

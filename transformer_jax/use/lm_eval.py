@@ -36,8 +36,9 @@ from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, T
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.models.quantized import Kind as WeightKind
-from transformer_jax.text.completion import NO_TOKEN, check_stop_strings, known_ids, longest_text
+from transformer_jax.text.completion import known_ids, longest_text
 from transformer_jax.text.text_model import Which
+from transformer_jax.text.writer import NO_TOKEN, check_stop_strings
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
 from transformer_jax.tokenizers.utf8 import DataError

@@ -19,6 +19,7 @@ from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.translation import translate
+from transformer_jax.text.writer import check_stop_strings
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.use.reading import Reader, published_run
@@ -230,7 +231,7 @@ def checked(
         raise ValueError(f"{name}: needs one prompt, not a list of {listed}")
     if stream and counts["samples"] is not None:
         raise ValueError("stream and samples: give one of them")
-    return completion.check_stop_strings(stop)
+    return check_stop_strings(stop)
 
 
 def as_texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
