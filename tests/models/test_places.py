@@ -415,6 +415,30 @@ def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):
         run("decoder", **asked)
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "given", "place"),
+    [
+        ("decoder", "block_1/residual", "block_1/residual"),
+        ("decoder", "block_*/attention/heads", "block_0/attention/heads"),
+        ("encoder", "block_1/feed_forward/hidden", "block_1/feed_forward/hidden"),
+        ("encoder-decoder", "encoder/block_1/residual", "encoder/block_1/residual"),
+        ("encoder-decoder", "encoder/final_norm", "encoder/final_norm"),
+        ("encoder-decoder", "block_1/cross_attention/query", "block_1/cross_attention/query"),
+    ],
+)
+def test_an_edit_of_another_shape_is_refused_with_its_whole_name(scanned, kind, given, place):
+    """As it is written in `edit=`, with its block and its side."""
+    config = config_of(kind, scan_layers=scanned)
+    params = stack_layers(params_of(kind)) if scanned else params_of(kind)
+    more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}
+    wrong = (lambda x: x[:1], "float32"), (lambda x: None, "None"), (lambda x: {"x": x}, "a dict")
+    for function, returned in wrong:
+        apply = partial(build(config).apply, edit={given: function})
+        with pytest.raises(ValueError, match=f"^edit of {place} returns {returned}.*: must be fl"):
+            jax.eval_shape(apply, {"params": params}, draw(T), **more)
+
+
 @pytest.mark.slow
 def test_places_of_an_encoder_need_a_source():
     config = config_of("encoder-decoder")

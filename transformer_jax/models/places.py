@@ -200,6 +200,8 @@ class Places:
     edit: tuple[tuple[str, Edit], ...] = ()
     every_block: tuple[tuple[str, Callable[[jax.Array, Index], jax.Array]], ...] = ()
     """Edits of a place in every block, by functions of the value and of the block's number."""
+    prefix: str = ""
+    """What `inside` has cut from the names."""
 
     @classmethod
     def of(
@@ -245,6 +247,7 @@ class Places:
             tuple(name[cut:] for name in self.capture if name.startswith(prefix)),
             tuple((name[cut:], f) for name, f in self.edit if name.startswith(prefix)),
             tuple((name[cut:], f) for name, f in self.every_block if name.startswith(prefix)),
+            self.prefix + prefix,
         )
 
     def visit(self, layer: Index | None = None) -> Visit:
@@ -267,10 +270,11 @@ class Places:
         edits: dict[str, list[_BlockEdit]] = {}
         for name, function in self.edit:
             if name in own:
-                edits.setdefault(own[name][0], []).append((own[name][1], function))
+                place, number = own[name]
+                edits.setdefault(place, []).append((self.prefix + name, number, function))
         for name, of_layer in self.every_block if layer is not None else ():
             own_layer = lambda x, of_layer=of_layer: of_layer(x, layer)  # noqa: E731
-            edits.setdefault(name, []).append((None, own_layer))
+            edits.setdefault(name, []).append((name, None, own_layer))
         return Visit(capture, edits, layer)
 
     def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
@@ -315,7 +319,8 @@ class Places:
         return {name: captured[name] for name in self.capture}
 
 
-_BlockEdit = tuple[int | None, Edit]  # the block that it is for; None is the one at hand
+_BlockEdit = tuple[str, int | None, Edit]
+"""A place, as one writes it in `edit=`, the block that it is of, None the one at hand, its edit."""
 
 NOWHERE = Places()
 
@@ -338,17 +343,19 @@ class Visit:
         """Return the value as it is edited here, and keep it where it is captured."""
         if name not in self.asked:
             return value
-        for number, function in self.edits.get(name, ()):
+        for place, number, function in self.edits.get(name, ()):
             found = function(value)
+            rule = f"must be {value.dtype}{list(value.shape)}"
             if found is None:
-                rule = f"must be {value.dtype}{list(value.shape)}"
-                raise ValueError(f"edit of {name} returns None: {rule}")
-            changed = jnp.asarray(found)
+                raise ValueError(f"edit of {place} returns None: {rule}")
+            try:
+                changed = jnp.asarray(found)
+            except (TypeError, ValueError):
+                given = type(found).__name__
+                raise ValueError(f"edit of {place} returns a {given}: {rule}") from None
             if changed.shape != value.shape or changed.dtype != value.dtype:
                 given = f"{changed.dtype}{list(changed.shape)}"
-                raise ValueError(
-                    f"edit of {name} returns {given}: must be {value.dtype}{list(value.shape)}"
-                )
+                raise ValueError(f"edit of {place} returns {given}: {rule}")
             value = changed if number is None else jnp.where(self.layer == number, changed, value)
         if name in self.capture:
             self.captured[name] = value
