@@ -106,6 +106,9 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
     (ModelConfig, {}, dict(residual_scale=0.0), "residual_scale", "0.0", "positive"),
+    (ModelConfig, dict(glu=True), dict(glu_limit=0.0), "glu_limit", "0.0", "positive"),
+    (ModelConfig, {}, dict(glu_limit=7.0), "glu_limit", "7.0", "needs glu"),
+    (ModelConfig, {}, dict(glu_unit_offset=True), "glu_unit_offset", "True", "needs glu"),
     (
         ModelConfig,
         dict(scale_embeddings=True),

@@ -42,6 +42,7 @@ ROUTERS = {
     "sigmoid": Experts(count=5, top_k=2, score="sigmoid", scale=2.0),
     "sigmoid with bias": Experts(count=5, top_k=2, score="sigmoid", selection_bias=True),
     "softmax with bias": Experts(count=4, top_k=2, selection_bias=True),
+    "router with a bias": Experts(count=4, top_k=2, router_bias=True),
     "one": Experts(count=3, top_k=1, normalize=False),
     "shared": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8),
     "shared with a gate": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8, shared_gate=True),
@@ -82,6 +83,8 @@ def mixture(experts, params, x):
     out = np.zeros_like(x)
     for at in np.ndindex(x.shape[:2]):
         logits = x[at] @ params["router"]["kernel"]
+        if experts.router_bias:
+            logits = logits + params["router"]["bias"]
         weights = chosen_weights(experts, logits, params.get("selection_bias"))
         for e in np.flatnonzero(weights):
             out[at] += weights[e] * feed_forward(x[at], up[e], gate[e], down[e])

@@ -111,7 +111,7 @@ def test_a_constant_vector_has_a_finite_norm_and_gradient():
 
 
 @pytest.mark.slow_except("silu")
-@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_activations_equal_their_closed_forms(name):
     """gelu by the error function itself, so that its tanh approximation does not pass for it."""
     x = np.linspace(-6, 6, 499).astype(np.float32)
@@ -121,6 +121,7 @@ def test_activations_equal_their_closed_forms(name):
         "gelu_tanh": lambda v: (
             v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) / 2
         ),
+        "quick_gelu": lambda v: v / (1 + math.exp(-1.702 * v)),
         "silu": lambda v: v / (1 + math.exp(-v)),
     }
     want = np.array([exact[name](float(v)) for v in x])

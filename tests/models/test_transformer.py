@@ -87,6 +87,10 @@ CASES: dict[str, dict] = {
         use_bias=False, qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head",
         num_heads=4, num_kv_heads=2, norm_unit_offset=True, positions_=PADDED,
     ),
+    "clamped-gate": dict(
+        positions="rope", activation="quick_gelu", glu=True, glu_limit=0.2, glu_unit_offset=True,
+        attention_sinks=True, norm="rmsnorm", window=(3, None), positions_=PADDED,
+    ),
     "granite": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,

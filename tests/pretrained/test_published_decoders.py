@@ -43,6 +43,7 @@ from transformer_jax.models.positions import rope_frequencies
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.mxfp4 import dequantised
 from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
@@ -117,6 +118,8 @@ def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
 
 yarn = partial(rope, "yarn", factor=16.0, original_max_position_embeddings=TRAINED)
 PATTERN = [f"{kind}_attention" for kind in ("sliding", "sliding", "full")]
+YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=TRAINED)
+YARN |= dict(rope_theta=150_000.0, beta_fast=32.0, beta_slow=1.0)
 NEAR = dict(rope_type="default", rope_theta=100.0)
 FAR = dict(rope_type="linear", rope_theta=10_000.0, factor=4.0)
 
@@ -193,6 +196,15 @@ CASES = {
     "qwen3 moe, biases": case(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=8, head_dim=12,
         attention_bias=True,
+    ),
+    "gpt-oss": case(
+        "GptOss", num_local_experts=5, num_experts_per_tok=2, sliding_window=WINDOW, head_dim=8,
+        rope_parameters=YARN | dict(truncate=False),
+    ),
+    "gpt-oss, no biases of attention": case(
+        "GptOss", num_local_experts=3, num_experts_per_tok=3, sliding_window=WINDOW, head_dim=12,
+        attention_bias=False, tie_word_embeddings=True, swiglu_limit=0.3, layer_types=PATTERN[1:],
+        rope_parameters=NEAR,
     ),
     "gemma": case("Gemma", num_key_value_heads=1, head_dim=16),
     "gemma, MHA": case("Gemma", num_key_value_heads=4, head_dim=8, hidden_act="gelu"),
@@ -335,7 +347,7 @@ ONE_OF_EACH = "gpt2", "llama, tied", "mistral", "qwen2", "qwen3", "gemma", "gemm
 ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom"
-WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe"
+WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"
 """In memory transformers has the experts of a block in one tensor, so their gradients are held
 against formulas alone (tests/models/test_experts.py)."""
 
@@ -552,3 +564,15 @@ def test_a_file_in_bfloat16_stays_in_it_unless_another_dtype_is_named(name, tmp_
     half = np.asarray(apply(config, load_pretrained(folder)[1])(ids)[0])
     error = np.abs(half - want.numpy())
     assert LOGITS < error.max() < 0.25 * np.abs(want.numpy()).max()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 2, 16), (2, 7, 1, 16)])
+def test_mxfp4_is_read_as_transformers_reads_it(shape, rng):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = rng.integers(0, 256, shape, dtype=np.uint8)
+    scales = rng.integers(100, 140, shape[:-1], dtype=np.uint8)
+    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    np.testing.assert_array_equal(
+        dequantised(blocks, scales).astype(np.float32), want.float().numpy()
+    )

@@ -334,7 +334,10 @@ def _normalised(config, x: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [T, 
 def _feed_forward(config, p: Params, x: np.ndarray) -> np.ndarray:
     act = ACTIVATIONS[config.activation]
     if config.glu:
-        return _affine(act(_affine(x, p["gate"])) * _affine(x, p["up"]), p["down"])
+        gate, up = _affine(x, p["gate"]), _affine(x, p["up"])
+        if (limit := config.glu_limit) is not None:
+            gate, up = np.minimum(gate, limit), np.maximum(np.minimum(up, limit), -limit)
+        return _affine(act(gate) * (up + config.glu_unit_offset), p["down"])
     return _affine(act(_affine(x, p["up"])), p["down"])
 
 
@@ -420,6 +423,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
 }
 
 

@@ -43,6 +43,8 @@ class Experts:
     selection_bias: bool = False
     """Choose experts by score + b, with a number b of each expert that weighs nothing (Wang et al.
     2024). It has no gradient, so training leaves it as it is: it is for weights that are loaded."""
+    router_bias: bool = False
+    """Add a learned number of each expert to the router's logits (gpt-oss)."""
     shared_d_ff: int | None = None
     """Hidden width of one more feed-forward, which every token is given to; None has none."""
     shared_gate: bool = False

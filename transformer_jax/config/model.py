@@ -31,7 +31,7 @@ from transformer_jax.shown import short_repr
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 if TYPE_CHECKING:
     AnyActivation = Activation | Callable[[Any], Any]  # of arrays; a config imports no JAX
 else:  # what files and flags name
@@ -106,6 +106,10 @@ class ModelConfig:
     """A name, or a function of an array, such as `jax.nn.mish`."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
+    glu_limit: float | None = None
+    """Clamp what a gated feed-forward multiplies: x W_gate from above, x W_up on both sides."""
+    glu_unit_offset: bool = False
+    """A gated feed-forward multiplies by 1 + x W_up (gpt-oss)."""
     use_bias: bool = True
     """Bias vectors in projections and in LayerNorm."""
     qkv_bias: bool | None = None
@@ -199,7 +203,9 @@ class ModelConfig:
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
         factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
-        factor(self, "embedding_scale", "residual_scale")
+        factor(self, "embedding_scale", "residual_scale", "glu_limit")
+        if not self.glu:
+            unread(self, "needs glu", "glu_limit", "glu_unit_offset")
         if self.scale_embeddings:
             unread(self, "needs scale_embeddings False", "embedding_scale")
         non_negative(self, "sink_tokens")

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.experts import Experts
 from transformer_jax.models.adapters import AdaptedKernel, product
-from transformer_jax.models.functional import F32, activate
+from transformer_jax.models.functional import F32, activate, gated
 from transformer_jax.models.layers import FeedForward, Linear, branch_std, parameter, refuse_surplus
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel
@@ -256,7 +256,7 @@ class ExpertFeedForward(nn.Module):
         experts = cfg.experts
         assert experts is not None
         in_f32 = replace(cfg, dtype="float32")
-        router = Linear(in_f32, (experts.count,), use_bias=False, name="router")
+        router = Linear(in_f32, (experts.count,), use_bias=experts.router_bias, name="router")
         logits = visit("feed_forward/router", router(x.astype(F32), key))
         if not self.is_initializing():
             self.sow(ROUTED, "logits", logits, init_fn=tuple)
@@ -329,4 +329,5 @@ def _hidden(
     hidden = _linear("up", x, matrices[:1], key)
     if not config.glu:
         return activate(hidden, config.activation)
-    return activate(_linear("gate", x, matrices[1:], key), config.activation) * hidden
+    gate = _linear("gate", x, matrices[1:], key)
+    return gated(gate, hidden, config.activation, config.glu_limit, config.glu_unit_offset)

@@ -57,8 +57,8 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
 
     Args:
         x: any shape.
-        name: "relu", "silu", "gelu", x Phi(x), or "gelu_tanh", GPT-2's (Hendrycks & Gimpel 2016);
-            or a function of an array.
+        name: "relu", "silu", "gelu", x Phi(x), and what approximates it (Hendrycks & Gimpel 2016),
+            "gelu_tanh", GPT-2's, and "quick_gelu", x sigmoid(1.702 x); or a function of an array.
 
     Raises:
         ValueError: if a function returns another shape.
@@ -77,8 +77,26 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
+        case "quick_gelu":
+            return x * jax.nn.sigmoid(1.702 * x)
     names = get_args(Activation)
     fail("activation", name, f"must be one of {', '.join(names)}{nearest(name, names)}")
+
+
+def gated(
+    gate: jax.Array,  # [..., F], x W_gate
+    up: jax.Array,  # [..., F], x W_up
+    activation: AnyActivation,
+    limit: float | None = None,
+    unit_offset: bool = False,
+) -> jax.Array:  # [..., F]
+    """Return act(gate) * up (Shazeer 2020), or with `unit_offset` act(gate) * (1 + up).
+
+    With a limit c gate is at most c, and up from -c to c (gpt-oss).
+    """
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return activate(gate, activation) * (1 + up if unit_offset else up)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -19,7 +19,7 @@ from transformer_jax.config import Learned, ModelConfig, OwnPositions, Sinusoida
 from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import AdaptedKernel, product
-from transformer_jax.models.functional import F32, activate, dropout
+from transformer_jax.models.functional import F32, activate, dropout, gated
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, table_logits
 from transformer_jax.sharding import gathered
@@ -47,7 +47,7 @@ _FIELDS = {
     "embed/bias": "logit_bias", "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
     "key/bias": "qkv_bias", "value/bias": "qkv_bias", "up/bias": "ff_bias", "gate/bias": "ff_bias",
     "down/bias": "ff_bias", "out/bias": "out_bias", "bias": "use_bias", "gate": "glu",
-    "router": "experts", "shared": "experts", "shared_gate": "experts",
+    "router": "experts", "router/bias": "experts", "shared": "experts", "shared_gate": "experts",
     "selection_bias": "experts",
     "output": "tie_embeddings", "positions": "positions", "relative_bias": "positions",
     "shaw_key": "positions", "shaw_value": "positions", "source_tokens": "source_vocab_size",
@@ -183,7 +183,8 @@ class FeedForward(nn.Module):
         linear = partial(Linear, cfg, use_bias=cfg.ff_bias)
         hidden = linear((cfg.ff_dim,), name="up")(x, key)
         if cfg.glu:
-            hidden = activate(linear((cfg.ff_dim,), name="gate")(x, key), cfg.activation) * hidden
+            gate = linear((cfg.ff_dim,), name="gate")(x, key)
+            hidden = gated(gate, hidden, cfg.activation, cfg.glu_limit, cfg.glu_unit_offset)
         else:
             hidden = activate(hidden, cfg.activation)
         hidden = hidden if visit is None else visit("feed_forward/hidden", hidden)

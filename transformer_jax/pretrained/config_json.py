@@ -13,7 +13,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.pretrained.families import FAMILIES, ConfigKeys, Family
-from transformer_jax.pretrained.families.table import JsonObject
+from transformer_jax.pretrained.families.table import DEPTH_KEYS, EXPERT_KEYS, JsonObject
 from transformer_jax.pretrained.safetensors_folder import CONFIG
 
 RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
@@ -30,7 +30,7 @@ UNSUPPORTED_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMulti
 _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
-) | {"gpt_oss": "its clamped gate and the router's bias are not in this library"}
+)
 """Values of `model_type` that people ask for, and the part of such a model that is missing."""
 
 
@@ -59,7 +59,8 @@ def read_keys(
 ) -> tuple[ModelConfig, ConfigKeys]:
     """Return the config, and the keys with a record of which of them were read."""
     family, names = family_of(content, where), frozenset(tensors)
-    keys = ConfigKeys(content, where, len(names) or None)
+    counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
+    keys = ConfigKeys(content, where, len(names) or None, counting)
     architectures = keys.take("architectures", None)
     keys.ignore("architectures")
     for name in architectures if isinstance(architectures, list) else ():

@@ -172,7 +172,7 @@ class CheckpointTensors:
         if depth > tensors:
             raise ConfigError(f"{where}: {depth} layers, and the files have {tensors} tensors")
         experts = 0 if config.experts is None else config.experts.count
-        if depth * experts > tensors:
+        if depth * experts > tensors and not self._family.joined_experts:
             rule = f"and the files have {tensors} tensors"
             raise ConfigError(f"{where}: {experts} experts in {depth} layers, {rule}")
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
@@ -181,6 +181,7 @@ class CheckpointTensors:
             ("source_vocab_size", config.encoder_vocab_size),
             ("d_model", config.d_model),
             ("d_ff", config.expert_dim),
+            ("experts", experts),
             ("num_heads", config.num_heads),
             ("head_dim", config.key_dim),
             ("max_len", config.max_len if isinstance(config.positions, Learned) else 0),

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from transformer_jax.pretrained.gguf import open_gguf_model
+from transformer_jax.pretrained.mxfp4 import open_mxfp4
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     CheckpointError,
@@ -19,7 +20,7 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
     """Check what a published model consists of; no tensor of its parameters is read.
 
     A name that ends with ".gguf", or a file that begins so, is read as GGUF; see
-    `open_gguf_model`. All else is as `open_folder` has it.
+    `open_gguf_model`. All else is as `open_folder` has it, of mxfp4 with numbers in bfloat16.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         return open_folder(path_or_id, revision=revision)  # which says what is wrong with it
@@ -36,7 +37,7 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
         if files := sorted(one.name for one in path.glob("*.gguf")):
             rule = f"there is no {CONFIG}, but {shown(files[0])}: give the path of that file"
             raise CheckpointError(f"{path}: {rule}")
-    return open_folder(path_or_id, revision=revision)
+    return open_mxfp4(open_folder(path_or_id, revision=revision))
 
 
 def _begins_as_gguf(path: Path) -> bool:

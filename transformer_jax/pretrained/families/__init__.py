@@ -46,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         experts.OLMOE,
         experts.QWEN2_MOE,
         experts.QWEN3_MOE,
+        experts.GPT_OSS,
         bert.BERT,
         bert.ROBERTA,
         bert.XLM_ROBERTA,

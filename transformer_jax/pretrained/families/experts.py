@@ -1,6 +1,7 @@
-"""Map decoders of experts: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3 of experts.
+"""Map decoders of experts: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3, gpt-oss (2025).
 
-Their blocks are those of Llama but for the feed-forward, whose experts lie in the files one by one.
+Their blocks are those of Llama but for the feed-forward, whose experts lie in the files one by one,
+those of gpt-oss all in one tensor.
 """
 
 from __future__ import annotations
@@ -8,11 +9,19 @@ from __future__ import annotations
 from functools import partial
 
 from transformer_jax.config import Experts, ModelConfig
-from transformer_jax.pretrained.families.decoder_keys import read_common, read_rope, write_common
+from transformer_jax.pretrained.families.decoder_keys import (
+    layer_types,
+    read_common,
+    read_rope,
+    window_pattern,
+    write_common,
+    write_windows,
+)
 from transformer_jax.pretrained.families.llama import llama_family, llama_table
 from transformer_jax.pretrained.families.table import (
     ConfigKeys,
     Fields,
+    Layout,
     TensorMapping,
     expert_linear,
     linear,
@@ -173,6 +182,74 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
     return dict(architectures=["Qwen3MoeForCausalLM"], **keys)
 
 
+def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
+    """Return the table; the columns of gate and up take turns in one tensor."""
+    block = "model.layers.{i}.mlp"
+    mappings = linear("feed_forward/router", f"{block}.router")
+    for part, name in enumerate(("gate", "up")):
+        layout, tensor = Layout(part=part, parts=2, in_turn=True), f"{block}.experts.gate_up_proj"
+        mappings += [
+            TensorMapping(f"feed_forward/{name}/kernel", tensor, layout),
+            TensorMapping(f"feed_forward/{name}/bias", f"{tensor}_bias", layout),
+        ]
+    down = f"{block}.experts.down_proj"
+    mappings += [
+        TensorMapping("feed_forward/down/kernel", down),
+        TensorMapping("feed_forward/down/bias", f"{down}_bias"),
+    ]
+    return llama_table(config, mappings)
+
+
+def _read_gpt_oss(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = read_common(keys, 8, eps=1e-5)
+    if fields["head_dim"] is None:
+        fields["head_dim"] = 64
+    keys.require("hidden_act", "silu")  # but the gate is x sigmoid(1.702 x), whatever it says
+    keys.require("swiglu_alpha", 1.702)
+    keys.ignore("output_router_logits", "experts_per_token", "initial_context_length")
+    fields |= dict(
+        activation="quick_gelu",
+        glu_limit=float(keys.positive("swiglu_limit", 7.0)),
+        glu_unit_offset=True,
+        use_bias=keys.flag("attention_bias", True),
+        ff_bias=True,
+        attention_sinks=True,
+    )
+    experts = Experts(
+        count=keys.integer("num_local_experts", 128),
+        top_k=keys.integer("num_experts_per_tok", 4),
+        router_bias=True,
+        balance_loss=keys.number("router_aux_loss_coef", 0.001),
+    )
+    types = layer_types(keys, fields["num_layers"]) or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
+    ]
+    window = window_pattern(types, keys.optional_integer("sliding_window", 128))
+    said = [keys.take(name, None) for name in ("rope_parameters", "rope_scaling")]
+    if said == [None, None]:  # of which transformers makes one that is stretched by 32
+        keys.fail("rope_parameters", None, 'must be an object, such as {"rope_type": "default"}')
+    rope = read_rope(keys, fields, default=150_000.0)
+    return ModelConfig(**fields, positions=rope, window=window, experts=experts)
+
+
+def _write_gpt_oss(config: ModelConfig) -> JsonObject:
+    experts = config.experts or Experts()
+    keys = dict(rope_scaling=dict(rope_type="default")) | write_common(config)
+    return dict(
+        keys,
+        **write_windows(config),
+        architectures=["GptOssForCausalLM"],
+        head_dim=config.key_dim,
+        hidden_act="silu",
+        swiglu_alpha=1.702,
+        swiglu_limit=config.glu_limit,
+        attention_bias=config.use_bias,
+        num_local_experts=experts.count,
+        num_experts_per_tok=experts.top_k,
+        router_aux_loss_coef=experts.balance_loss,
+    )
+
+
 _of_mlp = partial(_table, module="mlp", names=NAMES)
 
 MIXTRAL = llama_family(
@@ -184,3 +261,6 @@ MIXTRAL = llama_family(
 OLMOE = llama_family("olmoe", _read_olmoe, _write_olmoe, table=_of_mlp)
 QWEN2_MOE = llama_family("qwen2_moe", _read_qwen2_moe, _write_qwen2_moe, table=_of_mlp)
 QWEN3_MOE = llama_family("qwen3_moe", _read_qwen3_moe, _write_qwen3_moe, table=_of_mlp)
+GPT_OSS = llama_family(
+    "gpt_oss", _read_gpt_oss, _write_gpt_oss, table=_gpt_oss_table, joined_experts=True
+)

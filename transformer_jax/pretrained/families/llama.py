@@ -72,6 +72,8 @@ def llama_table(
             TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
             TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
         ]
+    if config.attention_sinks:
+        norms += [TensorMapping("attention/sinks", f"{attention}.sinks")]
     if qkv is None:
         qkv = [
             *linear("attention/query", f"{attention}.q_proj", bias=qkv_bias),

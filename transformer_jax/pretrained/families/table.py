@@ -54,15 +54,16 @@ class Layout:
     | conv   | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
 
     The first `inputs` axes of a matrix are its inputs, the others its outputs. If `parts` is above
-    1, the last axis of the file's tensor holds that many parameters side by side, and this one is
-    number `part`, counted from 0. With `rows` the first axis of a linear or flat tensor holds
-    several parameters.
+    1, the last axis of the file's tensor holds that many parameters side by side, or `in_turn`
+    column by column, and this one is number `part`, counted from 0. With `rows` the first axis of a
+    linear or flat tensor holds several parameters.
     """
 
     kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
     inputs: int = 1
     part: int = 0
     parts: int = 1
+    in_turn: bool = False
     rows: Rows | None = None
 
     def file_shape(self, shape: Shape) -> Shape:
@@ -85,7 +86,9 @@ class Layout:
 
     def read(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
         """Return the parameter of this shape that a file's tensor holds, as a view of it."""
-        if self.parts > 1:
+        if self.in_turn:
+            tensor = tensor[..., self.part :: self.parts]
+        elif self.parts > 1:
             width = tensor.shape[-1] // self.parts
             tensor = tensor[..., self.part * width : (self.part + 1) * width]
         if (rows := self.rows) is not None:
@@ -110,6 +113,8 @@ def joined(layouts: Sequence[Layout], pieces: Sequence[np.ndarray]) -> np.ndarra
     """Return the file's tensor that these parameters share, of what their layouts `write`."""
     if len(pieces) == 1:
         return pieces[0]
+    if layouts[0].in_turn:
+        return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
     if layouts[0].rows is None:
         return np.concatenate(pieces, axis=-1)
     rest = pieces[0].shape[1:]
@@ -258,6 +263,8 @@ class Family:
     )
     """Name of a tensor that follows from the config, to the function that computes it for the shape
     in the file; the function gives None if the tensor cannot have that shape."""
+    joined_experts: bool = False
+    """Whether a tensor holds a matrix of all experts of a block, and not of one."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
     """How names of tensors end in old files, and how the same names end today."""
 
@@ -274,6 +281,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
@@ -282,6 +290,7 @@ ACTIVATIONS: dict[str, Activation] = {
 ACTIVATION_KEYS: dict[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_new",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
 }
@@ -326,6 +335,8 @@ DEPTH_KEYS = frozenset(
     """.split()
 )
 """Keys that count layers or experts, each of which has at least one tensor."""
+EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
+"""Those of experts."""
 
 _REQUIRED: JsonValue = object()  # the default of a key that must be there
 
@@ -336,9 +347,15 @@ class ConfigKeys:
     A ConfigError names the file, the key, its value and the rule.
     """
 
-    def __init__(self, content: JsonObject, where: str, tensors: int | None = None) -> None:
-        """Take the object, the file's name for errors, and how many tensors the files have."""
-        self.where, self._tensors = where, tensors
+    def __init__(
+        self,
+        content: JsonObject,
+        where: str,
+        tensors: int | None = None,
+        counting: frozenset[str] = DEPTH_KEYS,
+    ) -> None:
+        """Take the object, the file's name, how many tensors there are, and what has one each."""
+        self.where, self._tensors, self._counting = where, tensors, counting
         self._content, self._read, self._ignored = content, set[str](), set[str]()
 
     def fail(self, name: str, value: object, rule: str) -> NoReturn:
@@ -365,7 +382,7 @@ class ConfigKeys:
             return value
         if type(value) is not int or not least <= value < 2**31:
             self.fail(name, value, f"must be an integer from {least} to 2^31 - 1")
-        if name in DEPTH_KEYS and self._tensors is not None and value > self._tensors:
+        if name in self._counting and self._tensors is not None and value > self._tensors:
             self.fail(name, value, f"the files have {self._tensors} tensors")
         return value
 

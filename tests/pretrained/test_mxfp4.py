@@ -1,0 +1,208 @@
+"""Check folders of gpt-oss, whose experts may be numbers of 4 bits."""
+
+import json
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from transformer_jax.config import ConfigError, LoraConfig
+from transformer_jax.models.factory import init_params
+from transformer_jax.models.lora import init_lora
+from transformer_jax.pretrained.config_json import read_config, write_config
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.load import load_pretrained, pretrained_config
+from transformer_jax.pretrained.mxfp4 import dequantised
+from transformer_jax.pretrained.peft import save_lora
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.tensors import tensor_names
+
+GPT_OSS = dict(
+    model_type="gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=32, head_dim=4,
+    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=30,
+    num_experts_per_tok=2, max_position_embeddings=64, rope_theta=150000,
+    rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0,
+        beta_slow=1.0, truncate=False,
+    ),
+)  # fmt: skip
+"""More experts than tensors: all of them are in one."""
+MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+PREFIX = "model.layers.0.mlp.experts."
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def number(bits, scale):
+    """The value of 4 bits and a byte of scale, from the formats' definition."""
+    return (-1) ** (bits >> 3) * NUMBERS[bits & 7] * 2.0 ** (scale - 127)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder in mxfp4, and the matrices that its bytes mean, expert by expert."""
+    path = tmp_path_factory.mktemp("gpt_oss")
+    config = read_config(GPT_OSS, (), "config.json")
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16), shapes)
+    save_pretrained(path / "whole", config, params)
+    tensors = load_file(path / "whole" / "model.safetensors")
+    wanted = {}
+    for name, rows, groups in (("gate_up_proj", 64, 2), ("down_proj", 64, 1)):
+        blocks = rng.integers(0, 256, (30, rows, groups, 16), dtype=np.uint8)
+        scales = rng.integers(118, 131, (30, rows, groups), dtype=np.uint8)
+        del tensors[PREFIX + name]
+        tensors |= {PREFIX + name + "_blocks": blocks, PREFIX + name + "_scales": scales}
+        wanted[name] = np.zeros((30, 32 * groups, rows))
+        for e, row, group, at in np.ndindex(blocks.shape):
+            byte, scale = int(blocks[e, row, group, at]), int(scales[e, row, group])
+            wanted[name][e, 32 * group + 2 * at, row] = number(byte & 15, scale)
+            wanted[name][e, 32 * group + 2 * at + 1, row] = number(byte >> 4, scale)
+    (path / "mxfp4").mkdir()
+    save_file(tensors, path / "mxfp4" / "model.safetensors")
+    content = json.dumps(GPT_OSS | dict(quantization_config=MXFP4))
+    (path / "mxfp4" / "config.json").write_text(content)
+    return path, config, wanted
+
+
+def test_experts_of_four_bits_are_what_their_bytes_mean(folders):
+    path, config, wanted = folders
+    loaded, params = load_pretrained(path / "mxfp4")
+    assert loaded == replace(config, dtype="bfloat16") == pretrained_config(path / "mxfp4")
+    own = params["decoder"]["block_0"]["feed_forward"]
+    assert {own[name]["kernel"].dtype for name in ("gate", "up", "down")} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(own["gate"]["kernel"], wanted["gate_up_proj"][..., ::2])
+    np.testing.assert_array_equal(own["up"]["kernel"], wanted["gate_up_proj"][..., 1::2])
+    np.testing.assert_array_equal(own["down"]["kernel"], wanted["down_proj"])
+    _, whole = load_pretrained(path / "whole")
+    chex.assert_trees_all_equal(params["embed"], whole["embed"])
+
+
+def test_what_is_saved_of_four_bits_says_bfloat16(folders, tmp_path):
+    path, _, wanted = folders
+    config, params = load_pretrained(path / "mxfp4")
+    save_pretrained(tmp_path / "again", config, params, like=path / "mxfp4")
+    assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
+    tensors = load_file(tmp_path / "again" / "model.safetensors")
+    np.testing.assert_array_equal(tensors[PREFIX + "gate_up_proj"], wanted["gate_up_proj"])
+    back, loaded = load_pretrained(tmp_path / "again")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+
+
+@pytest.mark.parametrize("scale", [0, 1, 127, 252])
+def test_every_number_of_four_bits_is_exact(scale):
+    blocks = np.arange(256, dtype=np.uint8).reshape(4, 4, 16)
+    found = dequantised(blocks, np.full((4, 4), scale, np.uint8))
+    wanted = [[number(int(b) >> shift & 15, scale) for shift in (0, 4)] for b in blocks.ravel()]
+    np.testing.assert_array_equal(found.T.ravel().astype(np.float64), np.ravel(wanted))
+
+
+def changed(folder, to, **tensors):
+    """Copy a folder with other tensors of the down projection; None leaves one out."""
+    held = load_file(folder / "mxfp4" / "model.safetensors")
+    for name, change in tensors.items():
+        tensor = held.pop(PREFIX + "down_proj" + name)
+        if change is not None:
+            held |= change(tensor)
+    to.mkdir()
+    save_file(held, to / "model.safetensors")
+    content = GPT_OSS | dict(quantization_config=MXFP4)
+    (to / "config.json").write_text(json.dumps(content))
+
+
+def renamed(end, change):
+    return lambda tensor: {PREFIX + "down_proj" + end: np.ascontiguousarray(change(tensor))}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "rule"),
+    [
+        (dict(_scales=None), "tensor model.layers.0.mlp.experts.down_proj_scales is missing"),
+        (dict(_blocks=None), "down_proj_scales' is there without its _blocks"),
+        (dict(_blocks=renamed("_blocks", lambda x: x.astype(np.int8))), "is int8: must be uint8"),
+        (
+            dict(_blocks=renamed("_blocks", lambda x: x[..., :8])),
+            r"_blocks \[30, 64, 1, 8\] and _scales \[30, 64, 1\]: must be \[..., rows, G, 16\]",
+        ),
+        (
+            dict(_scales=renamed("_scales", lambda x: x[:, :1])),
+            r"_blocks \[30, 64, 1, 16\] and _scales \[30, 1, 1\]: must be",
+        ),
+        (
+            {part: renamed(part, lambda x: x[:, :32]) for part in ("_blocks", "_scales")},
+            r"has shape \[30, 32, 32\]: config.json makes it \[30, 32, 64\]",
+        ),
+        (
+            dict(_scales=renamed("_scales", lambda x: np.full_like(x, 255))),
+            "down_proj_scales' has 255: must be at most 252",
+        ),
+    ],
+)
+def test_parts_that_make_no_matrix_are_named(folders, tmp_path, tensors, rule):
+    changed(folders[0], tmp_path / "m", **tensors)
+    with pytest.raises(CheckpointError, match=rule):
+        load_pretrained(tmp_path / "m")
+
+
+def test_a_matrix_that_is_there_twice_is_named(folders, tmp_path):
+    changed(folders[0], tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    save_file(load_file(file) | {PREFIX + "down_proj": np.zeros(3, np.float32)}, file)
+    with pytest.raises(CheckpointError, match="down_proj' is there twice"):
+        load_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (dict(swiglu_alpha=1.5), "swiglu_alpha is 1.5: must be 1.702"),
+        (dict(swiglu_limit=0), "swiglu_limit is 0: must be positive"),
+        (dict(swiglu_limit=None), "swiglu_limit is None: must be a number"),
+        (dict(hidden_act="relu"), "hidden_act is 'relu': must be 'silu'"),
+        (dict(rope_scaling=None), "rope_parameters is None: must be an object"),
+        (dict(layer_types=["full"]), "layer_types is .* must be a list of 1"),
+        (dict(quantization_config=dict(bits=4)), "quantization_config is .*no such key"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_numbers_is_refused_by_name(changes, rule):
+    with pytest.raises(ConfigError, match=rule):
+        read_config(GPT_OSS | changes, (), "config.json")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(activation="silu"),
+        dict(glu_unit_offset=False),
+        dict(attention_sinks=False),
+        dict(ff_bias=False),
+        dict(glu_limit=None),
+    ],
+)
+def test_what_a_gpt_oss_cannot_say_is_refused_by_name(changes):
+    config = replace(read_config(GPT_OSS, (), "config.json"), **changes)
+    name = next(iter(changes)).replace("glu_limit", "swiglu_limit")
+    with pytest.raises(ConfigError, match=f"{name} is "):
+        write_config(FAMILIES["gpt_oss"], config)
+
+
+def test_a_number_of_experts_that_no_tensor_has_room_for_is_refused(folders, tmp_path):
+    changed(folders[0], tmp_path / "m")
+    content = GPT_OSS | dict(num_local_experts=10**9, quantization_config=MXFP4)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="num_local_experts is 1000000000, and the files have"):
+        load_pretrained(tmp_path / "m")
+
+
+def test_adapters_of_joined_experts_are_no_file_of_peft(folders, tmp_path):
+    config, params = load_pretrained(folders[0] / "mxfp4")
+    lora = LoraConfig(rank=2, targets=("query", "up"))
+    adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
+    with pytest.raises(ValueError, match="block_0/feed_forward/up: is of experts, whose adapters"):
+        save_lora(tmp_path / "a", params, adapters, lora, tensor_names(config, "gpt_oss"))

@@ -1,0 +1,102 @@
+"""Show a folder of MXFP4 weights, as gpt-oss is published, as the folder of its bfloat16 numbers.
+
+A matrix NAME is two tensors of bytes, NAME_blocks [..., rows, G, 16] and NAME_scales [..., rows,
+G]. Each byte holds two numbers of 4 bits, the lower half first, and 32 numbers share the scale
+2^(byte - 127) (Open Compute Project, OCP Microscaling Formats, 1.0). bfloat16 holds each product.
+A row holds the inputs of one output, and so the matrix is its transpose, [..., 32 G, rows].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.pretrained.safetensors_folder import (
+    CheckpointError,
+    TensorInfo,
+    WeightFolder,
+)
+from transformer_jax.shown import short_repr
+from transformer_jax.untrusted_files import shown
+
+BLOCKS, SCALES = "_blocks", "_scales"
+LARGEST = 252
+"""Byte of the largest scale by which 6 is a number of bfloat16."""
+_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_NUMBERS = np.concatenate([_HALF, -_HALF])
+_PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
+"""The two numbers of each byte."""
+
+
+@short_repr
+@dataclass(frozen=True)
+class Mxfp4Folder(WeightFolder):
+    """Hold an opened folder as if its matrices were saved in bfloat16."""
+
+    stored: WeightFolder = field(repr=False)
+    """The folder as it is."""
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield tensors one at a time, in the order of `names`."""
+        return map(self._read_one, dict.fromkeys(names))
+
+    def _read_one(self, name: str) -> tuple[str, np.ndarray]:
+        if name in self.stored.tensors or name not in self.tensors:
+            return name, self.stored.read(name)
+        blocks, scales = self.stored.read(name + BLOCKS), self.stored.read(name + SCALES)
+        if (largest := scales.max(initial=0)) > LARGEST:
+            rule = f"must be at most {LARGEST}, or a product is too large for bfloat16"
+            raise CheckpointError(f"{self.path}: {shown(name + SCALES)} has {largest}: {rule}")
+        return name, dequantised(blocks, scales)
+
+
+def open_mxfp4(folder: WeightFolder) -> WeightFolder:
+    """Return a folder whose config.json says mxfp4 as `Mxfp4Folder`, and any other as it is."""
+    said = folder.config.get("quantization_config")
+    if not isinstance(said, dict) or said.get("quant_method") != "mxfp4":
+        return folder
+    config = {name: value for name, value in folder.config.items() if name != "quantization_config"}
+    tensors = dict[str, TensorInfo]()
+    for name, info in folder.tensors.items():
+        if not name.endswith((BLOCKS, SCALES)):
+            tensors[name] = info
+        elif name.endswith(BLOCKS):
+            tensors[name.removesuffix(BLOCKS)] = _matrix(folder, name)
+        elif name.removesuffix(SCALES) + BLOCKS not in folder.tensors:
+            raise CheckpointError(f"{folder.path}: {shown(name)} is there without its {BLOCKS}")
+    return Mxfp4Folder(folder.path, config, MappingProxyType(tensors), folder.stamps, folder)
+
+
+def dequantised(
+    blocks: np.ndarray,  # u8[..., rows, G, 16]
+    scales: np.ndarray,  # u8[..., rows, G]
+) -> np.ndarray:  # bf16[..., 32 G, rows]
+    """Return the numbers of a matrix, or of one for each expert."""
+    if blocks.ndim > 3:  # an expert at a time, or the numbers in f32 take twice the matrix
+        return np.stack([dequantised(*own) for own in zip(blocks, scales, strict=True)])
+    scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)
+    return np.ascontiguousarray(numbers.reshape(len(blocks), -1).T)
+
+
+def _matrix(folder: WeightFolder, blocks: str) -> TensorInfo:
+    """Describe the matrix of which two tensors are the parts; CheckpointError if they are not."""
+    name = blocks.removesuffix(BLOCKS)
+    if name in folder.tensors:
+        raise CheckpointError(f"{folder.path}: {shown(name)} is there twice, once as {BLOCKS}")
+    for part in (blocks, name + SCALES):
+        if part not in folder.tensors:
+            raise CheckpointError(f"{folder.path}: tensor {part} is missing")
+        if (dtype := folder.tensors[part].dtype) != "uint8":
+            raise CheckpointError(f"{folder.path}: {shown(part)} is {dtype}: must be uint8")
+    shape, scales = (folder.tensors[part].shape for part in (blocks, name + SCALES))
+    if len(shape) < 3 or shape[-1] != 16 or shape[:-1] != scales:
+        rule = "must be [..., rows, G, 16] and [..., rows, G]"
+        found = f"has {BLOCKS} {list(shape)} and {SCALES} {list(scales)}"
+        raise CheckpointError(f"{folder.path}: {shown(name)} {found}: {rule}")
+    *lead, rows, groups, _ = shape
+    return TensorInfo(folder.tensors[blocks].file, "bfloat16", (*lead, 32 * groups, rows))
