@@ -136,7 +136,7 @@ def state():
     return jnp.zeros((1, 1))
 
 
-@pytest.mark.slow_except("method", "mutable_default", "partial")
+@pytest.mark.slow
 def test_a_predicate_is_read_anew(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
@@ -209,7 +209,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("method", "partial")
+@pytest.mark.slow
 def test_a_step_is_read_anew(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))
@@ -300,6 +300,7 @@ def test_an_interceptor_holds_where_it_stands(steered_first):
     assert abs(found[True] - found[False]) > 0.01
 
 
+@pytest.mark.slow
 def test_initial_parameters_of_an_interceptor():
     def with_more(next_fun, args, kwargs, context):
         out = next_fun(*args, **kwargs)

@@ -90,7 +90,7 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 # Whole sequences
 
 
-@pytest.mark.slow_except("shaw")
+@pytest.mark.slow
 @pytest.mark.long_except("ring", "shaw")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
 def test_weights_of_whole_sequences_are_those_of_the_formulas(name):

@@ -94,7 +94,7 @@ CALLS = {
 }
 
 
-@pytest.mark.slow_except("pages of 128-None")
+@pytest.mark.slow
 @pytest.mark.long_except(
     "*-None",
     "int8-native",
@@ -120,7 +120,7 @@ def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementati
     assert_near(np.where(hidden, 0, lse), np.where(hidden, 0, expected.lse), F32)
 
 
-@pytest.mark.slow_except("{'page': 128, 'dtype': 'int8'}-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "in_place"),
     [

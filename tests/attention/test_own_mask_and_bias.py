@@ -196,7 +196,7 @@ def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs)
         assert_near(slope, gradient, GRADIENT_F32)
 
 
-@pytest.mark.slow_except("xla")
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_a_predicate_may_give_one_bool_for_all_pairs(implementation):
     inputs = np.random.default_rng(3).standard_normal((3, 1, 5, 1, 2)).astype(np.float32)
@@ -564,6 +564,7 @@ class Ramp:
         return self.rate * (k[:, None, None, :] - q[:, None, :, None]).astype(jnp.float32)
 
 
+@pytest.mark.slow
 def test_fields_of_an_own_bias_may_have_the_names_of_an_arrays():
     draws = np.random.default_rng(0).normal(size=(3, 1, 7, 2, 5)).astype(np.float32)
     q, k, v = draws

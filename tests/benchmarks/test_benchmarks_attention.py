@@ -156,7 +156,7 @@ def in_float64(case):
     return [*found, back.sinks] if case.sinks else found
 
 
-@pytest.mark.slow_except("edge-documents")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["edge-alibi", "edge-bias", "edge-capped", "edge-documents", "edge-band", "edge-everything"],

@@ -247,6 +247,7 @@ def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
     assert not cache.exhausted.any()
 
 
+@pytest.mark.slow
 def test_a_traced_position_past_the_capacity_marks_its_row(rng):
     k, v = tokens(rng, 1)
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))

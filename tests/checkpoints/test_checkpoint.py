@@ -143,7 +143,7 @@ def test_what_is_saved_are_the_values_at_the_call(tmp_path, monkeypatch):
     assert bits(restore(path, like)) == wanted
 
 
-@pytest.mark.slow_except("rbg")
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_keys_come_back_and_draw_the_same(tmp_path, implementation):
     tree = {
@@ -290,6 +290,7 @@ def test_a_whole_checkpoint_in_the_wrong_place_is_seen(tmp_path, tree):
         verify(tmp_path / "step-00000009")
 
 
+@pytest.mark.slow
 def test_a_file_too_many_is_seen(tmp_path, tree):
     for where in (".", "params", "params/d"):
         path = save(tmp_path, 7, tree)
@@ -380,7 +381,7 @@ def digest(path: Path) -> dict[str, str]:
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-@pytest.mark.slow_except("layers=[1,2]")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "layers=[1,2]"])
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path, tree, name):
     folder = tmp_path / name

@@ -30,7 +30,7 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow_except("65")
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [11, 65, 211])
 def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size):
     models = equal_models(vocab_size, 64, 61)
@@ -62,6 +62,7 @@ def test_what_can_be_read_once_alone_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_width_has_to_fit_the_models_that_are_compared_alone():
     with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
         equal_models(28, 8, 8, ("ngram", "convolution"))
@@ -69,6 +70,7 @@ def test_a_width_has_to_fit_the_models_that_are_compared_alone():
     assert num_params(found["transformer"]) < 4000 and "ngram" in found
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_refused_before_the_search(text, capsys):
     out = text / "out"  # in a file
     given = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL

@@ -129,6 +129,7 @@ def test_words_in_any_script_are_drawn_as_they_are(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_numbers_of_ones_own_are_used(tmp_path, capsys):
     """Count rows and columns of what is printed, and see the picture where it was asked for."""
     argv = ["worked_attention", "--sentence", "the cat sat on it", "--seed", "3"]

@@ -117,6 +117,7 @@ def test_the_command_draws_and_counts_damaged_lines(runs, tmp_path, capsys):
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_a_run_in_any_script_is_named_as_far_as_there_are_fonts(runs, tmp_path):
     named = [replace(curves, name="学习 \U00012000") for curves in read_runs(runs)]
     draw(named, "step", tmp_path / "a.png")  # a missing letter is a warning, which is an error here

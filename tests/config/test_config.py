@@ -559,7 +559,7 @@ def bert_size(layers: int, width: int) -> int:
     return embedding + layers * layer + head
 
 
-@pytest.mark.slow_except("bert-base-109514298")
+@pytest.mark.slow
 @pytest.mark.long_except("bert-base-109514298", "gpt2-124439808")
 @pytest.mark.parametrize(
     ("name", "size"),

@@ -76,7 +76,7 @@ class Bare(OwnPositions):
         return None
 
 
-@pytest.mark.slow_except("Added")
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [Turned(), Added(), Sloped()], ids=lambda one: type(one).__name__)
 def test_decoding_with_a_cache_equals_the_full_pass(own, key):
     config = replace(CONFIG, positions=own)
@@ -92,6 +92,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(own, key):
     np.testing.assert_allclose(out.captured["logits"], logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_own_positions_compute_what_ours_do(key):
     """ALiBi given as a bias of one's own, by a class and by the name of ours."""
     params = tj.init_params(replace(CONFIG, positions="alibi"), key)
@@ -100,6 +101,7 @@ def test_own_positions_compute_what_ours_do(key):
     np.testing.assert_allclose(own, ours, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_activation_is_any_function(key):
     ours = replace(CONFIG, activation="silu")
     params = tj.init_params(ours, key)

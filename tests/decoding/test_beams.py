@@ -684,6 +684,7 @@ def test_the_state_is_consumed_and_a_fork_is_not():
         search(state)
 
 
+@pytest.mark.slow
 def test_leaves_that_the_step_returns_untouched_are_not_gathered():
     """Such as the keys of a source, which all beams of a row share. No other leaf is as wide."""
     state = dict(states(), source=jnp.ones((4, 97)), read=jnp.zeros((4, 89)))

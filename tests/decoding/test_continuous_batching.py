@@ -367,6 +367,7 @@ def test_with_pause_no_step_is_taken_once_a_slot_is_free(rope):
 # The queue
 
 
+@pytest.mark.slow
 def test_admission_is_first_come_first_served_and_long_requests_block_no_other(rope):
     step, params, empty = rope
     requests = some_requests(17)
@@ -495,6 +496,7 @@ def test_raw_words_are_a_key():
     assert first.token.tolist() == again.token.tolist()
 
 
+@pytest.mark.slow
 def test_slots_go_through_a_trace():
     """Limits that are traced are clipped to what a slot holds."""
 

@@ -470,7 +470,7 @@ def refuse(said: str, *, config=ROPE, capacity: int = PROMPT + NEW, call=generat
     assert step.calls == []
 
 
-@pytest.mark.slow_except("stream")
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [generate, stream])
 def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
     """11 tokens and 23 new ones, of which the last is not fed back: 33 slots do, 32 do not."""

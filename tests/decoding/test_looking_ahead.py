@@ -60,7 +60,7 @@ MASKS = {
 }
 
 
-@pytest.mark.slow_except("a prefix of several chunks")
+@pytest.mark.slow
 @pytest.mark.long_except("a prefix of several chunks", "causal segments")
 @pytest.mark.parametrize("name", MASKS)
 def test_a_chunked_prompt_has_the_numbers_of_the_whole_or_none(rng, params, name):

@@ -44,6 +44,7 @@ def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
             np.testing.assert_allclose(got[row][kept], want[kept], rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
     prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
 

@@ -761,6 +761,7 @@ class Unregistered(Proposer):
         return Proposal(jnp.zeros((3, turn.num_draft), jnp.int32)), proposer_state
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_before_compiling():
     step = CountingStep(build(ROPE))
     empty = init_cache(ROPE, 3, PROMPT + NEW)

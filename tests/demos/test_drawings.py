@@ -80,7 +80,7 @@ def centre(place: Bbox) -> tuple[float, float]:
     return (place.x0 + place.x1) / 2, (place.y0 + place.y1) / 2
 
 
-@pytest.mark.slow_except("gated, grouped, rotary", "T5")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_drawing_names_every_module_and_width(name):
     """Hold the texts of the boxes against names and shapes of the parameters."""
@@ -166,6 +166,7 @@ def test_a_parallel_branch_begins_below_the_first(name):
             assert boxes["norm"][-1][0].y1 < heights[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "sandwich, scanned", "output", "Vaswani"])
 def test_norms_stand_where_their_order_has_them(name):
     """Compare heights: before a branch, after its sum, or on both sides of it."""
@@ -186,7 +187,7 @@ def test_norms_stand_where_their_order_has_them(name):
         assert norm < branch < heights["out_norm_attention"] < plus
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_numbers_of_attention_follow_from_each_other(causal):
     """Work the drawing's scores, weights and output out in float64, of the numbers it shows."""
@@ -216,7 +217,7 @@ def test_the_numbers_of_attention_follow_from_each_other(causal):
     assert {"[T, D] = [5, 7]", "[T, H] = [5, 3]", "[T, S] = [5, 5]"} <= written
 
 
-@pytest.mark.slow_except("7-3", "3-7")
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "window"), [(7, 3), (5, 5), (3, 7)])
 def test_slots_hold_the_last_position_of_their_residue(tokens, window):
     """Compare the numbers in both caches with the last p <= t of p = slot (mod capacity)."""

@@ -102,6 +102,7 @@ def test_the_table_of_positions_has_ten_decimals_in_float64():
     assert tuple(" ".join(f"{x:.10f}" for x in row) for row in table) == slide
 
 
+@pytest.mark.slow
 def test_the_state_is_updated_by_the_last_state_the_context_and_the_word():
     """s_t = tanh(W [s_{t-1}; c_t] + W_y y + b) of an Elman cell whose input is the context."""
     config = RecurrentConfig(

@@ -146,7 +146,7 @@ def test_gradients_equal_the_library_s():
         assert_near(gradient, expected[path], LOGITS_F32, jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow_except("0.7-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, None), (1.3, 3)])
 def test_tokens_are_drawn_as_often_as_the_library_s_distribution_says(temperature, top_k, key):
     logits = jnp.array([0.3, 1.1, -0.7, 0.9, 2.0, -1.3, 0.5])

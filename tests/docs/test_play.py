@@ -223,6 +223,7 @@ def test_masks_and_tiles_are_those_of_the_library(count):
         check_mask(case, one)
 
 
+@pytest.mark.slow
 @needs_node
 @pytest.mark.parametrize("rings", [RINGS[:1], pytest.param(RINGS, marks=pytest.mark.slow)])
 def test_slots_of_the_ring_are_those_of_the_library(rings):
@@ -237,6 +238,7 @@ def test_slots_of_the_ring_are_those_of_the_library(rings):
     check_ring(found)
 
 
+@pytest.mark.slow
 @needs_node
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_attention_and_probabilities_are_those_of_the_library(trained, count):
@@ -281,6 +283,7 @@ def test_a_wrong_mask_is_one_line(text, line):
     assert line in said and "\n" not in said
 
 
+@pytest.mark.slow
 @needs_node
 def test_any_text_is_a_mask_or_refused_in_one_line():
     rng = random.Random(79)

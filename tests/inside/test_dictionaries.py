@@ -124,6 +124,7 @@ def rebuilt(own: Dictionary, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return f, (f @ a["decoder"] + a["bias"]) * a["target_size"] + a["target_centre"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("active", [3, None])
 def test_features_values_and_loss_are_those_of_the_formulas(active):
     own = random_dictionary("block_0/residual", active=active)
@@ -284,6 +285,7 @@ def test_what_is_no_dictionary_is_refused_by_name(fields, message):
         DictionaryTask(of="run", place="block_0/residual", features=7, **fields)
 
 
+@pytest.mark.slow
 def test_places_that_no_edit_joins_and_features_that_are_not_there_are_refused():
     model, params = model_of("gpt2")
     own = random_dictionary("block_0/residual", "block_1/residual")

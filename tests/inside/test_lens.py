@@ -43,6 +43,7 @@ def test_the_lens_reads_every_stream_as_the_model_reads_the_last(shape, scanned)
             assert_near(lens[row, i], want, NEAR)
 
 
+@pytest.mark.slow
 def test_the_lens_of_an_edited_model_is_that_of_its_streams():
     model, params = model_of("gpt2")
     edit = {"block_0/residual": lambda x: 2 * x}
@@ -109,6 +110,7 @@ def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
     assert (one.cross_heads is None) == (shape != "t5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "arguments", "message"),
     [

@@ -198,6 +198,7 @@ def test_what_cannot_be_patched_is_refused_by_name(arguments, message):
             jax.eval_shape(lambda own, tool=tool: tool(model, own, **given | arguments), params)
 
 
+@pytest.mark.slow
 def test_places_of_an_encoder_of_the_source_are_refused():
     model, params = model_of("t5")
     with pytest.raises(

@@ -42,6 +42,7 @@ def minimum(x, y, penalty):
     return found[: D * C].reshape(D, C), found[D * C :]
 
 
+@pytest.mark.slow
 def test_a_probe_of_classes_is_the_minimum_of_its_loss_and_is_scored_on_the_last_rows():
     values, labels = drawn()
     labels[2, 1:] = -1  # padding
@@ -106,6 +107,7 @@ def test_shuffled_rows_are_held_out_whole():
     assert shuffled.score == 1
 
 
+@pytest.mark.slow
 def test_a_traced_label_that_is_no_class_and_values_that_are_not_finite_have_no_score():
     values, labels = drawn()
     of = jax.jit(lambda x, y: probe(x, y, num_classes=C, steps=2))

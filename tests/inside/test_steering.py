@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
 
 
-@pytest.mark.slow_except("llama-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "bert"])
 def test_rows_of_unlike_length_count_up_to_their_ends(shape, scanned):

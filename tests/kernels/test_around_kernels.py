@@ -46,6 +46,7 @@ def gradients(*arguments):
     return pull(out)
 
 
+@pytest.mark.slow
 def test_a_call_is_one_kernel():
     assert steps_of(attend, *[SHAPE] * 3)[KERNEL] == 1
     assert steps_of(gradients, *[SHAPE] * 3)[KERNEL] == 3

@@ -108,7 +108,7 @@ def test_first_keys_of_an_item_do_not_wait_for_the_queries_slot(monkeypatch):
     ]
 
 
-@pytest.mark.slow_except("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_backward_copies_no_keys_before_values_that_free_their_slot(stages, monkeypatch):
     found = copies(monkeypatch, [(0, 2), (1,)], stages, backward=True)

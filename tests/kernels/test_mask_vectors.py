@@ -53,7 +53,7 @@ def masks_of_vectors(rng: np.random.Generator) -> dict:
     }
 
 
-@pytest.mark.slow_except("*-not everything", "-both sides", "-nothing")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", masks_of_vectors(np.random.default_rng(0)))
 @pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
 def test_vectors_say_what_the_mask_says(name, ragged, rng):

@@ -277,7 +277,7 @@ def test_few_queries_take_every_option(instructions, rng):
     same_as_oracle(arrays, None, bias=oracle.alibi(slopes, positions, np.arange(S)))(*found)
 
 
-@pytest.mark.slow_except("neon", "plain")
+@pytest.mark.slow
 def test_few_queries_drop_the_same_weights_as_xla(instructions, rng):
     arrays = few_arrays(rng, (2, 3, 70, 4, 2, 16, 16), jnp.float32)
     options = dict(dropout_rate=0.4, dropout_key=jax.random.key(3))

@@ -232,7 +232,7 @@ def test_int8_pages_have_the_bits_of_the_rows_they_hold(heads):
         np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (x, expected[name])))
 
 
-@pytest.mark.slow_except("int8-x64")
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 def test_it_lowers_for_a_tpu_and_traces_for_gpus(dtype, x64):

@@ -93,7 +93,7 @@ def test_an_exported_gradient_is_the_one_that_is_not_exported(options):
         assert_near(one, np.asarray(own, np.float64), GRADIENT_F32)
 
 
-@pytest.mark.slow_except("cuda")
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_a_program_for_another_platform_calls_no_library(platform):

@@ -38,7 +38,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.slow_except("(64, 256)-documents")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sides", [(128, 128), (64, 256)], ids=str)
 def test_lists_name_every_tile_that_sees_something_and_no_other(name, sides):

@@ -10,7 +10,7 @@ from transformer_jax.kernels import Target, using
 from transformer_jax.kernels.contract import Blocks
 
 
-@pytest.mark.slow_except("two-x64")
+@pytest.mark.slow
 @pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("S", [1024, 32768], ids=["one backward kernel", "two"])
 def test_output_and_gradients_lower_for_a_tpu(S, x64):

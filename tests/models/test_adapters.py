@@ -92,6 +92,7 @@ def _products(jaxpr):
                 yield from _products(inner)
 
 
+@pytest.mark.slow
 def test_dropout_is_on_what_a_reads_alone():
     rng = np.random.default_rng(3)
     x = jnp.array(rng.normal(size=(2, 400, 6)), jnp.float32)

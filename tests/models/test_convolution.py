@@ -86,6 +86,7 @@ def test_a_prediction_depends_on_the_last_tokens_alone():
     assert CONFIG.context == 5
 
 
+@pytest.mark.slow
 def test_packed_documents_are_read_as_if_alone():
     """Check that padding is no part of them, and that the state is the last document's."""
     params, tokens = parameters(CONFIG), draw_tokens()
@@ -99,6 +100,7 @@ def test_packed_documents_are_read_as_if_alone():
     np.testing.assert_array_equal(state.length, [5, TOKENS, 3])
 
 
+@pytest.mark.slow
 def test_token_by_token_equals_the_whole():
     """Check also chunks, and logits that are asked for at some tokens."""
     params, tokens = parameters(CONFIG), draw_tokens()

@@ -58,7 +58,7 @@ def test_parameters_are_those_of_one_program_bit_for_bit(name, key, monkeypatch)
 
 
 @pytest.mark.long_except("1.0", "0.02")
-@pytest.mark.slow_except("1.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("std", [0.02, 0.7, 1.0, 3e-5])
 def test_normal_numbers_are_those_of_jax(std, key):
     shape = 3, 41, 701

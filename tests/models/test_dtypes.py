@@ -123,7 +123,7 @@ CONVERSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("the state of a run")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONVERSIONS)
 def test_a_conversion_names_the_parameter(case):
     convert_it, dtype = CONVERSIONS[case]

@@ -82,6 +82,7 @@ def test_a_step_read_back_from_bytes_gives_the_same_logits_and_state(name, key):
     assert_same_bits(logits, jax.jit(step)(params, TOKENS, want)[0])
 
 
+@pytest.mark.slow
 def test_states_of_a_recurrent_model_go_through_an_export_as_they_are(key):
     """The state of an encoder-decoder holds the encoder's output too."""
     config = CASES["additive"]

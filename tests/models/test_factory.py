@@ -106,6 +106,7 @@ def test_beam_search_with_one_beam_is_greedy_search():
     np.testing.assert_array_equal(np.asarray(beams.tokens)[:, 0], out.tokens)
 
 
+@pytest.mark.slow
 def test_a_cache_has_the_capacity_and_dtype_that_are_asked_for():
     config, params = config_and_params("decoder")
     state = init_decode_state(config, params, ROWS, CAPACITY, dtype=jnp.bfloat16)

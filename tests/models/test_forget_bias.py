@@ -19,6 +19,7 @@ TRANSLATOR = RecurrentConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_lstm_is_the_cell_of_flax_bit_for_bit():
     """Check fresh parameters of a key, and a step, of the cell whose gates begin at 0."""
     x, c, h = jax.random.normal(jax.random.key(3), (3, 2, 17))
@@ -30,6 +31,7 @@ def test_an_lstm_is_the_cell_of_flax_bit_for_bit():
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_a_forget_bias_is_where_the_forget_gates_of_every_cell_begin():
     """Check that nothing else of the fresh parameters differs, in the encoder and the decoder."""
     key, changed = jax.random.key(1), []

@@ -81,7 +81,7 @@ def tokens_of(config: ModelConfig, positions: np.ndarray) -> np.ndarray:
     return positions >= 0
 
 
-@pytest.mark.slow_except("frames-alibi")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_equal_the_oracle(case, rng):
     change, positions = CASES[case]
@@ -98,7 +98,7 @@ def test_hidden_states_equal_the_oracle(case, rng):
         assert_near(got[b][real], states, MODEL_F32, f"row {b}")
 
 
-@pytest.mark.slow_except("frames-sinusoidal")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["patches-learned", "frames-sinusoidal"])
 def test_class_logits_equal_the_oracle(case, rng):
     """Compare what the head reads: the class token's state, or that of the first real frame."""
@@ -109,6 +109,7 @@ def test_class_logits_equal_the_oracle(case, rng):
     assert_near(got, oracle.classify(config, params, x, positions=positions), MODEL_F32)
 
 
+@pytest.mark.slow
 def test_weights_are_of_the_class_token_and_the_patches(rng):
     config, x, params = prepared(dict(inputs=PATCHES), rng)
     states, _, seen = applied(config, params, x, "attend")

@@ -64,7 +64,7 @@ def test_a_norm_needs_no_scale_and_no_bias(rng):
             )
 
 
-@pytest.mark.slow_except("pre")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["pre", "post"])
 def test_without_a_norm_a_block_is_its_two_sums(order):
     """x + attention(x), then + feed_forward of that, whatever the order; no norm has parameters."""
@@ -273,7 +273,7 @@ def test_a_traced_token_outside_the_vocabulary_makes_its_row_alone_nan(key, posi
         assert_same_bits(got[1, :2], clean[1, :2])
 
 
-@pytest.mark.slow_except("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 17])
 def test_logits_of_few_and_many_rows_and_their_gradients(rng, key, rows):
     embed = Embed(dataclasses.replace(SMALL, positions="none", logit_softcap=None))
@@ -318,6 +318,7 @@ def test_a_projection_from_wide_to_narrow_and_its_gradients(rng, rows):
         assert_near(got, want, FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_a_projection_of_one_row_and_its_gradients(rng):
     """Here the inputs are several axes, and 8 divides their number."""
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((1, 1, 3, 8), (3, 8, 5, 7)))
@@ -355,7 +356,7 @@ def test_the_output_of_a_branch_is_dropped_where_a_key_is_given(rng, key):
     assert 0.65 < (drawn > 0).mean() < 0.85
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("glu", [False, True])
 def test_feed_forward_equals_its_formula(rng, key, glu):
     config = dataclasses.replace(SMALL, glu=glu, activation="silu")

@@ -316,7 +316,7 @@ def test_files_have_the_layout_of_peft(params, tmp_path):
     assert_same_bits(tensors[f"{Q}.lora_B.weight"], np.asarray(query["b"]).T)
 
 
-@pytest.mark.slow_except("two")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -293,7 +293,7 @@ def test_what_is_no_place_is_refused_by_name():
         make_step(model, edit={"encoder/embedding": jnp.square})
 
 
-@pytest.mark.slow_except("rnn")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_where_nothing_is_asked_for_the_program_is_the_same(kind):
     model, params = made(kind)

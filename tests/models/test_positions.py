@@ -102,7 +102,7 @@ def inside_unit_circles(rng, *shape: int) -> np.ndarray:
     return rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(math.sqrt(2))
 
 
-@pytest.mark.slow_except("bfloat16-half")
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
@@ -117,7 +117,7 @@ def test_rotation_is_exact_at_every_position(rng, pairing, dtype):
         assert error <= 1e-6 + rounding, f"position {position}: {error}"
 
 
-@pytest.mark.slow_except("2147483636")
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [4_000, 100_000, 10**8, 2**31 - 12])
 def test_scores_depend_only_on_the_distance(rng, shift):
     q, k = (inside_unit_circles(rng, 1, 11, 1, 64) for _ in range(2))
@@ -392,6 +392,7 @@ def test_sinusoids_match_the_formula():
         pos.sinusoidal(jnp.arange(3), 5)
 
 
+@pytest.mark.slow
 def test_sinusoids_and_rotations_are_float64_under_x64(rng):
     """Compare all digits of the slides; the model's own stream stays in its dtype."""
     positions = np.array([0, 1, 2, 31, 100_003, 2**31 - 1, -3])
@@ -551,7 +552,7 @@ def test_impossible_buckets_are_refused(settings):
         )
 
 
-@pytest.mark.slow_except("False-rows of keys")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
@@ -579,6 +580,7 @@ def test_relative_bias_looks_up_its_bucket(rng, name, bidirectional):
     assert_near(vjp(jnp.asarray(cotangent))[0].table, gradient, GRADIENT_F32)
 
 
+@pytest.mark.slow
 def test_biases_cross_jit_as_their_arrays():
     q, k = jnp.arange(T), jnp.arange(S)
     traced = jax.jit(lambda bias: bias.materialize(q, k))

@@ -229,7 +229,7 @@ def oracle_row(config, params, tokens, row: int):
     return oracle_forward(config, params, tokens, row_source(config, row))
 
 
-@pytest.mark.slow_except("gru")
+@pytest.mark.slow
 @every_context
 def test_a_pass_matches_the_formulas(config):
     params, tokens = parameters(config), draw_tokens()
@@ -264,7 +264,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole(config):
     assert_near(jax.tree.leaves(after.carry)[0], jax.tree.leaves(whole.carry)[0], FORWARD_F32)
 
 
-@pytest.mark.slow_except("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [*CONFIGS.values(), STATE], ids=[*CONFIGS, "dot state"])
 def test_in_any_chunks_with_padding_anywhere_equals_the_whole(config):
     """Each row reads its own tokens at its own pace; padding changes no bit of its state."""
@@ -321,7 +321,7 @@ def test_greedy_tokens_are_the_best_of_the_full_pass(config):
         np.testing.assert_array_equal(np.stack(list(streamed), axis=1), tokens)
 
 
-@pytest.mark.slow_except("lstm")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LSTM, ADDITIVE], ids=["lstm", "additive"])
 def test_a_row_alone_is_what_it_is_in_company(config):
     params, tokens = parameters(config), draw_tokens()

@@ -119,6 +119,7 @@ def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
         assert_near(out, want, 2 * FORWARD_F32)
 
 
+@pytest.mark.slow
 def test_a_plan_without_positions_is_made_again_where_a_call_has_them(rng):
     q, k, v = (rng.standard_normal((2, TOKENS, 1, 8)).astype(np.float32) for _ in range(3))
     mask, later = Causal() & Segments(IDS), np.arange(TOKENS, dtype=np.int32)[::-1].copy()

@@ -31,7 +31,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.slow_except("post-learned")
+@pytest.mark.slow
 @pytest.mark.long_except(
     "post-learned",
     "post-rope",

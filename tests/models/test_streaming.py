@@ -216,6 +216,7 @@ def test_a_layer_fed_in_chunks_of_any_size_equals_the_formula(rng, name, mixes):
     assert largest_error(narrow, want) > 100 * STREAMED  # the window is seen in the numbers
 
 
+@pytest.mark.slow
 def test_a_whole_layer_without_a_state_equals_the_formula(rng):
     arrays = layer_inputs(rng)
     whole, none = layer_step("half", None, *arrays, window=WINDOW)
@@ -223,6 +224,7 @@ def test_a_whole_layer_without_a_state_equals_the_formula(rng):
     assert none is None
 
 
+@pytest.mark.slow
 def test_a_ring_may_be_longer_than_the_window(rng):
     arrays = layer_inputs(rng)
     want = layer_oracle("half", *arrays, 31)
@@ -385,6 +387,7 @@ def nbytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_the_state_does_not_grow_and_each_size_compiles_once(rng):
     model = encoder("none", num_layers=1, window=7)
     frames = draw(rng, ROWS, 11, FRAME)
@@ -479,6 +482,7 @@ def test_a_chunk_sees_the_sinks_that_are_not_after_it(rng):
     assert_near(got, want, STREAMED)
 
 
+@pytest.mark.slow
 def test_chunks_of_one_are_a_causal_window():
     places = jnp.concatenate([jnp.arange(-1, 23), END - 1 - jnp.arange(7)])
     want = (Causal() & Window(8)).materialize(places, places)
@@ -623,6 +627,7 @@ def test_sizes_that_cannot_stream_are_refused(frame_dim, chunk, said):
 FRAMES = np.zeros((2, 3, FRAME), np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frames", "more", "said"),
     [
@@ -688,6 +693,7 @@ def test_a_layer_refuses_what_does_not_fit(state, change, said):
     assert str(caught.value).startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["yarn", "longrope", "window"])
 def test_keys_moved_back_are_those_of_the_smaller_positions(rng, scaling):
     """Turned by the layer's own base, and not multiplied by the scaling's factor once more."""

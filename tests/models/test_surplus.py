@@ -88,7 +88,7 @@ def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_fie
     assert not any(f"{name}/".startswith(f"{path}/") for name in own)
 
 
-@pytest.mark.slow_except("scanned", "cells")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [replace(CONFIG, scan_layers=True), ENCODER, CELLS],

@@ -272,7 +272,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "encoder-decoder-all",
     "two-vocabularies",
 )
-@pytest.mark.slow_except("*-learned", "llama", "smollm3", "cohere")
+@pytest.mark.slow_except("*-learned", "llama")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
     config, tokens, arguments, params = prepared(case, rng)
@@ -310,7 +310,7 @@ def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
     assert_near(np.concatenate(parts, axis=1)[places >= 0], want[places >= 0], MODEL_F32)
 
 
-@pytest.mark.slow_except("bart")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma3", "bart"])
 def test_logits_of_some_tokens_equal_the_oracle(case, rng):
     """Each row its own, in any order, some twice; where there is no such token they are NaN."""
@@ -515,7 +515,7 @@ def dependence(config, arguments, rng) -> np.ndarray:
     return (slopes != 0).any(-1)
 
 
-@pytest.mark.slow_except("prefix")
+@pytest.mark.slow
 @pytest.mark.long_except(
     "causal-learned",
     "encoder",
@@ -1154,6 +1154,7 @@ def test_parameters_are_plain_dicts_with_these_names():
     }
 
 
+@pytest.mark.slow
 def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
     shared = dataclasses.replace(SMALL, kind="encoder-decoder")
     config = dataclasses.replace(shared, source_vocab_size=43)
@@ -1171,6 +1172,7 @@ def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
         model.apply({"params": params}, target, source=source)
 
 
+@pytest.mark.slow
 def test_each_kind_of_position_has_these_parameters_of_its_own():
     plain = names(shapes(dataclasses.replace(SMALL, positions="none")))
 
@@ -1206,6 +1208,7 @@ def test_no_bias_means_no_bias_anywhere():
     assert not [name for name in rest if "/feed_forward/" in name and "bias" in name]
 
 
+@pytest.mark.slow
 def test_a_pooler_is_there_where_it_or_classes_are_asked_for():
     def own(**change) -> dict:
         plain, more = (
@@ -1240,6 +1243,7 @@ def test_norms_that_add_one_start_at_zero(key):
         assert (leaf == 0).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.long_except("loop")
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_initial_parameters_have_the_stated_spread(key, scan):
@@ -1296,7 +1300,7 @@ def test_branches_start_at_the_depth_of_their_own_stack(scan):
 
 
 @pytest.mark.long_except("loop-*", "scan-encoder-decoder-all")
-@pytest.mark.slow_except("loop-bert", "loop-shaw-all")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma", "shaw-all", "t5", "bert", "sinusoidal-post-relu",
                                   "alibi-odd-heads-window", "encoder-decoder-all"])  # fmt: skip
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])

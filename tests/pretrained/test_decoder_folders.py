@@ -36,6 +36,7 @@ def drawn(config: ModelConfig):
     return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
 
 
+@pytest.mark.slow_except("falcon*")
 @pytest.mark.parametrize(
     ("content", "tensor", "param"),
     [
@@ -66,6 +67,7 @@ def test_what_is_saved_comes_back_bit_for_bit(content, tensor, param, tmp_path):
     np.testing.assert_array_equal(found, own)
 
 
+@pytest.mark.slow
 def test_groups_of_a_falcon_are_their_queries_a_key_and_a_value(tmp_path):
     """Rows [K, N / K + 2, H] of one tensor."""
     keys = dict(new_decoder_architecture=True, num_kv_heads=2, bias=True)

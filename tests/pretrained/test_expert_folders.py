@@ -44,6 +44,7 @@ def drawn(content):
     return config, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
 
 
+@pytest.mark.slow_except("mixtral")
 @pytest.mark.parametrize("content", [MIXTRAL, QWEN2], ids=lambda c: c["model_type"])
 def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path):
     config, params = drawn(content)

@@ -130,7 +130,7 @@ def same(got, want) -> None:
 # What a file says
 
 
-@pytest.mark.slow_except("llama", "gemma2", "qwen2 of experts", "phi3", "gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_is_the_folder_that_it_was_written_from(case, tmp_path):
     family, config, keys = CASES[case]

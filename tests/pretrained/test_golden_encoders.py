@@ -49,6 +49,7 @@ def test_a_text_is_classified_as_transformers_does():
     assert (got.argmax(-1) == want.argmax(-1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_masked_lm", "distilbert_classes"])
 def test_what_is_saved_again_has_the_same_bytes(name, tmp_path):
     config, params = load_pretrained(GOLDEN / name)

@@ -1162,6 +1162,7 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(change, told, tmp_pat
     assert str(folder) in str(error.value)
 
 
+@pytest.mark.slow
 def test_layers_are_stacked_and_written_as_they_were(tmp_path):
     config, params = load_pretrained(LLAMA3)
     scanned, stacked = load_pretrained(LLAMA3, scan_layers=True)
@@ -1257,6 +1258,7 @@ def test_parameters_that_are_not_the_configs_are_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, positions="alibi")
     params = init_params(config, jax.random.key(0))

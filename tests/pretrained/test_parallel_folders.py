@@ -96,6 +96,7 @@ def test_what_a_family_cannot_say_is_refused_by_name(content, changes, rule):
         write_config(FAMILIES[content["model_type"]], config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
     config = read_config(NEOX | dict(tie_word_embeddings=True), (), "config.json")

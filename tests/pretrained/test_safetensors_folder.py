@@ -225,6 +225,7 @@ def test_a_full_disk_leaves_the_old_folder_and_nothing_else(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_anywhere_in_a_save_leaves_a_whole_folder(tmp_path):
     """Every call that changes the disk is in turn the last one; so is every fsync."""
     path = tmp_path / "m"

@@ -302,6 +302,7 @@ def renamed(old: str, new: str) -> Any:
     return lambda held: {new if name == old else name: value for name, value in held.items()}
 
 
+@pytest.mark.slow
 def test_the_output_of_a_t5(tmp_path):
     """As the table in families/t5.py says."""
     absent: Any = dict(scale_decoder_outputs=...)
@@ -365,7 +366,7 @@ def test_bias_of_attention_to_the_source_is_not_used(tmp_path):
 TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
 
 
-@pytest.mark.slow_except("bfloat16", "float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_tables_of_an_old_marian_are_the_sinusoids(dtype, tmp_path):
     table = np.asarray(sinusoidal(jnp.arange(31), 18, layout="halves")).astype(dtype)

@@ -165,6 +165,7 @@ def test_what_cannot_be_answered_is_refused_in_openai_s_form(client, status, why
     assert "secret" not in response.text and "home" not in response.text
 
 
+@pytest.mark.slow
 def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine):
     for messages in ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "a"}],
                      [{"role": "user", "content": "<e>"}]):  # fmt: skip
@@ -220,6 +221,7 @@ def test_requests_above_the_queue_are_refused_and_the_others_answered(monkeypatc
     assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_given_up(engine, monkeypatch):
     held = Held(engine, monkeypatch)
     client = testclient.TestClient(make_app(engine, NAME, timeout=0.5))

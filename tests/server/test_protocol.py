@@ -102,6 +102,7 @@ def test_what_is_wrong_is_refused_in_a_line_that_names_it(name):
     assert error["message"] == str(caught.value) and len(error["message"]) < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["completion", "chat"])
 def test_values_are_checked_as_json_schema_says(name):
     """Beside another implementation of JSON Schema, with some parameters changed at random."""

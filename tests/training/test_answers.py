@@ -144,6 +144,7 @@ def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
     assert beams._search.num_programs() == before + 1
 
 
+@pytest.mark.slow
 def test_a_source_that_does_not_fit_is_refused_by_its_length():
     run = untrained(*CASES["prefix"])
     with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaaaaaaa': 17 tokens, the model was"):

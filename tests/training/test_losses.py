@@ -271,7 +271,7 @@ def test_a_label_outside_the_vocabulary_is_named(name):
         chunked_cross_entropy(jnp.zeros((2, 2, D)), jnp.zeros((V, D)), labels, chunk_size=1)
 
 
-@pytest.mark.slow_except("-1", "2147483647")
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [V, -1, 2**31 - 1])
 def test_a_traced_label_outside_the_vocabulary_makes_the_loss_nan(label):
     logits, labels = jnp.zeros((3, V)), jnp.asarray([0, label, 2])

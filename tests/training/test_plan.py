@@ -216,6 +216,7 @@ def test_a_table_that_has_rows_looked_up_is_not_read_whole():
         assert moved == tied.memory.parameters - positions + tied.cache
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     chip = replace(CHIPS["h200"], memory=11 * num_params(SMALL))
     hardware = replace(CPU, chip=chip)

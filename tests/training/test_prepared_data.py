@@ -354,6 +354,7 @@ def test_an_evaluation_reads_the_held_out_documents_in_order_each_label_once(fol
     same(list(some.evaluation()), list(some.evaluation()))
 
 
+@pytest.mark.slow
 def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
     real = Part.read
 

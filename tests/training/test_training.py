@@ -798,7 +798,7 @@ def test_a_run_stays_in_its_folder_though_the_process_moves(config, tmp_path, mo
     assert load_run(tmp_path / "here").step == 1
 
 
-@pytest.mark.slow_except("ENOLCK")
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP"])
 def test_a_file_system_without_locks_is_named_and_nothing_is_left(config, monkeypatch, code):
     def refuse(handle, how):

@@ -86,6 +86,7 @@ def test_answers_targets_and_masks_are_edited():
     assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_the_edited_values():
     other, plain = without_head(PLAIN, "decoder").attend("badcab"), PLAIN.attend("badcab")
     found = PLAIN.attend("badcab", edit=SILENT)
@@ -96,6 +97,7 @@ def test_attention_is_that_of_the_edited_values():
     assert (PLAIN.attend("badcab", edit=uniform).weights[1] == 0.25).all()
 
 
+@pytest.mark.slow
 def test_classes_are_those_of_the_edited_values():
     other, plain = without_head(CLASSES, "encoder").classify("bad"), CLASSES.classify("bad")
     found = CLASSES.classify(["bad", "cab"], edit=SILENT)[0]

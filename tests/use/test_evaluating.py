@@ -94,6 +94,7 @@ def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, str
     )
 
 
+@pytest.mark.slow
 def test_a_text_shorter_than_a_window_is_one_window():
     whole = PLAIN.score("bad").nats
     assert PLAIN.score("bad", window=9, stride=9).nats == pytest.approx(whole, rel=1e-5)
@@ -190,6 +191,7 @@ def shares(questions, model) -> list[float]:
     return np.mean(rights, axis=0).tolist()
 
 
+@pytest.mark.slow
 def test_choices_are_judged_by_their_probability_alone_and_by_their_length(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")

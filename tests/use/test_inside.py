@@ -42,7 +42,7 @@ def changed(model, change):
     return replace(model, model=replace(model.model, params=params))
 
 
-@pytest.mark.slow_except("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "masked"])
 def test_the_lens_ends_in_the_probabilities_of_the_model(name):
     model, text = {"plain": (PLAIN, "bad"), "masked": (MASKED, "b_d")}[name]

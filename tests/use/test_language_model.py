@@ -139,6 +139,7 @@ def test_texts_of_a_list_are_scored_as_alone():
     assert [one.nats for one in PLAIN.score([text, "ab"])] == alone
 
 
+@pytest.mark.slow
 def test_bytes_of_a_score_are_those_of_what_is_scored():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     blanks = "  to be", "\u3000to be", " \nto be", "\t é be"
@@ -151,6 +152,7 @@ def test_bytes_of_a_score_are_those_of_what_is_scored():
     assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
 
 
+@pytest.mark.slow
 def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
     prompt = "badcabfeedcabbage"
     assert len(prompt) == CONFIG.max_len
@@ -158,6 +160,7 @@ def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
     assert PLAIN.generate(prompt, 1) == expected == PLAIN.generate([prompt], 1)[0]
 
 
+@pytest.mark.slow
 def test_a_text_without_a_token_is_an_empty_prompt_and_nothing_to_look_at():
     """Check that blanks are so to words, and not to characters."""
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
@@ -214,7 +217,7 @@ def test_a_long_text_is_scored_in_windows():
     assert found.nats == pytest.approx(sum(expected), rel=1e-5)
 
 
-@pytest.mark.slow_except("badcafe")
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["badcafe", "ab"])
 def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
     model = run_of(LanguageTask())
@@ -227,6 +230,7 @@ def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
         model.evaluate(tmp_path / "short.txt")
 
 
+@pytest.mark.slow
 def test_weights_have_the_tokens_of_the_text_as_labels():
     found = PLAIN.attend("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)

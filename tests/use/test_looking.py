@@ -167,6 +167,7 @@ def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
     return [float(row @ wanted / np.sqrt((row @ row) * (wanted @ wanted))) for row in table]
 
 
+@pytest.mark.slow
 def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     table = np.asarray(PLAIN.params["embed"]["tokens"], np.float64)
     of_c = cosines(table, table[2])
@@ -216,6 +217,7 @@ def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
         replace(PLAIN, model=replace(PLAIN.model, config=ngrams)).nearest("c")
 
 
+@pytest.mark.slow
 def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
     ids = [1, special_ids(MASKED.tokenizer)["mask"], 3, special_ids(MASKED.tokenizer)["mask"]]
     p = softmax(captured(MASKED, ids, "logits")[0])
