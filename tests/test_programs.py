@@ -365,6 +365,7 @@ def test_what_is_ours():
     assert not is_ours(jax.jit(lambda x: x)) and is_ours(jax.nn.silu)
 
 
+@pytest.mark.slow
 def test_programs_that_read_other_arguments_are_not_taken_for_each_other():
     def token_of_argument(number):
         def step(params, tokens, state, *, valid=None):
@@ -376,6 +377,7 @@ def test_programs_that_read_other_arguments_are_not_taken_for_each_other():
     assert [token_of_argument(0), token_of_argument(1)] == [1, 5]
 
 
+@pytest.mark.slow
 def test_functions_on_the_host_are_the_ones_of_now():
     number = {"of": lambda _: np.int32(1)}
 

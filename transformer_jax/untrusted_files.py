@@ -101,6 +101,16 @@ class Untrusted:
         """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
         self._check_limits(data, where, values)
 
+        def number(text: str) -> float:
+            if not math.isfinite(value := float(text)):
+                raise self.error(f"{where}: {shown(text)} is not a finite number")
+            return value
+
+        return self.parse(data, where, parse_float=number, parse_constant=number)
+
+    def parse(self, text: str | bytes, where: str, **hooks: Any) -> Json:
+        """Return JSON, of which no object has a key twice; `json.loads` takes the hooks."""
+
         def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
             found = dict(items)
             if len(found) < len(items):
@@ -109,15 +119,9 @@ class Untrusted:
                 raise self.error(f"{where}: {shown(twice)} is there twice")
             return found
 
-        def number(text: str) -> float:
-            if not math.isfinite(value := float(text)):
-                raise self.error(f"{where}: {shown(text)} is not a finite number")
-            return value
-
         try:
-            found: Json = json.loads(
-                data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number
-            )
+            decoded = text if isinstance(text, str) else text.decode()
+            found: Json = json.loads(decoded, object_pairs_hook=pairs, **hooks)
             return found
         except self.error:
             raise

@@ -721,7 +721,7 @@ def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
     assert jnp.isfinite(found).all() and jnp.abs(found - exact).max() > 1e-3
 
 
-@pytest.mark.slow_except("xla")
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_a_call_is_compiled_once_for_equal_structure(implementation):
     """A mask, a number and a shape are what a compilation is kept for, not arrays.

@@ -251,6 +251,7 @@ def test_a_run_for_the_goals_judges_each_of_them(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("not asked for") > 10
 
 
+@pytest.mark.slow
 def test_the_backward_pass_is_timed_without_the_forward_pass():
     case = replace(specs.attention_cases("quick")[0], queries=5, keys=5)
     options, passes = attention._options(["--quick"]), []

@@ -448,6 +448,7 @@ def test_bytes_are_those_of_the_arrays(changes, arguments):
     assert told == sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) > 0
 
 
+@pytest.mark.slow
 def test_bytes_by_hand():
     """B rows of: S slots of H + Hv numbers and a position, and a length; int8 with two scales."""
     config = dataclasses.replace(SMALL, num_kv_heads=2, value_head_dim=5, **PATTERN)

@@ -106,6 +106,7 @@ def test_settings_are_found_again_in_a_stored_config():
     assert config.min_learning_rate == pytest.approx(0.0004)
 
 
+@pytest.mark.slow
 def test_the_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
     """Look at every text that is read, instead of training."""
     read = []

@@ -883,6 +883,7 @@ def test_characters_of_several_bytes_come_whole():
     assert "".join(completion.pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_tokenizer_are_never_drawn(key):
     logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
     kept = completion.FirstIds(11)(logits)

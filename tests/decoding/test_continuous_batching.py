@@ -533,6 +533,7 @@ def test_ids_may_repeat_and_a_request_that_fills_its_slot_is_served(rope):
     assert list(serve(step, params, [], empty(1), **arguments)) == []
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_at_the_call(rope):
     step, params, empty = rope
     step = CountingStep(step.model)
@@ -574,6 +575,7 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
     assert len(step.calls) == traced + 1, "only to learn the vocabulary, for `stop`"
 
 
+@pytest.mark.slow
 def test_a_taken_slot_is_refused_and_consumed_slots_too(rope):
     _, params, empty = rope
     held, requests, _ = begin_three(rope)

@@ -641,6 +641,7 @@ def double(params, tokens, state, *, valid=None):
     return logits, state
 
 
+@pytest.mark.slow
 def test_prompts_that_are_no_ids_are_refused_for_any_step():
     state = jnp.zeros((1,))
     for wrong in (np.array([[1.7, 2.2]]), np.array([[True, False]])):

@@ -444,6 +444,7 @@ def test_the_cache_is_donated_and_never_copied(early):
 # Refusals
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_refused_before_compiling(rope):
     step = CountingStep(build(ROPE))
     state = init_cache(ROPE, 3, PROMPT + NEW)

@@ -80,6 +80,7 @@ def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
     np.testing.assert_allclose(values, np.take_along_axis(log_p, best, 1), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "given", "why"),
     [

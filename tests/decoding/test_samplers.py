@@ -418,6 +418,7 @@ def test_processors_apply_from_left_to_right():
     assert set(drawn.tolist()) == {0}
 
 
+@pytest.mark.slow
 def test_compiled_draws_are_the_same(rng):
     logits = jnp.asarray(distributions(rng)).astype(jnp.bfloat16)
     sampler = Sample(Temperature(0.8), TopK(19), TopP(0.9), MinP(0.01))

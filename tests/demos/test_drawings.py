@@ -116,7 +116,7 @@ def test_a_drawing_names_every_module_and_width(name):
             assert any(re.fullmatch(rf"(to block_{depth - 1}, )?{depth} ×", t) for t in written)
 
 
-@pytest.mark.slow_except("gated, grouped, rotary", "BERT", "T5")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_boxes_do_not_overlap_and_hold_their_texts(name):
     """Check bounding boxes: of boxes, of texts in them, of lines between them and of the page."""

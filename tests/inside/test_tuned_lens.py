@@ -91,6 +91,7 @@ def test_a_map_over_translators_has_the_lens_of_each():
     assert_near(found[1], logit_lens(model, params, draw()), NEAR)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_by_name():
     model, params = model_of("gpt2")
     own = Translators(np.zeros((L + 1, D, D)), np.zeros((L + 1, D)))

@@ -139,6 +139,7 @@ def names(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_encoder_of_inputs_has_no_table_of_tokens():
     plain = dataclasses.replace(SMALL, positions="rope")
     config = dataclasses.replace(plain, inputs=FRAMES)

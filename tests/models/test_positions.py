@@ -192,7 +192,7 @@ def test_published_numbers_of_the_scalings():
     assert_same_bits(w(**dynamic, length=8192)[0], w(scaling="ntk", factor=4.0)[0])
 
 
-@pytest.mark.slow_except("1.7-*", "None-98")
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 97, 98])
 @pytest.mark.parametrize("given", [None, 1.7])
 def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
@@ -339,7 +339,7 @@ def test_negative_positions_turn_backwards(rng):
     assert_near(pos.apply_rope(there, -positions, Rope()), x, FORWARD_F32)
 
 
-@pytest.mark.slow_except("half")
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_dimensions_after_the_rotated_pass_through(rng, pairing):
     x = jnp.asarray(inside_unit_circles(rng, B, T, N, H))

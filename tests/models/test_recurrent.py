@@ -404,7 +404,7 @@ def test_a_source_without_a_token_is_attended_to_with_nothing(config):
         assert_near(np.asarray(state.weights).sum(axis=1), [1, 0, 1], FORWARD_F32)
 
 
-@pytest.mark.slow_except("gru")
+@pytest.mark.slow
 @every_config
 def test_rows_of_a_state_can_be_gathered(config):
     """As beams and forks do; every leaf leads with B."""
@@ -656,6 +656,7 @@ def test_a_translator_learns_to_reverse(fresh):
 # Configs, parameters, errors
 
 
+@pytest.mark.slow
 def test_parameters_are_counted():
     cell = 3 * 17  # a GRU: three gates, and one bias more
     decoder = (5 + 34 + 17 + 1) * cell + 17 + (17 + 17 + 1) * cell + 17
@@ -733,6 +734,7 @@ def test_a_config_that_cannot_be_is_refused(start, change, said):
         dataclasses.replace(valid, **change)
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused_before_anything_is_computed():
     """By `generate`, without parameters, so before compiling; and by the model itself."""
     step, state = RecurrentStep(build(LSTM)), init_recurrent_state(LSTM, ROWS)

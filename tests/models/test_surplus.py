@@ -63,7 +63,9 @@ MORE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("looped-*", "scanned-kind", "scanned-use_bias")
+@pytest.mark.slow_except(
+    "looped-use_bias", "looped-kind", "looped-num_layers*", "looped-num_classes", "scanned-kind"
+)
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
 def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field(case, scanned):

@@ -908,6 +908,7 @@ def test_a_source_read_once_serves_all_targets(rng, scan):
     chex.assert_trees_all_equal(cache.cross, kept, strict=True)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
     config = dataclasses.replace(SMALL, kind="encoder-decoder")
     tokens = random_tokens(rng, 2, 3)

@@ -148,6 +148,7 @@ def test_a_file_is_the_folder_that_it_was_written_from(case, tmp_path):
     same(loaded, params)
 
 
+@pytest.mark.slow
 def test_the_stretch_of_llama_3_is_found_in_the_numbers_it_divides_by(tmp_path):
     config = dataclasses.replace(LLAMA, positions=STRETCHED, d_model=128, num_heads=2)
     folder, _ = folder_of(tmp_path / "m", "llama", config)
@@ -279,6 +280,7 @@ def test_quantised_numbers_are_those_of_the_formula(kind, tmp_path, monkeypatch)
     np.testing.assert_array_equal(file.read("experts")[0], file.read("w"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_half_precision_is_kept_unless_another_dtype_is_asked_for(kind, tmp_path):
     folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
@@ -440,6 +442,8 @@ def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
     refused("llama.rope.scaling.type is 'ntk': must be", **{"rope.scaling.type": "ntk"})
     refused("llama.attention.causal is False: must be True", **{"attention.causal": False})
     refused("llama.block_count is 'two': must be a positive integer", block_count="two")
+    refused("llama.expert_count is 'two': must be a positive integer", expert_count="two")
+    refused("llama.expert_used_count is missing: must be a pos", expert_count=2)
     refused("embedding_length is 31: token_embd.weight has 32", embedding_length=31)
     refused("rope.dimension_count is 4: must be the size of a head", **{"rope.dimension_count": 4})
     refused("split.count is 3: one file of several", more={"split.count": 3})

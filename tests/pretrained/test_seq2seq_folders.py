@@ -374,6 +374,7 @@ def test_tables_of_an_old_marian_are_the_sinusoids(dtype, tmp_path):
     chex.assert_trees_all_equal(load_pretrained(folder)[1], loaded("marian")[1], strict=True)
 
 
+@pytest.mark.slow
 def test_other_tables_are_refused(tmp_path):
     table = np.array(sinusoidal(jnp.arange(31), 18, layout="halves"))
     turns = np.asarray(sinusoidal(jnp.arange(31), 18))

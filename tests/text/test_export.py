@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,12 @@ def test_a_fixed_batch_ends_rows_at_stop_tokens_and_takes_no_other_batch(tmp_pat
         (dict(platforms=["cpu", "gpu"]), r"platforms is \['cpu', 'gpu'\]: must be one or more of "),
         (dict(platforms="cpu"), "platforms is 'cpu': must be one or more of cpu, cuda, rocm, tpu"),
         (dict(platforms=[]), r"platforms is \[\]: must be one or more of "),
+        (dict(platforms=None), "platforms is None: must be one or more of "),
+        (dict(platforms=[["cpu"]]), r"platforms is \[\['cpu'\]\]: must be one or more of "),
+        (dict(first=5), "first is 5: must be a list of token ids"),
+        (dict(first=[1, 61]), r"first\[1\] is 61: must be at most 60"),
+        (dict(stop=[-1]), r"stop\[0\] is -1: must be an integer of at least 0"),
+        (dict(stop=[2.5]), r"stop\[0\] is 2.5: must be an integer of at least 0"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, message, tmp_path):
@@ -144,7 +151,9 @@ def test_a_model_that_does_not_go_on_with_a_text_is_refused(config, given, tmp_p
 
 def about(tmp_path, **changes):
     content = (
-        dict(format=decode_exported.FORMAT, batch=None, context=11, stop=[], vocab_size=61)
+        dict(
+            format=decode_exported.FORMAT, batch=None, context=11, first=[], stop=[], vocab_size=61
+        )
         | changes
     )
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -158,7 +167,10 @@ def about(tmp_path, **changes):
         (dict(format=None), [[1]], 1, "format is None: must be "),
         ({}, [[1], []], 1, "a prompt has no tokens: must have one at least"),
         ({}, [], 1, "a prompt has no tokens: must have one at least"),
-        ({}, [[1]], 0, "0 new tokens: must be 1 at least"),
+        ({}, [[1]], 0, "0 new tokens: must be an integer of at least 1"),
+        ({}, [[1]], 2.5, "2.5 new tokens: must be an integer of at least 1"),
+        ({}, [5, 6], 1, "a prompt is 5: must be a list of token ids"),
+        ({}, ["56"], 1, "a prompt is '56': must be a list of token ids"),
         ({}, [[1, 2, 3]], 10, "prompt and new tokens reach length 12: the context is 11"),
         (dict(batch=2), [[1]], 1, "1 prompts: the programs take 2"),
         ({}, [[1], [5, 61]], 1, "a prompt has the token 61: must be an id from 0 to 60"),
@@ -170,6 +182,48 @@ def about(tmp_path, **changes):
 def test_the_script_says_what_does_not_fit(changes, prompts, count, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         decode_exported.decode(about(tmp_path, **changes), prompts, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[]", "config.json: format is []: must be '"),
+        ("config.json", "{", "config.json cannot be read: Expecting property name"),
+        (
+            "config.json",
+            json.dumps({"format": decode_exported.FORMAT, "batch": None}),
+            "config.json lacks context, first, stop, vocab_size",
+        ),
+        ("model.safetensors", "torn", "model.safetensors cannot be read: "),
+        ("prefill.jax", "torn", "prefill.jax cannot be read: "),
+    ],
+)
+def test_a_damaged_file_of_a_folder_is_named(name, content, message, tmp_path):
+    about(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError) as caught:
+        decode_exported.decode(tmp_path, [[1]], 1)
+    assert f"{tmp_path}/{message}" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("Once", "decode.py: a prompt is 'Once': must be token ids, such as 12,5,9: the folder "
+                 "has no tokenizer.json"),
+        ("1,,2", "decode.py: a prompt is '1,,2': must be token ids, such as 12,5,9: the folder "
+                 "has no tokenizer.json"),
+        ("61", "decode.py: a prompt has the token 61: must be an id from 0 to 60"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_ids_is_checked_by_the_script(prompt, said, tmp_path):
+    script = about(tmp_path) / "decode.py"
+    script.write_bytes(Path(decode_exported.__file__).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-I", str(script), prompt], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said}\n")
 
 
 @pytest.mark.slow
@@ -192,6 +246,11 @@ def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
     loaded = tj.load(tmp_path / "run")
     want = "".join(f"{loaded.generate(prompt, 24)}\n" for prompt in ("one pot", "two "))
     assert (done.stdout, done.stderr) == (want, "")
+    done = subprocess.run(
+        [sys.executable, "-I", f"{out}/decode.py", "one"],
+        capture_output=True, text=True, timeout=250, env=quick_environment(),
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (f"{loaded.generate('one', 62)}\n", "")  # as many as fit
     done = subprocess.run(
         [sys.executable, "-I", f"{out}/decode.py", "one", "--tokens", "64"],
         capture_output=True, text=True, timeout=250, env=quick_environment(),

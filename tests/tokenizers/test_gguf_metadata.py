@@ -170,6 +170,7 @@ def by_hand(text: str, metadata: dict[str, object], prefix: bool) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_are_merged_by_their_scores(prefix):
     metadata = pieces() | {"tokenizer.ggml.add_space_prefix": prefix}

@@ -331,6 +331,7 @@ REFUSED = {
     "one label": (ClassifyTask(), "x\tab\nx\tcd\n", "its only label is 'x': must have two"),
     "label": (ClassifyTask(), "x\ta\ny\tb\n" * 2 + "z\tb\n", "line 5: label 'z': must be one of"),
     "not JSON": (ChatTask(), "{]\n", "line 1: not JSON"),
+    "a key twice": (ChatTask(), '{"messages": 1, "messages": 2}\n', "'messages' is there twice"),
     "no messages": (ChatTask(), '{"text": "a"}\n', "line 1: must be {"),
     "role": (ChatTask(), '{"messages": [{"role": "cat", "content": "a"}]}\n', "must have a role"),
     "no answer": (ChatTask(), '{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to"),

@@ -855,6 +855,7 @@ def test_a_full_disk_ends_the_run_and_keeps_its_checkpoints(config):
     assert not list(Path(config.out).rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_an_os_error(config, text):
     with pytest.raises(OSError, match="Not a directory"):
         fit(replace(config, out=str(text / "run")))
@@ -944,7 +945,7 @@ def test_absent_keys_of_a_config_are_the_defaults():
         ('{"model": {"d_model": 1e9}}', "model.d_model is 1000000000.0: must be of type int"),
         ('{"learning_rate": NaN}', "NaN: is no number"),
         ('{"learning_rate": 1e999}', "learning_rate is inf: must be a finite number"),
-        ('{"steps": 1, "steps": 2}', "steps: is there twice"),
+        ('{"steps": 1, "steps": 2}', "'steps' is there twice"),
         ('{"steps": ' + "9" * 5000 + "}", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "the config is []: must be an object"),

@@ -420,7 +420,7 @@ def test_converted_ends_are_those_that_the_model_has(tmp_path):
     assert found["eos_token_id"] is None and found["bos_token_id"] is None
 
 
-@pytest.mark.slow_except("force")
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["ban", "force"])
 def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, flag):
     tokenizer = folder(tmp_path / "tokenizer")

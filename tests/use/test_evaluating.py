@@ -276,6 +276,7 @@ def test_what_cannot_be_judged_is_refused_in_a_line(call, message):
 
 @pytest.mark.parametrize(("line", "message"), [
     ("[", "not JSON"),
+    ('{"context": "a", "answer": 0, "answer": 1, "choices": []}', "'answer' is there twice"),
     ("3", 'is 3: must be {"context": ...'),
     ('{"context": "a"}', "choices is missing: a question has context, choices, answer"),
     ({"context": 3}, "context is 3: must be a text"),

@@ -34,7 +34,7 @@ from transformer_jax.config.own import found_again, name_of
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
-from transformer_jax.untrusted_files import Json, JsonObject
+from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 
 C = TypeVar("C", bound=Dataclass)
 
@@ -255,21 +255,10 @@ def config_from_json(text: str | bytes) -> TrainConfig:
     ConfigError names the key that is wrong: files of other versions are not translated.
     """
 
-    def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
-        for i, (key, _) in enumerate(items):
-            if key in dict(items[:i]):
-                raise ConfigError(f"{key}: is there twice")
-        return dict(items)
-
     def constant(name: str) -> None:
         raise ConfigError(f"{name}: is no number")
 
-    try:
-        content = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON ({error})") from None
+    content = Untrusted(ConfigError).parse(text, "the config", parse_constant=constant)
     return _build(TrainConfig, content, "")
 
 

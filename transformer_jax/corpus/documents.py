@@ -7,7 +7,6 @@ chunks begin follows from the files alone, whoever reads them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from transformer_jax.config.prepare import DocumentFormat
 from transformer_jax.tokenizers.plain_text import read_text, split_documents
 from transformer_jax.tokenizers.utf8 import DataError, utf8
+from transformer_jax.untrusted_files import Untrusted
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -78,10 +78,7 @@ class Reader:
             if not line.strip():
                 continue
             where = f"{chunk.path}: line at byte {at}"
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON ({error})") from None
+            found = Untrusted(DataError).parse(line, where)
             if not isinstance(found, dict):
                 raise DataError(f"{where}: must be an object")
             yield from self._text(found.get(self.field), where)

@@ -220,6 +220,9 @@ class _Keys:
         if value not in allowed:
             self.fail(name, "must be " + " or ".join(shown(one) for one in allowed))
 
+    def given(self, name: str) -> bool:
+        return self.prefix + name in self.file.metadata
+
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
@@ -345,8 +348,8 @@ def _scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject | Non
         trained = keys.integer("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = trained
         for theirs, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if (value := keys.take(f"rope.scaling.{theirs}")) is not None:
-                scaling[name] = value
+            if keys.given(f"rope.scaling.{theirs}"):
+                scaling[name] = keys.number(f"rope.scaling.{theirs}")
         for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
             keys.require(f"rope.scaling.{name}", 1.0)
     return scaling
@@ -377,11 +380,11 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
 def _llama(keys: _Keys) -> tuple[JsonObject, _Names]:
     """Read a Llama, a Mistral (which llama.cpp calls so, too), or a Mixtral, which has experts."""
     keys.require("rope.scaling.attn_factor", 1.0)
-    experts = keys.take("expert_count", 0)
-    used = keys.take("expert_used_count", 0)
-    if experts:
+    keys.take("expert_used_count")  # 0, as expert_count is, in a file without experts
+    if keys.take("expert_count", 0) != 0:
         config = _common(keys, "mixtral")
-        config |= dict(num_local_experts=experts, num_experts_per_tok=used)
+        config["num_local_experts"] = keys.integer("expert_count")
+        config["num_experts_per_tok"] = keys.integer("expert_used_count")
         feed_forward = _experts("block_sparse_moe", "w1", "w3", "w2")
     else:
         config, feed_forward = _common(keys, "llama"), _GATED
@@ -466,17 +469,21 @@ def _gemma3(keys: _Keys) -> tuple[JsonObject, _Names]:
     config = _sandwiched(keys, "gemma3_text", 62)
     config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
     config["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern", 6)
-    if (cap := keys.take("final_logit_softcapping")) is not None:
-        config["final_logit_softcapping"] = cap
+    if keys.given("final_logit_softcapping"):
+        config["final_logit_softcapping"] = keys.number("final_logit_softcapping")
     return config, _Names(_ATTENTION | _GATED | _SANDWICH | _QK_NORMS, offset_norms=True)
 
 
 def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
-    trained = keys.take("rope.scaling.original_context_length")
-    stretch = keys.take("rope.scaling.attn_factor")
+    stretch = None
+    if keys.given("rope.scaling.attn_factor"):
+        stretch = keys.number("rope.scaling.attn_factor")
     config = _common(keys, "phi3")
-    config["sliding_window"] = keys.take("attention.sliding_window") or None
-    if trained is not None:
+    config["sliding_window"] = None
+    if keys.take("attention.sliding_window", 0) != 0:
+        config["sliding_window"] = keys.integer("attention.sliding_window")
+    if keys.given("rope.scaling.original_context_length"):
+        trained = keys.integer("rope.scaling.original_context_length")
         config["original_max_position_embeddings"] = trained
     if keys.has("rope_factors_long.weight"):
         factors = {

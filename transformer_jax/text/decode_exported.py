@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
     """
     folder = Path(folder)
     about = read_about(folder)
+    check_ids(about, prompts)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     check_prompts(about, lengths, count)
-    check_ids(about, prompts)
     width = min(1 << int(lengths.max() - 1).bit_length(), about["context"])  # few shapes: compiled
     tokens = np.zeros((len(prompts), width), np.int32)  # what is after a prompt is not read
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -60,29 +61,44 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
 
     params: dict[str, jax.Array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        params |= load_file(file)
+        params |= _read(file, load_file)
     calls = [
-        export.deserialize(bytearray((folder / f"{name}.jax").read_bytes())).call
+        _read(folder / f"{name}.jax", lambda file: export.deserialize(bytearray(file.read_bytes())))
         for name in ("prefill", "step")
     ]
-    prefill, step = jax.jit(calls[0]), jax.jit(calls[1], donate_argnums=2)
+    prefill, step = jax.jit(calls[0].call), jax.jit(calls[1].call, donate_argnums=2)
     return lambda *given: prefill(params, *given), lambda *given: step(params, *given)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return what config.json says; ValueError where it is no export that this file reads."""
-    about = json.loads((folder / "config.json").read_text())
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{folder}: format is {about.get('format')!r}: must be {FORMAT!r}")
+    file = folder / "config.json"
+    about = _read(file, lambda file: json.loads(file.read_text()))
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        found = about.get("format") if isinstance(about, dict) else about
+        raise ValueError(f"{file}: format is {found!r:.80}: must be {FORMAT!r}")
+    lacking = {"batch", "context", "first", "stop", "vocab_size"} - about.keys()
+    if lacking:
+        raise ValueError(f"{file} lacks {', '.join(sorted(lacking))}")
     return about
+
+
+def _read(file: Path, read: Callable[[Path], Any]) -> Any:
+    """Return what a file holds; ValueError that names the file where it is damaged."""
+    try:
+        return read(file)
+    except OSError:
+        raise
+    except Exception as error:  # of whatever kind the libraries raise of wrong bytes
+        raise ValueError(f"{file} cannot be read: {error or type(error).__name__}") from error
 
 
 def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> None:
     """Raise ValueError where prompts and new tokens do not fit the programs."""
     if not len(lengths) or not lengths.min():
         raise ValueError("a prompt has no tokens: must have one at least")
-    if count < 1:
-        raise ValueError(f"{count} new tokens: must be 1 at least")
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{count!r} new tokens: must be an integer of at least 1")
     if about["batch"] not in (None, len(lengths)):
         raise ValueError(f"{len(lengths)} prompts: the programs take {about['batch']}")
     total, context = int(lengths.max()) + count - 1, about["context"]  # the last is not read
@@ -91,7 +107,10 @@ def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> Non
 
 
 def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all tokens are ids of the vocabulary."""
+    """Raise ValueError unless prompts are lists of ids of the vocabulary."""
+    for prompt in prompts:
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise ValueError(f"a prompt is {prompt!r}: must be a list of token ids")
     for token in (token for prompt in prompts for token in prompt):
         if not isinstance(token, int | np.integer) or not 0 <= token < about["vocab_size"]:
             rule = f"must be an id from 0 to {about['vocab_size'] - 1}"
@@ -109,20 +128,29 @@ def main() -> None:
     folder = Path(__file__).parent
     parser = argparse.ArgumentParser(description="Go on with prompts, greedily.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or ids: 12,5,9")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--tokens", type=int, metavar="N", help="default: 64, or what fits")
     given = parser.parse_args()
-    if not (folder / "tokenizer.json").exists():
-        prompts = [[int(i) for i in prompt.split(",")] for prompt in given.prompts]
-        for ids in decode(folder, prompts, given.tokens):
-            print(",".join(map(str, ids)))
-        return
-    from tokenizers import Tokenizer
+    about, file = read_about(folder), folder / "tokenizer.json"
+    if file.exists():
+        from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    first = read_about(folder)["first"]
-    texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in given.prompts]
-    for ids in decode(folder, [first + text for text in texts], given.tokens):
-        print(tokenizer.decode(ids))
+        tokenizer = _read(file, lambda file: Tokenizer.from_file(str(file)))
+        texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in given.prompts]
+        prompts = [about["first"] + text for text in texts]
+    else:
+        tokenizer, prompts = None, [_ids(prompt) for prompt in given.prompts]
+    fits = about["context"] - max(map(len, prompts)) + 1  # the last token is not read
+    count = max(1, min(64, fits)) if given.tokens is None else given.tokens
+    for ids in decode(folder, prompts, count):
+        print(",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
+
+
+def _ids(prompt: str) -> list[int]:
+    """Return the ids of a prompt such as "12,5,9"."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
+        rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"
+        raise ValueError(f"a prompt is {prompt!r:.80}: {rule}")
+    return [int(i) for i in prompt.split(",")]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ describes them, and decode.py (`decode_exported`), which needs none of this pack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -79,9 +79,16 @@ def export_decoder(
     context = check_context(config, context)
     if batch is not None:
         check_count("batch", batch, 1)
-    if not platforms or not {*platforms} <= {*PLATFORMS} or isinstance(platforms, str):
-        given = repr(platforms) if isinstance(platforms, str) else repr(list(platforms))
-        raise ConfigError(f"platforms is {given}: must be one or more of {', '.join(PLATFORMS)}")
+    listed = list(platforms) if isinstance(platforms, Sequence | Set) else []
+    if not listed or isinstance(platforms, str) or any(name not in PLATFORMS for name in listed):
+        raise ConfigError(
+            f"platforms is {platforms!r}: must be one or more of {', '.join(PLATFORMS)}"
+        )
+    for name, ids in (("first", first), ("stop", stop)):
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise ConfigError(f"{name} is {ids!r}: must be a list of token ids")
+        for place, token in enumerate(ids):
+            check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
     sizes = {  # in a scope each: a program may only name sizes that its own arguments have
@@ -92,10 +99,10 @@ def export_decoder(
     for name, program in programs.items():
         rows, *length = sizes[name]
         shown = arguments(rows if batch is None else batch, *length, state=state)
-        exported = export.export(jax.jit(program), platforms=tuple(platforms))(shapes, *shown)
+        exported = export.export(jax.jit(program), platforms=listed)(shapes, *shown)
         written[f"{name}.jax"] = bytes(exported.serialize())
     about = describe(config, context, batch, state, first, stop)
-    about |= {"jax": version("jax"), "platforms": list(platforms)}
+    about |= {"jax": version("jax"), "platforms": listed}
     script = Path(decode_exported.__file__).read_bytes()
     tensors = ((name, np.asarray(leaf)) for name, leaf in named(params).items())
     write_folder(path, about, tensors, files={**(files or {}), **written, "decode.py": script})

@@ -5,7 +5,6 @@ A question is a line of a file, {"context": TEXT, "choices": [TEXT, ...], "answe
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 
 from transformer_jax.tokenizers.plain_text import read_text, split_lines
 from transformer_jax.tokenizers.utf8 import DataError, utf8
-from transformer_jax.untrusted_files import Json
+from transformer_jax.untrusted_files import Untrusted
 from transformer_jax.use.continuations import check_continues, read_pair, score_requests
 from transformer_jax.use.reading import Reader
 
@@ -119,10 +118,7 @@ def read_questions(path: str | Path) -> list[Question]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        try:
-            value: Json = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error})") from None
+        value = Untrusted(DataError).parse(line, where)
         found.append(replace(_question(where, value), where=where))
     if not found:
         raise DataError(f"choices is {str(path)!r}: it has no line with a question")

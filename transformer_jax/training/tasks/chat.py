@@ -7,7 +7,6 @@ tokenizer writes them by its chat template; another one with a special token for
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -42,7 +41,7 @@ from transformer_jax.training.tasks.turns import (
     talk_turns,
     tokenizer_of_talks,
 )
-from transformer_jax.untrusted_files import Json
+from transformer_jax.untrusted_files import Json, Untrusted
 
 SHOWN = 3
 """Held-out conversations in the sample of a run."""
@@ -165,10 +164,7 @@ def _read_file(
         if not line.strip():
             continue
         where = f"{data}, line {number}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error})") from None
+        value = Untrusted(DataError).parse(line, where)
         if isinstance(value, dict) and value.get("tools"):
             raise DataError(f"{where}: has tools, which are not read: rows would lack them")
         found.append((where, check(where, value)))
