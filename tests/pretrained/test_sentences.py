@@ -34,14 +34,15 @@ def plainly(hidden, valid, pooling, normalise):
         if not len(real):
             out.append(np.zeros(row.shape[1]))
             continue
-        vector = {"mean": real.mean(0), "cls": real[0], "max": real.max(0)}[pooling]
+        found = dict(mean=real.mean(0), cls=real[0], max=real.max(0), last=real[-1])
+        vector = found[pooling]
         out.append(vector / np.linalg.norm(vector) if normalise else vector)
     return np.stack(out)
 
 
-@pytest.mark.slow_except("cls-True", "max-*", "mean-False")
+@pytest.mark.slow_except("cls-True", "max-*", "mean-False", "last-True")
 @pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
 def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
     hidden = rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0  # a 0 would be the largest
     valid = np.ones((4, 7), bool)
@@ -54,7 +55,7 @@ def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
 def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
     valid = np.array([[True, True, False], [False] * 3])
@@ -76,8 +77,9 @@ def test_a_vector_of_zeros_has_a_finite_gradient():
 
 def test_what_is_wrong_is_named(rng):
     hidden, valid = rng.normal(size=(2, 3, 5)), np.ones((2, 3), bool)
-    with pytest.raises(ConfigError, match="pooling is 'last': must be one of 'mean', 'cls', 'max'"):
-        pool_sentences(hidden, valid, "last")
+    known = "must be one of 'mean', 'cls', 'max', 'last'"
+    with pytest.raises(ConfigError, match=f"pooling is 'first': {known}"):
+        pool_sentences(hidden, valid, "first")
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 5\), valid \(2, 4\)"):
         pool_sentences(hidden, np.ones((2, 4), bool))
 
@@ -268,10 +270,15 @@ REFUSED = {
         POOLING | {"pooling_mode_mean_tokens": False},
         r"pooling is \[\]: must be one of",
     ),
-    "the last token": (
+    "the last token too": (
         "1_Pooling/config.json",
         POOLING | {"pooling_mode_lasttoken": True},
-        "pooling_mode_lasttoken is True: must be False",
+        r"pooling is \['mean', 'last'\]: must be one of",
+    ),
+    "a root of the length": (
+        "1_Pooling/config.json",
+        POOLING | {"pooling_mode_mean_sqrt_len_tokens": True},
+        "pooling_mode_mean_sqrt_len_tokens is True: must be False",
     ),
     "weights": (
         "1_Pooling/config.json",
@@ -294,10 +301,25 @@ REFUSED = {
         SEQUENCE | {"model_args": {"trust_remote_code": True}},
         "model_args is .*: must be {}",
     ),
-    "a prompt": (
+    "a prompt that is not there": (
         "config_sentence_transformers.json",
-        {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
-        "default_prompt_name is 'query': must be None",
+        {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
+        "default_prompt_name is 'passage': must be one of 'query'",
+    ),
+    "a prompt that is no text": (
+        "config_sentence_transformers.json",
+        {"prompts": {"query": 3}},
+        "prompts is {'query': 3}: must be an object of texts",
+    ),
+    "prompts that are a list": (
+        "config_sentence_transformers.json",
+        {"prompts": []},
+        r"prompts is \[\]: must be an object of texts",
+    ),
+    "texts in another way": (
+        "sentence_bert_config.json",
+        SEQUENCE | {"modality_config": {"text": {"method": "encode"}}},
+        "modality_config is .*: text must be",
     ),
 }
 
@@ -310,6 +332,29 @@ def test_what_is_not_known_is_refused_by_name(name, folder):
     with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
         load_sentence_encoder(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_a_prompt_stands_before_every_text(folder):
+    said = {"prompts": {"query": "9 ", "document": ""}, "default_prompt_name": "query"}
+    lay(folder, {"config_sentence_transformers.json": said})
+    found = load_sentence_encoder(folder)
+    assert (found.prompts, found.prompt) == (said["prompts"], "9 ")
+    by_hand = found.encode_texts(["9 4 5"], Words(), prompt="")
+    np.testing.assert_array_equal(found.encode_texts(["4 5"], Words()), by_hand)
+    bare = found.encode_texts(["4 5"], Words(), prompt=found.prompts["document"])
+    assert np.abs(bare - by_hand).max() > 1e-4
+
+
+def test_an_encoder_and_decoder_makes_no_vectors(tmp_path):
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5,
+        norm="rmsnorm", use_bias=False, activation="relu", positions="t5", norm_eps=1e-6,
+        attention_scale=1.0, logit_scale=6**-0.5,
+    )  # fmt: skip
+    save_pretrained(tmp_path / "t5", config, init_params(config, jax.random.key(0)))
+    lay(tmp_path / "t5", OLD)
+    with pytest.raises(ConfigError, match="is an encoder-decoder: must be an encoder or a decoder"):
+        load_sentence_encoder(tmp_path / "t5")
 
 
 @pytest.mark.slow_except("modules.json")

@@ -72,6 +72,34 @@ def load_pretrained(
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
     config = _with_length(config, max_len)
+    return _loaded(config, tensors, as_dtype, sharding, scan_layers)
+
+
+def load_hidden(
+    path_or_id: str | Path,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    revision: str | None = None,
+) -> tuple[ModelConfig, Params]:
+    """Load a checkpoint as `load_pretrained` does, for its hidden states and not for logits.
+
+    An output matrix that the files leave out is not asked for; the config then ties it to the
+    embeddings.
+    """
+    as_dtype = None if dtype is None else _dtype_name(dtype)
+    config, tensors = _opened(path_or_id, revision)
+    if not config.tie_embeddings and tensors.without_output(config):
+        config = dataclasses.replace(config, tie_embeddings=True)
+    return _loaded(config, tensors, as_dtype)
+
+
+def _loaded(
+    config: ModelConfig,
+    tensors: CheckpointTensors,
+    as_dtype: DType | None,
+    sharding: Shardings = None,
+    scan_layers: bool = False,
+) -> tuple[ModelConfig, Params]:
     tensors.check_size(config)
     config = dataclasses.replace(
         config, scan_layers=scan_layers, dtype=as_dtype or tensors.dtype(config)

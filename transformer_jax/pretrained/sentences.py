@@ -3,17 +3,19 @@
 A folder of sentence-transformers holds
 
     modules.json                the parts: Transformer, Pooling and perhaps Normalize
-    config.json, model*         the encoder
+    config.json, model*         the encoder, or a decoder, as Qwen 3's models of vectors are
     sentence_bert_config.json   how many tokens are read, and whether in lower case
     1_Pooling/config.json       how the tokens' vectors become one
+    config_sentence_transformers.json    prompts to put before texts
 
 Other parts, which sentence-transformers also has, are refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -24,14 +26,17 @@ import numpy as np
 from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.factory import build
+from transformer_jax.models.places import places
 from transformer_jax.pretrained.families import ConfigKeys
-from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.load import load_hidden
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params, PyTree
 from transformer_jax.shown import short_repr
 
-Pooling = Literal["mean", "cls", "max"]
+Pooling = Literal["mean", "cls", "max", "last"]
+_POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
+"""Each by the name that sentence-transformers has for it."""
 
 
 class TextTokenizer(Protocol):
@@ -49,12 +54,13 @@ def pool_sentences(
 ) -> jax.Array:  # f32[B, D]
     """Pool the n valid tokens h_t of each row into one vector s.
 
-        mean: s = sum_t h_t / n,   cls: s = h of the first,   max: s_d = max_t h_td
+        mean: s = sum_t h_t / n,   cls: s = h of the first,   max: s_d = max_t h_td,
+        last: s = h of the last
 
     Args:
         hidden: [B, T, D], h.
         valid: bool[B, T]; tokens that are not valid change nothing, even if they are NaN.
-        pooling: "mean", "cls" or "max".
+        pooling: "mean", "cls", "max" or "last".
         normalise: divide s by max(|s|, 1e-12).
 
     Returns:
@@ -65,7 +71,8 @@ def pool_sentences(
         ValueError: if shapes do not fit.
     """
     if pooling not in get_args(Pooling):
-        raise ConfigError(f"pooling is {pooling!r}: must be one of 'mean', 'cls', 'max'")
+        known = ", ".join(map(repr, get_args(Pooling)))
+        raise ConfigError(f"pooling is {pooling!r}: must be one of {known}")
     if hidden.ndim != 3 or valid.shape != hidden.shape[:2]:
         raise ValueError(
             f"hidden has shape {hidden.shape}, valid {valid.shape}: must be [B, T, D] and [B, T]"
@@ -78,6 +85,9 @@ def pool_sentences(
         case "cls":
             first = jnp.argmax(valid, axis=1)[:, None, None]
             pooled = jnp.take_along_axis(kept, first, axis=1)[:, 0]
+        case "last":
+            last = valid.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None, None]
+            pooled = jnp.take_along_axis(kept, last, axis=1)[:, 0]
         case "max":
             pooled = jnp.where(valid[:, :, None], kept, -jnp.inf).max(axis=1, initial=-jnp.inf)
             pooled = jnp.where(some, pooled, 0.0)
@@ -91,15 +101,17 @@ def pool_sentences(
 @short_repr
 @dataclass(frozen=True, eq=False)
 class SentenceEncoder:
-    """Hold an encoder, its parameters, and how its tokens become one vector.
+    """Hold an encoder or a decoder, its parameters, and how its tokens become one vector.
 
     Attributes:
-        config: of the encoder.
+        config: of the model.
         params: its parameters.
-        pooling: "mean", "cls" or "max".
+        pooling: "mean", "cls", "max" or "last".
         normalise: whether vectors have length 1.
         max_len: the most tokens of a text that are read, special ones included.
         lower_case: whether texts are read in lower case.
+        prompts: what to put before texts, by its use: "query", "document".
+        prompt: what is put before each text where no other is given.
     """
 
     config: ModelConfig
@@ -108,6 +120,8 @@ class SentenceEncoder:
     normalise: bool
     max_len: int
     lower_case: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompt: str = ""
 
     def encode(
         self,
@@ -127,7 +141,12 @@ class SentenceEncoder:
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
 
     def encode_texts(
-        self, texts: Sequence[str], tokenizer: TextTokenizer, *, batch_size: int = 32
+        self,
+        texts: Sequence[str],
+        tokenizer: TextTokenizer,
+        *,
+        batch_size: int = 32,
+        prompt: str | None = None,
     ) -> np.ndarray:  # f32[n, D]
         """Return a vector for each text, cut to `max_len` tokens.
 
@@ -138,6 +157,7 @@ class SentenceEncoder:
             texts: n of them.
             tokenizer: with `encode(text, special_tokens=...)`, as `load_tokenizer_folder` gives.
             batch_size: the most texts of a batch, at least 1.
+            prompt: text to put before each, such as `prompts["query"]`; None is the encoder's.
 
         Returns:
             f32[n, D].
@@ -150,7 +170,8 @@ class SentenceEncoder:
             raise ValueError("texts are one text: must be a list of them")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: must be at least 1")
-        ids = [self._ids(text, tokenizer) for text in texts]
+        before = self.prompt if prompt is None else prompt
+        ids = [self._ids(before + text, tokenizer) for text in texts]
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
@@ -189,11 +210,20 @@ def _encode(
     pooling: Pooling,
     normalise: bool,
 ) -> jax.Array:
-    hidden: PyTree = build(config).apply(
-        {"params": params}, tokens, positions=positions, method="encode"
-    )
+    apply = partial(build(config).apply, {"params": params}, tokens, positions=positions)
+    hidden: PyTree
+    if config.kind == "encoder":
+        hidden = apply(method="encode")
+    else:  # what the logits are computed of: they are asked for nowhere, and left out
+        hidden = apply(capture=(place := _last_place(config),))[-1][place]
     valid = jnp.ones(tokens.shape, bool) if positions is None else jnp.asarray(positions) >= 0
     return pool_sentences(hidden, valid, pooling, normalise)
+
+
+def _last_place(config: ModelConfig) -> str:
+    """Return the name of a decoder's hidden states."""
+    last = f"block_{config.num_layers - 1}/residual"
+    return "final_norm" if "final_norm" in places(config) else last
 
 
 def _power(number: int, least: int = 1) -> int:
@@ -204,7 +234,7 @@ def _power(number: int, least: int = 1) -> int:
 def load_sentence_encoder(
     path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
 ) -> SentenceEncoder:
-    """Load the encoder of a folder or repository that sentence-transformers wrote.
+    """Load what makes vectors of texts, of a folder or repository of sentence-transformers.
 
     Args:
         path_or_id: a folder, or a repository of the Hugging Face hub, "ORG/NAME".
@@ -212,19 +242,20 @@ def load_sentence_encoder(
         revision: of the repository, a branch, tag or commit; None is its default.
 
     Raises:
-        ConfigError: if the folder has what is not supported, as another pooling than mean, cls or
-            max, a part after it that is not Normalize, or a prompt that is put before every text.
+        ConfigError: if the folder has what is not supported, as a pooling by weights, or a part
+            after it that is not Normalize.
         CheckpointError: if a file cannot be read.
     """
     folder = open_folder(path_or_id, revision=revision)
     pooling_path, normalise = _parts(folder)
     pooling = _pooling(folder, f"{pooling_path}/config.json")
-    _check_prompt(folder)
-    config, params = load_pretrained(folder.path, dtype=dtype)
-    if config.kind != "encoder":
-        raise ConfigError(f"{folder.path / 'config.json'}: is a {config.kind}, no encoder")
+    prompts, prompt = _prompts(folder)
+    config, params = load_hidden(folder.path, dtype=dtype)
+    if config.kind == "encoder-decoder":
+        rule = "is an encoder-decoder: must be an encoder or a decoder"
+        raise ConfigError(f"{folder.path / 'config.json'}: {rule}")
     max_len, lower_case = _limits(folder, config)
-    return SentenceEncoder(config, params, pooling, normalise, max_len, lower_case)
+    return SentenceEncoder(config, params, pooling, normalise, max_len, lower_case, prompts, prompt)
 
 
 def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
@@ -282,25 +313,35 @@ def _pooling(folder: WeightFolder, name: str) -> Pooling:
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",
         "pooling_mode_max_tokens": "max",
+        "pooling_mode_lasttoken": "last",
     }
-    others = ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    others = ("mean_sqrt_len_tokens", "weightedmean_tokens")
     for other in others:
         keys.require(f"pooling_mode_{other}", False)
     on = [modes[mode] for mode in modes if keys.flag(mode, False)]
     newer = keys.take("pooling_mode", None)
     if newer is not None:
-        on = [keys.choice("pooling_mode", {mode: mode for mode in get_args(Pooling)})]
+        on = [keys.choice("pooling_mode", _POOLINGS)]
     if len(on) != 1:
-        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of 'mean', 'cls', 'max'")
+        known = ", ".join(map(repr, get_args(Pooling)))
+        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of {known}")
     keys.check_all_read()
     return on[0]
 
 
-def _check_prompt(folder: WeightFolder) -> None:
+def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:
+    """Return the prompts by name, and the one that is put before every text."""
     keys = _object(folder, "config_sentence_transformers.json")
-    if keys is not None:
-        keys.require("default_prompt_name", None)
-        keys.require("model_type", "SentenceTransformer")
+    if keys is None:
+        return {}, ""
+    keys.require("model_type", "SentenceTransformer")
+    said = keys.take("prompts", None)
+    prompts = said if isinstance(said, dict) else {}
+    if said not in (None, prompts) or not all(type(text) is str for text in prompts.values()):
+        keys.fail("prompts", said, "must be an object of texts")
+    if keys.take("default_prompt_name", None) is None:
+        return prompts, ""
+    return prompts, keys.choice("default_prompt_name", prompts)
 
 
 def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
@@ -316,7 +357,9 @@ def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
         keys.require("transformer_task", "feature-extraction")
         keys.require("module_output_name", "token_embeddings")
         text = {"method": "forward", "method_output_name": "last_hidden_state"}
-        keys.require("modality_config", {"text": text})
+        said = keys.take("modality_config", {"text": text})  # others are not of texts
+        if not isinstance(said, dict) or said.get("text") != text:
+            keys.fail("modality_config", said, f"text must be {text}")
         for empty in ("model_args", "tokenizer_args", "config_args"):
             keys.require(empty, {})
         keys.check_all_read()

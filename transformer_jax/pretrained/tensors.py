@@ -163,6 +163,11 @@ class CheckpointTensors:
                 return self._float_dtype(self._in_file[mapping.tensor])
         raise CheckpointError(f"{self._folder.path}: there are no embeddings of tokens")
 
+    def without_output(self, config: ModelConfig) -> bool:
+        """Return whether the files are of a model without its head, and have no output matrix."""
+        outputs = [m.tensor for m in self._table(config) if m.param == "embed/output"]
+        return self.bare and not any(name in self._in_file for name in outputs)
+
     def check_size(self, config: ModelConfig) -> None:
         """Refuse sizes that these files cannot have, before anything is traced or allocated."""
         depth = config.num_layers + (
