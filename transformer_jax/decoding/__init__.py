@@ -7,6 +7,7 @@ tokens. Token ids go in and come out; text is in the folder `text`.
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
+from transformer_jax.decoding.constraints import Constraint
 from transformer_jax.decoding.continuous_batching import (
     Completion,
     Request,
@@ -57,6 +58,7 @@ __all__ = [
     "BanSequences",
     "Beams",
     "Completion",
+    "Constraint",
     "Draft",
     "Force",
     "ForceLast",

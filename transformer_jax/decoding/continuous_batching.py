@@ -9,6 +9,9 @@ yours. `serve` is the loop around them. A request's tokens are those of `generat
 
 An encoder-decoder's requests, and those that go on from a prefix, bring a state of one row. All
 slots have the same shapes, so sources are padded to one length, with position -1 after their ends.
+
+A request with a constraint is decoded beside those without. As the constraint is asked on the host
+before each token, a call then chooses one token a row, not several.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from transformer_jax.decoding.arguments import (
     stop_tokens,
 )
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
+from transformer_jax.decoding.constraints import Constraint, allowed_tokens
 from transformer_jax.decoding.generation import (
     DecodeState,
     StepOutput,
@@ -137,6 +141,7 @@ def admit(
     chunk: int | None = None,
     sampling: RowSampling | None = None,
     top: int = 0,
+    allowed: jax.Array | np.ndarray | None = None,  # bool[R, V]
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Put prompts into free slots and choose the first token of each.
 
@@ -156,6 +161,8 @@ def admit(
         chunk: how many tokens of a prompt are read at a time; None reads all at once.
         sampling: of R rows, for slots that ask for it.
         top: how many of the likeliest tokens are returned as well.
+        allowed: bool[R, V], which tokens the first one is chosen from, after the processors and
+            before the sampler; None allows all.
 
     Returns:
         The slots, and the first tokens and log-probabilities, [R]; with `top`, `seen` is a
@@ -176,7 +183,12 @@ def admit(
     prompts = check_prompts(slots, prompt, lengths, state, most, key, chunk, sampling)
     if len(prompts.lengths) != len(places):
         raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
-    return _admit(slots, params, jnp.asarray(places, jnp.int32), prompts, state, chunk, top)
+    at = jnp.asarray(places, jnp.int32)
+    return _admit(slots, params, at, prompts, state, chunk, top, _on_device(allowed))
+
+
+def _on_device(allowed: jax.Array | np.ndarray | None) -> jax.Array | None:
+    return None if allowed is None else jnp.asarray(allowed)
 
 
 @program(static=("chunk", "top"), donate=("slots",))
@@ -188,23 +200,37 @@ def _admit(
     state: State,
     chunk: int | None,
     top: int,
+    allowed: jax.Array | None = None,
 ) -> tuple[Slots[State], StepOutput]:
     options = slots.options._replace(top=top)
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
-        slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
+        slots: Slots[State],
+        params: Params,
+        rows: jax.Array,
+        prompts: Prompts,
+        state: State,
+        allowed: jax.Array | None,
     ) -> tuple[Slots[State], StepOutput]:
-        new, output = start_decoding(options, slots.step, params, prompts, state, room, chunk)
+        new, output = start_decoding(
+            options, slots.step, params, prompts, state, room, chunk, allowed
+        )
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
 
     results = jax.tree.map(split, slots), split_rows(state)
-    return by_compiler(fill, [slots, params, rows, prompts, state], results)
+    return by_compiler(fill, [slots, params, rows, prompts, state, allowed], results)
 
 
 def advance_slots(
-    slots: Slots[State], params: Params, steps: int, *, pause: bool = False, top: int = 0
+    slots: Slots[State],
+    params: Params,
+    steps: int,
+    *,
+    pause: bool = False,
+    top: int = 0,
+    allowed: jax.Array | np.ndarray | None = None,  # bool[B, V]
 ) -> tuple[Slots[State], StepOutput]:  # [steps, B]
     """Choose up to `steps` tokens for every active row.
 
@@ -217,26 +243,37 @@ def advance_slots(
         steps: at least 1.
         pause: end the loop as soon as a slot is free, so that it can be filled.
         top: how many of the likeliest tokens are returned as well.
+        allowed: bool[B, V], which tokens the next one of each row is chosen from, in a single step;
+            None allows all.
 
     Returns:
         The slots, and the tokens and log-probabilities, [steps, B]; with `top`, `seen` is a
         `Likeliest` of [steps, B, top].
 
     Raises:
-        ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1.
+        ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1,
+            or with `allowed` more than 1.
     """
     check_slots(slots)
     check_count("steps", steps, 1)
     check_count("top", top, 0)
-    return _advance(slots, params, jax.device_put(np.bool_(pause)), steps, top)
+    if allowed is not None and steps > 1:
+        raise ValueError(f"steps is {steps}: must be 1, as `allowed` is of the next token")
+    paused = jax.device_put(np.bool_(pause))
+    return _advance(slots, params, paused, steps, top, _on_device(allowed))
 
 
 @program(static=("steps", "top"), donate=("slots",))
 def _advance(
-    slots: Slots[State], params: Params, pause: jax.Array, steps: int, top: int
+    slots: Slots[State],
+    params: Params,
+    pause: jax.Array,
+    steps: int,
+    top: int,
+    allowed: jax.Array | None = None,
 ) -> tuple[Slots[State], StepOutput]:
     results = jax.tree.map(split, slots), PartitionSpec(None, *split(slots.active))
-    return by_compiler(partial(_decode_steps, steps, top), [slots, params, pause], results)
+    return by_compiler(partial(_decode_steps, steps, top), [slots, params, pause, allowed], results)
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
@@ -244,7 +281,12 @@ _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
 
 
 def _decode_steps(
-    steps: int, top: int, slots: Slots[State], params: Params, pause: jax.Array
+    steps: int,
+    top: int,
+    slots: Slots[State],
+    params: Params,
+    pause: jax.Array,
+    allowed: jax.Array | None,
 ) -> tuple[Slots[State], StepOutput]:
     options = slots.options._replace(top=top)
 
@@ -255,7 +297,7 @@ def _decode_steps(
 
     def write_next(carry: _Carry[State]) -> _Carry[State]:
         n, decode_state, outputs = carry
-        decode_state, output = decode_step(options, slots.step, params, decode_state)
+        decode_state, output = decode_step(options, slots.step, params, decode_state, allowed)
         outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
         return n + 1, _end_nonfinite(decode_state, output), outputs
 
@@ -308,6 +350,8 @@ class Request:
         id: comes back with the completion; None is the request's number among all, from 0.
         state: one row to go on from, as a prefix or an encoder's source; not consumed. None is the
             empty one.
+        constraint: says before each token which ones may come next, of this request alone; None
+            allows all.
     """
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
@@ -315,6 +359,7 @@ class Request:
     key: jax.Array | None = None
     id: Any = None  # of the caller's own type, which comes back
     state: Any = None  # of the model's own type
+    constraint: Constraint | None = None
 
 
 End = Literal["stop", "length", "nonfinite", "refused"]
@@ -329,8 +374,8 @@ class Completion:
         id: the request's.
         tokens: i32[n], a stop token included.
         log_probs: f32[n], as `Generation.log_probs`.
-        end: why it ended: "stop", "length", "nonfinite" (no finite logit was left) or "refused".
-            None: more is to come.
+        end: why it ended: "stop" (also where its constraint has ended), "length", "nonfinite" (no
+            finite logit was left) or "refused". None: more is to come.
         error: why it was refused.
     """
 
@@ -426,6 +471,7 @@ class _Admitted:
     id: Any
     left: int
     """Tokens that it may still get."""
+    constraint: Constraint | None
 
     def complete(
         self,
@@ -439,6 +485,10 @@ class _Admitted:
         end: End | None = "length" if self.left == 0 else None
         if real.any() and tokens[real][-1] in stop:
             end = "stop"
+        elif self.constraint is not None:
+            for token in tokens[real].tolist():
+                self.constraint.read(token)
+            end = "stop" if self.constraint.ended else end
         if np.isnan(log_probs[~real]).any():
             end = "nonfinite"
         return Completion(self.id, tokens[real], log_probs[real], end)
@@ -474,20 +524,39 @@ def _serve_parts(
                 nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
                 yield number, Completion(name, *nothing, "refused", str(error))
                 continue
+            constraint = request.constraint
+            if constraint is not None and constraint.ended:
+                nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+                yield number, Completion(name, *nothing, "stop")
+                continue
             row = admitted.index(None)
             rows = jax.device_put(np.array([row], np.int32))
-            slots, first[row] = _admit(slots, params, rows, prompts, state, chunk, 0)
-            admitted[row] = _Admitted(number, name, request.num_tokens)
+            allowed = _on_device(allowed_tokens([constraint]))
+            slots, output = _admit(slots, params, rows, prompts, state, chunk, 0, allowed)
+            admitted[row] = _Admitted(number, name, request.num_tokens, constraint)
+            if constraint is None:
+                first[row] = output
+                continue
+            tokens, log_probs = jax.device_get((output.token, output.log_prob))
+            yield from _complete_row(admitted, row, tokens, log_probs, stop)
+            if admitted[row] is None:
+                slots = _release(slots, rows)
         if not any(admitted):
             continue
         waiting = jax.device_put(np.bool_(pause and more and None not in admitted))
-        slots, output = _advance(slots, params, waiting, steps, 0)
+        constraints = [None if one is None else one.constraint for one in admitted]
+        allowed = _on_device(allowed_tokens(constraints))
+        count = steps if allowed is None else 1
+        slots, output = _advance(slots, params, waiting, count, 0, allowed)
         for row, one in first.items():  # read while the device advances the rows
             tokens, log_probs = jax.device_get((one.token, one.log_prob))
             yield from _complete_row(admitted, row, tokens, log_probs, stop)
         tokens, log_probs = jax.device_get((output.token, output.log_prob))
         for row in range(len(admitted)):
             yield from _complete_row(admitted, row, tokens[:, row], log_probs[:, row], stop)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None and admitted[row] is None:  # the program does not know it
+                slots = _release(slots, jax.device_put(np.array([row], np.int32)))
 
 
 def _complete_row(

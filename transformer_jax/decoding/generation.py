@@ -187,8 +187,12 @@ def start_decoding(
     state: State,
     room: int,
     chunk: int | None = None,
+    allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
+    """Read the prompts and choose each row's first token; `room` is the most tokens it may get.
+
+    With `allowed`, it is one of the tokens that are True.
+    """
     tokens, lengths, keys, limits, sampling = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
     decode_state = DecodeState(
@@ -196,24 +200,28 @@ def start_decoding(
     )
     if not options.attention and not options.capture:
         logits, state = prefill(step, params, tokens, state, lengths, chunk)
-        return _choose_tokens(options, replace(decode_state, state=state), logits, None)
+        return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
     _, state = prefill(step, params, tokens, state, lengths - 1, chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = _read_token(options, step, params, last, state, None)
-    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen)
+    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
 
 
 def decode_step(
-    options: DecodeOptions, step: Step[State], params: Params, decode_state: DecodeState[State]
+    options: DecodeOptions,
+    step: Step[State],
+    params: Params,
+    decode_state: DecodeState[State],
+    allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Let every active row read its newest token and choose the next."""
+    """Let every active row read its newest token and choose the next, of those that are allowed."""
     token, valid = decode_state.token, None
     if options.ends:
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
     logits, state, seen = _read_token(
         options, step, params, token[:, None], decode_state.state, valid
     )
-    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen)
+    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
 
 
 def _read_token(
@@ -237,6 +245,7 @@ def _choose_tokens(
     decode_state: DecodeState[State],
     logits: jax.Array,  # [B, V]
     seen: PyTree,
+    allowed: jax.Array | None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
     """Apply processors and sampler, and end the rows that have their last token."""
     active, history = decode_state.active, decode_state.history
@@ -244,6 +253,11 @@ def _choose_tokens(
     processed = logits
     if options.processors:
         processed = apply_processors(options.processors, history, logits)
+    if allowed is not None:
+        if allowed.shape != logits.shape or allowed.dtype != bool:
+            given = f"{allowed.dtype}{list(allowed.shape)}"
+            raise ValueError(f"allowed is {given}: must be bool{list(logits.shape)}")
+        processed = jnp.where(allowed, processed, -jnp.inf)
     if decode_state.sampling is not None:
         processed = decode_state.sampling(processed)
     if options.ends:

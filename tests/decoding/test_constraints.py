@@ -1,0 +1,188 @@
+"""Requests with constraints: each token is one that its own constraint allows, beside free ones.
+
+The oracle reads the whole text anew before each token, and chooses by NumPy.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.decoding.constraints import allowed_tokens
+from transformer_jax.decoding.continuous_batching import (
+    Request,
+    admit,
+    advance_slots,
+    init_slots,
+    serve,
+)
+from transformer_jax.decoding.generation import generate
+from transformer_jax.decoding.samplers import Sample, Temperature
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+VOCAB, STOP = 11, 10
+CONFIG = tj.ModelConfig(
+    vocab_size=VOCAB, d_model=8, num_layers=1, num_heads=2, max_len=31, positions="rope",
+    init_std=0.7,
+)  # fmt: skip
+PARAMS = tj.init_params(CONFIG, jax.random.key(3))
+MODEL = tj.build(CONFIG)
+STEP = tj.make_step(MODEL)
+PROMPTS = ((1, 2, 3), (5,), (4, 4, 0, 7, 2))
+DRAWN = dict(sampler=Sample(Temperature(1.5)))
+
+
+class OneOf:
+    """Allow the texts of a list, each of which ends where nothing can follow or by the stop."""
+
+    def __init__(self, *texts: tuple[int, ...]) -> None:
+        self.texts, self.begun = texts, ()
+
+    def _rests(self) -> list[tuple[int, ...]]:
+        size = len(self.begun)
+        return [text[size:] for text in self.texts if text[:size] == self.begun]
+
+    @property
+    def allowed(self) -> np.ndarray:
+        return np.isin(np.arange(VOCAB), [rest[0] if rest else STOP for rest in self._rests()])
+
+    @property
+    def ended(self) -> bool:
+        return not any(self._rests())
+
+    def read(self, token: int) -> None:
+        assert self.allowed[token]
+        self.begun += (token,)
+
+
+TEXTS = (
+    ((8, 1, 8), (8, 2), (3, 3, 3, 3)),
+    ((0, 0), (0, 0, 9, 1), (0, 0, 9, 2), (0, 6), (0,)),
+    ((7,) * 9 + (6,), (7,) * 9 + (5,)),
+)
+
+
+@jax.jit
+def whole_text(ids: jax.Array) -> jax.Array:
+    return MODEL.apply({"params": PARAMS}, ids[None])[0][0]
+
+
+def logits_of(ids) -> np.ndarray:
+    """Return the logits after a text; what is behind it changes nothing."""
+    padded = np.pad(np.array(ids, np.int32), (0, CONFIG.max_len - len(ids)))
+    return np.asarray(whole_text(padded)[len(ids) - 1], np.float32)
+
+
+def expected(prompt, texts, count, draw) -> tuple[list[int], list[float]]:
+    """Write a text by the definition: `draw(n, logits)` of those that begin a rest of a text."""
+    new: list[int] = []
+    log_probs: list[float] = []
+    while len(new) < count:
+        rests = [text[len(new) :] for text in texts if list(text[: len(new)]) == new]
+        if not any(rests):
+            break
+        logits = logits_of([*prompt, *new])
+        kept = [rest[0] if rest else STOP for rest in rests]
+        masked = np.where(np.isin(np.arange(VOCAB), kept), logits, -np.inf)
+        new.append(int(draw(len(new), masked)))
+        log_probs.append(logits[new[-1]] - np.log(np.exp(np.float64(logits)).sum()))
+        if new[-1] == STOP:
+            break
+    return new, log_probs
+
+
+def served(requests, **options) -> dict:
+    state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
+    given = dict(slots=2, capacity=CONFIG.max_len, stop=STOP) | options
+    return {done.id: done for done in serve(STEP, PARAMS, requests, state, **given)}
+
+
+@pytest.mark.slow_except("greedy")
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+def test_each_token_is_chosen_among_those_its_own_constraint_allows(drawn):
+    """Three constraints and three free requests share two slots."""
+    options = DRAWN if drawn else {}
+    requests = []
+    for n, prompt in enumerate(PROMPTS):
+        key = jax.random.key(n)
+        requests.append(Request(prompt, 13, key=key, constraint=OneOf(*TEXTS[n]), id=n))
+        requests.append(Request(prompt, 9, key=jax.random.key(3 + n), id=3 + n))
+    got = served(requests, **options)
+    ends = []
+    for n, prompt in enumerate(PROMPTS):
+
+        def draw(count, masked, seed=n):
+            key = jax.random.fold_in(jax.random.key(seed), count)
+            return DRAWN["sampler"](key, jnp.array([masked]))[0] if drawn else masked.argmax()
+
+        want, log_probs = expected(prompt, TEXTS[n], 13, draw)
+        assert got[n].tokens.tolist() == want and got[n].end == "stop"
+        np.testing.assert_allclose(got[n].log_probs, log_probs, atol=1e-5)
+        ends.append(want[-1])
+        cache = tj.init_cache(CONFIG, 1, CONFIG.max_len)
+        key = jax.random.key(3 + n)[None]
+        alone = generate(STEP, PARAMS, [prompt], cache, num_tokens=9, key=key, stop=STOP, **options)
+        assert got[3 + n].tokens.tolist() == alone.rows()[0].tolist()
+    assert len({tuple(got[n].tokens) for n in range(3)}) == 3 and ends[2] in (5, 6)
+
+
+def test_a_text_is_cut_at_its_limit_and_parts_come_one_by_one():
+    texts = TEXTS[2]
+    whole = expected(PROMPTS[0], texts, 10, lambda n, masked: masked.argmax())[0]
+    got = served([Request(PROMPTS[0], 6, constraint=OneOf(*texts), id="a")])["a"]
+    assert got.tokens.tolist() == whole[:6] and got.end == "length"
+    got = served([Request(PROMPTS[0], 10, constraint=OneOf(*texts), id="a")])["a"]
+    assert got.tokens.tolist() == whole and got.end == "stop", "whole with the last token"
+    state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
+    request = Request(PROMPTS[0], 10, constraint=OneOf(*texts))
+    parts = list(serve(STEP, PARAMS, [request], state, slots=1, capacity=31, stream=True))
+    assert [len(part.tokens) for part in parts] == [1] * 10
+    assert [part.end for part in parts] == [None] * 9 + ["stop"]
+
+
+def test_where_nothing_can_be_written_no_token_is():
+    got = served([Request(PROMPTS[0], 5, constraint=OneOf(()), id=0)])[0]
+    assert got.tokens.tolist() == [] and got.end == "stop"
+    never = OneOf((3,), (4, 4))
+    never.texts = ((3, -5), (4, -5))  # after its first token no other one is allowed
+    got = served([Request(PROMPTS[0], 5, constraint=never, id=0)])[0]
+    assert len(got.tokens) == 1 and got.end == "nonfinite"
+
+
+def test_what_is_allowed_has_a_shape_and_is_of_one_step():
+    state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
+    slots = init_slots(STEP, PARAMS, state, 2, CONFIG.max_len)
+    only = np.arange(VOCAB)[None] == 6
+    for wrong in (only[0], only[:, :7], only.astype(np.int32)):
+        with pytest.raises(ValueError, match=r"allowed is .*: must be bool\[1, 11\]"):
+            admit(slots, PARAMS, 0, [PROMPTS[0]], state, limits=5, allowed=wrong)
+    slots, output = admit(slots, PARAMS, 0, [PROMPTS[0]], state, limits=5, allowed=only)
+    assert output.token.tolist() == [6]
+    with pytest.raises(ValueError, match="steps is 2: must be 1"):
+        advance_slots(slots, PARAMS, 2, allowed=np.ones((2, VOCAB), bool))
+    slots, output = advance_slots(slots, PARAMS, 1, allowed=np.stack([~only[0], only[0]]))
+    want = np.where(only[0], -np.inf, logits_of([*PROMPTS[0], 6])).argmax()
+    assert output.token.tolist() == [[want, -1]]
+
+
+def test_rows_without_a_constraint_may_have_any_token():
+    assert allowed_tokens([None, None]) is None
+    got = allowed_tokens([None, OneOf((3,), (4, 1))])
+    np.testing.assert_array_equal(got, [[True] * VOCAB, [n in (3, 4) for n in range(VOCAB)]])
+
+
+def test_without_constraints_the_program_is_as_it_was():
+    """No mask is an argument of the program of free requests, nor of what it computes."""
+    from transformer_jax.decoding.continuous_batching import _advance
+
+    state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
+    slots = init_slots(STEP, PARAMS, state, 2, CONFIG.max_len)
+    free = _advance.lower(slots, PARAMS, jnp.array(False), 1, 0, None).as_text()
+    mask = jnp.ones((2, VOCAB), bool)
+    held = _advance.lower(slots, PARAMS, jnp.array(False), 1, 0, mask).as_text()
+    shape = f"tensor<2x{VOCAB}xi1>"
+    assert shape in held and shape not in free
