@@ -14,6 +14,7 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
@@ -34,6 +35,7 @@ from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
+from transformer_jax.text.structured import Grammar, Matcher
 from transformer_jax.text.writer import NO_TOKEN, check_stop_strings, pieces
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
@@ -68,6 +70,7 @@ def complete(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
     edit: Mapping[str, Edit] = NO_EDIT,
+    grammar: Grammar | None = None,
 ) -> Iterator[str]:
     """Yield the text after a prompt, a piece at a time.
 
@@ -89,6 +92,7 @@ def complete(
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
         edit: functions by the names of places, which change the values there.
+        grammar: the form that the text is to have; None lets it have any.
     """
     stop = check_stop_strings(stop)
     processors = check_processors(processors)
@@ -96,8 +100,9 @@ def complete(
     sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
     step = _step(config, edit)
     ids = _ids(
-        config, step, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype
-    )
+        config, step, params, history, num_tokens, sampler, key, processors, stop_ids, cache_dtype,
+        None if grammar is None else grammar.start(),
+    )  # fmt: skip
     return pieces(tokenizer, ids, stop, stop_ids)
 
 
@@ -132,6 +137,7 @@ def samples(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
     edit: Mapping[str, Edit] = NO_EDIT,
+    grammar: Grammar | None = None,
 ) -> list[str]:
     """Draw several texts after one prompt, which is read once and forked.
 
@@ -151,6 +157,7 @@ def samples(
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
         edit: functions by the names of places, which change the values there.
+        grammar: the form that each text is to have; None lets it have any.
     """
     check_count("count", count, 1)
     stop = check_stop_strings(stop)
@@ -160,6 +167,17 @@ def samples(
     empty = init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype)
     columns = read.shape[1]
     step.check(read, empty, np.array([columns + num_tokens - 1]))
+    sampler = Sample(*known_ids(config, tokenizer), *sampler.processors)
+    if grammar is not None:
+        keys = [jax.random.fold_in(key, n) for n in range(count)]
+        matchers = [grammar.start() for _ in keys]
+        ids: list[list[int]] = [[] for _ in keys]
+        for n, token in _constrained(
+            config, step, params, read[0], empty, num_tokens, keys, matchers, sampler, processors,
+            stop_ids,
+        ):  # fmt: skip
+            ids[n].append(token)
+        return ["".join(pieces(tokenizer, row, stop, stop_ids)) for row in ids]
     read = jnp.asarray(read)
     if columns > 1 and not processors:
         lengths = jnp.full((1,), columns - 1)
@@ -167,8 +185,7 @@ def samples(
         read, empty = read[:, -1:], state
     out = generate(
         step, params, jnp.repeat(read, count, axis=0), fork(empty, count), num_tokens=num_tokens,
-        sampler=Sample(*known_ids(config, tokenizer), *sampler.processors), key=key,
-        processors=processors, stop=stop_ids,
+        sampler=sampler, key=key, processors=processors, stop=stop_ids,
     )  # fmt: skip
     return ["".join(pieces(tokenizer, row.tolist(), stop, stop_ids)) for row in out.rows()]
 
@@ -302,6 +319,7 @@ def answer(
     stop_ids: Sequence[int] = (),
     cache_dtype: jax.typing.DTypeLike | None = None,
     edit: Mapping[str, Edit] = NO_EDIT,
+    grammar: Grammar | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of a prompt and the text after it, as each is done.
 
@@ -323,11 +341,18 @@ def answer(
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
         edit: functions by the names of places, which change the values there.
+        grammar: the form that each text is to have; None lets it have any.
     """
     stop = check_stop_strings(stop)
     read = [_known_prompt(config, tokenizer, prompt) for prompt in prompts]
     requests = [
-        Request(ids, num_tokens, key=first_key(jax.random.fold_in(key, n)), id=n)
+        Request(
+            ids,
+            num_tokens,
+            key=first_key(jax.random.fold_in(key, n)),
+            id=n,
+            constraint=None if grammar is None else grammar.start(),
+        )
         for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
     ]
     done = serve(
@@ -430,6 +455,7 @@ def _ids(
     processors: Sequence[HistoryProcessor],
     stop_ids: Sequence[int],
     cache_dtype: jax.typing.DTypeLike | None,
+    matcher: Matcher | None,
 ) -> Iterator[int]:
     """Yield token after token; where the text outgrows max_len, read its last half anew."""
     length = longest_text(config)
@@ -439,28 +465,76 @@ def _ids(
         count = min(num_tokens, length - len(read) + 1)
         given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
         gone = written - (len(read) - given)
-        tokens = stream(
-            step,
-            params,
-            jnp.asarray(read[None]),
-            init_decode_state(config, None, 1, length, dtype=cache_dtype),
-            num_tokens=count,
-            sampler=sampler,
-            key=jax.random.fold_in(key, part),
-            processors=tuple(
+        state = init_decode_state(config, None, 1, length, dtype=cache_dtype)
+        own, these = (
+            jax.random.fold_in(key, part),
+            tuple(
                 _Resumed(_unsaid(processor, gone), given) if part else processor
                 for processor in processors
             ),
-            stop=stop_ids,
         )
+        tokens: Iterator[int]
+        if matcher is None:
+            found = stream(
+                step, params, jnp.asarray(read[None]), state, num_tokens=count, sampler=sampler,
+                key=own, processors=these, stop=stop_ids,
+            )  # fmt: skip
+            tokens = (int(row[0]) for row in found)
+        else:
+            keys = [jax.random.fold_in(own, 0)]
+            numbered = _constrained(
+                config, step, params, read, state, count, keys, [matcher], sampler, these, stop_ids
+            )
+            tokens = (token for _, token in numbered)
         new = []
         for token in tokens:
-            new.append(int(token[0]))
-            yield new[-1]
-        if new and new[-1] in stop_ids:
+            new.append(token)
+            yield token
+        if (new and new[-1] in stop_ids) or (matcher is not None and matcher.ended):
             return
         history = np.concatenate([read, np.array(new, read.dtype)])
         num_tokens, part, written = num_tokens - count, part + 1, written + count
+
+
+def _constrained(
+    config: AnyModelConfig,
+    step: Any,
+    params: Params,
+    prompt: np.ndarray,  # i32[P]
+    state: Any,
+    num_tokens: int,
+    keys: Sequence[jax.Array],
+    matchers: Sequence[Matcher],
+    sampler: Sample,
+    processors: Sequence[HistoryProcessor],
+    stop_ids: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """Yield the number of a text and its next token, or -1 where none can follow.
+
+    Text n goes on with the prompt, drawn with `keys[n]`, and has the form that `matchers[n]` says.
+    """
+    needed = len(prompt) + num_tokens - 1
+    parts = serve(
+        step,
+        params,
+        [
+            Request(prompt, num_tokens, key=key, constraint=matcher)
+            for key, matcher in zip(keys, matchers, strict=True)
+        ],
+        state,
+        slots=len(keys),
+        capacity=config.max_len if isinstance(config, ModelConfig) else bucket(needed),
+        sampler=sampler,
+        processors=processors,
+        stop=stop_ids,
+        stream=True,
+    )
+    for part in parts:
+        if part.error is not None:
+            raise ValueError(part.error)
+        yield from ((part.id, token) for token in part.tokens.tolist())
+        if part.end == "nonfinite":
+            yield part.id, -1
 
 
 @dataclass(frozen=True)

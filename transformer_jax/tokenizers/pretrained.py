@@ -229,7 +229,7 @@ class PretrainedTokenizer:
         Raises:
             DataError: if an id is outside the vocabulary.
         """
-        skipped = self._special if skip_special_tokens else frozenset()
+        skipped = self.special if skip_special_tokens else frozenset()
         kept = [i for i in map(self._checked, ids) if i not in skipped]
         spell, last = self._spelling, len(kept) - 1
         drops = begins or not spell.marks_spaces
@@ -394,14 +394,15 @@ class PretrainedTokenizer:
         return self._library.get_added_tokens_decoder()
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def special(self) -> frozenset[int]:
+        """Return the ids of special tokens, which are no text."""
         return frozenset(i for i, token in self._added.items() if token.special)
 
     @cached_property
     def _control(self) -> frozenset[int]:
         """Return the special tokens, without the one that unknown characters become."""
         others = {i for role, i in self.special_ids.items() if role != "unk"}
-        return self._special - ({self.special_ids.get("unk", -1)} - others)
+        return self.special - ({self.special_ids.get("unk", -1)} - others)
 
     @cached_property
     def _spelling(self) -> Spelling:

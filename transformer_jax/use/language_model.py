@@ -24,6 +24,7 @@ from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.text import completion
+from transformer_jax.text.structured import Form
 from transformer_jax.text.text_model import (
     Which,
     is_run,
@@ -155,6 +156,9 @@ class LanguageModel(Looker, Scorer):
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
         edit: Mapping[str, Edit] = NO_EDIT,
+        schema: Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         **unknown: Never,
     ) -> Written:
         """Return the text that follows a prompt, or the target of a source, or masks filled.
@@ -179,6 +183,10 @@ class LanguageModel(Looker, Scorer):
             edit: functions by the names of places in the model (`transformer_jax.places`), which
                 change the values there, as `transformer_jax.inside` makes them. A function gets the
                 tokens of the prompt, then each new one by itself.
+            schema: a JSON schema, which the text is to have, as JSON. Of it, of `regex` and of
+                `grammar` one may be given; they need the extra `structured`.
+            regex: a regular expression, in Rust's syntax, which the whole text is to match.
+            grammar: a grammar of which the text is to be, in llguidance's variant of Lark's syntax.
 
         Returns:
             A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
@@ -195,6 +203,11 @@ class LanguageModel(Looker, Scorer):
         counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(texts) if is_list else None)
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
+        forms: dict[Form, Any] = {"schema": schema, "regex": regex, "grammar": grammar}
+        if self.kind != "text" or beams is not None:
+            does = "a beam search finds" if beams is not None else "it writes"
+            self._refuse(forms, f"{does} texts of no given form")
+        form = self._grammar(forms)
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
         given: dict[str, object] = dict(
@@ -229,7 +242,7 @@ class LanguageModel(Looker, Scorer):
         if self.kind == "targets":
             return self._targets(texts, num_tokens, stop, drawn, samples, is_list, stream)
         ids = [self.read(text) for text in texts]
-        return self._written(ids, num_tokens, stop, drawn, samples, slots, is_list, stream)
+        return self._written(ids, num_tokens, stop, drawn, form, samples, slots, is_list, stream)
 
     @overload
     def chat(
@@ -265,6 +278,9 @@ class LanguageModel(Looker, Scorer):
         slots: int = 8,
         cache_dtype: jax.typing.DTypeLike | None = None,
         edit: Mapping[str, Edit] = NO_EDIT,
+        schema: Mapping[str, Any] | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         **unknown: Never,
     ) -> Written:
         """Return the assistant's answer to messages, as the model was trained to read them.
@@ -284,6 +300,10 @@ class LanguageModel(Looker, Scorer):
             edit: functions by the names of places in the model (`transformer_jax.places`), which
                 change the values there, as `transformer_jax.inside` makes them. A function gets the
                 tokens of the prompt, then each new one by itself.
+            schema: a JSON schema, which the text is to have, as JSON. Of it, of `regex` and of
+                `grammar` one may be given; they need the extra `structured`.
+            regex: a regular expression, in Rust's syntax, which the whole text is to match.
+            grammar: a grammar of which the text is to be, in llguidance's variant of Lark's syntax.
 
         Returns:
             A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
@@ -301,12 +321,15 @@ class LanguageModel(Looker, Scorer):
         counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(talks) if many else None)
         drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
+        form = self._grammar({"schema": schema, "regex": regex, "grammar": grammar})
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
             if len(prompt) > (length := completion.longest_text(self.config)):
                 rule = f"0 fit after the prompt (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
-        found = self._written(ids, num_tokens, stop, drawn, samples, slots, many, stream)
+        found = self._written(ids, num_tokens, stop, drawn, form, samples, slots, many, stream)
+        if form is not None:
+            return found
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
         return found.removeprefix(" ") if isinstance(found, str) else without_first_space(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
 from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 from transformer_jax.text import completion
+from transformer_jax.text.structured import Form, Grammar
 from transformer_jax.text.translation import translate
 from transformer_jax.text.writer import check_stop_strings
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -42,6 +43,9 @@ class Writing(TypedDict, total=False):
     slots: int
     cache_dtype: jax.typing.DTypeLike | None
     edit: Mapping[str, Edit]
+    schema: Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
 
 
 class Searching(Writing, total=False):
@@ -63,7 +67,7 @@ class Drawn(TypedDict):
 class Writer(Reader):
     """Go on with prompts, and write the targets of sources."""
 
-    def _refuse(self, given: Mapping[str, object], rule: str) -> None:
+    def _refuse(self, given: Mapping[Any, object], rule: str) -> None:
         """Raise ConfigError for an argument that was given."""
         for name, value in given.items():
             if value is not None and value is not False and not _is_empty(value):
@@ -92,12 +96,28 @@ class Writer(Reader):
         own = (*self.model.processors, *completion.check_processors(processors))
         return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype, edit=edit)
 
+    def _grammar(self, forms: Mapping[Form, Any]) -> Grammar | None:
+        """Return the one form that was given, for the tokens of the model."""
+        given = [form for form, content in forms.items() if content is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]}: give one of them")
+        if not given:
+            return None
+        return Grammar(
+            given[0],
+            forms[given[0]],
+            self.tokenizer,
+            self.config.vocab_size,
+            tuple(self.model.stop_ids),
+        )
+
     def _written(
         self,
         prompts: list[np.ndarray],
         num_tokens: int | None,
         stop: tuple[str, ...],
         drawn: Drawn,
+        grammar: Grammar | None,
         samples: int | None,
         slots: int,
         is_list: bool,
@@ -113,9 +133,12 @@ class Writer(Reader):
             model = self._sized([prompt], count)
             if samples is not None:
                 return completion.samples(
-                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends, **drawn
-                )
-            pieces = completion.complete(*model, prompt, count, stop=stop, stop_ids=ends, **drawn)
+                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends,
+                    grammar=grammar, **drawn,
+                )  # fmt: skip
+            pieces = completion.complete(
+                *model, prompt, count, stop=stop, stop_ids=ends, grammar=grammar, **drawn
+            )
             return pieces if stream else "".join(pieces)
         found, fitting = [""] * len(prompts), []
         for n, prompt in enumerate(prompts):
@@ -124,14 +147,15 @@ class Writer(Reader):
                 continue
             own: Drawn = {**drawn, "key": jax.random.fold_in(drawn["key"], n)}
             pieces = completion.complete(
-                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends, **own
-            )
+                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends,
+                grammar=grammar, **own,
+            )  # fmt: skip
             found[n] = "".join(pieces)
         if fitting:
             parts = [prompts[n] for n in fitting]
             answers = completion.answer(
                 *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
-                numbers=fitting, stop=stop, stop_ids=ends, **drawn,
+                numbers=fitting, stop=stop, stop_ids=ends, grammar=grammar, **drawn,
             )  # fmt: skip
             for n, text in answers:
                 found[n] = text

@@ -1,0 +1,308 @@
+"""Texts of a given form: what a grammar allows, by brute force, and what a model writes by it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.config import ConfigError
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.models.factory import build
+from transformer_jax.text import structured
+from transformer_jax.text.structured import Grammar
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
+from transformer_jax.tokenizers.special import with_special_tokens
+from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
+from transformer_jax.use.language_model import LanguageModel
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ana", "zoé", "日本"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def fits(text: str) -> bool:
+    """Say whether a text is JSON of SCHEMA."""
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "tags"]
+        and found["name"] in ("ana", "zoé", "日本")
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 99
+        and 1 <= len(found["tags"]) <= 3
+        and all(type(tag) is bool for tag in found["tags"])
+    )
+
+
+def sentence_pieces() -> PretrainedTokenizer:
+    """Pieces with a mark for spaces, bytes for what has none, and special tokens."""
+    letters = [*'abcdefghijklmnopqrstuvwxyz0123456789{}[]":, .', "true", "false", '{"', '":']
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", *letters]
+    pieces += [f"▁{letter}" for letter in letters if letter != " "]
+    definition = {
+        "model": {
+            "type": "Unigram", "unk_id": 0, "byte_fallback": True,
+            "vocab": [[piece, -float(n % 7)] for n, piece in enumerate(pieces)],
+        },
+        "added_tokens": [
+            {"id": n, "content": pieces[n], "special": True, "single_word": False,
+             "lstrip": False, "rstrip": False, "normalized": False}
+            for n in range(3)
+        ],
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+            ],
+        },
+    }  # fmt: skip
+    roles = ("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>")
+    return PretrainedTokenizer(json.dumps(definition), roles=roles, stop_ids=(2,))
+
+
+TOKENIZERS = {
+    "bytes": ByteTokenizer(),
+    "pairs of bytes": with_special_tokens(
+        BPETokenizer.train('{"name": "zoé", "age": 9, "tags": [true, false]} 日本' * 9, 290),
+        ["eos"],
+    ),
+    "pieces": sentence_pieces(),
+}
+
+
+def model_of(tokenizer, padding: int = 3, **fields) -> LanguageModel:
+    config = tj.ModelConfig(
+        vocab_size=tokenizer.vocab_size + padding, d_model=8, num_layers=1, num_heads=2,
+        max_len=256, positions="rope", init_std=0.7,
+    )  # fmt: skip
+    params = tj.init_params(config, jax.random.key(3))
+    return LanguageModel(TextModel(config, params, tokenizer, **fields), "here")
+
+
+def stop_of(tokenizer) -> tuple[int, ...]:
+    own = getattr(tokenizer, "special_ids", {})
+    return (own["eos"],) if "eos" in own else ()
+
+
+MODELS = {name: model_of(own, stop_ids=stop_of(own)) for name, own in TOKENIZERS.items()}
+
+
+@pytest.mark.slow_except("pieces")
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_random_model_writes_json_of_a_schema(name):
+    """Drawn and likeliest; without a form the same model writes no JSON."""
+    model = MODELS[name]
+    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(1))
+    assert fits(model.generate("a", 200, schema=SCHEMA))
+    texts = model.generate("a", 200, schema=SCHEMA, samples=4, **drawn)
+    assert all(map(fits, texts)) and len(set(texts)) == 4
+    with pytest.raises(ValueError, match=r"Expecting|Extra|Invalid"):
+        json.loads(model.generate("a", 200))
+
+
+# Tokens of a small vocabulary, of which some are parts of a character, and one ends texts
+
+
+class Parts:
+    """A tokenizer whose token i is the i-th part; the last one ends texts."""
+
+    parts = (b"a", b"b", b"ab", b"ba", b"bb", b"c", b"\xc3", b"\xa9", b"a\xc3", b"", b"<e>")
+    vocab_size = len(parts)
+
+    def to_bytes(self, ids) -> bytes:
+        return b"".join(self.parts[i] for i in ids)
+
+
+REGEXES = "(ab|ba)*c", "a?b{2,3}", "[abé]{3}", "é|aé|b", "(a|ab)(c|bé)?"
+
+
+def texts_of(regex: str, longest: int) -> list[bytes]:
+    """Return all texts over the letters that match, up to a length."""
+    return [
+        "".join(letters).encode()
+        for size in range(longest + 1)
+        for letters in itertools.product("abcé", repeat=size)
+        if re.fullmatch(regex, "".join(letters))
+    ]
+
+
+def allowed_by_hand(texts: list[bytes], begun: bytes) -> np.ndarray:
+    rests = [text[len(begun) :] for text in texts if text.startswith(begun)]
+    found = [any(part and rest.startswith(part) for rest in rests) for part in Parts.parts]
+    found[10] = b"" in rests
+    return np.array([*found, False])  # the model has one more token
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_token_is_allowed_where_some_text_begins_so(regex):
+    """By brute force over all texts; what is longer than seven letters is not followed."""
+    texts, grammar = texts_of(regex, 7), Grammar("regex", regex, Parts(), 12, (10,))
+    todo, seen = [()], set()
+    while todo:
+        ids = todo.pop()
+        begun = Parts().to_bytes(ids)
+        if len(begun.decode("utf-8", "replace")) > 4:
+            continue
+        matcher = grammar.start()
+        for token in ids:
+            matcher.read(token)
+        want = allowed_by_hand(texts, begun)
+        np.testing.assert_array_equal(matcher.allowed, want, err_msg=f"{regex} after {begun!r}")
+        assert matcher.ended == (want.nonzero()[0].tolist() == [10])
+        seen.add(begun)
+        todo += [(*ids, token) for token in want[:10].nonzero()[0].tolist()]
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize("regex", ["[abé]{3}", "(ab|ba){0,3}c"])
+def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
+    """An oracle reads the text anew before each token, and allows by hand."""
+    model = model_of(Parts(), padding=1, stop_ids=(10,))
+    apply = jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
+    for prompt in ([0, 3], [5, 5, 1], [7, 2, 6, 0]):
+        new: list[int] = []
+        texts = texts_of(regex, 7)
+        while len(new) < 9:
+            allowed = allowed_by_hand(texts, Parts().to_bytes(new))
+            if allowed.nonzero()[0].tolist() in ([10], []):
+                break
+            ids = np.array([[*prompt, *new] + [0] * (32 - len(prompt) - len(new))])
+            logits = np.asarray(apply(ids)[0, len(prompt) + len(new) - 1])
+            new.append(int(np.where(allowed, logits, -np.inf).argmax()))
+            if new[-1] == 10:
+                new.pop()
+                break
+        want = Parts().to_bytes(new).decode("utf-8", "replace")
+        grammar = Grammar("regex", regex, Parts(), 12, (10,))
+        got = "".join(structured_text(model, np.array(prompt, np.int32), 9, grammar))
+        assert got == want and len(got) > 2
+
+
+def structured_text(model, prompt, count, grammar):
+    from transformer_jax.text.completion import complete
+
+    return complete(
+        model.config, model.params, model.tokenizer, prompt, count,
+        sampler=Sample(Temperature(0.0)), key=jax.random.key(0),
+        stop_ids=model.model.stop_ids, grammar=grammar,
+    )  # fmt: skip
+
+
+BYTES = MODELS["bytes"]
+WORDS = MODELS["pairs of bytes"]
+
+
+def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
+    form = dict(regex="[a-z ]{12}é")
+    alone = [WORDS.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
+    assert len(set(alone)) > 1 and all(re.fullmatch(form["regex"], text) for text in alone)
+    assert WORDS.generate(["a", "cab", ""], 60, slots=2, **form) == alone
+    assert "".join(WORDS.generate("cab", 60, stream=True, **form)) == alone[1]
+    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
+    many = WORDS.generate(["a"] * 5, 60, **form, **drawn)
+    assert len(set(many)) > 2 and all(re.fullmatch(form["regex"], text) for text in many)
+
+
+def test_a_text_that_outgrows_the_model_goes_on_in_its_form():
+    tokenizer = CharTokenizer("abcd")
+    config = tj.ModelConfig(
+        vocab_size=4, d_model=8, num_layers=1, num_heads=2, max_len=16, init_std=0.7
+    )
+    params = tj.init_params(config, jax.random.key(3))
+    model = LanguageModel(TextModel(config, params, tokenizer), "here")
+    text = model.generate("abcd", 90, regex="([ab]{3}cd[ab])*d{40}")
+    assert re.fullmatch("([ab]{3}cd[ab])*d{40}|([ab]{3}cd[ab])*.{0,5}d{0,39}", text)
+    assert model.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
+
+
+def test_the_limit_and_a_stop_string_cut_a_text():
+    whole = BYTES.generate("a", 200, schema=SCHEMA)
+    cut = BYTES.generate("a", 20, schema=SCHEMA)
+    assert whole.encode().startswith(cut.encode()) and len(cut) == 20
+    assert BYTES.generate("a", 200, schema=SCHEMA, stop='"age') == whole[: whole.index('"age')]
+    assert BYTES.generate("a", 200, regex="") == "" and WORDS.generate("a", 9, regex="") == ""
+
+
+def test_a_model_whose_texts_have_no_end_goes_on_while_it_may():
+    assert re.fullmatch("[ab]{9}", BYTES.generate("x", 9, regex="[ab]+"))
+    assert re.fullmatch("[ab]{3}", BYTES.generate("x", 9, regex="[ab]{3}"))
+
+
+def test_a_grammar_of_lark_is_followed():
+    grammar = 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{2}/'
+    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
+    for text in BYTES.generate("x", 99, grammar=grammar, samples=5, **drawn):
+        depth = text.index(next(filter(str.isdigit, text)))
+        assert re.fullmatch(rf"\({{{depth}}}[0-9]{{2}}\){{{depth}}}", text)
+
+
+def test_a_special_token_is_no_text_of_a_form():
+    pieces = MODELS["pieces"]
+    for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):
+        allowed = Grammar("regex", form, pieces.tokenizer, pieces.config.vocab_size, (2,)).start()
+        assert not allowed.allowed[:3].any() and allowed.allowed[3 + ord("<")]
+
+
+def test_processors_and_a_form_together_leave_nothing_to_write():
+    digit = ord("7")
+    text = BYTES.generate("x", 9, regex="[78]{5}", processors=(tj.Ban(digit),))
+    assert text == "88888"
+    with pytest.raises(ValueError, match="no token can follow"):
+        BYTES.generate("x", 9, regex="7", processors=(tj.Ban(digit),))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(regex="("), "regex: unclosed group"),
+        (dict(regex="(?=a)b"), "regex: look-around"),
+        (dict(regex=3), "regex is 3: must be a text"),
+        (dict(schema={"type": "objec"}), "schema: Invalid type: objec"),
+        (dict(schema={"type": "object", "not": {}}), r'schema: Unimplemented keys: \["not"\]'),
+        (dict(schema='{"type": "object"}'), "schema is .*: must be an object"),
+        (dict(schema={"const": {1}}), "schema: is no JSON"),
+        (dict(schema={"enum": []}), "schema: Unsatisfiable"),
+        (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
+        (dict(grammar="x: /a/"), "grammar: no start rule"),
+        (dict(regex="[a&&b]"), "regex: the text cannot go on: the tokenizer has no token"),
+        (dict(regex="a", schema={}), "schema and regex: give one of them"),
+        (dict(regex="a", beams=2), "regex is 'a': .*a beam search finds"),
+    ],
+)
+def test_what_is_no_form_is_refused_in_a_line(given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        BYTES.generate("a", 5, **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_letter_that_the_tokenizer_has_not_is_named_as_missing():
+    model = model_of(CharTokenizer("ab{"), padding=0)
+    for form in (dict(schema={"type": "object"}), dict(regex="abc")):
+        with pytest.raises(ValueError, match="the tokenizer has no token for what must come next"):
+            model.generate("a", 5, **form)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(structured, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"schema needs llguidance.*transformer_jax\[structured"):
+        BYTES.generate("a", 5, schema={})
+    assert len(BYTES.generate("a", 5)) > 0
