@@ -720,6 +720,16 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             logit_scale=512**-0.5, dropout=0.1, attention_dropout=0.1,
         ),
     ),
+    "mt5": (
+        dict(model_type="mt5"), tuple(f"decoder.{i}" for i in range(8)),
+        dict(
+            kind="encoder-decoder", vocab_size=250112, d_model=512, num_layers=8,
+            num_decoder_layers=8, num_heads=6, head_dim=64, d_ff=1024, max_len=512,
+            positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
+            activation="gelu_tanh", glu=True, use_bias=False, attention_scale=1.0,
+            tie_embeddings=True, dropout=0.1, attention_dropout=0.1,
+        ),
+    ),
     "bart": (
         dict(model_type="bart"), (),
         BART | dict(

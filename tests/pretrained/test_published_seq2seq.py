@@ -390,6 +390,51 @@ def test_a_t5_of_either_style_has_the_output_that_transformers_gives_it(tmp_path
         assert_round_trip(folder, tmp_path / f"{name} again", AUTO, **both)
 
 
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_mt5_has_the_output_matrix_of_its_file_whatever_config_json_says(own, said, tmp_path):
+    """Published ones say false, and have one; transformers 5 ties all others."""
+    options = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, num_layers=1)
+    config = transformers.MT5Config(**options, num_decoder_layers=2, decoder_start_token_id=0)
+    model = lively(transformers.MT5ForConditionalGeneration, config, 4)
+    with torch.no_grad():
+        model.shared.weight *= 0.2  # logits are not scaled
+    if own:
+        model.lm_head.weight = torch.nn.Parameter(model.shared.weight.flip(0))
+    folder = saved(model, tmp_path / "mt5")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | dict(tie_word_embeddings=said)))
+    config, params = load_pretrained(folder)
+    assert config.tie_embeddings is not own and config.logit_scale is None
+    rng = np.random.default_rng(2)
+    source, target = tokens(rng, VOCAB, 2, 13), tokens(rng, VOCAB, 2, 5)
+    both = dict(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
+    with torch.no_grad():
+        want = reopened(folder, AUTO)(**both).logits
+    assert_same_logits(apply(config, params)(target, source=source)[0], want)
+    assert_round_trip(folder, tmp_path, AUTO, folder, **both)
+
+
+@pytest.mark.parametrize("kind", ["T5", "MT5"])
+def test_an_encoder_alone_encodes_as_transformers_does(kind, tmp_path):
+    options: Any = dict(feed_forward_proj="relu", num_layers=2) if kind == "T5" else {}
+    config = getattr(transformers, f"{kind}Config")(**T5 | dict(num_layers=2) | options)
+    model = lively(getattr(transformers, f"{kind}EncoderModel"), config, 5)
+    folder = saved(model, tmp_path / "encoder")
+    config, params = load_pretrained(folder)
+    assert config.kind == "encoder"
+    source, valid = tokens(np.random.default_rng(3), VOCAB, 2, 40), np.ones((2, 40), bool)
+    valid[1, 31:] = False
+    mask = torch.tensor(valid).long()
+    auto = getattr(transformers, f"{kind}EncoderModel")
+    with torch.no_grad():
+        want = reopened(folder, auto)(torch.tensor(source), mask).last_hidden_state.numpy()
+    got = np.asarray(apply(config, params, "encode")(source, positions=positions(valid)))
+    assert want.std() > 0.3
+    assert np.abs(got - want)[valid].max() <= LOGITS
+    assert_round_trip(folder, tmp_path, auto, folder, input_ids=torch.tensor(source))
+
+
 def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(tmp_path):
     rng = np.random.default_rng(1)
     options: Any = dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=97)

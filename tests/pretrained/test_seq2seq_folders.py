@@ -443,13 +443,33 @@ def test_unsupported_options_are_refused_by_name(name, keys, says, tmp_path):
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_encoder_alone_is_no_t5(tmp_path):
+@pytest.mark.parametrize("said", [True, False])
+def test_the_encoder_of_a_t5_is_read_alone(said, tmp_path):
     def half(held):
         return {name: value for name, value in held.items() if not name.startswith("decoder.")}
 
-    folder = changed(tmp_path, "t5", half, architectures=["T5EncoderModel"])
-    with pytest.raises(ConfigError, match=r"T5EncoderModel.*there is no decoder"):
-        load_pretrained(folder)
+    keys = dict(architectures=["T5EncoderModel"], is_encoder_decoder=said)
+    config, params = load_pretrained(changed(tmp_path, "t5", half, **keys))
+    whole, parts, case = loaded("t5")
+    assert (config.kind, config.num_layers) == ("encoder", whole.num_layers)
+    chex.assert_trees_all_equal(params, {name: parts[name] for name in ("embed", "encoder")})
+    given = dict(positions=case["source_positions"], method="encode")
+    got, want = (
+        build(own).apply({"params": held}, case["source"], **given)
+        for own, held in ((config, params), (whole, parts))
+    )
+    np.testing.assert_array_equal(got, want)
+    written = write_config(FAMILIES["t5"], config)
+    assert written["architectures"] == ["T5EncoderModel"] and not written["is_encoder_decoder"]
+    with pytest.raises(ConfigError, match=r"logit_scale is 0\.5: a t5 has None"):
+        write_config(FAMILIES["t5"], dataclasses.replace(config, logit_scale=0.5))
+
+
+def test_an_mt5_scales_no_logits():
+    config = loaded("t5")[0]
+    assert config.logit_scale is not None
+    with pytest.raises(ConfigError, match=r"logit_scale is .*: a mt5 has None"):
+        write_config(FAMILIES["mt5"], config)
 
 
 @pytest.mark.parametrize(

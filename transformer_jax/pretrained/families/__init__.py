@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         bert.CAMEMBERT,
         bert.DISTILBERT,
         t5.T5,
+        t5.MT5,
         bart.BART,
         bart.MARIAN,
     )

@@ -1,4 +1,4 @@
-"""Map T5 (Raffel et al. 2020), its version 1.1 and Flan-T5.
+"""Map T5 (Raffel et al. 2020), its version 1.1, Flan-T5, mT5 (Xue et al. 2021), their encoders.
 
 They have a bias that depends on the distance, RMSNorm, projections without biases, and scores that
 are not scaled. Version 1.0 has relu and computes scaled logits with the embeddings; version 1.1 has
@@ -12,10 +12,15 @@ a gated gelu and an output matrix of its own. These keys and tensors say which o
 | either              | present               | present          | its own       | as the key says |
 
 The last two rows are what transformers 5 writes, which always sets tie_word_embeddings. Anything
-else contradicts itself and is refused. T5's dropout within the feed-forward is left out.
+else contradicts itself and is refused. Of an mT5 transformers 5 ignores tie_word_embeddings: an
+lm_head.weight that the file has is the output matrix, else the embeddings are, and logits are never
+scaled. Files without a decoder are the encoder alone. T5's dropout within the feed-forward is left
+out.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from transformer_jax.config import Activation, ModelConfig, T5Buckets
 from transformer_jax.pretrained.families.table import (
@@ -23,6 +28,7 @@ from transformer_jax.pretrained.families.table import (
     LINEAR_OUT,
     ConfigKeys,
     Family,
+    Fields,
     TensorMapping,
     activation_key,
     blocks,
@@ -43,10 +49,16 @@ FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
 """feed_forward_proj to the activation and whether there is a gate; "gated-gelu" means the
 approximation of gelu by tanh."""
 
+DEFAULTS: dict[str, Fields] = {
+    "t5": dict(vocab_size=32128, layers=6, heads=8, d_ff=2048, forward="relu"),
+    "mt5": dict(vocab_size=250112, layers=8, heads=6, d_ff=1024, forward="gated-gelu"),
+}
+
 
 def _table(config: ModelConfig) -> list[TensorMapping]:
     stacks = []
-    for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
+    sides = [("encoder", config.num_layers), ("decoder", config.decoder_layers)]
+    for side, depth in sides[:1] if config.kind == "encoder" else sides:
         block = f"{side}.block.{{i}}.layer"
         last = 2 if side == "decoder" else 1
         mappings = [
@@ -90,15 +102,25 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
     ]
 
 
-def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("is_encoder_decoder", True)
-    if not any(name.startswith("decoder.") for name in names):
-        given = keys.take("architectures", None)
-        keys.fail("architectures", given, "there is no decoder, and an encoder alone is no t5 here")
+def _read(keys: ConfigKeys, names: frozenset[str], kind: str) -> ModelConfig:
+    default = DEFAULTS[kind]
     keys.ignore("classifier_dropout", "initializer_factor")
-    width, layers = keys.integer("d_model", 512), keys.integer("num_layers", 6)
-    tied, scaled = _output(keys, names)
-    activation, gated = _forward(keys)
+    width, layers = keys.integer("d_model", 512), keys.integer("num_layers", default["layers"])
+    fields: Fields
+    if not any(name.startswith("decoder.") for name in names):
+        keys.require("is_encoder_decoder", False, True)
+        keys.ignore("num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings")
+        fields = dict(kind="encoder")
+    else:
+        keys.require("is_encoder_decoder", True)
+        tied, scaled = _mt5_output(keys, names) if kind == "mt5" else _output(keys, names)
+        fields = dict(
+            kind="encoder-decoder",
+            num_decoder_layers=keys.optional_integer("num_decoder_layers", None) or layers,
+            tie_embeddings=tied,
+            logit_scale=width**-0.5 if scaled else None,
+        )
+    activation, gated = _forward(keys, default["forward"])
     dropout = keys.rate("dropout_rate", 0.1)
     buckets = keys.integer("relative_attention_num_buckets", 32)
     if buckets > BUCKETS:
@@ -110,14 +132,13 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         rule = f"must be above relative_attention_num_buckets / 2 = {buckets // 2}"
         keys.fail("relative_attention_max_distance", farthest, rule)
     return ModelConfig(
-        kind="encoder-decoder",
-        vocab_size=keys.integer("vocab_size", 32128),
+        **fields,
+        vocab_size=keys.integer("vocab_size", default["vocab_size"]),
         d_model=width,
         num_layers=layers,
-        num_decoder_layers=keys.optional_integer("num_decoder_layers", None) or layers,
-        num_heads=keys.integer("num_heads", 8),
+        num_heads=keys.integer("num_heads", default["heads"]),
         head_dim=keys.integer("d_kv", 64),
-        d_ff=keys.integer("d_ff", 2048),
+        d_ff=keys.integer("d_ff", default["d_ff"]),
         max_len=keys.integer("n_positions", 512),
         positions=T5Buckets(buckets=buckets, max_distance=farthest),
         norm="rmsnorm",
@@ -126,8 +147,6 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         glu=gated,
         use_bias=False,
         attention_scale=1.0,
-        tie_embeddings=tied,
-        logit_scale=width**-0.5 if scaled else None,
         dropout=dropout,
         attention_dropout=dropout,
     )
@@ -141,10 +160,15 @@ def _output(keys: ConfigKeys, names: frozenset[str]) -> tuple[bool, bool]:
     return tied and HEAD not in names, keys.flag("scale_decoder_outputs")
 
 
-def _forward(keys: ConfigKeys) -> tuple[Activation, bool]:
+def _mt5_output(keys: ConfigKeys, names: frozenset[str]) -> tuple[bool, bool]:
+    keys.flag("tie_word_embeddings", True)  # published ones say false, and mean what the files hold
+    return HEAD not in names, False
+
+
+def _forward(keys: ConfigKeys, default: str) -> tuple[Activation, bool]:
     """Return the activation and whether there is a gate; keys that repeat them must agree."""
-    name = keys.take("feed_forward_proj", "relu")
-    activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, "relu")
+    name = keys.take("feed_forward_proj", default)
+    activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, default)
     again = keys.take("dense_act_fn", None)
     if again is not None and keys.choice("dense_act_fn", ACTIVATIONS) != activation:
         keys.fail("dense_act_fn", again, f"feed_forward_proj is {name!r}, which is {activation!r}")
@@ -153,19 +177,19 @@ def _forward(keys: ConfigKeys) -> tuple[Activation, bool]:
     return activation, gated
 
 
-def _write(config: ModelConfig) -> JsonObject:
+def _write(config: ModelConfig, kind: str) -> JsonObject:
     dense = activation_key(config.activation)
     positions = config.positions if isinstance(config.positions, T5Buckets) else T5Buckets()
     plain = "gelu" if config.activation == "gelu_tanh" else dense
-    return dict(
-        architectures=["T5ForConditionalGeneration"],
-        is_encoder_decoder=True,
+    model, alone = kind.replace("t5", "T5").replace("m", "M"), config.kind == "encoder"
+    keys: JsonObject = dict(
+        architectures=[f"{model}EncoderModel" if alone else f"{model}ForConditionalGeneration"],
+        is_encoder_decoder=not alone,
         vocab_size=config.vocab_size,
         d_model=config.d_model,
         d_kv=config.key_dim,
         d_ff=config.ff_dim,
         num_layers=config.num_layers,
-        num_decoder_layers=config.decoder_layers,
         num_heads=config.num_heads,
         n_positions=config.max_len,
         relative_attention_num_buckets=positions.buckets,
@@ -174,21 +198,31 @@ def _write(config: ModelConfig) -> JsonObject:
         feed_forward_proj=f"gated-{plain}" if config.glu else dense,
         dense_act_fn=dense,
         is_gated_act=config.glu,
-        tie_word_embeddings=config.tie_embeddings,
-        scale_decoder_outputs=config.logit_scale is not None,
         dropout_rate=config.dropout,
+    )
+    if not alone:
+        keys |= dict(
+            num_decoder_layers=config.decoder_layers, tie_word_embeddings=config.tie_embeddings
+        )
+    if not alone and kind == "t5":
+        keys |= dict(scale_decoder_outputs=config.logit_scale is not None)
+    return keys
+
+
+def _family(kind: str) -> Family:
+    return Family(
+        kind,
+        partial(_read, kind=kind),
+        partial(_write, kind=kind),
+        _table,
+        ignored_tensors=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+        tied_copies={
+            "decoder.embed_tokens.weight": "shared.weight",
+            "encoder.embed_tokens.weight": "shared.weight",
+            HEAD: "shared.weight",
+        },
     )
 
 
-T5 = Family(
-    "t5",
-    _read,
-    _write,
-    _table,
-    ignored_tensors=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-    tied_copies={
-        "decoder.embed_tokens.weight": "shared.weight",
-        "encoder.embed_tokens.weight": "shared.weight",
-        HEAD: "shared.weight",
-    },
-)
+T5 = _family("t5")
+MT5 = _family("mt5")
