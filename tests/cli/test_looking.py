@@ -13,6 +13,7 @@ from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command, generate
 from transformer_jax.config import TrainConfig
+from transformer_jax.inside import zero
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -146,6 +147,40 @@ def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
     status, printed, error = said("evaluate", "--run", "plain", "--choices", str(questions))
     rule = "line 1: answer is 2: must be an index from 0 to 1"
     assert (status, printed, error) == (2, "", f"evaluate: {questions}, {rule}\n")
+
+
+@pytest.mark.slow
+def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_line(said, tmp_path):
+    data, questions = tmp_path / "data.txt", tmp_path / "questions.jsonl"
+    data.write_text("badcabfeedface" * 3)
+    questions.write_text(json.dumps({"context": "bad", "choices": ["c", "feed"], "answer": 1}))
+    silent = zero("block_*/attention/heads", heads=(0, 1))
+    flags = "--zero", "block_*/attention/heads", "--heads", "0", "1"
+    plain = "evaluate", "--run", "plain"
+    nats = PLAIN.score("badcab", edit=silent).nats
+    printed = said(*plain, "--prompt", "badcab", *flags, "--json")[1]
+    assert json.loads(printed)["nats"] == pytest.approx(nats)
+    printed = said(*plain, "--text", str(data), *flags, "--json")[1]
+    score = PLAIN.score(data.read_text(), edit=silent)
+    assert json.loads(printed)["nats"] == pytest.approx(score.nats)
+    printed = said("evaluate", "--run", "classes", "--prompt", "bad", *flags, "--json")[1]
+    assert json.loads(printed)["probability"] == pytest.approx(
+        CLASSES.classify("bad", edit=silent)[1]
+    )
+    printed = said(*plain, "--choices", str(questions), *flags, "--json")[1]
+    judged = PLAIN.multiple_choice(questions, edit=silent)
+    assert json.loads(printed)["accuracy"] == judged.accuracy
+    data.write_text("badcabfeedface" * 9)
+    printed = said("evaluate", "--run", "masks", "--data", str(data), *flags, "--json")[1]
+    found = MASKED.evaluate(data, edit=silent)
+    assert json.loads(printed) == pytest.approx(found)
+    for wrong, message in (
+        (("--heads", "0"), r"heads is \[0\]: needs zero"),
+        (("--zero", "block_0/head"), "no place is named 'block_0/head', nearest"),
+        (("--zero", "block_0/attention/heads", "--heads", "2"), r"heads is \[2\]: must be in 0..1"),
+    ):
+        status, printed, error = said(*plain, "--prompt", "badcab", *wrong)
+        assert (status, printed) == (2, "") and re.fullmatch(f"evaluate: {message}.*\n", error)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,15 @@ from tests.use.test_language_model import (
     PAIRS,
     PLAIN,
     TURNS,
+    model_of,
     run_of,
 )
-from transformer_jax.config.tasks import PrefixTask
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, steering_vector, zero
 from transformer_jax.models.factory import init_decode_state
 from transformer_jax.text.translation import search_translations, translate
+from transformer_jax.training import batch
 from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -84,6 +86,83 @@ def test_answers_targets_and_masks_are_edited():
         for m, e in ((MASKED, dict(edit=SILENT)), (other, {}), (MASKED, {}))
     )
     assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(plain, rel=1e-3)
+
+
+def by_score(model: LanguageModel, context: str, text: str, **edited) -> float:
+    """log p of a text after a context, by the scores of both."""
+    after = model.score(context + text, **edited).token_nats[-len(text) :]
+    return -sum(after)
+
+
+@pytest.mark.slow
+def test_choices_and_continuations_without_a_head_are_those_of_the_scores():
+    """Also where a context is shared, which is then read anew for each."""
+    other, context = without_head(PLAIN, "decoder"), "badcabfeed"
+    texts = ["cab", "c", "jade"]
+    question = {"context": context, "choices": texts, "answer": 2}
+    found = PLAIN.multiple_choice([question], edit=SILENT).log_probs[0]
+    assert found == pytest.approx(other.multiple_choice([question]).log_probs[0], rel=1e-5)
+    assert found == pytest.approx([by_score(PLAIN, context, x, edit=SILENT) for x in texts])
+    assert found != pytest.approx(PLAIN.multiple_choice([question]).log_probs[0], rel=1e-3)
+    pairs = [(context, text) for text in texts]
+    assert [one.log_prob for one in PLAIN.continuations(pairs, edit=SILENT)] == list(found)
+    of_logits = {"logits": lambda x: 0 * x}  # every token is as likely as another
+    even = PLAIN.continuations(pairs, edit=of_logits)
+    assert [one.log_prob for one in even] == pytest.approx(
+        [-len(text) * np.log(11) for text in texts]
+    )
+
+
+def written(folder, lines) -> str:
+    (folder / "data").write_text("\n".join(lines))
+    return str(folder / "data")
+
+
+def evaluated(folder, model: LanguageModel, **options) -> tuple[dict, dict, dict]:
+    """What a model comes to with an edit, what the edited parameters do, and what it does plain."""
+    kind = model.config.kind
+    other = without_head(model, "encoder" if kind == "encoder" else "decoder")
+    edited = model.evaluate(*folder, edit=SILENT, **options)
+    return edited, other.evaluate(*folder, **options), model.evaluate(*folder, **options)
+
+
+@pytest.mark.slow_except("1")
+@pytest.mark.parametrize("logits_at_once", [1, 2**26])
+def test_held_out_loss_without_a_head_is_that_of_zeros_in_its_rows(
+    tmp_path, monkeypatch, logits_at_once
+):
+    """Also where logits are computed in chunks."""
+    monkeypatch.setattr(batch, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(batch, "TOKENS_OF_CHUNK", 6)
+    file = written(tmp_path, ["badcabfeedface" * 3])
+    edited, wanted, plain = evaluated([file], model_of(PLAIN.config), context=7)
+    assert edited == pytest.approx(wanted, rel=1e-5)
+    assert edited["nats_per_token"] != pytest.approx(plain["nats_per_token"], rel=1e-3)
+    even = PLAIN.evaluate(file, context=7, edit={"logits": lambda x: 0 * x})
+    assert even["nats_per_token"] == pytest.approx(np.log(11), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pairs", "prefix", "masks", "classes"])
+def test_every_task_is_judged_with_an_edit(tmp_path, name):
+    pairs = [("bad", "cab"), ("feed", "beef"), ("ace", "face"), ("dig", "kid")]
+    if name in ("pairs", "prefix"):
+        task, special = (Seq2SeqTask(beams=1), "bos eos") if name == "pairs" else (
+            PrefixTask(beams=1), "sep eos"
+        )  # fmt: skip
+        kind = "encoder-decoder" if name == "pairs" else "decoder"
+        model, lines = run_of(task, kind, names=special.split()), ["\t".join(p) for p in pairs]
+    elif name == "masks":
+        model, lines = MASKED, ["badcabfeedface" * 9]
+    else:
+        labels = CLASSES.model.run.task.labels
+        model, lines = CLASSES, [f"{labels[n % 2]}\t{text}" for n, (text, _) in enumerate(pairs)]
+    edited, wanted, plain = evaluated([written(tmp_path, lines)], model)
+    assert edited == pytest.approx(wanted, rel=1e-5)
+    assert edited["nats_per_token"] != pytest.approx(plain["nats_per_token"], rel=1e-3)
+    measures = {"pairs": "word_error_rate", "prefix": "word_error_rate",
+                "masks": "pseudo_perplexity", "classes": "accuracy"}  # fmt: skip
+    assert measures[name] in edited
 
 
 @pytest.mark.slow

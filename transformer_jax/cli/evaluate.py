@@ -5,6 +5,7 @@ python -m transformer_jax evaluate --model FOLDER_OR_ID --data FILE
 python -m transformer_jax evaluate --run RUN --prompt TEXT
 python -m transformer_jax evaluate --run RUN --text FILE --window 512 --stride 256
 python -m transformer_jax evaluate --run RUN --choices FILE.jsonl
+python -m transformer_jax evaluate --run RUN --data FILE --zero block_0/attention/heads --heads 2
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
+    from transformer_jax.models.places import Edit
     from transformer_jax.use.scores import Score, Scored
 
 _OPTIONS = {
@@ -60,6 +62,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
                 raise ConfigError(f"{name} is {value!r}: needs {needed}")
             if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}: must be at least 1")
+    if arguments.heads is not None and arguments.zero is None:
+        raise ConfigError(f"heads is {arguments.heads}: needs zero, the place that has them")
     work = {"data": _judge, "prompt": _score, "text": _read_windows, "choices": _choose}
     work[given[0]](arguments)
 
@@ -71,7 +75,8 @@ def _judge(arguments: argparse.Namespace) -> None:
 
     options = {name: getattr(arguments, name) for name in _OPTIONS["data"]}
     model = load_either("evaluate", arguments)
-    found = evaluation.evaluate(model, arguments.data, **options, report=DecodingLine())
+    report, edit = DecodingLine(), _edit(arguments)
+    found = evaluation.evaluate(model, arguments.data, **options, report=report, edit=edit)
     if (hint := missing_metrics(found)) is not None:
         print(f"evaluate: {hint}", file=sys.stderr)
     _print(arguments, found)
@@ -92,10 +97,10 @@ def _score(arguments: argparse.Namespace) -> None:
     if model.kind == "labels":
         if target is not None:
             raise ConfigError(f"target is {target!r}: {model.instead()}")
-        label, probability = model.classify(prompt)
+        label, probability = model.classify(prompt, edit=_edit(arguments))
         _print(arguments, {"label": label, "probability": probability})
         return
-    _print_score(arguments, model.score(text))
+    _print_score(arguments, model.score(text, edit=_edit(arguments)))
 
 
 def _read_windows(arguments: argparse.Namespace) -> None:
@@ -110,7 +115,8 @@ def _read_windows(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"text is {arguments.text!r}: {model.instead()}")
     say_unknown("evaluate", model.tokenizers.of_source, [text])
     rows = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
-    score = model.score(text, window=arguments.window, stride=arguments.stride, **rows)
+    windows = dict(window=arguments.window, stride=arguments.stride)
+    score = model.score(text, **windows, **rows, edit=_edit(arguments))
     _print_score(arguments, score)
 
 
@@ -120,12 +126,22 @@ def _choose(arguments: argparse.Namespace) -> None:
 
     questions = read_questions(arguments.choices)
     rows = {} if arguments.batch_size is None else {"batch_size": arguments.batch_size}
-    found = load_either("evaluate", arguments).multiple_choice(questions, **rows)
+    model = load_either("evaluate", arguments)
+    found = model.multiple_choice(questions, **rows, edit=_edit(arguments))
     _print(arguments, {
         "questions": len(questions), "accuracy": found.accuracy,
         "accuracy_per_character": found.accuracy_per_character,
         "accuracy_per_byte": found.accuracy_per_byte,
     })  # fmt: skip
+
+
+def _edit(arguments: argparse.Namespace) -> dict[str, Edit]:
+    """Return the edit that the flags ask for."""
+    if arguments.zero is None:
+        return {}
+    from transformer_jax.inside import zero
+
+    return zero(arguments.zero, heads=arguments.heads)
 
 
 def _print_score(arguments: argparse.Namespace, score: Score) -> None:
@@ -184,5 +200,11 @@ def _parser() -> Parser:
     )
     add("--beams", type=int, metavar="N", help="of pairs: beams of the search; default: the run's")
     add("--context", type=int, metavar="N", help="of --model: tokens of a window; default: 512")
+    add(
+        "--zero",
+        metavar="PLACE",
+        help="judge the model with 0 in a place of transformer_jax.places, * any block",
+    )
+    add("--heads", type=int, nargs="+", metavar="N", help="of --zero: these heads; default: all")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -243,6 +243,7 @@ class EncoderDecoder(nn.Module):
         source_positions: jax.Array | None = None,  # i32[B, S]
         positions: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
@@ -254,9 +255,13 @@ class EncoderDecoder(nn.Module):
             source_positions: i32[B, S], negative is padding; None is arange(S).
             positions: i32[B, T], of the target, negative is padding; None is arange(T).
             key: a single key, which turns dropout on, in both stacks.
+            edit: functions by the names of places, which change the values there; an edit of
+                "logits" has no effect.
         """
-        given, _, key = self._given(source, source_positions, None, key=key)
-        given = replace(given, positions=positions)
+        places = Places.of(self.config, (), edit)
+        inside = places.inside("encoder/")
+        given, _, key = self._given(source, source_positions, None, inside, key=key)
+        given = replace(given, positions=positions, places=places)
         return self.embed.output_layer(run_decoder(self, tokens, given, key=key)[0])
 
     def _given(

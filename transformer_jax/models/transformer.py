@@ -349,6 +349,7 @@ class Decoder(nn.Module):
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         segments: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
@@ -360,8 +361,10 @@ class Decoder(nn.Module):
             mask: takes the place of `Causal()`.
             segments: i32[B, T], ids of packed documents.
             key: a single key, which turns dropout on.
+            edit: functions by the names of places, which change the values there; an edit of
+                "logits" has no effect.
         """
-        given = BlockInputs(positions=positions, mask=mask)
+        given = BlockInputs(positions=positions, mask=mask, places=Places.of(self.config, (), edit))
         x = run_decoder(self, tokens, given, segments=segments, key=key)[0]
         return self.embed.output_layer(x)
 

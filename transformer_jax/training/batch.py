@@ -22,7 +22,7 @@ from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.kernels import platform
 from transformer_jax.models.experts import ROUTED, router_loss
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import Edit
+from transformer_jax.models.places import Edit, Places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
@@ -239,12 +239,16 @@ def batch_loss(
     return loss
 
 
-def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[..., jax.Array]:
+def batch_scores(
+    config: AnyModelConfig, *, row_shards: int = 1, edit: Edits = ()
+) -> Callable[..., jax.Array]:
     """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest.
 
-    Logits that would be large are computed in chunks, as in `batch_loss`.
+    Logits that would be large are computed in chunks, as in `batch_loss`, unless an `edit`, which
+    changes the values of places on the way, is of the logits.
     """
-    read, logits = _reading(config), batch_logits(config)
+    read, logits = _reading(config, edit), batch_logits(config, edit)
+    whole = "logits" in dict(Places.of(config, (), dict(edit)).edit)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
         mean, weight = cross_entropy(found, labels, ignore_label=IGNORE)
@@ -253,7 +257,7 @@ def batch_scores(config: AnyModelConfig, *, row_shards: int = 1) -> Callable[...
 
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
         labels = batch.labels
-        if isinstance(config, ModelConfig) and labels.ndim == 2:
+        if isinstance(config, ModelConfig) and labels.ndim == 2 and not whole:
             size = chosen_chunk(len(labels) // row_shards, labels.shape[1], config.vocab_size)
             if size < labels.shape[1]:
                 x, table, bias = read("output_layer", params, batch, None)
@@ -308,7 +312,9 @@ def token_nats(
     return jnp.where(labels == IGNORE, 0.0, nats)
 
 
-@program(static=("config",))
-def scored(config: AnyModelConfig, params: Params, batch: Batch) -> jax.Array:  # f32[3]
+@program(static=("config", "edit"))
+def scored(
+    config: AnyModelConfig, params: Params, batch: Batch, edit: Edits
+) -> jax.Array:  # f32[3]
     """Return `batch_scores` of one batch."""
-    return batch_scores(config)(params, batch)
+    return batch_scores(config, edit=edit)(params, batch)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer_jax.models.places import Edit
 from transformer_jax.tokenizers.plain_text import read_text, split_lines
 from transformer_jax.tokenizers.utf8 import DataError, utf8
 from transformer_jax.untrusted_files import Untrusted
@@ -149,6 +150,7 @@ def score_choices(
     model: Reader,
     questions: str | Path | Sequence[Question | Mapping[str, object]],
     batch_size: int,
+    edit: Mapping[str, Edit],
 ) -> Choices:
     """Return the scores of what `LanguageModel.multiple_choice` takes."""
     check_continues(model, "multiple_choice")
@@ -166,6 +168,6 @@ def score_choices(
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
-    scores = iter(score_requests(model, requests, batch_size))
+    scores = iter(score_requests(model, requests, batch_size, edit=edit))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in given]
     return Choices(tuple(given), tuple(rows))

@@ -6,7 +6,7 @@ context share it: it is read once, into a cache, and each of them goes on from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
+from transformer_jax.training.batch import ON_ACCELERATORS, Edits, chosen_chunk
 from transformer_jax.training.losses import label_scores
 from transformer_jax.use.reading import Reader
 from transformer_jax.use.writing import shortened
@@ -105,6 +106,7 @@ def score_requests(
     *,
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[Continuation]:
     """Return how likely each continuation is; of a text that is too long, the last tokens are read.
 
@@ -114,6 +116,8 @@ def score_requests(
         batch_size: rows that are read side by side, at least 1.
         longest: the most tokens that are read; None is max_len.
         report: is told after each batch how many requests it had.
+        edit: functions by the names of places, which change the values there. They get all tokens
+            of a request at once, and requests one by one.
 
     Raises:
         DataError: if a continuation alone is longer than the model reads.
@@ -123,15 +127,19 @@ def score_requests(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(given):
         by_context.setdefault(request.context, []).append(n)
-    together = [
-        ns for ns in by_context.values() if _pays(model, [given[n] for n in ns], batch_size)
-    ]
+    if edit:  # it may be of one row, and of tokens that are counted from the beginning
+        batch_size, together = 1, []
+    else:
+        together = [
+            ns for ns in by_context.values() if _pays(model, [given[n] for n in ns], batch_size)
+        ]
     shared = {n for ns in together for n in ns}
     alone = sorted({*range(len(given))} - shared, key=lambda n: -len(given[n]))
     found: dict[int, Continuation] = {}
     for start in range(0, len(alone), batch_size):
         part = alone[start : start + batch_size]
-        scores = _score_rows(model, [given[n] for n in part], min(batch_size, _power(len(alone))))
+        rows = min(batch_size, _power(len(alone)))
+        scores = _score_rows(model, [given[n] for n in part], rows, edit_items(edit))
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
     parts = [*_groups(given, together, batch_size)]
@@ -180,7 +188,9 @@ def _groups(
         yield part
 
 
-def _score_rows(model: Reader, part: Sequence[Request], rows: int) -> list[Continuation]:
+def _score_rows(
+    model: Reader, part: Sequence[Request], rows: int, edit: Edits
+) -> list[Continuation]:
     """Score requests, each of which is a row of its own."""
     longest = longest_text(model.config)
     length = min(longest, bucket(max(map(len, part))))
@@ -192,8 +202,9 @@ def _score_rows(model: Reader, part: Sequence[Request], rows: int) -> list[Conti
         tokens[n, :size] = (*request.context, *request.continuation[:-1])
         at[n, :count] = np.arange(size - count, size)
         labels[n, :count] = request.continuation
-    given = map(jnp.asarray, (tokens, at, labels))
-    log_probs, likeliest = _rows_program(model.config, model.params, *given)
+    log_probs, likeliest = _rows_program(
+        model.config, model.params, jnp.asarray(tokens), jnp.asarray(at), jnp.asarray(labels), edit
+    )
     return _summed(part, log_probs, likeliest)
 
 
@@ -237,19 +248,20 @@ def _summed(
     ]
 
 
-@program(static=("config",))
+@program(static=("config", "edit"))
 def _rows_program(
     config: AnyModelConfig,
     params: Params,
     tokens: jax.Array,  # i32[B, T]
     at: jax.Array,  # i32[B, C]
     labels: jax.Array,  # i32[B, C]
+    edit: Edits,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]
     """Return log p of each label after token `at`, and whether it is the likeliest one."""
     model: Any = build(config)
     given = {"params": params}
-    if not isinstance(config, ModelConfig):
-        logits = model.apply(given, tokens)[0]
+    if edit or not isinstance(config, ModelConfig):
+        logits = model.apply(given, tokens, **({"edit": dict(edit)} if edit else {}))[0]
         return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
     x, table, bias = model.apply(given, tokens, method="output_layer")
     size = chosen_chunk(len(labels), labels.shape[1], config.vocab_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TypedDict, cast
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
@@ -13,12 +14,14 @@ from transformer_jax.config.tasks import (
     DigitsTask,
     GeneratedTask,
     LanguageTask,
+    OwnTask,
     PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
     Task,
     TonesTask,
 )
+from transformer_jax.models.places import NO_EDIT, Edit, edit_items
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_scores
@@ -40,6 +43,7 @@ class EvaluateOptions(TypedDict, total=False):
     beams: int | None
     context: int | None
     report: Report | None
+    edit: Mapping[str, Edit]
 
 
 def evaluate(
@@ -51,6 +55,7 @@ def evaluate(
     beams: int | None = None,
     context: int | None = None,
     report: Report | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
     """Return the loss and the measures of a model on a file.
 
@@ -63,6 +68,10 @@ def evaluate(
         context: of a published model, the tokens of a window; None is 512. A shorter text is one
             window.
         report: is told how many examples are decoded.
+        edit: functions by the names of places in the model (`transformer_jax.places`), which change
+            the values there, as `transformer_jax.inside` makes them: with `zero`, the loss without
+            a head. A function gets all tokens of a batch at once; where texts are written, those of
+            the prompts, then each new one by itself.
 
     Returns:
         Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.
@@ -71,9 +80,12 @@ def evaluate(
         ConfigError: if the model's task has no such option.
     """
     config = task_on(model, data, targets=targets, examples=examples, beams=beams, context=context)
+    if edit and isinstance(config.task, OwnTask):
+        rule = "the model of a task of your own is edited by model.apply(..., edit=)"
+        raise ConfigError(f"edit of {next(iter(edit))}: {rule}")
     if isinstance(config.task, DigitsTask | TonesTask):
-        return judge_signals(config, model.tokenizers, model.params, data, report)
-    return judge_file(config, model.tokenizers, model.params, report)
+        return judge_signals(config, model.tokenizers, model.params, data, report, edit)
+    return judge_file(config, model.tokenizers, model.params, report, edit)
 
 
 def task_on(
@@ -139,11 +151,15 @@ def _published(
 
 
 def judge_file(
-    config: TrainConfig, tokenizers: Tokenizers, params: Params, report: Report | None = None
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    report: Report | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
     """Return what a model comes to on `config.val_data`, all of which is held out.
 
-    `report` is told how many examples are decoded.
+    `report` is told how many examples are decoded, and `edit` changes values inside the model.
     """
     size = config.model.vocab_size
     try:
@@ -156,7 +172,7 @@ def judge_file(
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
-    return judge(task, params, report)
+    return judge(task, params, report, edit)
 
 
 def judge_signals(
@@ -165,21 +181,29 @@ def judge_signals(
     params: Params,
     path: str,
     report: Report | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
     """Return what a model of pictures or sounds comes to on those of a .npz file."""
     assert isinstance(config.task, DigitsTask | TonesTask)
     signals = read_signals(config.task, path)
-    return judge(Signals(config, tokenizers, config.model.vocab_size, signals), params, report)
+    task = Signals(config, tokenizers, config.model.vocab_size, signals)
+    return judge(task, params, report, edit)
 
 
-def judge(task: TrainingTask, params: Params, report: Report | None = None) -> dict[str, float]:
+def judge(
+    task: TrainingTask,
+    params: Params,
+    report: Report | None = None,
+    edit: Mapping[str, Edit] = NO_EDIT,
+) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
     config = task.config
-    step = make_eval_step(batch_scores(config.model), task.prepare)
+    step = make_eval_step(batch_scores(config.model, edit=edit_items(edit)), task.prepare)
     scores = scores_of(step, params, task.held_out, task.evaluation())
     found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
     found["perplexity"] = math.exp(min(scores.loss, 700.0))
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]
         found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
-    return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)
+    own = task.judge(params, report, edit) if edit else task.judge(params, report)
+    return found | {"likeliest_label": scores.accuracy} | own

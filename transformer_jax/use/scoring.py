@@ -86,7 +86,11 @@ class Scorer(Reader):
         return score_text(self, text, read, edit)  # type: ignore[arg-type]
 
     def continuations(
-        self, pairs: Sequence[tuple[str, str]], *, batch_size: int = 8
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        batch_size: int = 8,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> list[Continuation]:
         """Return how likely the model finds each continuation of its context.
 
@@ -96,6 +100,8 @@ class Scorer(Reader):
         Args:
             pairs: (context, continuation) each. Continuations of one context read it once.
             batch_size: how many rows are read side by side, at least 1.
+            edit: functions by the names of places, which change the values there, as in `score`;
+                pairs are then read one by one.
 
         Returns:
             A `Continuation` of each pair, in their order: log p in nats, whether every token is
@@ -109,13 +115,15 @@ class Scorer(Reader):
         check_continues(self, "continuations")
         if not isinstance(pairs, list | tuple) or not all(is_pair(pair) for pair in pairs):
             raise DataError(f"pairs is {pairs!r:.80}: must be a list of (context, continuation)")
-        return score_requests(self, [read_pair(self, *pair) for pair in pairs], batch_size)
+        requests = [read_pair(self, *pair) for pair in pairs]
+        return score_requests(self, requests, batch_size, edit=edit)
 
     def multiple_choice(
         self,
         questions: str | Path | Sequence[Question | Mapping[str, object]],
         *,
         batch_size: int = 8,
+        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Choices:
         """Return how often the right choice is the likeliest one, with log p of every choice.
 
@@ -123,10 +131,12 @@ class Scorer(Reader):
             questions: a file of JSON lines {"context": ..., "choices": [...], "answer": INDEX}, or
                 a list of such objects.
             batch_size: how many choices are read side by side, at least 1.
+            edit: functions by the names of places, which change the values there, as in `score`;
+                choices are then read one by one.
 
         Raises:
             ConfigError: if the model does not go on with a text.
             ValueError: if a question has another form, naming file, line, field and rule.
         """
         check_count("batch_size", batch_size, 1)
-        return score_choices(self, questions, batch_size)
+        return score_choices(self, questions, batch_size, edit)

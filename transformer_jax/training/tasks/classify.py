@@ -87,11 +87,13 @@ class Classes(RowsTask):
             lines.append(f"{label} {probability:.2f}{wanted}: {pair.target}")
         return "\n".join(lines)
 
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+    def judge(
+        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> dict[str, float]:
         """Return accuracy and macro F1 on the held-out texts, and what was taken for what."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]
-        said = label_texts(self.config, self.tokenizers, params, texts)
+        said = label_texts(self.config, self.tokenizers, params, texts, edit)
         confusion = confusion_matrix(
             np.array([labels.index(label) for label, _ in said]),
             np.array([labels.index(pair.source) for pair in self.pairs]),

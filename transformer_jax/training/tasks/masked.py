@@ -112,19 +112,21 @@ class MaskedWindows(TrainingTask):
         parts = [f"hidden:\n{''.join(marks)}", f"filled:\n{_text(show, filled)}"]
         return "\n".join([*parts, f"text:\n{_text(show, tokens[0])}"])
 
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+    def judge(
+        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
         exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).
         """
         length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
-        losses = []
+        losses, edits = [], edit_items(edit)
         for window in np.asarray(self.data.val[: count * length], np.int32).reshape(count, length):
             tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
             labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
             rows = Rows((self.masking.framed(tokens, labels),))
-            scores = [scored(self.config.model, params, batch) for batch in rows.batches(8)]
+            scores = [scored(self.config.model, params, batch, edits) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
         mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # exp of it is finite
         return {"pseudo_perplexity": math.exp(mean)} if losses else {}

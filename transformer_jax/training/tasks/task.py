@@ -14,6 +14,7 @@ from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, Tr
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text
@@ -109,7 +110,9 @@ class TrainingTask:
         """Return a few examples of what the model makes of held-out ones, as text."""
         raise NotImplementedError
 
-    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+    def judge(
+        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
+    ) -> dict[str, float]:
         """Return what the held-out examples come to once they are decoded.
 
         Nothing where the held-out loss says it all.
@@ -117,6 +120,8 @@ class TrainingTask:
         Args:
             params: of the model.
             report: is told on the way how many examples are decoded, where many are.
+            edit: functions by the names of places, which change the values there. A task of your
+                own may leave it out: `evaluate` asks none for it.
         """
         return {}
 
