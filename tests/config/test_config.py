@@ -107,6 +107,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
     (ModelConfig, {}, dict(residual_scale=0.0), "residual_scale", "0.0", "positive"),
     (ModelConfig, dict(glu=True), dict(glu_limit=0.0), "glu_limit", "0.0", "positive"),
+    (ModelConfig, dict(norm_order="post"), dict(first_norm=False), "first_norm", "False", "'pre'"),
+    (ModelConfig, dict(scan_layers=True), dict(first_norm=False), "first_norm", "False", "looped"),
     (ModelConfig, {}, dict(glu_limit=7.0), "glu_limit", "7.0", "needs glu"),
     (ModelConfig, {}, dict(glu_unit_offset=True), "glu_unit_offset", "True", "needs glu"),
     (

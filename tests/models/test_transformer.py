@@ -91,6 +91,11 @@ CASES: dict[str, dict] = {
         positions="rope", activation="quick_gelu", glu=True, glu_limit=0.2, glu_unit_offset=True,
         attention_sinks=True, norm="rmsnorm", window=(3, None), positions_=PADDED,
     ),
+    "modernbert": dict(
+        kind="encoder", positions=Rope(base=1009.0, window_base=13.0), window=(None, 3, 3),
+        num_layers=3, glu=True, activation="gelu", use_bias=False, embedding_norm=True,
+        first_norm=False, masked_token_head=True, logit_bias=True, positions_=PADDED,
+    ),
     "granite": dict(
         positions="rope", norm="rmsnorm", activation="silu", glu=True, use_bias=False,
         num_heads=4, num_kv_heads=2, embedding_scale=1.7, residual_scale=0.6, logit_scale=0.8,

@@ -710,6 +710,16 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
         MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),
     ),
+    "modernbert": (
+        dict(model_type="modernbert"), ("head.dense.weight", *(f"tensor {i}" for i in range(22))),
+        dict(
+            kind="encoder", vocab_size=50368, d_model=768, d_ff=1152, num_layers=22, num_heads=12,
+            max_len=8192, positions=Rope(base=160_000.0, window_base=10_000.0),
+            window=(None, 65, 65), activation="gelu", glu=True, use_bias=False, qkv_bias=False,
+            out_bias=False, ff_bias=False, embedding_norm=True, first_norm=False,
+            masked_token_head=True, logit_bias=True,
+        ),
+    ),
     "t5": (
         dict(model_type="t5"), tuple(f"decoder.{i}" for i in range(6)),
         dict(

@@ -272,6 +272,8 @@ def _branch(config, block: Params, name: str, x: np.ndarray, function) -> np.nda
     scale = 1.0 if config.residual_scale is None else config.residual_scale
     if config.norm_order == "output":
         return x + scale * _norm(config, block[f"out_norm_{name}"], function(x))
+    if not config.first_norm and name == "attention" and "norm_attention" not in block:
+        return x + scale * function(x)
     inner = block[f"norm_{name}"]
     if config.norm_order == "post":
         return _norm(config, inner, x + scale * function(x))

@@ -96,6 +96,9 @@ class ModelConfig:
     sandwich: x + n(f(n(x))); output: x + n(f(x)) (OLMo 2); parallel: x + f(n(x)) + g(m(x)),
     where all branches read the stream before the block (GPT-NeoX); parallel_shared: with one norm
     for all of them (GPT-J)."""
+    first_norm: bool = True
+    """False has no norm before the attention of block 0, for embeddings that have one (ModernBERT).
+    Needs a looped stack."""
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square, under the root."""
     norm_unit_offset: bool = False
@@ -219,6 +222,10 @@ class ModelConfig:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
         if self.norm is None:
             unread(self, "needs a norm, which is None", "norm_unit_offset", "embedding_norm")
+        if self.norm_order != "pre":
+            unread(self, "needs norm_order 'pre'", "first_norm")
+        if self.scan_layers:
+            unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
 

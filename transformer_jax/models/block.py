@@ -362,7 +362,8 @@ class Block(nn.Module):
         if cfg.norm_order == "parallel_shared":
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":
-            self.norm = {name: Norm(cfg) for name in branches}
+            bare = [] if cfg.first_norm or self.number != 0 else ["attention"]
+            self.norm = {name: Norm(cfg) for name in branches if name not in bare}
         if cfg.norm_order in ("sandwich", "output"):
             self.out_norm = {name: Norm(cfg) for name in branches}
         refuse_surplus(self)
@@ -389,7 +390,8 @@ class Block(nn.Module):
             if branch == "feed_forward" and not cfg.is_parallel:
                 x = visit("residual_mid", x)
             read = before if cfg.is_parallel else x
-            y = read if cfg.norm_order in ("post", "output") else self.norm[branch](read)
+            after = cfg.norm_order in ("post", "output") or branch not in self.norm
+            y = read if after else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
                 y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=visit)

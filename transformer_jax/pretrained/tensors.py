@@ -35,13 +35,14 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model by its path; nothing is allocated.
 
-    One block of each stack is traced, since all blocks of a stack are alike.
+    One block of each stack is traced, since all blocks of a stack are alike, but for a norm that
+    the first may lack.
     """
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)
     one = dataclasses.replace(
-        config, num_layers=1, num_decoder_layers=None, scan_layers=False,
+        config, num_layers=1, num_decoder_layers=None, scan_layers=False, first_norm=True,
         window=None, positions=positions, sink_tokens=0,
     )  # fmt: skip
     tree = jax.eval_shape(partial(init_params, one), jax.random.key(0))
@@ -50,7 +51,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
         depth = 1
         if "/block_0/" in path:
             depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
-        for i in range(depth):
+        lacking = not config.first_norm and "/block_0/norm_attention/" in path
+        for i in range(lacking, depth):
             found[path.replace("/block_0/", f"/block_{i}/")] = shape
     return found
 

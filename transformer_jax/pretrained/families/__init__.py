@@ -11,6 +11,7 @@ from transformer_jax.pretrained.families import (
     gpt2,
     layernorm,
     llama,
+    modernbert,
     parallel,
     t5,
 )
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         bert.XLM_ROBERTA,
         bert.CAMEMBERT,
         bert.DISTILBERT,
+        modernbert.MODERNBERT,
         t5.T5,
         t5.MT5,
         bart.BART,
