@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -175,6 +176,24 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
         model.chat("a<s>")
 
 
+def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
+    """Drawn, several, answered, and of each line of a file."""
+    pytest.importorskip("llguidance")
+    (tmp_path / "schema").write_text(
+        '{"type": "array", "items": {"enum": [1, "é"]}, "maxItems": 2}'
+    )
+    (tmp_path / "grammar").write_text('start: "(" start ")" | "é"')
+    (tmp_path / "lines").write_text("be\nor\n")
+    base = ["--model", published, "--tokens", 50]
+    got = written(capsys, *base, "--prompt", "be", "--schema", tmp_path / "schema")
+    assert got.startswith("be[") and set(json.loads(got[2:])) <= {1, "é"}
+    chat = ["--chat", "--prompt", "be", "--regex", " [ab]{3}", "--samples", 2, "--seed", 1]
+    assert re.fullmatch("(--- [12]\n [ab]{3}\n){2}", written(capsys, *base, *chat))
+    lines = ["--prompts", tmp_path / "lines", "--grammar", tmp_path / "grammar"]
+    lines += ["--temperature", 0]
+    assert re.fullmatch(r"--- 1\nbe\(*é?\)*\n--- 2\nor\(*é?\)*\n", written(capsys, *base, *lines))
+
+
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
     [
@@ -189,6 +208,10 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
         ("--model x --slots 2", "slots is 2: needs prompts", 2),
         ("--model x --length-penalty 0", "length_penalty is 0.0: needs beams", 2),
         ("--model x --chat", "chat: needs a prompt", 2),
+        ("--model x --regex a --schema b", "schema and regex: give one of them", 2),
+        ("--model x --regex a --lookup 2", "regex and lookup: give one of them", 2),
+        ("--model x --grammar /nonexistent", "/nonexistent", 1),
+        ("--model {model} --prompt a --regex (", "regex: unclosed group", 2),
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
         (
             "--model {model} --prompt a --samples 2 --tokens 99",

@@ -31,6 +31,7 @@ NAMES = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "seed", "stop", "stream", "stream_options", "n", "logprobs", "top_logprobs", "echo", "tools",
     "response_format", "logit_bias", "user", "best_of", "role", "content", "type", "text", "", "x",
+    "structured_outputs", "json", "regex", "grammar", "json_schema", "schema", "properties", "enum",
 )  # fmt: skip
 MOST_GROWTH = 16
 """MiB by which the process may grow after a tenth of the cases."""
@@ -50,7 +51,19 @@ def value(rng: random.Random, depth: int = 3):
             letters = rng.choice(["ab", "é\u0000\U0001f600\x7f", "\ud800\udfff", "<e>{{%"])
             return "".join(rng.choices(letters, k=rng.choice([0, 1, 5, 40, 300])))
         case 4:
-            return rng.choice(["tiny", "user", "text", "json_schema", "a b", "\n"])
+            return rng.choice(
+                [
+                    "tiny",
+                    "user",
+                    "text",
+                    "json_schema",
+                    "object",
+                    "[ab]+c|",
+                    "start: /a/",
+                    "a b",
+                    "\n",
+                ]
+            )
         case 5:
             return [value(rng, depth - 1) for _ in range(rng.randrange(4))]
         case _:
@@ -74,6 +87,8 @@ def case(rng: random.Random) -> dict:
     body = dict(RIGHT[which if rng.random() < 0.9 else 1 - which])
     for _ in range(rng.randrange(3)):
         body[rng.choice(NAMES)] = value(rng)
+    if rng.random() < 0.2:
+        body["structured_outputs"] = {rng.choice(["json", "regex", "grammar"]): value(rng)}
     if rng.random() < 0.5:
         body = changed_value(rng, body)
     content = bytearray(json.dumps(body).encode())
@@ -106,7 +121,9 @@ def fault(response) -> str | None:
     if response.status_code == 200:
         if response.headers["content-type"].startswith("text/event-stream"):
             return None if response.text.endswith("data: [DONE]\n\n") else "a stream without end"
-        return None if response.json()["usage"]["completion_tokens"] else "no tokens"
+        found = response.json()
+        ended = found["choices"][0]["finish_reason"] == "stop"  # a form may be that of no text
+        return None if ended or found["usage"]["completion_tokens"] else "no tokens"
     error = response.json()["error"]
     if set(error) != {"message", "type", "param", "code"} or "secret" in response.text:
         return f"an error of another form: {error}"
@@ -128,9 +145,10 @@ def fuzz(seed: int, cases: int) -> tuple[collections.Counter, list[str]]:
     with running(tiny(), slots=2) as engine:
         app = make_app(engine, "tiny", most_bytes=4096)
         with TestClient(app, raise_server_exceptions=False) as client:  # one loop for all
-            for length, top in itertools.product((1, 17, 33), (0, 5)):  # programs take memory
-                body = RIGHT[0] | {"prompt": [99] * length, "logprobs": top}
-                client.post(PATHS[0], json=body).raise_for_status()
+            lengths, forms = (1, 17, 33), ({}, {"structured_outputs": {"regex": "[ab]{3}"}})
+            for length, top, form in itertools.product(lengths, (0, 5), forms):
+                body = RIGHT[0] | {"prompt": [99] * length, "logprobs": top} | form
+                client.post(PATHS[0], json=body).raise_for_status()  # programs take memory
             for number in range(cases):
                 if number == cases // 10:
                     before = resident()

@@ -166,6 +166,123 @@ def test_what_cannot_be_answered_is_refused_in_openai_s_form(client, status, why
 
 
 @pytest.mark.slow
+def of_schema(schema) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["b", "é"]}, "n": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def forms():
+    pytest.importorskip("llguidance")
+
+
+def test_answers_of_a_form_are_those_of_the_model_alone_beside_free_ones(client, engine, forms):
+    """Four forms and two free requests at once, over three slots, whole and as streams."""
+    asked = [
+        (dict(response_format=of_schema(SCHEMA)), dict(schema=SCHEMA)),
+        (dict(structured_outputs={"json": SCHEMA}), dict(schema=SCHEMA)),
+        (dict(structured_outputs={"regex": "[ab]{3}é+"}), dict(regex="[ab]{3}é+")),
+        (dict(structured_outputs={"grammar": 'start: "[" start "]" | "abc"'}),
+         dict(grammar='start: "[" start "]" | "abc"')),
+        ({}, {}),
+        ({}, {}),
+    ]  # fmt: skip
+
+    def ask(n):
+        return complete(client, prompt="cab", max_tokens=50, stream=n % 2 == 1, **asked[n][0])
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(ask, range(6)))
+    for n, (response, (_, form)) in enumerate(zip(found, asked, strict=True)):
+        want = MODEL.generate("cab", 50, **form)
+        if n % 2:
+            sent = events(response)
+            got = "".join(one["choices"][0]["text"] for one in sent)
+            end = sent[-1]["choices"][0]["finish_reason"]
+        else:
+            got, end = (response.json()["choices"][0][key] for key in ("text", "finish_reason"))
+        assert got == want and len(got) > 3, form
+        if "schema" in form:
+            told = json.loads(got)
+            assert told["a"] in ("b", "é") and told["n"] in range(1, 10) and end == "stop"
+    assert is_idle(engine)
+
+
+def test_an_answer_of_a_form_ends_with_it_at_a_stop_text_or_at_the_limit(client, engine, forms):
+    given = dict(messages=TALK, response_format=of_schema(SCHEMA))
+    whole = answer(client, **given, max_tokens=40).json()["choices"][0]
+    assert whole["finish_reason"] == "stop" and json.loads(whole["message"]["content"])
+    cut = answer(client, **given, max_tokens=5).json()
+    assert cut["choices"][0]["finish_reason"] == "length" and cut["usage"]["completion_tokens"] == 5
+    assert whole["message"]["content"].startswith(cut["choices"][0]["message"]["content"])
+    stopped = answer(client, **given, max_tokens=40, stop='"a').json()["choices"][0]
+    text = whole["message"]["content"]
+    assert stopped["message"]["content"] == text[: text.index('"a')]
+    assert stopped["finish_reason"] == "stop"
+    loose = answer(client, response_format={"type": "json_object"}, max_tokens=5)
+    assert loose.json()["choices"][0]["message"]["content"].startswith("{")
+    spaced = answer(client, structured_outputs={"regex": " [ab]{3}"}).json()["choices"][0]
+    assert spaced["message"]["content"].startswith(" ") and len(spaced["message"]["content"]) == 4
+    nothing = complete(client, structured_outputs={"regex": ""}).json()
+    assert nothing["choices"][0]["text"] == "" and nothing["usage"]["completion_tokens"] == 0
+    drawn = complete(client, structured_outputs={"regex": "[ab]{9}"}, seed=3, temperature=1).json()
+    sampler = Sample(Temperature(1.0), TopP(1.0))
+    want = MODEL.generate("cab", 11, regex="[ab]{9}", sampler=sampler, key=jax.random.key(3))
+    assert drawn["choices"][0]["text"] == want and len(want) == 9
+    assert is_idle(engine)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_a_form_are_those_of_all_tokens(client, forms):
+    """The likeliest token after the prompt is not allowed, and is listed before the chosen one."""
+    free = complete(client, logprobs=3, max_tokens=1).json()["choices"][0]["logprobs"]
+    held = complete(client, logprobs=3, max_tokens=1, structured_outputs={"regex": "[0-9]{3}"})
+    held = held.json()["choices"][0]["logprobs"]
+    assert held["top_logprobs"] == free["top_logprobs"]
+    assert held["tokens"][0] in "0123456789" and free["tokens"][0] not in "0123456789"
+    assert held["token_logprobs"][0] < min(free["top_logprobs"][0].values())
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "why"),
+    [
+        (dict(response_format=of_schema({"type": "objec"})), "response_format.json_schema.schema",
+         "Invalid type: objec"),
+        (dict(structured_outputs={"regex": "("}), "structured_outputs.regex", "unclosed group"),
+        (dict(structured_outputs={"grammar": "start: x"}), "structured_outputs.grammar",
+         "unknown name"),
+        (dict(structured_outputs={"regex": "a(b&&c)[a&&b]"}), "structured_outputs.regex",
+         "cannot go on"),
+    ],
+)  # fmt: skip
+def test_what_is_no_form_is_refused_by_the_name_of_its_parameter(client, forms, given, param, why):
+    for response in (complete(client, **given), answer(client, stream=True, **given)):
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == param
+        assert error["message"].startswith(param) and why in error["message"]
+
+
+@pytest.mark.slow
+def test_a_form_that_fails_half_way_ends_its_own_request_alone(client, engine, forms, monkeypatch):
+    def fail(matcher, token):
+        raise ValueError("structured_outputs.regex: the text cannot go on: too complex")
+
+    monkeypatch.setattr(engine_module.Matcher, "read", fail)
+    response = complete(client, structured_outputs={"regex": "[ab]{9}"})
+    assert response.status_code == 400 and "too complex" in response.json()["error"]["message"]
+    sent = complete(client, structured_outputs={"regex": "[ab]{9}"}, stream=True).text
+    assert "too complex" in sent and '"invalid_request_error"' in sent
+    assert complete(client).json()["choices"][0]["text"] == MODEL.generate("cab", 11)
+    assert is_idle(engine)
+
+
 def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine):
     for messages in ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "a"}],
                      [{"role": "user", "content": "<e>"}]):  # fmt: skip

@@ -85,6 +85,30 @@ def test_openai_s_client_reads_answers_streams_and_errors(client):
         client.completions.create(model="gpt-4", prompt="cab")
 
 
+def test_openai_s_client_asks_for_json_of_a_schema(client):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object", "properties": {"a": {"enum": ["b", "é"]}}, "required": ["a"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    talk = [{"role": "user", "content": "tab"}]
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "it", "strict": True, "schema": schema},
+    }
+    given = dict(model=NAME, messages=talk, response_format=wanted, seed=1)
+    told = client.chat.completions.create(**given)
+    assert json.loads(told.choices[0].message.content)["a"] in ("b", "é")
+    sent = client.chat.completions.create(**given, stream=True)
+    text = "".join(one.choices[0].delta.content or "" for one in sent)
+    assert text == told.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="unclosed") as caught:
+        client.completions.create(
+            model=NAME, prompt="cab", extra_body={"structured_outputs": {"regex": "("}}
+        )
+    assert caught.value.param == "structured_outputs.regex"
+
+
 def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, engine):
     """Half of them greedy, half with seeds, ragged prompts and counts, over five slots."""
     requests = []
@@ -124,8 +148,18 @@ def sending(address, body, timeout):
         connection.close()
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["a stream", "a whole answer"])
-def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, monkeypatch):
+FORM = {"structured_outputs": {"regex": "[a-z ]{999}"}}
+
+
+@pytest.mark.parametrize(
+    ("stream", "form"), [(True, {}), (False, {}), (True, FORM)],
+    ids=["a stream", "a whole answer", "a stream of a form"],
+)  # fmt: skip
+def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, form, monkeypatch):
+    if form:
+        pytest.importorskip("llguidance")
+        with sending(address, {"model": NAME, "prompt": "a"} | form, timeout=60) as connection:
+            assert connection.getresponse().status == 200  # compiled
     turns, turn = [], engine._turn
 
     def slowly():
@@ -135,6 +169,7 @@ def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, monkeyp
 
     monkeypatch.setattr(engine, "_turn", slowly)
     body = {"model": NAME, "prompt": "a", "max_tokens": 57, "temperature": 0, "stream": stream}
+    body |= form
     with sending(address, body, timeout=20 if stream else 0.5) as connection:
         if stream:
             assert connection.getresponse().readline().startswith(b"data: ")

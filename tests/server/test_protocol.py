@@ -45,6 +45,23 @@ def test_all_that_is_asked_for_is_read():
     assert read("chat", TALK | {"messages": said}).prompt[0]["content"] == "ab"
 
 
+def test_a_form_is_read_from_each_parameter_that_names_one():
+    schema = {"type": "array"}
+    of_schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for given, want in (
+        ({"response_format": of_schema}, ("schema", schema, "response_format.json_schema.schema")),
+        ({"response_format": {"type": "json_object"}},
+         ("schema", {"type": "object"}, "response_format")),
+        ({"structured_outputs": {"json": schema}}, ("schema", schema, "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a", "grammar": None}},
+         ("regex", "a", "structured_outputs.regex")),
+        ({"structured_outputs": {"grammar": "start: x"}},
+         ("grammar", "start: x", "structured_outputs.grammar")),
+        ({"response_format": {"type": "text"}, "structured_outputs": {}}, None),
+    ):  # fmt: skip
+        assert read("chat", TALK | given).form == want == read("completion", HI | given).form
+
+
 WRONG = {
     "not JSON": ("completion", b"{", "not JSON", None),
     "no text": ("completion", b"\xff\xfe", "not JSON", None),
@@ -74,10 +91,25 @@ WRONG = {
     "a penalty": ("chat", TALK | {"presence_penalty": 0.5}, "must be 0", "presence_penalty"),
     "bias": ("chat", TALK | {"logit_bias": {"5": 1}}, "not a parameter", "logit_bias.5"),
     "tools": ("chat", TALK | {"tools": [{}]}, "at most 0", "tools"),
-    "a schema": (
+    "no schema": (
         "chat", TALK | {"response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format", "response_format.json_schema",
+        "schema: is missing", "response_format.json_schema.schema",
     ),
+    "nothing of a schema": ("chat", TALK | {"response_format": {"type": "json_schema"}},
+                            "json_schema: is missing", "response_format.json_schema"),
+    "a schema without its type": (
+        "completion", HI | {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+        "needs type 'json_schema'", "response_format.json_schema",
+    ),
+    "two forms": (
+        "chat", TALK | {"response_format": {"type": "json_object"},
+                        "structured_outputs": {"json": None, "regex": "a"}},
+        "response_format and structured_outputs.regex: give one", "structured_outputs.regex",
+    ),
+    "a schema as text": ("completion", HI | {"structured_outputs": {"json": "{}"}},
+                         "must be an object or null", "structured_outputs.json"),
+    "a choice": ("completion", HI | {"structured_outputs": {"choice": ["a"]}},
+                 "not a parameter", "structured_outputs.choice"),
     "an image": (
         "chat", TALK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "text: is missing", "messages[0].content[0].text",

@@ -49,6 +49,7 @@ def _write(arguments: argparse.Namespace) -> None:
     from transformer_jax.use import language_model
 
     sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop or ())
+    form = _form(arguments)
     if arguments.run is not None:
         loaded = load_run("generate", arguments)
         if arguments.weights is not None:
@@ -86,9 +87,38 @@ def _write(arguments: argparse.Namespace) -> None:
     if arguments.beams is not None:
         _search(arguments, model, texts, given)
         return
-    given |= dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop)
+    given |= dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop, **form)
     _continue(arguments, model, texts, given)
 
+
+def _form(arguments: argparse.Namespace) -> Options:
+    """Return the form that a text is to have, as `generate` takes it, read from its file."""
+    names = [name for name in _FORMS if getattr(arguments, name) is not None]
+    if not names:
+        return {}
+    if len(names) > 1:
+        raise ConfigError(f"{names[0]} and {names[1]}: give one of them")
+    for way in ("beams", "lookup"):
+        if getattr(arguments, way) is not None:
+            raise ConfigError(f"{names[0]} and {way}: give one of them")
+    from transformer_jax.text.structured import check_installed
+    from transformer_jax.tokenizers.utf8 import DataError
+    from transformer_jax.training.data import Source
+    from transformer_jax.untrusted_files import Untrusted
+
+    (name,) = names
+    check_installed(name)
+    given = getattr(arguments, name)
+    if name == "regex":
+        return {name: given}
+    content = Path(given).read_bytes()
+    if name == "grammar":
+        return {name: Source(given, content).text()}
+    return {name: Untrusted(DataError).json(content, given)}
+
+
+_FORMS = "schema", "regex", "grammar"
+"""Flags that say which form a text is to have."""
 
 _ANSWERED = "masks", "labels", "targets", "chat"
 """Kinds of models that need a text, and answer every line of a file."""
@@ -406,6 +436,9 @@ def _parser() -> Parser:
     add("--ban", metavar="TEXT", help="never generate the tokens of this text")
     add("--force", metavar="TEXT", help="begin with this text")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add("--schema", metavar="FILE", help="write JSON of this JSON schema")
+    add("--regex", metavar="TEXT", help="write a text that matches this regular expression")
+    add("--grammar", metavar="FILE", help="write a text of this grammar, in Lark's syntax")
     text = "N texts drawn after one prompt; of --beams, the best N; of a [MASK], its N likeliest"
     add("--samples", type=int, metavar="N", help=text)
     text = "search with N beams; shows the best, or --samples of them"

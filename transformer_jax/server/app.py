@@ -21,6 +21,7 @@ from transformer_jax.server import protocol
 from transformer_jax.server.engine import Engine, Ticket
 from transformer_jax.server.openapi import describe
 from transformer_jax.server.protocol import Asked, Endpoint, Part, RequestError, Stamp
+from transformer_jax.text.structured import Matcher
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -96,7 +97,9 @@ def make_app(
             try:
                 async with asyncio.timeout_at(until):
                     body = await _body(request, most_bytes)
-                    asked, ids, count = await asyncio.to_thread(_read, engine, endpoint, body, name)
+                    asked, ids, count, matcher = await asyncio.to_thread(
+                        _read, engine, endpoint, body, name
+                    )
             except TimeoutError:
                 raise RequestError("the request took too long", 408, code="timeout") from None
             except ClientDisconnect:
@@ -109,7 +112,7 @@ def make_app(
             def deliver(part: Part) -> None:
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
-            ticket = engine.submit(asked, ids, count, deliver)
+            ticket = engine.submit(asked, ids, count, deliver, matcher)
             if asked.stream:
                 return Stream(ticket, _events(ticket, parts, stamp, until))
             try:
@@ -187,9 +190,9 @@ async def _body(request: Request, most: int) -> bytes:
 
 def _read(
     engine: Engine, endpoint: Endpoint, body: bytes, name: str
-) -> tuple[Asked, np.ndarray, int]:
+) -> tuple[Asked, np.ndarray, int, Matcher | None]:
     asked = protocol.read_request(endpoint, body, name)
-    return asked, *engine.read(asked)
+    return asked, *engine.read(asked), engine.match(asked)
 
 
 async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> Part | None:
@@ -218,7 +221,7 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
         return None
     found = tasks[0].result()
     if found.end == "failed":
-        raise RequestError(str(found.error), 500)
+        raise RequestError(str(found.error), found.status)
     return found
 
 
@@ -236,7 +239,7 @@ async def _events(
             yield protocol.event(error.body())
             return
         if part.end == "failed":
-            yield protocol.event(RequestError(str(part.error), 500).body())
+            yield protocol.event(RequestError(str(part.error), part.status).body())
             return
         length = len(ticket.ids)
         for one in protocol.chunks(ticket.asked, stamp, part, length, first=first):

@@ -27,6 +27,7 @@ from transformer_jax.cache.model_cache import rewind_cache
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.decoding.batch_rows import gather_rows
+from transformer_jax.decoding.constraints import allowed_tokens
 from transformer_jax.decoding.continuous_batching import (
     admit,
     advance_slots,
@@ -47,6 +48,7 @@ from transformer_jax.text.completion import (
     known_ids,
     longest_text,
 )
+from transformer_jax.text.structured import Grammar, Matcher
 from transformer_jax.text.writer import NO_TOKEN, TextWriter
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain
@@ -73,6 +75,7 @@ class Ticket:
         ids: i32[P], its prompt.
         num_tokens: the most new tokens.
         deliver: called from the engine's thread with each part; the last one has an end.
+        matcher: of the form that the answer is to have; None lets it have any.
         cancelled: set when nobody waits for it any more.
     """
 
@@ -80,6 +83,7 @@ class Ticket:
     ids: np.ndarray  # i32[P]
     num_tokens: int
     deliver: Callable[[Part], None]
+    matcher: Matcher | None = None
     cancelled: bool = False
 
 
@@ -97,6 +101,8 @@ class _Row:
     """Characters that were delivered."""
     held: list[Token] = field(default_factory=list)
     """Tokens of text that is not decided yet."""
+    whole: bool = False
+    """Whether the text has its form, and nothing can follow it."""
 
 
 class Engine:
@@ -229,11 +235,32 @@ class Engine:
             raise RequestError(message, param=name, code="context_length_exceeded")
         return ids, count
 
+    def match(self, asked: Asked) -> Matcher | None:
+        """Return what says which tokens an answer of the form may have; RequestError if it is none.
+
+        None where any text may be the answer.
+        """
+        if asked.form is None:
+            return None
+        form, content, param = asked.form
+        config, stop = self.model.config, tuple(self.model.model.stop_ids)
+        try:
+            return Grammar(
+                form, content, self.model.tokenizer, config.vocab_size, stop, name=param
+            ).start()
+        except ValueError as error:
+            raise RequestError(str(error), param=param) from None
+
     def submit(
-        self, asked: Asked, ids: np.ndarray, num_tokens: int, deliver: Callable[[Part], None]
+        self,
+        asked: Asked,
+        ids: np.ndarray,
+        num_tokens: int,
+        deliver: Callable[[Part], None],
+        matcher: Matcher | None = None,
     ) -> Ticket:
         """Put a request that was read into the queue; RequestError where it is full."""
-        ticket = Ticket(asked, ids, num_tokens, deliver)
+        ticket = Ticket(asked, ids, num_tokens, deliver, matcher)
         self._submit(ticket)
         return ticket
 
@@ -297,14 +324,25 @@ class Engine:
         while None in self._rows and (ticket := self._next()) is not None:
             free = [number for number, row in enumerate(self._rows) if row is None]
             number = min(free, key=lambda n: self._taken[n])  # whose text is the oldest
+            if ticket.matcher is not None and ticket.matcher.ended:
+                _deliver(ticket, Part(end="stop"))
+                continue
             self._taken[number] = max(self._taken) + 1
-            first[number] = self._admit(number, ticket)
+            output = self._admit(number, ticket)
+            if ticket.matcher is None:
+                first[number] = output
+            else:  # which has to know the token before it says what may follow
+                self._write(number, jax.device_get(output))
         if not any(self._rows):
             return
+        allowed = allowed_tokens(
+            [None if row is None else row.ticket.matcher for row in self._rows]
+        )
         top = max(MOST_TOP if row and row.ticket.asked.top else 0 for row in self._rows)
         self._held, output = advance_slots(
-            self._held, self.model.params, self._steps, pause=bool(self._waiting), top=top
-        )
+            self._held, self.model.params, self._steps if allowed is None else 1,
+            pause=bool(self._waiting), top=top, allowed=allowed,
+        )  # fmt: skip
         for number, one in first.items():  # read while the device advances the rows
             self._write(number, jax.device_get(one))
         output = jax.device_get(output)
@@ -319,6 +357,7 @@ class Engine:
 
     def _admit(self, number: int, ticket: Ticket) -> StepOutput:
         asked, (state, shared) = ticket.asked, self._shared(ticket.ids)
+        matcher = ticket.matcher
         ends = self.model.model.stop_ids
         writer = TextWriter(self.model.tokenizer, asked.stop, ends)
         self._rows[number] = _Row(ticket, writer, shared)
@@ -331,6 +370,7 @@ class Engine:
                 jnp.array([asked.temperature], jnp.float32), jnp.array([asked.top_p], jnp.float32)
             ),
             top=MOST_TOP if asked.top else 0,
+            allowed=None if matcher is None else matcher.allowed[None],
         )  # fmt: skip
         return output
 
@@ -353,7 +393,8 @@ class Engine:
         row = self._rows[number]
         if row is None:
             return
-        asked, part, chosen = row.ticket.asked, Part(count=row.count), []
+        asked, part, chosen = row.ticket.asked, Part(count=row.count), list[str]()
+        matcher = row.ticket.matcher
         for n, token in enumerate(output.token.tolist()):
             if token < 0:
                 if np.isnan(output.log_prob[n]):
@@ -367,7 +408,14 @@ class Engine:
             chosen.append(row.writer.feed(token))
             if asked.top is not None and token not in row.writer.stop_ids:
                 row.held.append(self._token(token, offset, output, n, asked.top))
-            if row.writer.ended or row.count == row.ticket.num_tokens:
+            if matcher is not None and not row.writer.ended:
+                try:
+                    matcher.read(token)
+                except ValueError as error:  # it cannot be written, or is too much to follow
+                    part = Part(count=row.count, end="failed", error=str(error), status=400)
+                    break
+                row.whole = matcher.ended
+            if row.writer.ended or row.whole or row.count == row.ticket.num_tokens:
                 break
         if part.end is None:
             part = self._part(row, chosen)
@@ -381,6 +429,9 @@ class Engine:
         end, text = None, "".join(chosen)
         if row.writer.ended:
             end = "stop"
+        elif row.whole:
+            end = "stop"
+            text += row.writer.finish()
         elif row.count == row.ticket.num_tokens:
             end = "length"
             text += row.writer.finish()
@@ -389,7 +440,7 @@ class Engine:
         whole = end is not None and not row.ticket.asked.stop
         tokens = [t for t in row.held if whole or t.offset < row.decided]
         row.held = row.held[len(tokens) :]
-        if begins and row.ticket.asked.endpoint == "chat":
+        if begins and row.ticket.asked.endpoint == "chat" and row.ticket.matcher is None:
             text = text.removeprefix(" ")
         return Part(text, tuple(tokens), row.count, end, shared=row.shared)  # type: ignore[arg-type]
 

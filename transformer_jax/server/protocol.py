@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
+from transformer_jax.text.structured import Form
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 
 Endpoint = Literal["completion", "chat"]
@@ -40,6 +41,20 @@ class RequestError(ValueError):
         }
 
 
+class AskedForm(NamedTuple):
+    """Hold the form that an answer is to have.
+
+    Attributes:
+        form: "schema", "regex" or "grammar".
+        content: a JSON schema, or a text.
+        param: the name of the parameter that says so.
+    """
+
+    form: Form
+    content: JsonObject | str
+    param: str
+
+
 @dataclass(frozen=True)
 class Asked:
     """Hold a checked request.
@@ -55,6 +70,7 @@ class Asked:
         top: how many log-probabilities of other tokens are returned; None returns none at all.
         stream: whether parts are sent as they come.
         include_usage: whether a stream ends with the counts of tokens.
+        form: the form that the answer is to have; None lets it have any.
     """
 
     endpoint: Endpoint
@@ -67,6 +83,7 @@ class Asked:
     top: int | None = None
     stream: bool = False
     include_usage: bool = False
+    form: AskedForm | None = None
 
 
 def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
@@ -116,7 +133,30 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
         top=None if top is None else int(top),
         stream=asked.get("stream", False),
         include_usage=bool(asked.get("stream_options", {}).get("include_usage")),
+        form=_form(asked.get("response_format", {}), asked.get("structured_outputs", {})),
     )
+
+
+def _form(response_format: JsonObject, structured_outputs: JsonObject) -> AskedForm | None:
+    """Return the one form that a request names; RequestError where it names two."""
+    found: list[AskedForm] = []
+    kind, described = response_format.get("type"), response_format.get("json_schema")
+    name = "response_format.json_schema"
+    if (kind == "json_schema") != (described is not None):
+        rule = "is missing" if described is None else "needs type 'json_schema'"
+        raise RequestError(f"{name}: {rule}", param=name)
+    if described is not None:
+        found.append(AskedForm("schema", described["schema"], f"{name}.schema"))
+    elif kind == "json_object":
+        found.append(AskedForm("schema", {"type": "object"}, "response_format"))
+    forms: dict[str, Form] = {"json": "schema", "regex": "regex", "grammar": "grammar"}
+    for name, content in structured_outputs.items():
+        if content is not None:
+            found.append(AskedForm(forms[name], content, f"structured_outputs.{name}"))
+    if len(found) > 1:
+        message = f"{found[0].param} and {found[1].param}: give one of them"
+        raise RequestError(message, param=found[1].param)
+    return found[0] if found else None
 
 
 class _BodyError(ValueError):
@@ -180,6 +220,7 @@ class Part:
         count: how many tokens were chosen so far, one that ends the text included.
         end: why it ended; None: more is to come.
         error: why it failed.
+        status: of HTTP, where it failed.
         shared: how many tokens of the prompt were taken from the cache of an earlier request.
     """
 
@@ -188,6 +229,7 @@ class Part:
     count: int = 0
     end: End | None = None
     error: str | None = None
+    status: int = 500
     shared: int = 0
 
 

@@ -2,7 +2,8 @@
 
 The part of JSON Schema (draft 2020-12) that is used here: `type`, `enum`, `minimum`, `maximum`,
 `minLength`, `maxLength`, `minItems`, `maxItems`, `items`, `properties`, `required`,
-`additionalProperties` as False, and `anyOf`. The names are those of OpenAI's API.
+`additionalProperties` as False, and `anyOf`. The names are those of OpenAI's API, and
+`structured_outputs` is vLLM's.
 """
 
 from __future__ import annotations
@@ -48,6 +49,34 @@ _COMMON: dict[str, Schema] = {
     "presence_penalty": _only(0, kind="number"),
     "frequency_penalty": _only(0, kind="number"),
     "logit_bias": {"type": ["object", "null"], "properties": {}, "additionalProperties": False},
+    "response_format": {
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {
+            "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": ["object", "null"],
+                "required": ["schema"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "description": {"type": ["string", "null"]},
+                    "strict": _FLAG,
+                    "schema": {"type": "object"},
+                },
+                "additionalProperties": False,
+            },
+        },
+        "additionalProperties": False,
+    },
+    "structured_outputs": {
+        "type": ["object", "null"],
+        "properties": {
+            "json": {"type": ["object", "null"]},
+            "regex": {"type": ["string", "null"]},
+            "grammar": {"type": ["string", "null"]},
+        },
+        "additionalProperties": False,
+    },
     "user": {"type": ["string", "null"]},
 }
 
@@ -104,12 +133,6 @@ CHAT: Schema = {
         "logprobs": _FLAG,
         "top_logprobs": _number("integer", 0, MOST_TOP),
         "tools": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": 0},
-        "response_format": {
-            "type": ["object", "null"],
-            "required": ["type"],
-            "properties": {"type": {"type": "string", "enum": ["text"]}},
-            "additionalProperties": False,
-        },
         "metadata": {"type": ["object", "null"]},
     },
     "additionalProperties": False,
