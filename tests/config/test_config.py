@@ -109,6 +109,15 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, dict(glu=True), dict(glu_limit=0.0), "glu_limit", "0.0", "positive"),
     (ModelConfig, dict(norm_order="post"), dict(first_norm=False), "first_norm", "False", "'pre'"),
     (ModelConfig, dict(scan_layers=True), dict(first_norm=False), "first_norm", "False", "looped"),
+    (ModelConfig, dict(kind="encoder"), dict(classes_of="token"), "classes_of", "'token'", "needs"),
+    (
+        ModelConfig,
+        dict(kind="encoder", num_classes=3),
+        dict(classes_of="span"),
+        "num_classes",
+        "3",
+        "must be 2: classes_of is 'span'",
+    ),
     (ModelConfig, {}, dict(glu_limit=7.0), "glu_limit", "7.0", "needs glu"),
     (ModelConfig, {}, dict(glu_unit_offset=True), "glu_unit_offset", "True", "needs glu"),
     (

@@ -1109,15 +1109,21 @@ def test_a_gemma_without_windows_is_written(name):
     assert read_config(written, (), "config.json") == config
 
 
-@pytest.mark.parametrize("head", ["TokenClassification", "QuestionAnswering", "MultipleChoice"])
-def test_unsupported_heads_are_refused_by_name(head):
-    """Also where their tensors are named as those of a head that is."""
-    content = dict(model_type="bert", num_hidden_layers=1, architectures=[f"BertFor{head}"])
+def test_a_head_of_choices_is_refused_by_name():
+    """Although its tensors are named as those of a head that is read."""
+    content = dict(model_type="bert", num_hidden_layers=1, architectures=["BertForMultipleChoice"])
     tensors = ("classifier.weight", "bert.pooler.dense.weight")
-    with pytest.raises(ConfigError, match=rf"architectures is \['BertFor{head}'\]: classes of"):
+    with pytest.raises(ConfigError, match=r"architectures is \['BertForMultipleChoice'\]: a head"):
         read_config(content, tensors, "config.json")
-    content["architectures"] = ["BertForSequenceClassification"]
-    assert read_config(content, tensors, "config.json").num_classes == 2
+
+
+def test_classes_of_a_text_need_a_pooler():
+    content = dict(model_type="bert", num_hidden_layers=1)
+    for named in (None, ["BertForSequenceClassification"], "BertForTokenClassification"):
+        with pytest.raises(
+            ConfigError, match=r"architectures is .*: without bert\.pooler.* must be"
+        ):
+            read_config(content | dict(architectures=named), ("classifier.weight",), "config.json")
 
 
 def test_options_that_gemma3_lacks_are_not_written_as_gemma3():

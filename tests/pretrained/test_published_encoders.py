@@ -118,6 +118,12 @@ HEADS = [
     ("distilbert", "ForMaskedLM"),
     ("distilbert", "Model"),
     ("distilbert", "ForSequenceClassification"),
+    ("bert", "ForTokenClassification"),
+    ("bert", "ForQuestionAnswering"),
+    ("roberta", "ForTokenClassification"),
+    ("roberta", "ForQuestionAnswering"),
+    ("distilbert", "ForTokenClassification"),
+    ("distilbert", "ForQuestionAnswering"),
     ("modernbert", "ForMaskedLM"),
     ("modernbert", "Model"),
 ]
@@ -128,12 +134,12 @@ def make(family: str, head: str, number: int = 0, **more):
     auto = getattr(transformers, CLASSES[family] + head)
     config = getattr(transformers, CLASSES[family] + "Config")
     sizes = dict(max_position_embeddings=T + 8, vocab_size=V) | SIZES[family][number]
-    if head == "ForSequenceClassification":
+    if head in ("ForSequenceClassification", "ForTokenClassification"):
         sizes["num_labels"] = (3, 2)[number]
     model = randomised(auto(config(**sizes | more)), seed=number)
     with torch.no_grad():  # classes far apart
         for name, parameter in model.named_parameters():
-            if "classifier" in name or "seq_relationship" in name:
+            if "classifier" in name or "seq_relationship" in name or "qa_outputs" in name:
                 parameter.mul_(4)
     return model, auto
 
@@ -166,6 +172,15 @@ def alone(family: str, ids, at, types):
     if types is not None:
         out["token_type_ids"] = torch.tensor(types[2:, real]).long()
     return out
+
+
+def class_logits(head: str, want):
+    """Of each text, or of each token where the head reads all of them."""
+    if head == "ForPreTraining":
+        return want["seq_relationship_logits"]
+    if head == "ForQuestionAnswering":
+        return torch.stack([want["start_logits"], want["end_logits"]], dim=-1)
+    return want["logits"]
 
 
 def near(got, want, tolerance: float = published.LOGITS) -> None:
@@ -226,16 +241,23 @@ def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
     if config.masked_token_head:
         key = "prediction_logits" if head == "ForPreTraining" else "logits"
         assert_same_logits(logits, want[key], real)
+    kinds = {"ForTokenClassification": "token", "ForQuestionAnswering": "span"}
+    assert config.classes_of == kinds.get(head, "text")
     assert (config.num_classes is not None) == (
-        head in ("ForSequenceClassification", "ForPreTraining")
+        head in ("ForSequenceClassification", "ForPreTraining", *kinds)
     )
-    if config.num_classes is not None:
-        key = "seq_relationship_logits" if head == "ForPreTraining" else "logits"
-        both = np.concatenate([want[key][:2].numpy(), single[key].numpy()])
+    if head in kinds:
+        wanted = class_logits(head, want).numpy()[real]
+        assert wanted.std() > 0.1
+        near(np.asarray(classes)[real], wanted)
+    elif config.num_classes is not None:
+        both = np.concatenate(
+            [class_logits(head, want)[:2].numpy(), class_logits(head, single).numpy()]
+        )
         assert both.std() > 0.1
         near(classes, both)
         assert (np.asarray(classes).argmax(-1) == both.argmax(-1)).all()
-    pools = config.num_classes is not None or "pooler_output" in want
+    pools = head in ("ForSequenceClassification", "ForPreTraining") or "pooler_output" in want
     assert (config.pooling is not None) == pools
     if "pooler_output" in want:
         near(pooled, np.concatenate([want["pooler_output"][:2], single["pooler_output"]]))
@@ -267,7 +289,8 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
             total += (call("encode") * share[..., : config.d_model]).sum()
         if config.num_classes is not None:
             scores = jax.nn.log_softmax(call("classify"))
-            total += (scores * share[:, 0, : config.num_classes]).sum()
+            part = share[:, 0] if config.classes_of == "text" else share
+            total += (scores * part[..., : config.num_classes]).sum()
         elif config.pooling is not None:
             total += (call("pool") * share[:, 0, : config.d_model]).sum()
         return total
@@ -281,8 +304,9 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
     elif config.num_classes is None:
         total = total + (want["last_hidden_state"] * weight[..., : config.d_model]).sum()
     if config.num_classes is not None:
-        scores = want["seq_relationship_logits" if head == "ForPreTraining" else "logits"]
-        total = total + (scores.log_softmax(-1) * weight[:, 0, : config.num_classes]).sum()
+        part = weight[:, 0] if config.classes_of == "text" else weight
+        scores = class_logits(head, want).log_softmax(-1)
+        total = total + (scores * part[..., : config.num_classes]).sum()
     elif config.pooling is not None:
         total = total + (want["pooler_output"] * weight[:, 0, : config.d_model]).sum()
     bare = head == "Model"
@@ -508,30 +532,39 @@ def test_what_would_change_the_numbers_is_refused_by_name(
     assert str(folder / "config.json") in str(caught.value)
 
 
-OF_TOKENS = ConfigError, r"architectures is None: without .* of single tokens"
-OF_ROBERTA = CheckpointError, r"(classifier|qa_outputs)\.\w+: a roberta of this"
-
-
-@pytest.mark.parametrize(
-    ("family", "head", "nameless"),
-    [
-        ("bert", "ForTokenClassification", OF_TOKENS),
-        ("distilbert", "ForTokenClassification", OF_TOKENS),
-        ("roberta", "ForTokenClassification", OF_ROBERTA),
-        ("roberta", "ForQuestionAnswering", OF_ROBERTA),
-    ],
-)
-def test_other_heads_are_refused_by_name_and_by_their_tensors(family, head, nameless, tmp_path):
-    model, _ = make(family, head)
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+def test_classes_of_tokens_must_be_named(family, tmp_path):
+    model, _ = make(family, "ForTokenClassification")
     folder = saved(model, tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"architectures is .*{head}.*: classes of"):
-        load_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())
     del content["architectures"]
     (folder / "config.json").write_text(json.dumps(content))
-    error, message = nameless
-    with pytest.raises(error, match=message):
+    message = r"architectures is None: without .* of single tokens: must be"
+    with pytest.raises(ConfigError, match=message):
         load_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_head_of_choices_is_refused_by_name(family, tmp_path):
+    model, _ = make(family, "ForMultipleChoice")
+    with pytest.raises(ConfigError, match=r"architectures is .*: a head of several choices is not"):
+        load_pretrained(saved(model, tmp_path / "model"))
+
+
+def test_a_pooler_beside_classes_of_tokens_changes_nothing(tmp_path, rng):
+    """Old files of BertForTokenClassification hold one."""
+    model, auto = make("bert", "ForTokenClassification")
+    folder = saved(model, tmp_path / "model")
+    size = model.config.hidden_size
+    pooler = {"bert.pooler.dense.weight": np.ones((size, size), np.float32)}
+    pooler |= {"bert.pooler.dense.bias": np.ones(size, np.float32)}
+    rewritten(folder, lambda found: found | pooler)
+    config, params = load_pretrained(folder)
+    assert (config.classes_of, config.pooler, config.num_classes) == ("token", "tanh", 3)
+    ids = tokens(rng, V, 2, 31)
+    got = build(config).apply({"params": params}, ids, method="classify")
+    with torch.no_grad():
+        near(got, reopened(folder, auto)(torch.tensor(ids).long()).logits)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ else:  # what files and flags name
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
 Pooler = Literal["tanh", "relu"]
+ClassesOf = Literal["text", "token", "span"]
 Remat = Literal["none", "attention", "dots", "full"]
 
 
@@ -153,6 +154,9 @@ class ModelConfig:
     """Token types (BERT's sentence A and B); None has no table."""
     num_classes: int | None = None
     """encoder: classes of the classification head; None has no such head."""
+    classes_of: ClassesOf = "text"
+    """encoder: what the classes are of. text: of each row, from the pooler; token: of every token
+    (names in a text); span: of every token two numbers, whether an answer begins and ends there."""
     pooler: Pooler | None = None
     """encoder: activation of the dense layer over the first token, which the classification head
     reads (BERT: tanh, DistilBERT: relu); None has tanh where there are classes, else no layer."""
@@ -237,6 +241,10 @@ class ModelConfig:
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
             unread(self, "needs kind 'encoder'", *heads)
+        if self.num_classes is None:
+            unread(self, "needs num_classes", "classes_of")
+        if self.classes_of == "span" and self.num_classes != 2:
+            fail("num_classes", self.num_classes, "must be 2: classes_of is 'span'")
 
     def _check_window(self) -> None:
         if not all(window is None or window > 0 for window in self.windows):
@@ -263,7 +271,8 @@ class ModelConfig:
     @property
     def pooling(self) -> Pooler | None:
         """Return the pooler's activation, where there is a pooler."""
-        return "tanh" if self.pooler is None and self.num_classes is not None else self.pooler
+        reads = self.num_classes is not None and self.classes_of == "text"
+        return "tanh" if self.pooler is None and reads else self.pooler
 
     @property
     def kv_heads(self) -> int:

@@ -64,6 +64,8 @@ class _Task:
         inputs = getattr(model, "inputs", None)
         if inputs is not None and not self.reads_numbers:
             fail("task", self.kind, f"reads tokens, model.inputs is {kind_name(type(inputs))!r}")
+        if (of := getattr(model, "classes_of", "text")) != "text":
+            fail("classes_of", of, "no task learns classes of tokens: must be 'text'")
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a model with what the task asks of it, where that is more than its shape."""
@@ -163,8 +165,11 @@ class MaskedTask(_Task):
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return an encoder without a classifier; one built as BERT, with the head of BERT."""
         if _is_bert(model):
-            return replace(model, num_classes=None, masked_token_head=True, logit_bias=True)
-        if isinstance(model, ModelConfig | RecurrentConfig):
+            model = replace(model, num_classes=None, classes_of="text")
+            return replace(model, masked_token_head=True, logit_bias=True)
+        if isinstance(model, ModelConfig):
+            return replace(model, num_classes=None, classes_of="text")
+        if isinstance(model, RecurrentConfig):
             return replace(model, num_classes=None)
         return model
 

@@ -231,6 +231,9 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
 
 def class_boxes(config: ModelConfig) -> list[Item]:
     """Return what an encoder's pooler and its classes make of the states; nothing without one."""
+    if config.classes_of != "text":
+        line, result = f"{config.d_model} to {config.num_classes}", config.num_classes
+        return ["states", Box("classifier", [line], "head"), f"text classes [B, T, {result}]"]
     if config.pooling is None:
         return []
     line, result = f"first token · {config.d_model} · {config.pooling}", config.d_model

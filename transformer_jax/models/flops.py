@@ -93,6 +93,7 @@ def _share(names: list[str], config: ModelConfig) -> float:
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
     """Return how many tokens a kernel multiplies."""
     if config.kind != "encoder-decoder":
-        return 1 if names[0] in ("pooler", "classifier") else length
+        once = ("pooler", "classifier") if config.classes_of == "text" else ("pooler",)
+        return 1 if names[0] in once else length
     of_memory = "cross_attention" in names and names[-2] in ("key", "value")
     return source_length if names[0] in ("encoder", "inputs") or of_memory else length

@@ -228,15 +228,15 @@ class Encoder(nn.Module):
 
     def classify(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
-    ) -> jax.Array:  # f32[B, C]
-        """Return class logits of each row, W times what `pool` gives.
+    ) -> jax.Array:  # f32[B, C] or [B, T, C]
+        """Return class logits of each row, W times what `pool` gives, or of tokens, W h.
 
         Args:
             tokens: i32[B, T], or what the config's inputs describe.
             **arguments: the others of `encode`.
 
         Returns:
-            f32[B, C].
+            f32[B, C], or where the config's `classes_of` is not "text" f32[B, T, C].
 
         Raises:
             ValueError: if the config has no `num_classes`.
@@ -272,7 +272,8 @@ class Encoder(nn.Module):
         return jnp.tanh(pooled) if self.config.pooling == "tanh" else jax.nn.relu(pooled)
 
     def _classes(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        return self.classifier(self._pool(x, positions)).astype(jnp.float32)
+        read = self._pool(x, positions) if self.config.classes_of == "text" else x
+        return self.classifier(read).astype(jnp.float32)
 
 
 class Decoder(nn.Module):

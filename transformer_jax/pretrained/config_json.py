@@ -24,7 +24,7 @@ OVERRIDABLE_FIELDS = frozenset(
 )  # fmt: skip
 """Fields that may be set anew while the parameters of a checkpoint stay valid."""
 
-UNSUPPORTED_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 """Ends of `architectures` whose tensors may have the names of a head that is supported."""
 
 _LATENT = "its multi-head latent attention is not in this library"
@@ -65,7 +65,7 @@ def read_keys(
     keys.ignore("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name.endswith(UNSUPPORTED_HEADS):
-            rule = "classes of single tokens, spans and choices are not known here"
+            rule = "a head of several choices is not known here"
             keys.fail("architectures", architectures, rule)
     try:
         config = family.read(keys, names)

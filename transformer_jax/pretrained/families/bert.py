@@ -11,6 +11,7 @@ from functools import partial
 
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
 from transformer_jax.config.fields import FieldValue
+from transformer_jax.config.model import ClassesOf
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     LINEAR_OUT,
@@ -26,6 +27,13 @@ from transformer_jax.pretrained.families.table import (
 from transformer_jax.untrusted_files import JsonObject
 
 Names = frozenset[str]
+SPANS = "qa_outputs"
+"""The classifier of every token that says where an answer begins and ends."""
+HEAD_NAMES = {
+    "text": "ForSequenceClassification",
+    "token": "ForTokenClassification",
+    "span": "ForQuestionAnswering",
+}
 
 
 def _stack(config: ModelConfig, prefix: str) -> list[TensorMapping]:
@@ -66,6 +74,8 @@ def _masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list
 
 def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[TensorMapping]:
     """Map the pooler and the classifier, if there are any."""
+    if config.classes_of != "text":
+        classifier = "classifier" if config.classes_of == "token" else SPANS
     return [
         *(linear("pooler", pooler) if config.pooling is not None else []),
         *(linear("classifier", classifier) if config.num_classes is not None else []),
@@ -78,6 +88,7 @@ def _encoder(
     masked: bool,
     pooler: Pooler | None,
     num_classes: int | None,
+    classes_of: ClassesOf,
     activation: Activation,
     **sizes: FieldValue,
 ) -> ModelConfig:
@@ -92,6 +103,7 @@ def _encoder(
         logit_bias=masked,
         pooler=pooler,
         num_classes=num_classes,
+        classes_of=classes_of,
         activation=activation,
         **sizes,
     )
@@ -110,10 +122,30 @@ def _labels(keys: ConfigKeys) -> int:
     return len(labels)
 
 
-def _check_pooled(keys: ConfigKeys, pooler: str, names: Names) -> None:
+def _classes_of(keys: ConfigKeys, classifier: str, pooler: str, names: Names) -> ClassesOf | None:
+    """Return what the classes are of, or None where there are none.
+
+    A head of a text reads the pooler. One of tokens has the same name, and an old file may hold a
+    pooler beside it: `architectures` says so.
+    """
+    if f"{SPANS}.weight" in names:
+        return "span"
+    if classifier not in names:
+        return None
+    said, end = keys.take("architectures", None), HEAD_NAMES["token"]
+    named = said if isinstance(said, list) else []
+    if any(isinstance(name, str) and name.endswith(end) for name in named):
+        return "token"
     if pooler not in names:
-        rule = f"without {pooler} the classes are of single tokens, not of a text"
-        keys.fail("architectures", keys.take("architectures", None), rule)
+        rule = f"without {pooler} the classes are of single tokens: must be a class ...{end}"
+        keys.fail("architectures", said, rule)
+    return "text"
+
+
+def _write_head(config: ModelConfig, name: str) -> JsonObject:
+    """Return the class of transformers that has the config's classes, and how many there are."""
+    kind = f"{name}{HEAD_NAMES[config.classes_of]}"
+    return dict(architectures=[kind], num_labels=config.num_classes)
 
 
 def _bert_sizes(keys: ConfigKeys) -> Fields:
@@ -172,18 +204,18 @@ def _bert_table(config: ModelConfig) -> list[TensorMapping]:
 
 def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
     masked, pooler = "cls.predictions.transform.dense.weight" in names, "bert.pooler.dense.weight"
-    classes = None
+    classes, of = None, None
     if masked and "cls.seq_relationship.weight" in names:
-        classes = 2
-    elif not masked and "classifier.weight" in names:
-        classes = _labels(keys)
-    if classes is not None:
-        _check_pooled(keys, pooler, names)
+        classes, of = 2, _classes_of(keys, "cls.seq_relationship.weight", pooler, names)
+    elif not masked:
+        of = _classes_of(keys, "classifier.weight", pooler, names)
+        classes = None if of is None else _labels(keys)
     return _encoder(
         keys,
         masked=masked,
         pooler="tanh" if pooler in names else None,
         num_classes=classes,
+        classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", 30522),
         max_len=keys.integer("max_position_embeddings", 512),
         **_bert_sizes(keys),
@@ -197,8 +229,7 @@ def _write_bert(config: ModelConfig) -> JsonObject:
     elif config.num_classes is None:
         kind = "BertModel"
     else:
-        kind = "BertForSequenceClassification"
-        content["num_labels"] = config.num_classes
+        return content | _write_head(config, "Bert")
     return dict(architectures=[kind], **content)
 
 
@@ -213,7 +244,7 @@ BERT = Family(
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
-    head_tensors=("cls.*", "classifier.*"),
+    head_tensors=("cls.*", "classifier.*", "qa_outputs.*"),
     old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
 """A masked-token head with two classes is BertForPreTraining: they say whether the second sentence
@@ -233,8 +264,11 @@ def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelConfig:
-    masked, classifies = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
-    pooled = classifies or "roberta.pooler.dense.weight" in names
+    masked, text = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
+    of: ClassesOf | None = "text" if text else None
+    if not text:  # what reads all tokens has one matrix
+        of = _classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
+    pooled = text or (of is None and "roberta.pooler.dense.weight" in names)
     sizes = _bert_sizes(keys)
     if masked and sizes["activation"] != "gelu":
         rule = "must be 'gelu' beside a masked-token head, which always has it"
@@ -247,7 +281,8 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
         keys,
         masked=masked,
         pooler="tanh" if pooled else None,
-        num_classes=_labels(keys) if classifies else None,
+        num_classes=None if of is None else _labels(keys),
+        classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", vocab_size),
         max_len=rows - offset,
         positions=Learned(offset=offset),
@@ -257,11 +292,9 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
 
 def _write_roberta(config: ModelConfig, *, name: str) -> JsonObject:
     content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
-    kind = f"{name}Model"
     if config.num_classes is not None:
-        kind, content["num_labels"] = f"{name}ForSequenceClassification", config.num_classes
-    elif config.masked_token_head:
-        kind = f"{name}ForMaskedLM"
+        return content | _write_head(config, name)
+    kind = f"{name}ForMaskedLM" if config.masked_token_head else f"{name}Model"
     return dict(architectures=[kind], **content)
 
 
@@ -277,7 +310,7 @@ ROBERTA, XLM_ROBERTA, CAMEMBERT = (
             "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
             "lm_head.decoder.bias": "lm_head.bias",
         },
-        head_tensors=("lm_head.*", "classifier.*"),
+        head_tensors=("lm_head.*", "classifier.*", "qa_outputs.*"),
         old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     )
     for model_type, name, vocab_size in (
@@ -323,15 +356,13 @@ def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
     keys.require("tie_weights_", True)
     keys.ignore("sinusoidal_pos_embds")  # how the table was initialised
     keys.ignore("qa_dropout", "seq_classif_dropout")
-    classes = None
-    if "classifier.weight" in names:
-        _check_pooled(keys, "pre_classifier.weight", names)
-        classes = _labels(keys)
+    of = _classes_of(keys, "classifier.weight", "pre_classifier.weight", names)
     return _encoder(
         keys,
         masked="vocab_transform.weight" in names,
-        pooler=None if classes is None else "relu",
-        num_classes=classes,
+        pooler="relu" if of == "text" else None,
+        num_classes=None if of is None else _labels(keys),
+        classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", 30522),
         max_len=keys.integer("max_position_embeddings", 512),
         d_model=keys.integer("dim", 768),
@@ -358,11 +389,9 @@ def _write_distilbert(config: ModelConfig) -> JsonObject:
         attention_dropout=config.attention_dropout,
         tie_word_embeddings=True,
     )
-    kind = "DistilBertModel"
     if config.num_classes is not None:
-        kind, content["num_labels"] = "DistilBertForSequenceClassification", config.num_classes
-    elif config.masked_token_head:
-        kind = "DistilBertForMaskedLM"
+        return content | _write_head(config, "DistilBert")
+    kind = "DistilBertForMaskedLM" if config.masked_token_head else "DistilBertModel"
     return dict(architectures=[kind], **content)
 
 
@@ -374,6 +403,6 @@ DISTILBERT = Family(
     prefix="distilbert.",
     ignored_tensors=("distilbert.embeddings.position_ids",),
     tied_copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
-    head_tensors=("vocab_*", "pre_classifier.*", "classifier.*"),
+    head_tensors=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
     old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )

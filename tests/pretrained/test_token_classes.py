@@ -1,0 +1,81 @@
+"""Check encoders with classes of tokens and of answers' ends, without torch."""
+
+import json
+from dataclasses import replace
+
+import chex
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from transformer_jax.config import ConfigError, Learned, ModelConfig
+from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.flops import forward_flops
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.save import save_pretrained
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = ModelConfig(
+    kind="encoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5, max_len=29,
+    norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", type_vocab_size=2,
+    num_classes=2,
+)  # fmt: skip
+NO_TYPES = dict(type_vocab_size=None)
+OFFSET = dict(positions=Learned(offset=2))
+CASES = [
+    ("bert", "token", {}, "classifier", "BertForTokenClassification"),
+    ("bert", "span", {}, "qa_outputs", "BertForQuestionAnswering"),
+    ("roberta", "token", OFFSET, "classifier", "RobertaForTokenClassification"),
+    ("roberta", "span", OFFSET, "qa_outputs", "RobertaForQuestionAnswering"),
+    ("distilbert", "token", NO_TYPES, "classifier", "DistilBertForTokenClassification"),
+    ("distilbert", "span", NO_TYPES, "qa_outputs", "DistilBertForQuestionAnswering"),
+]
+
+
+@pytest.mark.parametrize(("family", "of", "changes", "tensor", "architecture"), CASES)
+def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, architecture, tmp_path):
+    config = replace(CONFIG, classes_of=of, **changes)
+    params = init_params(config, jax.random.key(1))
+    assert "pooler" not in params and params["classifier"]["kernel"].shape == (6, 2)
+    save_pretrained(tmp_path / "m", config, params, family=family)
+    content = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert content["architectures"] == [architecture] and content["num_labels"] == 2
+    held = load_file(tmp_path / "m" / "model.safetensors")
+    kernel = np.asarray(params["classifier"]["kernel"])
+    np.testing.assert_array_equal(held[f"{tensor}.weight"], kernel.T)
+    back, loaded = load_pretrained(tmp_path / "m")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+
+
+@pytest.mark.parametrize("of", ["token", "span"])
+def test_the_classes_of_a_token_are_of_its_hidden_state(of, rng):
+    config = replace(CONFIG, classes_of=of)
+    params = init_params(config, jax.random.key(2))
+    params["classifier"] = {
+        "kernel": rng.normal(size=(6, 2)).astype(np.float32),
+        "bias": rng.normal(size=2).astype(np.float32),
+    }
+    tokens = rng.integers(0, 31, (2, 5), dtype=np.int32)
+    positions = np.array([[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]])
+    run = build(config).apply
+    given = dict(positions=positions)
+    hidden = np.asarray(run({"params": params}, tokens, **given, method="encode"), np.float64)
+    got = run({"params": params}, tokens, **given, method="classify")
+    assert got.shape == (2, 5, 2) and got.dtype == np.float32
+    want = hidden @ params["classifier"]["kernel"] + params["classifier"]["bias"]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_no_task_learns_classes_of_tokens():
+    with pytest.raises(ConfigError, match="classes_of is 'token': no task learns classes of"):
+        ClassifyTask().check_model(replace(CONFIG, classes_of="token"))
+
+
+def test_each_token_meets_the_classifier():
+    """A text meets the pooler and the classifier once."""
+    token, text = (forward_flops(replace(CONFIG, classes_of=of), 7) for of in ("token", "text"))
+    assert token - text == 2 * 6 * 2 * (7 - 1) - 2 * 6 * 6
