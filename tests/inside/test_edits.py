@@ -62,6 +62,25 @@ def test_a_mean_is_that_of_the_call(over):
     np.testing.assert_array_equal(edited[:, [0, 2, 4, 5, 6], 2], own[:, [0, 2, 4, 5, 6], 2])
 
 
+@pytest.mark.parametrize("over", ["tokens", "rows", "both"])
+@pytest.mark.parametrize("place", ["block_0/residual", "block_0/attention/heads", "*/weights"])
+def test_an_edit_of_a_value_is_that_of_numpy(place, over):
+    """Of weights [B, N, T, S] tokens and heads stand elsewhere."""
+    shapes = {"block_0/residual": (B, T, D), "*/weights": (B, 3, T, 11)}
+    value = np.random.default_rng(7).standard_normal(shapes.get(place, (B, T, 3, 5)))
+    tokens = 2 if place == "*/weights" else 1
+    axes = {"tokens": (tokens,), "rows": (0,), "both": (0, tokens)}[over]
+    (edit,) = mean(place, over).values()
+    whole = np.broadcast_to(value.mean(axes, keepdims=True), value.shape)
+    assert_near(edit(jnp.asarray(value, jnp.float32)), whole, 1e-6)
+    if place == "*/weights":
+        return
+    (edit,) = zero(place, at=(1, T - 1)).values()
+    wanted = value.astype(np.float32)
+    wanted[:, [1, T - 1]] = 0
+    np.testing.assert_array_equal(edit(jnp.asarray(value, jnp.float32)), wanted)
+
+
 @pytest.mark.slow
 def test_every_place_put_in_from_another_run_gives_that_run():
     """Put in every place; then one token, which changes no other before tokens are mixed."""

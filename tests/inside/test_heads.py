@@ -132,6 +132,21 @@ def test_integrated_gradients_sum_to_the_difference_of_the_outputs(shape, scanne
     assert abs(found.sum() - wanted) <= 1e-4 * max(1, np.abs(found).sum())
 
 
+def test_integrated_gradients_of_a_square_are_its_difference():
+    """Without branches and norm a logit z_t is linear in token t: z_t^2 is attributed to it."""
+    model, params = model_of("no norm")
+    silent = {
+        f"block_*/{branch}/output": jnp.zeros_like for branch in ("attention", "feed_forward")
+    }
+    square = lambda logits: (logits[..., 3] ** 2).sum()  # noqa: E731
+    found = integrated_gradients(model, params, draw(), 2, square, steps=3, edit=silent)
+    tokens, positions = (
+        np.asarray(params["embed"][x], np.float64) for x in ("tokens", "positions")
+    )
+    z = [(tokens[ids] + positions[:T]) @ tokens[3] for ids in (draw(), np.full((B, T), 2))]
+    assert_near(found, z[0] ** 2 - z[1] ** 2, NEAR)
+
+
 @pytest.mark.slow
 def test_integrated_gradients_are_those_of_the_path_in_float64():
     """Take central differences of the oracle, with token vectors along the path."""

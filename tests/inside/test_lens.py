@@ -43,6 +43,16 @@ def test_the_lens_reads_every_stream_as_the_model_reads_the_last(shape, scanned)
             assert_near(lens[row, i], want, NEAR)
 
 
+def test_the_lens_of_the_embedding_is_its_norm_times_the_table():
+    model, params = model_of("gpt2")
+    found = jax.jit(lambda own: logit_lens(model, own, draw())[:, 0])(params)
+    own = double(params)
+    x = own["embed"]["tokens"][draw()] + own["embed"]["positions"][:T]
+    norm = own["decoder"]["norm"]
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    assert_near(found, (x * norm["scale"] + norm["bias"]) @ own["embed"]["tokens"].T, NEAR)
+
+
 @pytest.mark.slow
 def test_the_lens_of_an_edited_model_is_that_of_its_streams():
     model, params = model_of("gpt2")

@@ -151,6 +151,19 @@ def test_attribution_is_the_slope_of_patching(scanned):
     assert_near(found, wanted, 2 * GRADIENT_F32)
 
 
+def test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run():
+    """A metric that is linear in the logits of every token, each with a weight of its own."""
+    model, params = model_of("gpt2")
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
+    clean, corrupted = (np.asarray(apply(x), np.float64)[..., 3] for x in (CLEAN, CORRUPTED))
+    weights = np.arange(1.0, T + 1)[None]
+    given = model, params, CLEAN, CORRUPTED, "logits", lambda y: (y[..., 3] * weights).sum()
+    wanted = ((clean - corrupted) * weights).sum(axis=0)
+    assert np.abs(wanted).min() > 1e-3
+    assert_near(patch(*given)[0], (corrupted * weights).sum() + wanted, NEAR)
+    assert_near(attribution_patching(*given)[0], wanted, NEAR)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt2", "t5"])
 def test_attribution_and_patching_agree_to_first_order(shape):

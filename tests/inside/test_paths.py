@@ -144,6 +144,20 @@ def test_all_that_reads_the_stream_as_receivers_gives_what_patching_gives(shape,
     assert np.abs(received - base).max() > 1e-3
 
 
+def test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits():
+    """Without a norm at the end a logit is linear in the stream; each token has its own weight."""
+    model, params = model_of("no norm")
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
+    weights, table = np.arange(1.0, T + 1)[None], np.asarray(params["embed"]["tokens"], np.float64)
+    of = lambda logits: (logits[..., 3] * weights).sum()  # noqa: E731
+    found = path_patching(
+        model, params, CLEAN, CORRUPTED, "embedding", "logits", of, each=("token",)
+    )[0]
+    base = of(np.asarray(apply(CORRUPTED), np.float64))
+    change = (table[CLEAN] - table[CORRUPTED]) @ table[3]
+    assert_near(found, base + (change * weights).sum(axis=0), NEAR)
+
+
 @pytest.mark.slow
 def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables():
     model, params = model_of("gpt2")

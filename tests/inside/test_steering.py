@@ -12,6 +12,21 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
 
 
+@pytest.mark.parametrize("over", ["last", "all"])
+def test_a_vector_of_the_embedding_is_that_of_the_tables(over):
+    model, params = model_of("gpt2")
+    positive, negative = [[3, 5, 7, 11], [2, 19]], [[13], [17, 23, 29]]
+    found = steering_vector(model, params, positive, negative, "embedding", over=over)
+    tables = [np.asarray(params["embed"][name], np.float64) for name in ("tokens", "positions")]
+
+    def read(row: list[int]) -> np.ndarray:
+        x = tables[0][row] + tables[1][: len(row)]
+        return x[-1] if over == "last" else x.mean(axis=0)
+
+    wanted = [np.mean([read(row) for row in rows], axis=0) for rows in (positive, negative)]
+    assert_near(found, wanted[0] - wanted[1], NEAR)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("shape", ["llama", "bert"])

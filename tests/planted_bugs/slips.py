@@ -1083,6 +1083,117 @@ SLIPS: tuple[Slip, ...] = (
             "score(period - 2, period))",
             "inside/test_heads.py::test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1",
         ),
+        (
+            "a rollout has no share of the stream itself",
+            "mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]",
+            "mixed = weights.astype(jnp.float32).mean(axis=2)",
+            "inside/test_heads.py::test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/gradients.py",
+        (
+            "points of a path are taken from its first half alone",
+            "(nodes + 1) / 2, x1.dtype",
+            "(nodes + 1) / 4, x1.dtype",
+            "inside/test_heads.py::test_integrated_gradients_of_a_square_are_its_difference",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/patching.py",
+        (
+            "one token before the asked one is put in",
+            "chosen = chosen & (jnp.arange(sizes[i]) == index[i]).reshape(shape)",
+            "chosen = chosen & (jnp.arange(sizes[i]) == index[i] - 1).reshape(shape)",
+            "inside/test_patching.py::test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run",
+        ),
+        (
+            "attribution patching has the sign of the other way",
+            "(value.astype(jnp.float32) - own[name].astype(jnp.float32)) * slope",
+            "(own[name].astype(jnp.float32) - value.astype(jnp.float32)) * slope",
+            "inside/test_patching.py::test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/paths.py",
+        (
+            "branches on a path are held at the clean prompt",
+            "own = apply(corrupted, capture=held)[1]",
+            "own = apply(clean, capture=held)[1]",
+            "inside/test_paths.py::test_the_direct_effect_of_the_embedding_is_its_share_of_the_logits",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/edits.py",
+        (
+            "a mean over tokens is one over rows",
+            '{"tokens": (tokens,), "rows": (0,), ',
+            '{"tokens": (0,), "rows": (tokens,), ',
+            "inside/test_edits.py::test_an_edit_of_a_value_is_that_of_numpy",
+        ),
+        (
+            "an edit of a token is one of the next",
+            "(jnp.arange(size)[:, None] == asked[None, :])",
+            "(jnp.arange(size)[:, None] == asked[None, :] + 1)",
+            "inside/test_edits.py::test_an_edit_of_a_value_is_that_of_numpy",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/lens.py",
+        (
+            "the lens reads a stream without the last norm",
+            'x = x if model.config.norm_order == "post" else stack.norm(x)',
+            'x = x if model.config.norm_order != "post" else stack.norm(x)',
+            "inside/test_lens.py::test_the_lens_of_the_embedding_is_its_norm_times_the_table",
+        ),
+        (
+            "a part of a logit lacks the scale of the norm",
+            "d = d * scale[None, None]",
+            "d = d * jnp.ones_like(scale)[None, None]",
+            "inside/test_lens.py::test_the_parts_sum_to_the_logit_and_to_the_difference[gpt2]",
+        ),
+        (
+            "the other token's logit is added",
+            "return first - rest[0] if rest else first",
+            "return first + rest[0] if rest else first",
+            "inside/test_lens.py::test_the_parts_sum_to_the_logit_and_to_the_difference[gpt2]",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/tuned_lens.py",
+        (
+            "the divergence of a lens is that of the other way",
+            "(jnp.exp(log_p) * (log_p - log_q))",
+            "(jnp.exp(log_q) * (log_q - log_p))",
+            "inside/test_tuned_lens.py::test_logits_and_divergence_are_those_of_translated_streams",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/steering.py",
+        (
+            "the last token of a shorter text is its padding",
+            "index == counts[:, None] - 1 if",
+            "index == tokens.shape[1] - 1 if",
+            "inside/test_steering.py::test_a_vector_of_the_embedding_is_that_of_the_tables",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/probes.py",
+        (
+            "the bias of a probe forgets the centre of its values",
+            "return kernel, (mean - centre @ kernel)[0], mean",
+            "return kernel, mean[0], mean",
+            "inside/test_probes.py::test_a_probe_of_numbers_is_that_of_the_normal_equations[False]",
+        ),
+    ),
+    *of(
+        "transformer_jax/inside/hooks.py",
+        (
+            "the stream before a block is that after it",
+            'f"block_{number - 1}/residual"',
+            'f"block_{number}/residual"',
+            "inside/test_hooks.py::test_places_of_hooks_have_the_values_that_hooks_see[gpt2]",
+        ),
     ),
     *of(
         "transformer_jax/server/engine.py",
