@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,15 @@ Row = tuple[str, str, Sequence[float]]
 
 
 def read_arguments(
-    text: str | None, argv: Sequence[str] | None, **sizes: int
+    text: str | None,
+    argv: Sequence[str] | None,
+    folders: Mapping[str, str] = MappingProxyType({}),
+    **sizes: int,
 ) -> argparse.Namespace:
-    """Parse --seeds, --out and a flag for each of the sizes, with its default.
+    """Parse --seeds, --out, a flag for each of the sizes, with its default, and for each folder.
 
-    `seeds` becomes the range of them, and `started` is when the flags were read.
+    Folders have to be given, and say what they are. `seeds` becomes the range of them, and
+    `started` is when the flags were read.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -36,6 +41,8 @@ def read_arguments(
     for name, default in sizes.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, default=default, help=f"default: {default}")
+    for name, what in folders.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FOLDER", help=what)
     parser.add_argument("--out", type=Path, help="folder of the picture; without it none is drawn")
     parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the picture")
     arguments = parser.parse_args(argv)
