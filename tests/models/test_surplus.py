@@ -64,7 +64,12 @@ MORE = {
 
 
 @pytest.mark.slow_except(
-    "looped-use_bias", "looped-kind", "looped-num_layers*", "looped-num_classes", "scanned-kind"
+    "looped-use_bias",
+    "looped-qkv_bias",
+    "looped-kind",
+    "looped-num_layers*",
+    "looped-num_classes",
+    "scanned-kind",
 )
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
