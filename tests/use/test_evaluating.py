@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from tests.server.models import tiny
 from tests.use.test_language_model import (
     CHAT,
     CLASSES,
@@ -347,3 +348,25 @@ def test_a_text_is_cut_at_each_of_its_ends_in_turn():
 def test_without_lm_eval_the_adapter_says_how_to_install_it():
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'transf.*lm-eval"):
         TransformerJaxLM(PLAIN)
+
+
+def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
+    """Judge each answer and its end, after the chat template's text, and refuse to read it all."""
+    model, file = tiny(), tmp_path / "talks.jsonl"
+    losses, lines = [], []
+    for asked, answer in (("bed", "feed"), ("cad", "ed"), ("a fee", "deaf")):
+        said = {"user": asked, "assistant": answer}
+        messages = [{"role": role, "content": text} for role, text in said.items()]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+        encode = model.tokenizer.encode
+        ids = [*encode(f"u{asked}"), 257, *encode(f"a{answer}"), 257]
+        losses += [*nats(logits_of(model, ids[:-1]), ids[1:])[-len(answer) - 1 :]]
+    file.write_text("".join(lines))
+    found = model.evaluate(file, task="chat")
+    assert found["nats_per_token"] == pytest.approx(np.mean(losses), rel=1e-5)
+    with pytest.raises(ValueError, match="first line is a conversation: task chat judges the ans"):
+        model.evaluate(file)
+    with pytest.raises(ValueError, match="task is 'pairs': must be chat, of a decoder"):
+        model.evaluate(file, task="pairs")
+    with pytest.raises(ValueError, match="task is 'chat': needs model, a run has its own"):
+        CHAT.evaluate(file, task="chat")

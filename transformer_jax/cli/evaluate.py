@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformer_jax.use.scores import Score, Scored
 
 _OPTIONS = {
-    "data": ("targets", "examples", "beams", "context"),
+    "data": ("targets", "examples", "beams", "context", "task"),
     "prompt": ("target",),
     "text": ("window", "stride", "batch_size"),
     "choices": ("batch_size",),
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     check_either(arguments)
-    if arguments.run is not None and arguments.context is not None:
-        raise ConfigError(f"context is {arguments.context}: needs model, a run has its own")
+    for name in ("context", "task"):
+        if arguments.run is not None and (value := getattr(arguments, name)) is not None:
+            raise ConfigError(f"{name} is {value!r}: needs model, a run has its own")
     given = [name for name in _OPTIONS if getattr(arguments, name) is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -165,7 +166,11 @@ def _parser() -> Parser:
     parser = Parser("evaluate", "Judge a model on a file that it has not seen.")
     add = parser.add_argument
     add_model(parser)
-    add("--data", metavar="FILE", help="what to judge on: a file like the run's own data")
+    add(
+        "--data",
+        metavar="FILE",
+        help="what to judge on: a file like the run's own data; of --model a text",
+    )
     add("--prompt", metavar="TEXT", help="one text instead: its perplexity, or its class")
     add(
         "--target",
@@ -200,6 +205,11 @@ def _parser() -> Parser:
     )
     add("--beams", type=int, metavar="N", help="of pairs: beams of the search; default: the run's")
     add("--context", type=int, metavar="N", help="of --model: tokens of a window; default: 512")
+    add(
+        "--task",
+        metavar="chat",
+        help="of --model: judge its answers in lines of messages, as a run of the task chat is",
+    )
     add(
         "--zero",
         metavar="PLACE",

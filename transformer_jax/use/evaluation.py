@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import TypedDict, cast
@@ -11,6 +12,7 @@ from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import (
+    ChatTask,
     DigitsTask,
     GeneratedTask,
     LanguageTask,
@@ -42,6 +44,7 @@ class EvaluateOptions(TypedDict, total=False):
     examples: int | None
     beams: int | None
     context: int | None
+    task: str | None
     report: Report | None
     edit: Mapping[str, Edit]
 
@@ -54,6 +57,7 @@ def evaluate(
     examples: int | None = None,
     beams: int | None = None,
     context: int | None = None,
+    task: str | None = None,
     report: Report | None = None,
     edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
@@ -67,6 +71,8 @@ def evaluate(
         beams: of pairs, beams of the search; None is the run's.
         context: of a published model, the tokens of a window; None is 512. A shorter text is one
             window.
+        task: of a published decoder, "chat" judges its answers in lines {"messages": [...]}, as
+            the run of a `ChatTask` is judged; None judges it on a text. A run has its own.
         report: is told how many examples are decoded.
         edit: functions by the names of places in the model (`transformer_jax.places`), which change
             the values there, as `transformer_jax.inside` makes them: with `zero`, the loss without
@@ -77,9 +83,12 @@ def evaluate(
         Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.
 
     Raises:
-        ConfigError: if the model's task has no such option.
+        ConfigError: if the model's task has no such option, or the file is of messages and `task`
+            does not say so.
     """
-    config = task_on(model, data, targets=targets, examples=examples, beams=beams, context=context)
+    config = task_on(
+        model, data, targets=targets, examples=examples, beams=beams, context=context, asked=task
+    )
     if edit and isinstance(config.task, OwnTask):
         rule = "the model of a task of your own is edited by model.apply(..., edit=)"
         raise ConfigError(f"edit of {next(iter(edit))}: {rule}")
@@ -96,6 +105,7 @@ def task_on(
     examples: int | None,
     beams: int | None,
     context: int | None,
+    asked: str | None = None,
 ) -> TrainConfig:
     """Return the config of the model's run, or one like it, with the file to judge it on."""
     options: dict[str, FieldValue] = dict(targets=targets, beams=beams, examples=examples)
@@ -104,9 +114,10 @@ def task_on(
             raise ConfigError(f"{name} is {value}: must be at least 1")
     run = model.model.run
     if run is None:
-        return _published(model, data, options, context)
-    if context is not None:
-        raise ConfigError(f"context is {context}: needs model, a run has its own")
+        return _published(model, data, options, context, asked)
+    for name, given in {"context": context, "task": asked}.items():
+        if given is not None:
+            raise ConfigError(f"{name} is {given!r}: needs model, a run has its own")
     task: Task = run.task
     if isinstance(task, PreferenceTask):
         rule = "its loss is relative to the model that the run began with; train.py measures it"
@@ -135,7 +146,7 @@ def task_on(
 
 
 def _published(
-    model: Reader, data: str, options: dict[str, FieldValue], context: int | None
+    model: Reader, data: str, options: dict[str, FieldValue], context: int | None, asked: str | None
 ) -> TrainConfig:
     """Return the config of a published model's evaluation."""
     for name, value in options.items():
@@ -147,7 +158,25 @@ def _published(
     if model.kind == "vectors":
         rule = "it has no head of hidden tokens, which is what an encoder is judged by"
         raise ConfigError(f"model is {model.name!r}: {rule}")
-    return published_run(cast(ModelConfig, model.config), model.name, data, context)
+    decoder = model.kind == "text"
+    if asked is not None and (asked != "chat" or not decoder):
+        rule = "must be chat, of a decoder" if decoder else "a masked encoder is judged on text"
+        raise ConfigError(f"task is {asked!r}: {rule}")
+    if asked is None and decoder and _holds_messages(data):
+        rule = "task chat judges the answers; a text judges the model on all of it"
+        raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
+    run = published_run(cast(ModelConfig, model.config), model.name, data, context)
+    return run if asked is None else dataclasses.replace(run, task=ChatTask())
+
+
+def _holds_messages(path: str) -> bool:
+    """Return whether the first line of a file is a conversation, as `ChatTask` reads them."""
+    try:
+        with open(path, "rb") as file:
+            line = json.loads(file.readline(2**20))
+    except (OSError, ValueError, RecursionError):  # a text; or no file, of which the reader speaks
+        return False
+    return isinstance(line, dict) and "messages" in line
 
 
 def judge_file(
