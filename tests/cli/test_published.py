@@ -363,7 +363,7 @@ def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tm
     content = json.loads((to / "config.json").read_text())
     assert [content[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [BOS, EOS, None]
     assert convert(argv) == 2
-    assert "must not exist, or be an empty folder" in capsys.readouterr().err
+    assert "exists already: must be new or empty" in capsys.readouterr().err
     argv[-1] = str(tmp_path / "gemma")
     assert convert([*argv, "--family", "gemma"]) == 2
     assert "a gemma has" in capsys.readouterr().err and not (tmp_path / "gemma").exists()

@@ -51,7 +51,7 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
     check_new_folder("to", arguments.to)
     target = Path(arguments.to)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise ConfigError(f"to is {str(target)!r}: must not exist, or be an empty folder")
+        raise ConfigError(f"to is {str(target)!r}: exists already: must be new or empty")
     if arguments.model is not None:
         return _save_anew(arguments.model, target, arguments.dtype, shard_bytes)
     if arguments.adapter:

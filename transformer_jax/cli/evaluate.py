@@ -94,7 +94,8 @@ def _score(arguments: argparse.Namespace) -> None:
     if model.kind == "chat":
         said = {"user": prompt, "assistant": target}
         text = [{"role": role, "content": content} for role, content in said.items()]
-    say_unknown("evaluate", model.tokenizers.of_source, [arguments.prompt])
+    say_unknown("evaluate", model.tokenizers.of_source, [prompt])
+    say_unknown("evaluate", model.tokenizer, [target] if target else [])
     if model.kind == "labels":
         if target is not None:
             raise ConfigError(f"target is {target!r}: {model.instead()}")

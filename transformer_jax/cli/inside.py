@@ -35,6 +35,9 @@ READS = {
 }
 """The values of --what, with the flags that each reads besides the prompt."""
 
+LENS_TOKENS = 40
+"""Tokens of a target that the model writes for the lens: what it writes may read as more tokens."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
@@ -59,11 +62,16 @@ def _look(arguments: argparse.Namespace) -> None:
     other: str | None = asked.pop("other", None)
     texts: list[str | tuple[str, str]] = [arguments.prompt, *([other] if other else [])]
     masks = MASKS if model.kind == "masks" else ()
-    say_unknown("inside", model.tokenizers.of_source, [arguments.prompt], masks)
+    if model.kind == "targets":
+        say_unknown("inside", model.tokenizers.of_source, [arguments.prompt])
+        say_unknown("inside", model.tokenizer, [text for text in (arguments.target, other) if text])
+    else:
+        given = [text for text in (arguments.prompt, other) if text]
+        say_unknown("inside", model.tokenizer, given, masks)
     if model.kind == "targets":
         target = arguments.target
         if target is None:
-            target = model.generate(arguments.prompt) if what == "lens" else ""
+            target = model.generate(arguments.prompt, LENS_TOKENS) if what == "lens" else ""
         texts = [(arguments.prompt, one) for one in (target, *([other] if other else []))]
         print(f"{arguments.prompt} -> {target}")
     elif arguments.target is not None:

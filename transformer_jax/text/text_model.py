@@ -158,7 +158,7 @@ def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
     """Raise CheckpointError where a model is not the one that a checkpoint's adapters are of."""
     found, wanted = sha256_of(base), metadata["base_sha256"]
     if found != wanted:
-        rule = f"the run began with {wanted[:16]}"
+        rule = f"the run began with {wanted[:16]}, so this is another model"
         raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
 
 

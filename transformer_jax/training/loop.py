@@ -70,7 +70,7 @@ class Result:
     """
 
     config: TrainConfig
-    state: TrainState
+    state: TrainState = field(repr=False)
     step: int
     interrupted: bool
     val_loss: float | None
