@@ -176,6 +176,7 @@ def test_a_message_is_answered_through_the_chat_template(capsys, published):
         model.chat("a<s>")
 
 
+@pytest.mark.slow
 def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
     """Drawn, several, answered, and of each line of a file."""
     pytest.importorskip("llguidance")

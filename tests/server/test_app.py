@@ -215,6 +215,7 @@ def test_answers_of_a_form_are_those_of_the_model_alone_beside_free_ones(client,
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 def test_an_answer_of_a_form_ends_with_it_at_a_stop_text_or_at_the_limit(client, engine, forms):
     given = dict(messages=TALK, response_format=of_schema(SCHEMA))
     whole = answer(client, **given, max_tokens=40).json()["choices"][0]

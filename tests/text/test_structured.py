@@ -210,6 +210,7 @@ BYTES = MODELS["bytes"]
 WORDS = MODELS["pairs of bytes"]
 
 
+@pytest.mark.slow
 def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
     form = dict(regex="[a-z ]{12}é")
     alone = [WORDS.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
@@ -221,6 +222,7 @@ def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
     assert len(set(many)) > 2 and all(re.fullmatch(form["regex"], text) for text in many)
 
 
+@pytest.mark.slow
 def test_a_text_that_outgrows_the_model_goes_on_in_its_form():
     tokenizer = CharTokenizer("abcd")
     config = tj.ModelConfig(
@@ -233,6 +235,7 @@ def test_a_text_that_outgrows_the_model_goes_on_in_its_form():
     assert model.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
 
 
+@pytest.mark.slow
 def test_the_limit_and_a_stop_string_cut_a_text():
     whole = BYTES.generate("a", 200, schema=SCHEMA)
     cut = BYTES.generate("a", 20, schema=SCHEMA)
@@ -293,6 +296,7 @@ def test_what_is_no_form_is_refused_in_a_line(given, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_letter_that_the_tokenizer_has_not_is_named_as_missing():
     model = model_of(CharTokenizer("ab{"), padding=0)
     for form in (dict(schema={"type": "object"}), dict(regex="abc")):
@@ -300,6 +304,7 @@ def test_a_letter_that_the_tokenizer_has_not_is_named_as_missing():
             model.generate("a", 5, **form)
 
 
+@pytest.mark.slow
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(structured, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
