@@ -101,6 +101,16 @@ def test_a_text_of_a_list_is_what_it_is_alone():
 
 
 @pytest.mark.slow
+def test_texts_of_a_list_are_written_by_a_model_without_a_longest_text():
+    """A history of processors has room for the texts, and not for any number of tokens."""
+    model = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
+    given, texts = dict(processors=[tj.RepetitionPenalty(1.7)]), ["bad", "cabbage"]
+    found = model.generate(texts, 9, **given)
+    assert found == [model.generate(text, 9, **given) for text in texts]
+    assert found != model.generate(texts, 9)
+
+
+@pytest.mark.slow
 def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
     model = model_of(replace(CONFIG, vocab_size=256), ByteTokenizer())
     forced = dict(processors=[Force(*"a€bcd".encode())], stream=True)

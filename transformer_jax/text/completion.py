@@ -355,13 +355,16 @@ def answer(
         )
         for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
     ]
+    longest = longest_text(config)
+    if not isinstance(config, ModelConfig):  # processors see a history of as many tokens
+        longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
     done = serve(
         _step(config, edit),
         params,
         requests,
-        init_decode_state(config, None, 1, longest_text(config), dtype=cache_dtype),
+        init_decode_state(config, None, 1, longest, dtype=cache_dtype),
         slots=slots,
-        capacity=longest_text(config),
+        capacity=longest,
         sampler=Sample(*known_ids(config, tokenizer), *sampler.processors),
         processors=processors,
         stop=stop_ids,
