@@ -5,9 +5,10 @@
 
 A process serves a model, of random weights unless one is named, and this one has the clients: each
 sends a streaming request as soon as its last answer has ended, with a prompt of 8 to 64 bytes. An
-answer that lacks tokens, its end or a status of 200 is lost, and the command fails. A prompt of
-each length that is compiled for itself comes first, untimed; the time to the first token is from
-sending to the first event with text.
+answer is lost, and the command fails, where the status is not 200, the stream has no end, or tokens
+are missing though the model did not end the text. A prompt of each length that is compiled for
+itself comes first, untimed; the time to the first token is from sending to the first event with
+text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks import timing
 
 QUESTION = "the server under load: tokens a second, and seconds to the first token"
 TOKENS = 32
-"""The length of each answer."""
+"""The length of each answer, unless the model ends it before."""
 LENGTHS = 16, 32, 64
 """The buckets of the prompts' lengths."""
 
@@ -113,7 +114,7 @@ async def ask(port: int, rng: random.Random, taken: Taken, length: int | None = 
         model="load", prompt=prompt, max_tokens=TOKENS, seed=rng.randrange(2**32), stream=True,
         stream_options={"include_usage": True},
     ))  # fmt: skip
-    start, first, got, ended = time.perf_counter(), None, 0, False
+    start, first, got, ended, reason = time.perf_counter(), None, 0, False, None
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -125,15 +126,18 @@ async def ask(port: int, rng: random.Random, taken: Taken, length: int | None = 
                 ended = True
             elif line.startswith(b"data: "):
                 event = json.loads(line[6:])
-                if first is None and any(one["text"] for one in event.get("choices", ())):
-                    first = time.perf_counter() - start
+                for one in event.get("choices", ()):
+                    reason = one["finish_reason"] or reason
+                    if first is None and one["text"]:
+                        first = time.perf_counter() - start
                 got = (event.get("usage") or {}).get("completion_tokens", got)
     finally:
         writer.close()
-    if not (ended and got == TOKENS and first is not None):
-        taken.lost.append(f"{status!r}, {got} tokens, ended: {ended}")
+    if not (ended and b" 200 " in status and (got == TOKENS or reason == "stop")):
+        taken.lost.append(f"{status!r}, {got} tokens, ended: {ended}, {reason}")
         return
-    taken.first.append(first)
+    if first is not None:  # a text may end before it has begun
+        taken.first.append(first)
     taken.tokens += got
 
 
