@@ -74,7 +74,7 @@ class Rows(NamedTuple):
     tokens: np.ndarray  # i32[B, T]
     labels: np.ndarray  # i32[B, T]
     texts: list[str]
-    """What the targets are."""
+    """The targets as texts, which BLEU compares with."""
 
 
 class Found(NamedTuple):
@@ -91,7 +91,7 @@ class Found(NamedTuple):
     of_kind: dict[str, float]
     """BLEU where a quarter of the heads of one kind is left, the most important ones."""
     minutes: float
-    """Of training, as they were logged."""
+    """How long training took, by its log."""
 
 
 def edits(masks: jax.Array) -> dict[str, Edit]:  # f32[3, L, 1 or B, N]

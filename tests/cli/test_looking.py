@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.use.test_language_model import CHAT, CLASSES, MASKED, PAIRS, PLAIN, TURNS
+from tests.use.test_language_model import (
+    CHAT,
+    CLASSES,
+    CONFIG,
+    MASKED,
+    PAIRS,
+    PLAIN,
+    TURNS,
+    model_of,
+    run_of,
+)
 from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command, generate
 from transformer_jax.config import TrainConfig
+from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.inside import zero
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 
@@ -247,6 +259,33 @@ def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
     found = PLAIN.patch("bad", "cab", answer="d", other_answer="b")
     assert (status, printed) == (0, f"{found.summary()}\ndrawn: {picture}\n")
     assert "<svg" in picture.read_text()
-    target = PAIRS.generate("bad")
+    target = PAIRS.generate("bad", 8)  # half of max_len, so that it can be read again
     printed = said("inside", "--run", "pairs", "--prompt", "bad", "--out", str(page))[1]
     assert printed.startswith(f"bad -> {target}\n{PAIRS.lens(('bad', target)).summary()}\n")
+
+
+@pytest.mark.slow
+def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
+    words = WordTokenizer(("to", "be", "or"))
+    monkeypatch.setitem(MODELS, "words", model_of(replace(CONFIG, vocab_size=5), words))
+    given = "--run", "words", "--prompt", "to bee"
+    rule = "not among the words of the training text, read as <unk>"
+    out = (
+        "--what",
+        "patch",
+        "--other",
+        "be see or",
+        "--answer",
+        "to",
+        "--other-answer",
+        "be",
+        "--out",
+        str(tmp_path / "a.svg"),
+    )
+    status, _, error = said("inside", "--run", "words", "--prompt", "to bee or", *out)
+    assert (status, error) == (0, f"inside: unknown words: 2 ('bee', 'see'): {rule}\n")
+    pairs = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"), base=words)
+    monkeypatch.setitem(MODELS, "words", pairs)
+    status, _, error = said("evaluate", *given, "--target", "or sea")
+    lines = [f"evaluate: unknown words: 1 ('{word}'): {rule}" for word in ("bee", "sea")]
+    assert (status, error.splitlines()) == (0, lines)

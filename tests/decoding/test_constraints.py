@@ -72,7 +72,7 @@ def whole_text(ids: jax.Array) -> jax.Array:
 
 
 def logits_of(ids) -> np.ndarray:
-    """Return the logits after a text; what is behind it changes nothing."""
+    """Return the logits after a text; the padding after it changes nothing."""
     padded = np.pad(np.array(ids, np.int32), (0, CONFIG.max_len - len(ids)))
     return np.asarray(whole_text(padded)[len(ids) - 1], np.float32)
 

@@ -65,7 +65,7 @@ def test_a_mean_is_that_of_the_call(over):
 @pytest.mark.parametrize("over", ["tokens", "rows", "both"])
 @pytest.mark.parametrize("place", ["block_0/residual", "block_0/attention/heads", "*/weights"])
 def test_an_edit_of_a_value_is_that_of_numpy(place, over):
-    """Of weights [B, N, T, S] tokens and heads stand elsewhere."""
+    """Take weights [B, N, T, S] too, whose axes of tokens and heads are other ones."""
     shapes = {"block_0/residual": (B, T, D), "*/weights": (B, 3, T, 11)}
     value = np.random.default_rng(7).standard_normal(shapes.get(place, (B, T, 3, 5)))
     tokens = 2 if place == "*/weights" else 1

@@ -428,7 +428,7 @@ def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):
     ],
 )
 def test_an_edit_of_another_shape_is_refused_with_its_whole_name(scanned, kind, given, place):
-    """As it is written in `edit=`, with its block and its side."""
+    """Look for the name as `edit=` has it, with its block and its side."""
     config = config_of(kind, scan_layers=scanned)
     params = stack_layers(params_of(kind)) if scanned else params_of(kind)
     more = dict(source=draw(S, 5)) if config.kind == "encoder-decoder" else {}

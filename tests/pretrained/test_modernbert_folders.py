@@ -28,7 +28,7 @@ OLD = SIZES | dict(
     global_attn_every_n_layers=2, global_rope_theta=1000.0, local_rope_theta=50.0,
     local_attention=10, position_embedding_type="absolute", layer_norm_eps=1e-5,
 )  # fmt: skip
-"""As version 4 of transformers wrote it."""
+"""A config.json as version 4 of transformers wrote it."""
 NEW = SIZES | dict(
     layer_types=[FULL, LOCAL, FULL, LOCAL], local_attention=10,
     rope_parameters={

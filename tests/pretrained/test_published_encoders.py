@@ -175,7 +175,7 @@ def alone(family: str, ids, at, types):
 
 
 def class_logits(head: str, want):
-    """Of each text, or of each token where the head reads all of them."""
+    """Return transformers' logits: of each text, or of each token where the head reads all."""
     if head == "ForPreTraining":
         return want["seq_relationship_logits"]
     if head == "ForQuestionAnswering":

@@ -153,7 +153,7 @@ def allowed_by_hand(texts: list[bytes], begun: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_token_is_allowed_where_some_text_begins_so(regex):
-    """By brute force over all texts; what is longer than seven letters is not followed."""
+    """Compare with all texts of the form, of up to seven letters."""
     texts, grammar = texts_of(regex, 7), Grammar("regex", regex, Parts(), 12, (10,))
     todo, seen = [()], set()
     while todo:

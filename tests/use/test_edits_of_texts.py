@@ -119,7 +119,7 @@ def written(folder, lines) -> str:
 
 
 def evaluated(folder, model: LanguageModel, **options) -> tuple[dict, dict, dict]:
-    """What a model comes to with an edit, what the edited parameters do, and what it does plain."""
+    """Return the measures of a model with an edit, of edited parameters, and of the model alone."""
     kind = model.config.kind
     other = without_head(model, "encoder" if kind == "encoder" else "decoder")
     edited = model.evaluate(*folder, edit=SILENT, **options)

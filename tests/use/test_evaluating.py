@@ -364,7 +364,7 @@ def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
     file.write_text("".join(lines))
     found = model.evaluate(file, task="chat")
     assert found["nats_per_token"] == pytest.approx(np.mean(losses), rel=1e-5)
-    with pytest.raises(ValueError, match="first line is a conversation: task chat judges the ans"):
+    with pytest.raises(ValueError, match="line is a conversation: task chat judges a decoder"):
         model.evaluate(file)
     with pytest.raises(ValueError, match="task is 'pairs': must be chat, of a decoder"):
         model.evaluate(file, task="pairs")

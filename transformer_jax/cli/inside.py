@@ -36,7 +36,8 @@ READS = {
 """The values of --what, with the flags that each reads besides the prompt."""
 
 LENS_TOKENS = 40
-"""Tokens of a target that the model writes for the lens: what it writes may read as more tokens."""
+"""Most tokens of a target that the model writes for the lens, or half of its max_len if that is
+fewer: a text that is read again may have more tokens than were written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +72,9 @@ def _look(arguments: argparse.Namespace) -> None:
     if model.kind == "targets":
         target = arguments.target
         if target is None:
-            target = model.generate(arguments.prompt, LENS_TOKENS) if what == "lens" else ""
+            fits = max(1, getattr(model.config, "max_len", 2 * LENS_TOKENS) // 2)
+            count = min(LENS_TOKENS, fits)
+            target = model.generate(arguments.prompt, count) if what == "lens" else ""
         texts = [(arguments.prompt, one) for one in (target, *([other] if other else []))]
         print(f"{arguments.prompt} -> {target}")
     elif arguments.target is not None:

@@ -201,7 +201,7 @@ class Places:
     every_block: tuple[tuple[str, Callable[[jax.Array, Index], jax.Array]], ...] = ()
     """Edits of a place in every block, by functions of the value and of the block's number."""
     prefix: str = ""
-    """What `inside` has cut from the names."""
+    """Begins every name as the caller wrote it; `inside` cuts it off, and errors put it back."""
 
     @classmethod
     def of(

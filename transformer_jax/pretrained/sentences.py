@@ -36,7 +36,7 @@ from transformer_jax.shown import short_repr
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-"""Each by the name that sentence-transformers has for it."""
+"""Kinds of pooling by the names that sentence-transformers has for them."""
 
 
 class TextTokenizer(Protocol):

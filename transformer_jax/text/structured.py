@@ -27,11 +27,11 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import utf8
 
 Form = Literal["schema", "regex", "grammar"]
-"""Of what kind the description of a text is."""
+"""Names the kinds of description: a JSON schema, a regular expression, a Lark grammar."""
 
 _BLANKS = r"[ ]|\n{1,2}[ \t]{0,20}"
-"""What may stand between the parts of JSON, as llama.cpp has it: a model cannot write blanks
-without end. A schema's own "x-guidance" may say otherwise."""
+"""Matches the blanks between the parts of JSON, as llama.cpp allows them: a model cannot write
+blanks without end. A schema's own "x-guidance" may say otherwise."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Allows every way of cutting a text into tokens, not the tokenizer's own alone."""

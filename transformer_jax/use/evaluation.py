@@ -162,8 +162,8 @@ def _published(
     if asked is not None and (asked != "chat" or not decoder):
         rule = "must be chat, of a decoder" if decoder else "a masked encoder is judged on text"
         raise ConfigError(f"task is {asked!r}: {rule}")
-    if asked is None and decoder and _holds_messages(data):
-        rule = "task chat judges the answers; a text judges the model on all of it"
+    if asked is None and _holds_messages(data):
+        rule = "task chat judges a decoder's answers; any other model needs a text"
         raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
     run = published_run(cast(ModelConfig, model.config), model.name, data, context)
     return run if asked is None else dataclasses.replace(run, task=ChatTask())

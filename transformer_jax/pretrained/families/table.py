@@ -336,7 +336,7 @@ DEPTH_KEYS = frozenset(
 )
 """Keys that count layers or experts, each of which has at least one tensor."""
 EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
-"""Those of experts."""
+"""Keys that count experts."""
 
 _REQUIRED: JsonValue = object()  # the default of a key that must be there
 
