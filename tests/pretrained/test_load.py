@@ -747,6 +747,18 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             scale_embeddings=False,
         ),
     ),
+    "mbart": (
+        dict(model_type="mbart"), (),
+        BART | dict(
+            vocab_size=50265, positions=Learned(offset=2), embedding_norm=True, norm_order="pre",
+        ),
+    ),
+    "pegasus": (
+        dict(model_type="pegasus"), (),
+        BART | dict(
+            vocab_size=50265, positions=Sinusoidal(layout="halves"), norm_order="pre",
+        ),
+    ),
     "marian": (
         dict(model_type="marian"), (),
         BART | dict(vocab_size=58101, positions=Sinusoidal(layout="halves")),

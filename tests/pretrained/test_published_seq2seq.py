@@ -1,4 +1,4 @@
-"""T5, BART and Marian beside `transformers`: random ones of their published shapes.
+"""T5, BART and what is like it beside `transformers`: random ones of their published shapes.
 
 A source's positions are its columns, as they are there: after padding on the left, the first token
 of BART and Marian stands where its column is, not at 0. So `source_positions` are the columns, and
@@ -15,10 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support.published import (
     LOGITS,
@@ -55,6 +57,7 @@ from transformer_jax.pretrained.load import load_pretrained
 AUTO = transformers.AutoModelForSeq2SeqLM
 VOCAB, ROWS, NEW = 89, 3, 12
 TARGETS = np.array([11, 7, 2])
+TABLES = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
 PAIRS = [(a, b) for a in range(VOCAB - 1) for b in range(a % 7, VOCAB, 7)] + [(3, 1, 4), (17,)]
 
 T5 = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, decoder_start_token_id=0)
@@ -120,6 +123,45 @@ def marian(seed: int, ends: float, **options: Any) -> Any:
     return biased(transformers.MarianMTModel, config, seed, 0, ends)
 
 
+def mbart(seed: int, ends: float, **options: Any) -> Any:
+    config = transformers.MBartConfig(d_model=27, **SIZES, **options)
+    return biased(transformers.MBartForConditionalGeneration, config, seed, 2, ends)
+
+
+def published_mbart(folder: Path) -> None:
+    """config.json with the keys of fairseq's options, which transformers 5 does not write."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | dict(
+        add_bias_logits=False, add_final_layer_norm=True, normalize_before=True,
+        normalize_embedding=True, static_position_embeddings=False, extra_pos_embeddings=2,
+    )  # fmt: skip
+    path.write_text(json.dumps(content))
+
+
+def pegasus(seed: int, ends: float, **options: Any) -> Any:
+    config = transformers.PegasusConfig(d_model=42, activation_function="relu", **SIZES, **options)
+    model = biased(transformers.PegasusForConditionalGeneration, config, seed, 1, ends)
+    with torch.no_grad():
+        for side in (model.model.encoder, model.model.decoder):
+            side.embed_positions.weight.copy_(side.embed_positions.create_weight())
+    return model
+
+
+def published_pegasus(folder: Path) -> None:
+    """As published_mbart; transformers writes the tables of sinusoids, which need not be there."""
+    held = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in held.items() if name not in TABLES}
+    assert len(kept) == len(held) - 2
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | dict(
+        add_bias_logits=False, add_final_layer_norm=True, normalize_before=True,
+        normalize_embedding=False, static_position_embeddings=True, extra_pos_embeddings=1,
+        force_bos_token_to_be_generated=False, classif_dropout=0.0,
+    )  # fmt: skip
+    path.write_text(json.dumps(content))
+
+
 def biased(kind: Any, config: Any, seed: int, end: int, ends: float) -> Any:
     model = lively(kind, config, seed)
     model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(seed))
@@ -177,6 +219,19 @@ CASES = {
         source=47, start=VOCAB - 1, end=0,
         options=dict(forced_eos_token_id=None, bad_words_ids=[list(pair) for pair in PAIRS]),
         processors=(BanSequences(*PAIRS),),
+    ),
+    "mbart": Case(  # it begins with the target's language, as mBART-50 does
+        lambda: mbart(
+            3, 2.5, encoder_layers=2, decoder_layers=1, scale_embedding=True,
+            decoder_start_token_id=2,
+        ),
+        source=61, start=2, end=2, edit=published_mbart,
+        options=dict(forced_bos_token_id=VOCAB - 2),
+        processors=(Force(VOCAB - 2), ForceLast(NEW, 2)),
+    ),
+    "pegasus": Case(
+        lambda: pegasus(7, 2.0, encoder_layers=1, decoder_layers=2, scale_embedding=True),
+        source=61, start=0, end=1, edit=published_pegasus, processors=(ForceLast(NEW, 1),),
     ),
 }  # fmt: skip
 
@@ -287,7 +342,7 @@ def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
         assert np.abs(one - two).max() <= LOGITS
 
 
-@pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian"])
+@pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian", "mbart", "pegasus"])
 def test_gradients_are_theirs(name, loaded):
     x = loaded(name)
     rng = np.random.default_rng(3)
@@ -308,8 +363,7 @@ def test_gradients_are_theirs(name, loaded):
     family = json.loads((x.folder / "config.json").read_text())["model_type"]
     table = FAMILIES[family].table(x.config)
     # `transformers` 5.24 gives the sinusoids of a loaded Marian a gradient; 5.23 gave them none.
-    sinusoids = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
-    constants = sinusoids if family == "marian" else ()
+    constants = TABLES if family in ("marian", "pegasus") else ()
     assert_same_gradients(x.config, x.params, loss, x.model, want, table, constants)
 
 
@@ -448,6 +502,15 @@ def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(
         want = reopened(folder, AUTO)(**both).logits
     assert_same_logits(apply(config, params)(target, source=source)[0], want)
     assert_round_trip(folder, tmp_path / "again", AUTO, **both)
+
+
+def test_a_pegasus_is_read_with_the_tables_that_transformers_writes(tmp_path):
+    folder = saved(pegasus(5, 3.0, encoder_layers=1, decoder_layers=1), tmp_path / "pegasus")
+    table = load_file(folder / "model.safetensors")[TABLES[0]]
+    params = load_pretrained(folder)[1]
+    assert table.shape == (61, 42) and "positions" not in params["embed"]
+    published_pegasus(folder)
+    chex.assert_trees_all_equal(load_pretrained(folder)[1], params, strict=True)
 
 
 def test_sinusoids_of_marian_are_ours(loaded):

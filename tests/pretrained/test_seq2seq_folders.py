@@ -227,6 +227,48 @@ def test_a_copy_of_the_output_that_differs_from_the_decoder_s_table_is_refused(t
         load_pretrained(folder)
 
 
+PRE_NORM: dict[str, Any] = {
+    "pegasus": dict(normalize_before=True, add_final_layer_norm=True),
+    "mbart": dict(static_position_embeddings=False, normalize_embedding=True),
+}
+
+
+@pytest.mark.slow_except("mbart")
+@pytest.mark.parametrize("family", PRE_NORM)
+def test_norms_before_the_branches_and_after_the_stacks(family, tmp_path):
+    """Compare logits with the formulas on the tensors of the file, and the saved file with it."""
+
+    def tensors(held):
+        rng = np.random.default_rng(17)
+        held = with_tables(held, bart=family == "mbart", shared=TARGET)
+        for side in ("encoder", "decoder"):
+            for part, mean in (("weight", 1.0), ("bias", 0.0)):
+                value = mean + 0.3 * rng.standard_normal(18)
+                held[f"model.{side}.layer_norm.{part}"] = value.astype(np.float32)
+        return held
+
+    keys = dict(
+        model_type=family, share_encoder_decoder_embeddings=..., decoder_vocab_size=...
+    ) | PRE_NORM[family]  # fmt: skip
+    folder = changed(tmp_path, "marian", tensors, **keys)
+    config, params = load_pretrained(folder)
+    found = load_file(folder / "model.safetensors")
+    for side in ("encoder", "decoder"):
+        name = f"model.{side}.layer_norm.weight"
+        np.testing.assert_array_equal(params[side]["norm"]["scale"], found[name])
+    rng = np.random.default_rng(11)
+    source, target = (rng.integers(0, 41, (2, n), dtype=np.int32) for n in (5, 3))
+    got, _ = jax.jit(build(config).apply)({"params": params}, target, source=source)
+    want = oracle.forward(config, params, target, source=source)
+    assert config.norm_order == "pre" and config.embedding_norm == (family == "mbart")
+    assert want.std() > 0.2 and np.abs(got - want).max() <= TOLERANCE
+    save_pretrained(tmp_path / "saved", config, params)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == family
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == found.keys()
+    assert all(saved[tensor].tobytes() == found[tensor].tobytes() for tensor in saved)
+
+
 def test_a_bart_cannot_say_two_vocabularies_or_an_encoder_s_own_table_with_tied_output():
     def config(**change: Any) -> ModelConfig:
         return ModelConfig(
@@ -434,6 +476,10 @@ def test_a_model_without_its_head(tmp_path):
         ("marian", dict(model_type="bart", share_encoder_decoder_embeddings=...,
                         decoder_vocab_size=...), "tensor model.encoder.embed_positions.weight is "),
         ("marian", dict(model_type="bart", normalize_embedding=False), "normalize_embedding is F"),
+        ("marian", dict(model_type="mbart", normalize_before=False), "normalize_before is False"),
+        ("marian", dict(model_type="pegasus", add_final_layer_norm=False), "add_final_layer_norm"),
+        ("marian", dict(model_type="pegasus", share_encoder_decoder_embeddings=...,
+                        decoder_vocab_size=...), "tensor model.encoder.layer_norm.weight is mi"),
     ],
 )  # fmt: skip
 def test_unsupported_options_are_refused_by_name(name, keys, says, tmp_path):

@@ -1,4 +1,4 @@
-"""Write texts from a source with an encoder-decoder: T5, BART, Marian.
+"""Write texts from a source with an encoder-decoder: T5, BART, Pegasus, Marian.
 
 The source is read once; the target begins with the model's start token, and with the ids that are
 forced upon it.

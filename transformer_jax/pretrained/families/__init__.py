@@ -57,6 +57,8 @@ FAMILIES: dict[str, Family] = {
         t5.T5,
         t5.MT5,
         bart.BART,
+        bart.MBART,
+        bart.PEGASUS,
         bart.MARIAN,
     )
 }

@@ -1,8 +1,15 @@
-"""Map BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018).
+"""Map BART (Lewis et al. 2020), mBART, Pegasus and Marian.
 
-In both, norms come after the branches (post-norm), and logits have a bias. BART has learned
-positions and a norm of the embeddings on each side; Marian has sinusoids, sines first. Their
-dropout of whole layers and within the feed-forward is left out.
+Logits have a bias; dropout of whole layers and within the feed-forward is left out. Sinusoids have
+sines first.
+
+| family                                | norms            | positions | norm of the embeddings |
+|---------------------------------------|------------------|-----------|------------------------|
+| BART                                  | after branches   | learned   | on each side           |
+| mBART (Liu et al. 2020)               | before branches, | learned   | on each side           |
+|                                       | after the stacks |           |                        |
+| Pegasus (Zhang et al. 2020)           | as mBART         | sinusoids | none                   |
+| Marian (Junczys-Dowmunt et al. 2018)  | after branches   | sinusoids | none                   |
 
 Encoder, decoder and output share one table, `model.shared`, unless a key says otherwise:
 
@@ -10,7 +17,7 @@ Encoder, decoder and output share one table, `model.shared`, unless a key says o
 |--------|-----------------------------------------|----------------------------------------------|
 | Marian | share_encoder_decoder_embeddings: false | encoder.embed_tokens [vocab_size, D],        |
 |        |                                         | decoder.embed_tokens [decoder_vocab_size, D] |
-| both   | tie_word_embeddings: false              | lm_head for the output; encoder.embed_tokens |
+| all    | tie_word_embeddings: false              | lm_head for the output; encoder.embed_tokens |
 |        |                                         | and decoder.embed_tokens where the files     |
 |        |                                         | have both, else shared                       |
 """
@@ -22,6 +29,7 @@ from functools import partial
 import numpy as np
 
 from transformer_jax.config import Learned, ModelConfig, Sinusoidal
+from transformer_jax.config.model import NormOrder
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     LINEAR_OUT,
@@ -68,6 +76,8 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
             *norm("norm_feed_forward", f"{block}.final_layer_norm"),
         ]
         mappings += blocks(side, depth, inner)
+        if config.norm_order == "pre":
+            mappings += norm(f"{side}/norm", f"model.{side}.layer_norm")
     return [*mappings, *([TensorMapping("embed/bias", BIAS, ROW)] if config.logit_bias else [])]
 
 
@@ -98,11 +108,11 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
     ]
 
 
-def _common(keys: ConfigKeys, names: frozenset[str]) -> Fields:
-    """Read the fields of ModelConfig that both families have."""
+def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder) -> Fields:
+    """Read the fields of ModelConfig that all these families have."""
     keys.require("is_encoder_decoder", True)
-    keys.require("normalize_before", False)
-    keys.require("add_final_layer_norm", False)
+    keys.require("normalize_before", order == "pre")
+    keys.require("add_final_layer_norm", order == "pre")
     keys.require("add_bias_logits", False, True)  # the bias is there either way
     keys.ignore("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
     keys.ignore("classif_dropout", "classifier_dropout", "init_std")
@@ -116,7 +126,7 @@ def _common(keys: ConfigKeys, names: frozenset[str]) -> Fields:
         num_heads=_shared_size(keys, "attention_heads", 16),
         d_ff=_shared_size(keys, "ffn_dim", 4096),
         max_len=keys.integer("max_position_embeddings", 1024),
-        norm_order="post",
+        norm_order=order,
         activation=keys.choice("activation_function", ACTIVATIONS, "gelu"),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         scale_embeddings=keys.flag("scale_embedding", False),
@@ -155,18 +165,20 @@ def _write_common(config: ModelConfig) -> JsonObject:
     )
 
 
-def _read_bart(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = _common(keys, names)
-    keys.require("normalize_embedding", True)
-    keys.require("static_position_embeddings", False)
-    keys.require("extra_pos_embeddings", 2)
-    keys.ignore("force_bos_token_to_be_generated")
+def _read(keys: ConfigKeys, names: frozenset[str], order: NormOrder, learned: bool) -> ModelConfig:
+    """Read one vocabulary: with learned positions and a norm of embeddings, or with sinusoids."""
+    fields = _common(keys, names, order)
+    keys.require("normalize_embedding", learned)
+    keys.require("static_position_embeddings", not learned)
+    if learned:
+        keys.require("extra_pos_embeddings", 2)
+    keys.ignore("extra_pos_embeddings", "force_bos_token_to_be_generated")
     vocab = keys.integer("vocab_size", 50265)
     return ModelConfig(
         vocab_size=vocab,
         source_vocab_size=vocab if _untied_sides(fields, names) else None,
-        positions=Learned(offset=2),
-        embedding_norm=True,
+        positions=Learned(offset=2) if learned else Sinusoidal(layout="halves"),
+        embedding_norm=learned,
         **fields,
     )
 
@@ -176,12 +188,12 @@ def _untied_sides(fields: Fields, names: frozenset[str]) -> bool:
     return not fields["tie_embeddings"] and {ENCODER, DECODER} <= names
 
 
-def _write_bart(config: ModelConfig) -> JsonObject:
-    return dict(architectures=["BartForConditionalGeneration"], **_write_common(config))
+def _write(config: ModelConfig, model: str) -> JsonObject:
+    return dict(architectures=[model], **_write_common(config))
 
 
 def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = _common(keys, names)
+    fields = _common(keys, names, "post")
     keys.require("normalize_embedding", False)
     keys.require("static_position_embeddings", True)
     keys.ignore("extra_pos_embeddings", "save_step")
@@ -235,12 +247,22 @@ _family = partial(
     head_tensors=("lm_head.*", BIAS),
 )
 
-BART = _family("bart", _read_bart, _write_bart)
-MARIAN = _family(
-    "marian",
-    _read_marian,
-    _write_marian,
-    computed_tensors={
-        f"model.{side}.embed_positions.weight": sinusoids for side in ("encoder", "decoder")
-    },
+_tables = {f"model.{side}.embed_positions.weight": sinusoids for side in ("encoder", "decoder")}
+
+BART = _family(
+    "bart",
+    partial(_read, order="post", learned=True),
+    partial(_write, model="BartForConditionalGeneration"),
 )
+MBART = _family(
+    "mbart",
+    partial(_read, order="pre", learned=True),
+    partial(_write, model="MBartForConditionalGeneration"),
+)
+PEGASUS = _family(
+    "pegasus",
+    partial(_read, order="pre", learned=False),
+    partial(_write, model="PegasusForConditionalGeneration"),
+    computed_tensors=_tables,
+)
+MARIAN = _family("marian", _read_marian, _write_marian, computed_tensors=_tables)
