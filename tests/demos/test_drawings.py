@@ -44,6 +44,9 @@ CONFIGS = {
         masked_token_head=True,
     ),
     "pooler": dict(kind="encoder", pooler="relu", positions="sinusoidal"),
+    "transform": dict(
+        kind="encoder", pooler="transform", num_classes=11, classes_of="token", pooler_reads="each"
+    ),
     "patches": dict(kind="encoder", inputs=Patches(size=2, height=6, width=4), num_classes=11),
     "frames": dict(kind="encoder-decoder", inputs=Frames(width=13, kernel=3), num_decoder_layers=5),
     "vectors": dict(kind="encoder", inputs=Vectors(width=13), positions=Shaw(max_distance=3)),

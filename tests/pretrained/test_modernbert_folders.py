@@ -93,10 +93,41 @@ def test_what_would_change_the_numbers_is_refused_by_name(changes, rule):
         read(NEW | changes)
 
 
-def test_classes_of_a_text_are_refused_by_name():
-    content = NEW | dict(architectures=["ModernBertForSequenceClassification"])
-    with pytest.raises(ConfigError, match=r"architectures is .*: a modernbert's classes are not"):
-        read(content, ("classifier.weight", *NAMES))
+@pytest.mark.parametrize(
+    ("end", "pooling", "of", "reads"),
+    [
+        ("SequenceClassification", "cls", "text", "first"),
+        ("SequenceClassification", "mean", "text", "mean"),
+        ("TokenClassification", "mean", "token", "each"),
+        ("QuestionAnswering", "cls", "span", "each"),
+    ],
+)
+def test_a_folder_says_what_its_classes_are_of(end, pooling, of, reads, tmp_path):
+    said = dict(architectures=[f"ModernBertFor{end}"], classifier_pooling=pooling, num_labels=2)
+    config = read(NEW | said, ("classifier.weight", *NAMES))
+    assert (config.classes_of, config.pooler_reads, config.pooler) == (of, reads, "transform")
+    assert config.num_classes == 2 and not config.masked_token_head
+    params = init_params(config, jax.random.key(0))
+    save_pretrained(tmp_path / "m", config, params)
+    content = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert content["architectures"] == said["architectures"]
+    assert of != "text" or content["classifier_pooling"] == pooling
+    held = load_file(tmp_path / "m" / "model.safetensors")
+    kernel = np.asarray(params["classifier"]["kernel"])
+    np.testing.assert_array_equal(held["classifier.weight"], kernel.T)
+    assert "classifier.bias" in held and "head.dense.weight" in held
+    back, loaded = load_pretrained(tmp_path / "m")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+
+
+def test_classes_must_be_named():
+    names = ("classifier.weight", *NAMES)
+    with pytest.raises(ConfigError, match=r"architectures is None: must be a class \.\.\.ForSeq"):
+        read(NEW, names)
+    said = dict(architectures=["ModernBertForTokenClassification"], classifier_pooling="max")
+    with pytest.raises(ConfigError, match="classifier_pooling is 'max': must be one of"):
+        read(NEW | said, names)
 
 
 @pytest.mark.parametrize("changes", [dict(first_norm=True), dict(glu=False), dict(out_bias=True)])

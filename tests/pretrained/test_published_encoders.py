@@ -95,6 +95,7 @@ SIZES["modernbert"] = (
         hidden_size=36, num_attention_heads=3, num_hidden_layers=3, intermediate_size=19,
         local_attention=9, pad_token_id=None, layer_types=[LOCAL, GLOBAL, LOCAL],
         hidden_activation="silu", classifier_activation="silu", norm_bias=True,
+        classifier_pooling="mean",
         classifier_bias=True, attention_bias=True, norm_eps=1e-2, embedding_dropout=0.1,
         rope_parameters={
             kind: dict(rope_type="default", rope_theta=theta)
@@ -126,6 +127,9 @@ HEADS = [
     ("distilbert", "ForQuestionAnswering"),
     ("modernbert", "ForMaskedLM"),
     ("modernbert", "Model"),
+    ("modernbert", "ForSequenceClassification"),
+    ("modernbert", "ForTokenClassification"),
+    ("modernbert", "ForQuestionAnswering"),
 ]
 
 
@@ -258,6 +262,7 @@ def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
         near(classes, both)
         assert (np.asarray(classes).argmax(-1) == both.argmax(-1)).all()
     pools = head in ("ForSequenceClassification", "ForPreTraining") or "pooler_output" in want
+    pools |= family == "modernbert" and head in kinds
     assert (config.pooling is not None) == pools
     if "pooler_output" in want:
         near(pooled, np.concatenate([want["pooler_output"][:2], single["pooler_output"]]))

@@ -79,3 +79,7 @@ def test_each_token_meets_the_classifier():
     """A text meets the pooler and the classifier once."""
     token, text = (forward_flops(replace(CONFIG, classes_of=of), 7) for of in ("token", "text"))
     assert token - text == 2 * 6 * 2 * (7 - 1) - 2 * 6 * 6
+    transform = replace(CONFIG, classes_of="token", pooler="transform", pooler_reads="each")
+    assert forward_flops(transform, 7) - token == 2 * 6 * 6 * 7
+    mean = replace(CONFIG, pooler="transform", pooler_reads="mean")
+    assert forward_flops(mean, 7) == text

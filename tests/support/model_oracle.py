@@ -97,22 +97,30 @@ def pool(
     *,
     positions: np.ndarray | None = None,
     types: np.ndarray | None = None,
-) -> np.ndarray:  # [B, D]
-    """act(P h + p) of the first token that is not padding."""
+) -> np.ndarray:  # [B, D] or [B, T, D]
+    """act(P h + p) of the first token that is not padding, of the mean, or of each token."""
     params = _double(params)
     rows = []
     for b in range(len(tokens)):
         read, row = _read(config, params, tokens[b], _row(positions, b))
-        first = next(i for i, place in enumerate(row.place) if place >= 0)
-        x = _encode(config, params, read, row, _row(types, b))[first : first + 1]
-        x = _affine(x, params["pooler"])
-        rows.append((np.maximum(x, 0) if config.pooler == "relu" else np.tanh(x))[0])
+        x = _encode(config, params, read, row, _row(types, b))
+        real = x[np.asarray(row.place) >= 0]
+        x = {"first": real[:1], "mean": real.mean(axis=0)[None], "each": x}[config.pooler_reads]
+        if config.pooler == "transform":
+            x = _affine(x, params["head_dense"])
+            x = _norm(config, params["head_norm"], ACTIVATIONS[config.activation](x))
+        else:
+            x = _affine(x, params["pooler"])
+            x = np.maximum(x, 0) if config.pooler == "relu" else np.tanh(x)
+        rows.append(x if config.pooler_reads == "each" else x[0])
     return np.stack(rows)
 
 
 def classify(config: Any, params: Params, tokens: np.ndarray, **arguments) -> np.ndarray:  # [B, C]
     """W x + w of what is pooled."""
-    return _affine(pool(config, params, tokens, **arguments), _double(params)["classifier"])
+    pooled = pool(config, params, tokens, **arguments)
+    flat = pooled.reshape(-1, pooled.shape[-1])
+    return _affine(flat, _double(params)["classifier"]).reshape(*pooled.shape[:-1], -1)
 
 
 def encode(

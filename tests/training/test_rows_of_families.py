@@ -230,5 +230,10 @@ def test_a_task_leaves_out_the_heads_that_it_does_not_train():
     assert hidden.masked_token_head and hidden.logit_bias and hidden.num_classes is None
     distil = replace(classes, type_vocab_size=None)
     assert fine_tuning(distil, "x", ClassifyTask()).model.pooling == "relu"
+    modern = ModelConfig(kind="encoder", first_norm=False, masked_token_head=True, **SIZES)
+    found = fine_tuning(modern, "x", ClassifyTask()).model
+    assert found.pooler == "transform" and not found.masked_token_head
+    back = fine_tuning(replace(found, num_classes=2), "x", MaskedTask()).model
+    assert back == replace(modern, logit_bias=True)
     plain = ModelConfig(kind="encoder", **SIZES)
     assert fine_tuning(plain, "x", ClassifyTask()).model == plain

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 else:  # what files and flags name
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
-Pooler = Literal["tanh", "relu"]
+Pooler = Literal["tanh", "relu", "transform"]
+PoolerReads = Literal["first", "mean", "each"]
 ClassesOf = Literal["text", "token", "span"]
 Remat = Literal["none", "attention", "dots", "full"]
 
@@ -159,7 +160,11 @@ class ModelConfig:
     (names in a text); span: of every token two numbers, whether an answer begins and ends there."""
     pooler: Pooler | None = None
     """encoder: activation of the dense layer over the first token, which the classification head
-    reads (BERT: tanh, DistilBERT: relu); None has tanh where there are classes, else no layer."""
+    reads (BERT: tanh, DistilBERT: relu); None has tanh where there are classes, else no layer.
+    transform: the layers of masked_token_head, dense, activation and norm (ModernBERT)."""
+    pooler_reads: PoolerReads = "first"
+    """encoder: what the pooler reads. first: the first token of a row; mean: the mean of its
+    tokens; each: every token, of whose vector a classifier of tokens then is (ModernBERT)."""
     masked_token_head: bool = False
     """encoder: BERT's transform (dense, activation, norm) before the output matrix."""
 
@@ -243,6 +248,12 @@ class ModelConfig:
             unread(self, "needs kind 'encoder'", *heads)
         if self.num_classes is None:
             unread(self, "needs num_classes", "classes_of")
+        if self.pooling is None:
+            unread(self, "needs a pooler", "pooler_reads")
+        if self.pooler_reads == "each" and self.classes_of == "text":
+            fail("pooler_reads", "each", "needs classes_of 'token' or 'span'")
+        if self.pooler == "transform" and self.masked_token_head:
+            fail("pooler", "transform", "needs masked_token_head False, whose layers it takes")
         if self.classes_of == "span" and self.num_classes != 2:
             fail("num_classes", self.num_classes, "must be 2: classes_of is 'span'")
 

@@ -164,11 +164,14 @@ class MaskedTask(_Task):
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return an encoder without a classifier; one built as BERT, with the head of BERT."""
-        if _is_bert(model):
-            model = replace(model, num_classes=None, classes_of="text")
-            return replace(model, masked_token_head=True, logit_bias=True)
         if isinstance(model, ModelConfig):
-            return replace(model, num_classes=None, classes_of="text")
+            transform = model.pooler == "transform"  # has the layers of that head
+            model = replace(
+                model, num_classes=None, classes_of="text", pooler_reads="first",
+                pooler=None if transform else model.pooler,
+            )  # fmt: skip
+            head = transform or _is_bert(model)
+            return replace(model, masked_token_head=True, logit_bias=True) if head else model
         if isinstance(model, RecurrentConfig):
             return replace(model, num_classes=None)
         return model
@@ -245,12 +248,17 @@ class ClassifyTask(_Task):
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return an encoder without the head of hidden tokens, and with the pooler of its family.
 
-        Of those built as BERT, DistilBERT alone has no token types, and a pooler of its own.
+        Of those built as BERT, DistilBERT alone has no token types, and a pooler of its own;
+        ModernBERT's is its head of hidden tokens.
         """
         if not isinstance(model, ModelConfig) or model.kind != "encoder":
             return model
         model = replace(model, masked_token_head=False, logit_bias=False)
-        relu = _is_bert(model) and model.type_vocab_size is None and model.pooler is None
+        if model.pooler is not None:
+            return model
+        if not model.first_norm:
+            return replace(model, pooler="transform")
+        relu = _is_bert(model) and model.type_vocab_size is None
         return replace(model, pooler="relu") if relu else model
 
 

@@ -213,8 +213,10 @@ class TrainConfig:
         """Return the beginnings of the parameters that lora trains whole because they are new."""
         if not isinstance(self.task, ClassifyTask):
             return ()
-        pooled = isinstance(self.model, ModelConfig) and self.model.pooling is not None
-        return ("pooler", "classifier") if pooled else ("classifier",)
+        pooling = self.model.pooling if isinstance(self.model, ModelConfig) else None
+        if pooling == "transform":
+            return "head_dense", "head_norm", "classifier"
+        return ("classifier",) if pooling is None else ("pooler", "classifier")
 
     def _check_profile(self) -> None:
         """Check the steps of a profile."""

@@ -231,17 +231,23 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
 
 def class_boxes(config: ModelConfig) -> list[Item]:
     """Return what an encoder's pooler and its classes make of the states; nothing without one."""
-    if config.classes_of != "text":
-        line, result = f"{config.d_model} to {config.num_classes}", config.num_classes
-        return ["states", Box("classifier", [line], "head"), f"text classes [B, T, {result}]"]
-    if config.pooling is None:
+    each = config.classes_of != "text"
+    items: list[Item] = ["states"]
+    if config.pooling is not None and (not each or config.pooler_reads == "each"):
+        read = {"first": "first token", "mean": "mean", "each": "each token"}[config.pooler_reads]
+        line = f"{read} · {config.d_model}"
+        if config.pooling == "transform":
+            items += [Box("head_dense", [line, activation_name(config)], "head")]
+            items += norm_boxes(config, "head_norm")
+        else:
+            items.append(Box("pooler", [f"{line} · {config.pooling}"], "head"))
+    elif not each:
         return []
-    line, result = f"first token · {config.d_model} · {config.pooling}", config.d_model
-    items: list[Item] = ["states", Box("pooler", [line], "head")]
+    result = config.d_model if config.num_classes is None else config.num_classes
     if config.num_classes is not None:
-        result = config.num_classes
         items.append(Box("classifier", [f"{config.d_model} to {result}"], "head"))
-    return [*items, f"text {'pooled' if config.num_classes is None else 'classes'} [B, {result}]"]
+    made = "pooled" if config.num_classes is None else "classes"
+    return [*items, f"text {made} [B, {'T, ' if each else ''}{result}]"]
 
 
 def new_page() -> tuple[Figure, Axes]:

@@ -93,7 +93,8 @@ def _share(names: list[str], config: ModelConfig) -> float:
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
     """Return how many tokens a kernel multiplies."""
     if config.kind != "encoder-decoder":
-        once = ("pooler", "classifier") if config.classes_of == "text" else ("pooler",)
-        return 1 if names[0] in once else length
+        pools = "head_dense" if config.pooling == "transform" else "pooler"
+        once = (pools, "classifier") if config.classes_of == "text" else (pools,)
+        return 1 if names[0] in once and config.pooler_reads != "each" else length
     of_memory = "cross_attention" in names and names[-2] in ("key", "value")
     return source_length if names[0] in ("encoder", "inputs") or of_memory else length

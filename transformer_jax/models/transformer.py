@@ -84,13 +84,14 @@ class Encoder(nn.Module):
         if cfg.inputs is not None:
             self.inputs = InputLayer(cfg)
         self.encoder = Stack(cfg, cfg.num_layers, bidirectional=True)
-        if cfg.masked_token_head:
+        if cfg.masked_token_head or cfg.pooling == "transform":
             self.head_dense = Linear(cfg, (cfg.d_model,))
             self.head_norm = Norm(cfg)
-        if cfg.pooling is not None:
+        if cfg.pooling not in (None, "transform"):
             self.pooler = Linear(cfg, (cfg.d_model,))
-        if cfg.num_classes is not None:
-            self.classifier = Linear(cfg, (cfg.num_classes,))
+        if cfg.num_classes is not None:  # ModernBERT has this bias although it has no other
+            bias = True if cfg.pooling == "transform" else None
+            self.classifier = Linear(cfg, (cfg.num_classes,), use_bias=bias)
         refuse_surplus(self)
 
     def encode(
@@ -213,9 +214,10 @@ class Encoder(nn.Module):
 
     def _transformed(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         """Return what the output matrix reads."""
-        if self.config.masked_token_head:
-            x = self.head_norm(activate(self.head_dense(x), self.config.activation))
-        return x
+        return self._transform(x) if self.config.masked_token_head else x
+
+    def _transform(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+        return self.head_norm(activate(self.head_dense(x), self.config.activation))
 
     def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
@@ -231,6 +233,8 @@ class Encoder(nn.Module):
     ) -> jax.Array:  # f32[B, C] or [B, T, C]
         """Return class logits of each row, W times what `pool` gives, or of tokens, W h.
 
+        Where the config's `pooler_reads` is "each", those of tokens too are of what `pool` gives.
+
         Args:
             tokens: i32[B, T], or what the config's inputs describe.
             **arguments: the others of `encode`.
@@ -245,15 +249,19 @@ class Encoder(nn.Module):
             raise ValueError("num_classes is None: this encoder has no classification head")
         return self._classes(self.encode(tokens, **arguments), arguments.get("positions"))
 
-    def pool(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> jax.Array:  # f32[B, D]
+    def pool(
+        self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
+    ) -> jax.Array:  # f32[B, D] or [B, T, D]
         """Return a vector of each row: act(P h + p), h of its first token that is not padding.
+
+        The config's `pooler_reads` may say that h is the mean of a row, or of each token.
 
         Args:
             tokens: i32[B, T], or what the config's inputs describe.
             **arguments: the others of `encode`.
 
         Returns:
-            f32[B, D].
+            f32[B, D], or where every token is pooled f32[B, T, D].
 
         Raises:
             ValueError: if the config has no `pooler`, nor classes.
@@ -264,16 +272,24 @@ class Encoder(nn.Module):
         return x.astype(jnp.float32)
 
     def _pool(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        first = x[:, 0]
-        if positions is not None and not isinstance(self.config.inputs, Frames):
-            at = jnp.argmax(positions >= 0, axis=1)
-            first = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
-        pooled = self.pooler(first)
-        return jnp.tanh(pooled) if self.config.pooling == "tanh" else jax.nn.relu(pooled)
+        cfg = self.config
+        positions = input_positions(cfg.inputs, positions)
+        valid = jnp.ones(x.shape[:2], bool) if positions is None else positions >= 0
+        if cfg.pooler_reads == "mean":
+            total = jnp.where(valid[:, :, None], x.astype(jnp.float32), 0.0).sum(axis=1)
+            x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
+        elif cfg.pooler_reads == "first":
+            at = jnp.argmax(valid, axis=1)[:, None, None]
+            x = jnp.take_along_axis(x, at, axis=1)[:, 0]
+        if cfg.pooling == "transform":
+            return self._transform(x)
+        pooled = self.pooler(x)
+        return jnp.tanh(pooled) if cfg.pooling == "tanh" else jax.nn.relu(pooled)
 
     def _classes(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        read = self._pool(x, positions) if self.config.classes_of == "text" else x
-        return self.classifier(read).astype(jnp.float32)
+        cfg = self.config
+        pools = cfg.classes_of == "text" or cfg.pooler_reads == "each"
+        return self.classifier(self._pool(x, positions) if pools else x).astype(jnp.float32)
 
 
 class Decoder(nn.Module):

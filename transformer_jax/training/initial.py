@@ -36,7 +36,8 @@ from transformer_jax.training.tasks.task import Tokenizers
 
 TASK_FIELDS = frozenset(
     """
-    vocab_size source_vocab_size max_len num_classes classes_of pooler masked_token_head logit_bias
+    vocab_size source_vocab_size max_len num_classes classes_of pooler pooler_reads
+    masked_token_head logit_bias
     """.split()
 )
 """Fields of a model that another task may change."""

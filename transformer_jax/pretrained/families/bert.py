@@ -12,6 +12,13 @@ from functools import partial
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families.classes import (
+    SPANS,
+    Names,
+    classes_of,
+    labels,
+    write_head,
+)
 from transformer_jax.pretrained.families.table import (
     ACTIVATIONS,
     LINEAR_OUT,
@@ -25,15 +32,6 @@ from transformer_jax.pretrained.families.table import (
     norm,
 )
 from transformer_jax.untrusted_files import JsonObject
-
-Names = frozenset[str]
-SPANS = "qa_outputs"
-"""The classifier of every token that says where an answer begins and ends."""
-HEAD_NAMES = {
-    "text": "ForSequenceClassification",
-    "token": "ForTokenClassification",
-    "span": "ForQuestionAnswering",
-}
 
 
 def _stack(config: ModelConfig, prefix: str) -> list[TensorMapping]:
@@ -109,45 +107,6 @@ def _encoder(
     )
 
 
-def _labels(keys: ConfigKeys) -> int:
-    """Count the classes of a classifier; the default is 2."""
-    labels, count = keys.take("id2label", None), keys.integer("num_labels", None)
-    keys.ignore("id2label")  # the names are kept by save_pretrained(like=...)
-    if labels is None:
-        return 2 if count is None else count
-    if not isinstance(labels, dict) or not labels:
-        keys.fail("id2label", labels, "must be an object of the names of classes")
-    if count not in (None, len(labels)):
-        keys.fail("num_labels", count, f"must be as many as in id2label, {len(labels)}")
-    return len(labels)
-
-
-def _classes_of(keys: ConfigKeys, classifier: str, pooler: str, names: Names) -> ClassesOf | None:
-    """Return what the classes are of, or None where there are none.
-
-    A head of a text reads the pooler. One of tokens has the same name, and an old file may hold a
-    pooler beside it: `architectures` says so.
-    """
-    if f"{SPANS}.weight" in names:
-        return "span"
-    if classifier not in names:
-        return None
-    said, end = keys.take("architectures", None), HEAD_NAMES["token"]
-    named = said if isinstance(said, list) else []
-    if any(isinstance(name, str) and name.endswith(end) for name in named):
-        return "token"
-    if pooler not in names:
-        rule = f"without {pooler} the classes are of single tokens: must be a class ...{end}"
-        keys.fail("architectures", said, rule)
-    return "text"
-
-
-def _write_head(config: ModelConfig, name: str) -> JsonObject:
-    """Return the class of transformers that has the config's classes, and how many there are."""
-    kind = f"{name}{HEAD_NAMES[config.classes_of]}"
-    return dict(architectures=[kind], num_labels=config.num_classes)
-
-
 def _bert_sizes(keys: ConfigKeys) -> Fields:
     keys.require("position_embedding_type", "absolute")
     keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
@@ -206,10 +165,10 @@ def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
     masked, pooler = "cls.predictions.transform.dense.weight" in names, "bert.pooler.dense.weight"
     classes, of = None, None
     if masked and "cls.seq_relationship.weight" in names:
-        classes, of = 2, _classes_of(keys, "cls.seq_relationship.weight", pooler, names)
+        classes, of = 2, classes_of(keys, "cls.seq_relationship.weight", pooler, names)
     elif not masked:
-        of = _classes_of(keys, "classifier.weight", pooler, names)
-        classes = None if of is None else _labels(keys)
+        of = classes_of(keys, "classifier.weight", pooler, names)
+        classes = None if of is None else labels(keys)
     return _encoder(
         keys,
         masked=masked,
@@ -229,7 +188,7 @@ def _write_bert(config: ModelConfig) -> JsonObject:
     elif config.num_classes is None:
         kind = "BertModel"
     else:
-        return content | _write_head(config, "Bert")
+        return content | write_head(config, "Bert")
     return dict(architectures=[kind], **content)
 
 
@@ -267,7 +226,7 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
     masked, text = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
     of: ClassesOf | None = "text" if text else None
     if not text:  # what reads all tokens has one matrix
-        of = _classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
+        of = classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
     pooled = text or (of is None and "roberta.pooler.dense.weight" in names)
     sizes = _bert_sizes(keys)
     if masked and sizes["activation"] != "gelu":
@@ -281,7 +240,7 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
         keys,
         masked=masked,
         pooler="tanh" if pooled else None,
-        num_classes=None if of is None else _labels(keys),
+        num_classes=None if of is None else labels(keys),
         classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", vocab_size),
         max_len=rows - offset,
@@ -293,7 +252,7 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
 def _write_roberta(config: ModelConfig, *, name: str) -> JsonObject:
     content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
     if config.num_classes is not None:
-        return content | _write_head(config, name)
+        return content | write_head(config, name)
     kind = f"{name}ForMaskedLM" if config.masked_token_head else f"{name}Model"
     return dict(architectures=[kind], **content)
 
@@ -356,12 +315,12 @@ def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
     keys.require("tie_weights_", True)
     keys.ignore("sinusoidal_pos_embds")  # how the table was initialised
     keys.ignore("qa_dropout", "seq_classif_dropout")
-    of = _classes_of(keys, "classifier.weight", "pre_classifier.weight", names)
+    of = classes_of(keys, "classifier.weight", "pre_classifier.weight", names)
     return _encoder(
         keys,
         masked="vocab_transform.weight" in names,
         pooler="relu" if of == "text" else None,
-        num_classes=None if of is None else _labels(keys),
+        num_classes=None if of is None else labels(keys),
         classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", 30522),
         max_len=keys.integer("max_position_embeddings", 512),
@@ -390,7 +349,7 @@ def _write_distilbert(config: ModelConfig) -> JsonObject:
         tie_word_embeddings=True,
     )
     if config.num_classes is not None:
-        return content | _write_head(config, "DistilBert")
+        return content | write_head(config, "DistilBert")
     kind = "DistilBertForMaskedLM" if config.masked_token_head else "DistilBertModel"
     return dict(architectures=[kind], **content)
 

@@ -2,7 +2,8 @@
 
 Its block 0 has no norm before attention, since the embeddings have one. In a layer with a window a
 query sees local_attention / 2 tokens on each side, and the rotation has a base of its own. Of the
-rates of dropout `embedding_dropout` and `attention_dropout` are kept.
+rates of dropout `embedding_dropout` and `attention_dropout` are kept. A classifier reads the
+layers of the masked-token head, of the first token, of the mean of a text, or of each token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.pretrained.families.classes import (
+    HEAD_NAMES,
+    labels,
+    named_head,
+    write_head,
+)
 from transformer_jax.pretrained.families.decoder_keys import (
     biases,
     layer_types,
@@ -64,9 +71,11 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
     )
     first = "encoder/block_0/norm_attention/"
     head = []
-    if config.masked_token_head:
+    if config.masked_token_head or config.pooling == "transform":
         dense = linear("head_dense", "head.dense", bias=config.use_bias)
-        head = [*dense, *_norm(config, "head_norm", "head.norm"), *output_matrix(config, "decoder")]
+        end = output_matrix(config, "decoder")
+        end = linear("classifier", "classifier") if config.num_classes is not None else end
+        head = [*dense, *_norm(config, "head_norm", "head.norm"), *end]
     return [
         TensorMapping("embed/tokens", "model.embeddings.tok_embeddings.weight"),
         *_norm(config, "embed/norm", "model.embeddings.norm"),
@@ -77,11 +86,9 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    masked = "head.dense.weight" in names
-    if "classifier.weight" in names:
-        rule = "a modernbert's classes are not known here"
-        keys.fail("architectures", keys.take("architectures", None), rule)
-    keys.ignore("classifier_dropout", "classifier_pooling", "cls_token_id", "layer_norm_eps")
+    head, classes = "head.dense.weight" in names, "classifier.weight" in names
+    masked = head and not classes
+    keys.ignore("classifier_dropout", "cls_token_id", "layer_norm_eps")
     keys.ignore("deterministic_flash_attn", "initializer_cutoff_factor", "reference_compile")
     keys.ignore("sparse_pred_ignore_index", "sparse_prediction", "repad_logits_with_grad")
     keys.require("position_embedding_type", "absolute")  # of an ancestor: nothing reads it
@@ -90,9 +97,9 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     act = keys.choice("hidden_activation", ACTIVATIONS, "gelu")
     head_bias, decoder_bias = keys.flag("classifier_bias", False), keys.flag("decoder_bias", True)
     tied = keys.flag("tie_word_embeddings", True)
-    if masked and head_bias is not norm_bias:
+    if head and head_bias is not norm_bias:
         keys.fail("classifier_bias", head_bias, f"must be norm_bias, {norm_bias}")
-    if masked and keys.choice("classifier_activation", ACTIVATIONS, "gelu") != act:
+    if head and keys.choice("classifier_activation", ACTIVATIONS, "gelu") != act:
         said = keys.take("classifier_activation", "gelu")
         keys.fail("classifier_activation", said, f"must be hidden_activation, {act!r}")
     keys.ignore("classifier_activation")
@@ -115,6 +122,10 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields["out_bias"] = fields["qkv_bias"]
     if masked:
         fields |= dict(masked_token_head=True, logit_bias=decoder_bias, tie_embeddings=tied)
+    if classes:
+        fields |= _classes(keys)
+    else:
+        keys.ignore("classifier_pooling")
     every = keys.integer("global_attn_every_n_layers", EVERY)
     types = layer_types(keys, layers) or [
         "sliding_attention" if i % every else "full_attention" for i in range(layers)
@@ -142,6 +153,19 @@ def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         positions=far,
         window=window,
     )
+
+
+def _classes(keys: ConfigKeys) -> Fields:
+    """Return the fields of a classifier: its tensors have the same names whatever it classifies."""
+    of = named_head(keys)
+    if of is None:
+        rule = f"must be a class ...{' or ...'.join(HEAD_NAMES.values())}"
+        keys.fail("architectures", keys.take("architectures", None), rule)
+    reads = keys.choice("classifier_pooling", {"cls": "first", "mean": "mean"}, "cls")
+    if of != "text":
+        reads = "each"
+    count = labels(keys)
+    return dict(num_classes=count, classes_of=of, pooler="transform", pooler_reads=reads)
 
 
 def _write(config: ModelConfig) -> JsonObject:
@@ -176,6 +200,9 @@ def _write(config: ModelConfig) -> JsonObject:
         tie_word_embeddings=config.tie_embeddings,
         pad_token_id=None,  # or transformers takes one that a small vocabulary has not
     )
+    if config.num_classes is not None:
+        keys |= write_head(config, "ModernBert")
+        keys["classifier_pooling"] = "mean" if config.pooler_reads == "mean" else "cls"
     return keys | {KEYS[kind]: base for kind, base in bases.items()}
 
 
