@@ -187,6 +187,10 @@ CASES: dict[str, dict] = {
         activation="silu", scale_embeddings=True, logit_bias=True, num_layers=1,
         positions_=PADDED,
     ),
+    "m2m100": dict(
+        kind="encoder-decoder", activation="relu", scale_embeddings=True, num_layers=1,
+        positions=Sinusoidal(layout="halves", base=37.0, offset=2), source_positions=True,
+    ),
     "t5-encoder-decoder": dict(
         kind="encoder-decoder", **T5, norm="rmsnorm", use_bias=False, glu=True,
         activation="gelu_tanh", tie_embeddings=False, attention_scale=1.0, positions_=PADDED,

@@ -753,6 +753,14 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             vocab_size=50265, positions=Learned(offset=2), embedding_norm=True, norm_order="pre",
         ),
     ),
+    "m2m_100": (
+        dict(model_type="m2m_100"), (),
+        BART | dict(
+            vocab_size=128112, norm_order="pre", activation="relu", scale_embeddings=True,
+            positions=Sinusoidal(layout="halves", base=10_000 ** (512 / 511), offset=2),
+            attention_dropout=0.1,
+        ),
+    ),
     "pegasus": (
         dict(model_type="pegasus"), (),
         BART | dict(

@@ -53,6 +53,7 @@ from transformer_jax.models.positions import sinusoidal
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.families.bart import sinusoids
 from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
 AUTO = transformers.AutoModelForSeq2SeqLM
 VOCAB, ROWS, NEW = 89, 3, 12
@@ -162,6 +163,15 @@ def published_pegasus(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def m2m100(seed: int, ends: float, **options: Any) -> Any:
+    """As NLLB too; without a bias of the logits, the end is made likely by its embedding."""
+    config = transformers.M2M100Config(d_model=42, **SIZES | options)
+    model = lively(transformers.M2M100ForConditionalGeneration, config, seed)
+    with torch.no_grad():
+        model.model.shared.weight[2] *= ends
+    return model
+
+
 def biased(kind: Any, config: Any, seed: int, end: int, ends: float) -> Any:
     model = lively(kind, config, seed)
     model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(seed))
@@ -228,6 +238,11 @@ CASES = {
         source=61, start=2, end=2, edit=published_mbart,
         options=dict(forced_bos_token_id=VOCAB - 2),
         processors=(Force(VOCAB - 2), ForceLast(NEW, 2)),
+    ),
+    "m2m100": Case(  # a padding token that it writes would have no position there
+        lambda: m2m100(7, 4.0, encoder_layers=2, decoder_layers=1), source=61, start=2, end=2,
+        options=dict(forced_bos_token_id=VOCAB - 2, bad_words_ids=[[1]]),
+        processors=(Force(VOCAB - 2), Ban(1)),
     ),
     "pegasus": Case(
         lambda: pegasus(7, 2.0, encoder_layers=1, decoder_layers=2, scale_embedding=True),
@@ -342,7 +357,7 @@ def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
         assert np.abs(one - two).max() <= LOGITS
 
 
-@pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian", "mbart", "pegasus"])
+@pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian", "mbart", "m2m100", "pegasus"])
 def test_gradients_are_theirs(name, loaded):
     x = loaded(name)
     rng = np.random.default_rng(3)
@@ -502,6 +517,37 @@ def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(
         want = reopened(folder, AUTO)(**both).logits
     assert_same_logits(apply(config, params)(target, source=source)[0], want)
     assert_round_trip(folder, tmp_path / "again", AUTO, **both)
+
+
+def test_an_m2m100_counts_positions_without_padding(loaded):
+    """By the padding tokens of a row, as transformers does, on whichever side they stand."""
+    x = loaded("m2m100")
+    source = np.where(x.valid, x.source, 1)
+    target = tokens(np.random.default_rng(5), VOCAB, ROWS, 7)
+    mask = torch.tensor(x.valid.astype(int))
+    with torch.no_grad():
+        want = x.model(torch.tensor(source), mask, decoder_input_ids=torch.tensor(target)).logits
+    at = positions(x.valid)
+    assert (at[0] != x.at[0]).any()
+    got = apply(x.quick, x.params)(target, source=source, source_positions=at)[0]
+    assert_same_logits(got, want)
+
+
+def test_an_m2m100_is_read_with_the_tables_of_old_files(loaded, tmp_path):
+    x = loaded("m2m100")
+    table = x.model.model.encoder.embed_positions.weights.numpy()
+    assert table.shape == (63, 42) and (table[1] == 0).all() and table.std() > 0.1
+    held = load_file(x.folder / "model.safetensors")
+    names = [name.replace("weight", "weights") for name in TABLES]
+    (tmp_path / "config.json").write_bytes((x.folder / "config.json").read_bytes())
+    for second in (table, np.roll(table, 1, axis=0)):
+        tables = dict(zip(names, (table, second), strict=True))
+        save_file(held | tables, tmp_path / "model.safetensors")
+        if second is table:
+            chex.assert_trees_all_equal(load_pretrained(tmp_path)[1], x.params, strict=True)
+        else:
+            with pytest.raises(CheckpointError, match=f"{names[1]} is not what config.json makes"):
+                load_pretrained(tmp_path)
 
 
 def test_a_pegasus_is_read_with_the_tables_that_transformers_writes(tmp_path):

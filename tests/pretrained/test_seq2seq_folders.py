@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support import model_oracle as oracle
-from transformer_jax.config import ConfigError, Learned, ModelConfig
+from transformer_jax.config import ConfigError, Learned, ModelConfig, Sinusoidal
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate
@@ -230,6 +230,7 @@ def test_a_copy_of_the_output_that_differs_from_the_decoder_s_table_is_refused(t
 PRE_NORM: dict[str, Any] = {
     "pegasus": dict(normalize_before=True, add_final_layer_norm=True),
     "mbart": dict(static_position_embeddings=False, normalize_embedding=True),
+    "m2m_100": dict(pad_token_id=3),
 }
 
 
@@ -241,6 +242,8 @@ def test_norms_before_the_branches_and_after_the_stacks(family, tmp_path):
     def tensors(held):
         rng = np.random.default_rng(17)
         held = with_tables(held, bart=family == "mbart", shared=TARGET)
+        if family == "m2m_100":
+            del held["final_logits_bias"]
         for side in ("encoder", "decoder"):
             for part, mean in (("weight", 1.0), ("bias", 0.0)):
                 value = mean + 0.3 * rng.standard_normal(18)
@@ -260,6 +263,9 @@ def test_norms_before_the_branches_and_after_the_stacks(family, tmp_path):
     source, target = (rng.integers(0, 41, (2, n), dtype=np.int32) for n in (5, 3))
     got, _ = jax.jit(build(config).apply)({"params": params}, target, source=source)
     want = oracle.forward(config, params, target, source=source)
+    if family == "m2m_100":
+        at = Sinusoidal(layout="halves", base=10_000 ** (9 / 8), offset=4)
+        assert config.positions == at and not config.logit_bias
     assert config.norm_order == "pre" and config.embedding_norm == (family == "mbart")
     assert want.std() > 0.2 and np.abs(got - want).max() <= TOLERANCE
     save_pretrained(tmp_path / "saved", config, params)
@@ -477,6 +483,8 @@ def test_a_model_without_its_head(tmp_path):
                         decoder_vocab_size=...), "tensor model.encoder.embed_positions.weight is "),
         ("marian", dict(model_type="bart", normalize_embedding=False), "normalize_embedding is F"),
         ("marian", dict(model_type="mbart", normalize_before=False), "normalize_before is False"),
+        ("marian", dict(model_type="m2m_100", d_model=2), "d_model is 2: must be at least 4"),
+        ("marian", dict(model_type="m2m_100", pad_token_id=None), "pad_token_id is None: must be"),
         ("marian", dict(model_type="pegasus", add_final_layer_norm=False), "add_final_layer_norm"),
         ("marian", dict(model_type="pegasus", share_encoder_decoder_embeddings=...,
                         decoder_vocab_size=...), "tensor model.encoder.layer_norm.weight is mi"),

@@ -200,7 +200,7 @@ def _embed(config, params: Params, tokens, token_place: list[int], types, side="
         if kind_of(config.positions) == "Learned":
             x[i] += params[f"{side}positions"][config.positions.offset + place]
         if kind_of(config.positions) == "Sinusoidal":
-            angles = sinusoid(place, width)
+            angles = sinusoid(place + config.positions.offset, width, config.positions.base)
             if config.positions.layout == "halves":
                 angles = np.concatenate([angles[0::2], angles[1::2]])
             x[i] += angles
@@ -391,8 +391,8 @@ def _rotate(x: np.ndarray, places: list[int], rope: Any, base=None) -> np.ndarra
     return y
 
 
-def sinusoid(place: int, width: int) -> np.ndarray:
-    angles = [place / 10_000 ** (2 * i / width) for i in range(width // 2)]
+def sinusoid(place: int, width: int, base: float) -> np.ndarray:
+    angles = [place / base ** (2 * i / width) for i in range(width // 2)]
     return np.array([f(a) for a in angles for f in (math.sin, math.cos)])
 
 

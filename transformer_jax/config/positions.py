@@ -73,9 +73,16 @@ class Sinusoidal(_Positions):
 
     layout: Literal["interleaved", "halves"] = "interleaved"
     """Sines and cosines take turns (Vaswani et al.), or sines come first (Marian)."""
+    base: float = 10_000.0
+    """Wavelength base: pair k turns by position * base^(-2k/d_model) radians."""
+    offset: int = 0
+    """Added to each position (M2M-100 and NLLB count from 2)."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        positive(self, "base")
+        non_negative(self, "offset")
+        below_int32(self, "offset")
 
     def check_model(self, model: ModelConfig) -> None:
         if model.d_model % 2:

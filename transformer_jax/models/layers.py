@@ -265,8 +265,7 @@ class Embed(nn.Module):
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
         elif isinstance(cfg.positions, Sinusoidal):
-            layout = cfg.positions.layout
-            added = pos.sinusoidal(token_positions, cfg.d_model, layout=layout).astype(F32)
+            added = pos.sinusoidal_of(cfg.positions, token_positions, cfg.d_model).astype(F32)
         elif isinstance(cfg.positions, OwnPositions):
             added = cfg.positions.embed(pos.in_rows(token_positions), cfg.d_model)
         if added is not None:

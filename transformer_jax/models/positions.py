@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.biases import key_distances
 from transformer_jax.checks import as_int32, as_number, check_array, check_count
-from transformer_jax.config import Rope
+from transformer_jax.config import Rope, Sinusoidal
 from transformer_jax.models.ops import lookup
 from transformer_jax.sharding import by_compiler, split, vary
 from transformer_jax.tracing import known_value
@@ -62,6 +62,15 @@ def sinusoidal(
     if layout == "halves":
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*angles.shape[:-1], dim)
+
+
+def sinusoidal_of(
+    config: Sinusoidal,
+    positions: jax.Array,  # i32[...]
+    dim: int,
+) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
+    """Return what `sinusoidal` makes of positions that a config moves, with its base and layout."""
+    return sinusoidal(positions + config.offset, dim, config.base, config.layout)
 
 
 def learned(

@@ -193,8 +193,7 @@ class StreamingEncoder(nn.Module):
             frames = jnp.where((token_positions < 0)[:, :, None], 0.0, frames)
         x = self.input(frames)
         if isinstance(cfg.positions, Sinusoidal):
-            layout = cfg.positions.layout
-            added = pos.sinusoidal(token_positions, cfg.d_model, layout=layout).astype(x.dtype)
+            added = pos.sinusoidal_of(cfg.positions, token_positions, cfg.d_model).astype(x.dtype)
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.embedding_norm:
             x = self.input_norm(x)

@@ -59,6 +59,7 @@ FAMILIES: dict[str, Family] = {
         bart.BART,
         bart.MBART,
         bart.PEGASUS,
+        bart.M2M100,
         bart.MARIAN,
     )
 }

@@ -1,7 +1,7 @@
-"""Map BART (Lewis et al. 2020), mBART, Pegasus and Marian.
+"""Map BART (Lewis et al. 2020), mBART, M2M-100 and NLLB, Pegasus and Marian.
 
-Logits have a bias; dropout of whole layers and within the feed-forward is left out. Sinusoids have
-sines first.
+Logits have a bias, but for M2M-100's. Sinusoids have sines first. Dropout of whole layers and in
+the feed-forward is left out.
 
 | family                                | norms            | positions | norm of the embeddings |
 |---------------------------------------|------------------|-----------|------------------------|
@@ -9,7 +9,12 @@ sines first.
 | mBART (Liu et al. 2020)               | before branches, | learned   | on each side           |
 |                                       | after the stacks |           |                        |
 | Pegasus (Zhang et al. 2020)           | as mBART         | sinusoids | none                   |
+| M2M-100 (Fan et al. 2021), NLLB       | as mBART         | sinusoids | none                   |
 | Marian (Junczys-Dowmunt et al. 2018)  | after branches   | sinusoids | none                   |
+
+M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
+pair k of n turns by p 10000^(-k/(n-1)) radians. transformers gives a padding token no number, so
+that after padding on the left the first token has the first position, and not that of its column.
 
 Encoder, decoder and output share one table, `model.shared`, unless a key says otherwise:
 
@@ -24,6 +29,7 @@ Encoder, decoder and output share one table, `model.shared`, unless a key says o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -108,8 +114,8 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
     ]
 
 
-def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder) -> Fields:
-    """Read the fields of ModelConfig that all these families have."""
+def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder, m2m: bool = False) -> Fields:
+    """Read the fields of ModelConfig that all these families have; some defaults differ."""
     keys.require("is_encoder_decoder", True)
     keys.require("normalize_before", order == "pre")
     keys.require("add_final_layer_norm", order == "pre")
@@ -127,12 +133,12 @@ def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder) -> Fields
         d_ff=_shared_size(keys, "ffn_dim", 4096),
         max_len=keys.integer("max_position_embeddings", 1024),
         norm_order=order,
-        activation=keys.choice("activation_function", ACTIVATIONS, "gelu"),
+        activation=keys.choice("activation_function", ACTIVATIONS, "relu" if m2m else "gelu"),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
-        scale_embeddings=keys.flag("scale_embedding", False),
-        logit_bias=BIAS in names,
+        scale_embeddings=keys.flag("scale_embedding", m2m),
+        logit_bias=BIAS in names and not m2m,
         dropout=keys.rate("dropout", 0.1),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
+        attention_dropout=keys.rate("attention_dropout", 0.1 if m2m else 0.0),
     )
 
 
@@ -192,6 +198,32 @@ def _write(config: ModelConfig, model: str) -> JsonObject:
     return dict(architectures=[model], **_write_common(config))
 
 
+def _read_m2m100(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
+    fields = _common(keys, names, "pre", m2m=True)
+    keys.require("normalize_embedding", False)
+    keys.require("static_position_embeddings", True)
+    if (width := fields["d_model"]) < 4:
+        keys.fail("d_model", width, "must be at least 4")
+    vocab = keys.integer("vocab_size", 128112)
+    return ModelConfig(
+        vocab_size=vocab,
+        source_vocab_size=vocab if _untied_sides(fields, names) else None,
+        positions=Sinusoidal(
+            layout="halves",
+            base=10_000 ** (width / (width - 2)),
+            offset=keys.integer("pad_token_id", 1, least=0) + 1,
+        ),
+        **fields,
+    )
+
+
+def _write_m2m100(config: ModelConfig) -> JsonObject:
+    positions = config.positions
+    offset = positions.offset if isinstance(positions, Sinusoidal) else 2
+    keys = dict(architectures=["M2M100ForConditionalGeneration"], **_write_common(config))
+    return keys | dict(pad_token_id=max(offset, 1) - 1)
+
+
 def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names, "post")
     keys.require("normalize_embedding", False)
@@ -229,13 +261,17 @@ def _write_marian(config: ModelConfig) -> JsonObject:
 def sinusoids(config: ModelConfig, shape: Shape) -> np.ndarray | None:  # f64[max_len, D]
     """Compute the table of positions that old files hold.
 
-    Row p has sin(p 10000^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
+    Row p has sin(p base^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
     """
-    length, width = config.max_len, config.d_model
+    positions = config.positions
+    assert isinstance(positions, Sinusoidal)
+    first, length, width = positions.offset, config.max_len + positions.offset, config.d_model
     if shape != (length, width):
         return None
-    angles = np.arange(length)[:, None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    angles = np.arange(length)[:, None] * positions.base ** (-np.arange(0, width, 2) / width)
+    table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    table[first - 1 : first] = 0.0  # of padding
+    return table
 
 
 _family = partial(
@@ -247,7 +283,10 @@ _family = partial(
     head_tensors=("lm_head.*", BIAS),
 )
 
-_tables = {f"model.{side}.embed_positions.weight": sinusoids for side in ("encoder", "decoder")}
+
+def _sinusoids_in(name: str) -> dict[str, Callable[[ModelConfig, Shape], np.ndarray | None]]:
+    return {f"model.{side}.embed_positions.{name}": sinusoids for side in ("encoder", "decoder")}
+
 
 BART = _family(
     "bart",
@@ -263,6 +302,7 @@ PEGASUS = _family(
     "pegasus",
     partial(_read, order="pre", learned=False),
     partial(_write, model="PegasusForConditionalGeneration"),
-    computed_tensors=_tables,
+    computed_tensors=_sinusoids_in("weight"),
 )
-MARIAN = _family("marian", _read_marian, _write_marian, computed_tensors=_tables)
+M2M100 = _family("m2m_100", _read_m2m100, _write_m2m100, computed_tensors=_sinusoids_in("weights"))
+MARIAN = _family("marian", _read_marian, _write_marian, computed_tensors=_sinusoids_in("weight"))
