@@ -720,6 +720,15 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             masked_token_head=True, logit_bias=True,
         ),
     ),
+    "nomic_bert": (
+        dict(model_type="nomic_bert"), TWELVE,
+        dict(
+            kind="encoder", vocab_size=30528, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
+            max_len=2048, positions=Rope(base=1000.0), activation="silu", glu=True,
+            qkv_bias=False, out_bias=False, ff_bias=False, embedding_norm=True, norm_order="post",
+            norm_eps=1e-12, type_vocab_size=2,
+        ),
+    ),
     "t5": (
         dict(model_type="t5"), tuple(f"decoder.{i}" for i in range(6)),
         dict(

@@ -12,6 +12,7 @@ from transformer_jax.pretrained.families import (
     layernorm,
     llama,
     modernbert,
+    nomic_bert,
     parallel,
     t5,
 )
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         bert.CAMEMBERT,
         bert.DISTILBERT,
         modernbert.MODERNBERT,
+        nomic_bert.NOMIC_BERT,
         t5.T5,
         t5.MT5,
         bart.BART,

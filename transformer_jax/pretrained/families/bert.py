@@ -59,7 +59,7 @@ def _stack(config: ModelConfig, prefix: str) -> list[TensorMapping]:
     ]
 
 
-def _masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list[TensorMapping]:
+def masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list[TensorMapping]:
     """Map the masked-token head, if there is one."""
     if not config.masked_token_head:
         return []
@@ -70,7 +70,7 @@ def _masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list
     ]
 
 
-def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[TensorMapping]:
+def pooling_layers(config: ModelConfig, pooler: str, classifier: str) -> list[TensorMapping]:
     """Map the pooler and the classifier, if there are any."""
     if config.classes_of != "text":
         classifier = "classifier" if config.classes_of == "token" else SPANS
@@ -80,7 +80,7 @@ def _pooling(config: ModelConfig, pooler: str, classifier: str) -> list[TensorMa
     ]
 
 
-def _encoder(
+def post_norm_encoder(
     keys: ConfigKeys,
     *,
     masked: bool,
@@ -154,10 +154,10 @@ def _bert_table(config: ModelConfig) -> list[TensorMapping]:
     classifier = "cls.seq_relationship" if config.masked_token_head else "classifier"
     return [
         *_stack(config, "bert"),
-        *_masked_head(
+        *masked_head(
             config, f"{predictions}.dense", f"{predictions}.LayerNorm", "cls.predictions.bias"
         ),
-        *_pooling(config, "bert.pooler.dense", classifier),
+        *pooling_layers(config, "bert.pooler.dense", classifier),
     ]
 
 
@@ -169,7 +169,7 @@ def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
     elif not masked:
         of = classes_of(keys, "classifier.weight", pooler, names)
         classes = None if of is None else labels(keys)
-    return _encoder(
+    return post_norm_encoder(
         keys,
         masked=masked,
         pooler="tanh" if pooler in names else None,
@@ -217,8 +217,8 @@ def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
     pooler = "roberta.pooler.dense" if config.num_classes is None else "classifier.dense"
     return [
         *_stack(config, "roberta"),
-        *_masked_head(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
-        *_pooling(config, pooler, "classifier.out_proj"),
+        *masked_head(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+        *pooling_layers(config, pooler, "classifier.out_proj"),
     ]
 
 
@@ -236,7 +236,7 @@ def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelCo
     rows = keys.integer("max_position_embeddings", 512)
     if rows <= offset:
         keys.fail("max_position_embeddings", rows, f"must be above pad_token_id + 1, {offset}")
-    return _encoder(
+    return post_norm_encoder(
         keys,
         masked=masked,
         pooler="tanh" if pooled else None,
@@ -306,8 +306,8 @@ def _distilbert_table(config: ModelConfig) -> list[TensorMapping]:
                 *norm("norm_feed_forward", f"{block}.output_layer_norm"),
             ],
         ),
-        *_masked_head(config, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
-        *_pooling(config, "pre_classifier", "classifier"),
+        *masked_head(config, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+        *pooling_layers(config, "pre_classifier", "classifier"),
     ]
 
 
@@ -316,7 +316,7 @@ def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
     keys.ignore("sinusoidal_pos_embds")  # how the table was initialised
     keys.ignore("qa_dropout", "seq_classif_dropout")
     of = classes_of(keys, "classifier.weight", "pre_classifier.weight", names)
-    return _encoder(
+    return post_norm_encoder(
         keys,
         masked="vocab_transform.weight" in names,
         pooler="relu" if of == "text" else None,
