@@ -104,6 +104,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(attention_dropout=-0.1), "attention_dropout", "-0.1", "at least 0"),
     # fields that contradict each other
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
+    (Learned, {}, dict(buckets=5), "buckets", "5", "must be even"),
+    (Learned, {}, dict(max_distance=5), "max_distance", "5", "needs buckets"),
     (ModelConfig, {}, dict(logit_scale=0.0), "logit_scale", "0.0", "positive"),
     (ModelConfig, {}, dict(residual_scale=0.0), "residual_scale", "0.0", "positive"),
     (ModelConfig, dict(glu=True), dict(glu_limit=0.0), "glu_limit", "0.0", "positive"),

@@ -16,7 +16,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.transforms import Bbox
 
 from transformer_jax import ModelConfig, init_params
-from transformer_jax.config import Frames, Patches, Shaw, T5Buckets, Vectors
+from transformer_jax.config import Frames, Learned, Patches, Shaw, T5Buckets, Vectors
 from transformer_jax.demos.drawings import draw_attention, draw_cache, draw_model, draw_stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -44,6 +44,7 @@ CONFIGS = {
         masked_token_head=True,
     ),
     "pooler": dict(kind="encoder", pooler="relu", positions="sinusoidal"),
+    "MPNet": dict(kind="encoder", positions=Learned(offset=2, buckets=8)),
     "transform": dict(
         kind="encoder", pooler="transform", num_classes=11, classes_of="token", pooler_reads="each"
     ),

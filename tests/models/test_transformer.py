@@ -150,6 +150,10 @@ CASES: dict[str, dict] = {
         kind="encoder", norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu",
         logit_bias=True, type_vocab_size=3, masked_token_head=True, types=True, positions_=PADDED,
     ),
+    "mpnet-learned": dict(
+        kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
+        positions=Learned(offset=2, buckets=6, max_distance=5), positions_=PADDED,
+    ),
     "encoder-types-by-default": dict(
         kind="encoder", type_vocab_size=3, positions="sinusoidal", norm="rmsnorm", glu=True,
         activation="relu", use_bias=False, masked_token_head=True,
@@ -259,6 +263,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "gpt2",
     "padded-learned",
     "packed-learned",
+    "mpnet-learned",
     "llama",
     "smollm3",
     "cohere",

@@ -706,6 +706,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             type_vocab_size=2,
         ),
     ),
+    "mpnet": (
+        dict(model_type="mpnet"), TWELVE,
+        BERT | dict(
+            vocab_size=30527, num_layers=12, max_len=510,
+            positions=Learned(offset=2, buckets=32),
+        ),
+    ),
     "distilbert with a masked-token head": (
         dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
         MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),

@@ -111,10 +111,14 @@ SIZES["nomic_bert"] = (
         hidden_dropout_prob=0.1, rope_parameters=dict(rope_type="default", rope_theta=50.0),
     ),
 )  # fmt: skip
+SIZES["mpnet"] = SIZES["bert"][0], dict(
+    hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
+    layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
+)  # fmt: skip
 SIZES |= {"xlm-roberta": SIZES["roberta"], "camembert": SIZES["roberta"]}
 CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}
 CLASSES |= {"xlm-roberta": "XLMRoberta", "camembert": "Camembert", "modernbert": "ModernBert"}
-CLASSES["nomic_bert"] = "NomicBert"
+CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet"}
 HEADS = [
     ("bert", "ForMaskedLM"),
     ("bert", "Model"),
@@ -143,6 +147,11 @@ HEADS = [
     ("nomic_bert", "Model"),
     ("nomic_bert", "ForSequenceClassification"),
     ("nomic_bert", "ForTokenClassification"),
+    ("mpnet", "ForMaskedLM"),
+    ("mpnet", "Model"),
+    ("mpnet", "ForSequenceClassification"),
+    ("mpnet", "ForTokenClassification"),
+    ("mpnet", "ForQuestionAnswering"),
 ]
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
 """Those whose tensors have the same names in files and in memory."""

@@ -229,7 +229,7 @@ def _stack(
         ahead = row.place[j] - row.place[i]
         if kind_of(config.positions) == "Alibi":
             return -alibi_slope(n, heads) * abs(ahead)
-        if kind_of(config.positions) == "T5Buckets":
+        if "relative_bias" in params:
             table = params["relative_bias"]
             longest = config.positions.max_distance
             return table[t5_bucket(ahead, len(table), longest, two_sided=not causal), n]

@@ -58,11 +58,22 @@ class Learned(_Positions):
 
     offset: int = 0
     """Rows of the table before that of position 0 (RoBERTa and BART have 2)."""
+    buckets: int | None = None
+    """Beside the vectors act the biases of T5Buckets, of so many buckets (MPNet); None has none."""
+    max_distance: int = 128
+    """With buckets: distance from which all share the last one."""
 
     def __post_init__(self) -> None:
         check_types(self)
         non_negative(self, "offset")
         below_int32(self, "offset")
+        if self.buckets is None:
+            unread(self, "needs buckets", "max_distance")
+        distance_buckets(self)  # checks both
+
+    def check_model(self, model: ModelConfig) -> None:
+        if (found := distance_buckets(self)) is not None:
+            found.check_model(model)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -275,6 +286,13 @@ class T5Buckets(_Positions):
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Alibi(_Positions):
     """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""
+
+
+def distance_buckets(positions: Positions | None) -> T5Buckets | None:
+    """Return the buckets of distances whose biases act in attention, or None."""
+    if isinstance(positions, Learned) and positions.buckets is not None:
+        return T5Buckets(buckets=positions.buckets, max_distance=positions.max_distance)
+    return positions if isinstance(positions, T5Buckets) else None
 
 
 class OwnPositions(_Positions):

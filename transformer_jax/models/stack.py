@@ -17,7 +17,8 @@ from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache.model_cache import Layers, ModelCache, slot_positions
-from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw, T5Buckets
+from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw
+from transformer_jax.config.positions import distance_buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.experts import ROUTED
 from transformer_jax.models.functional import split_key
@@ -155,9 +156,9 @@ class Stack(nn.Module):
                 block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
                 for i in range(self.depth)
             ]
-        if isinstance(cfg.positions, T5Buckets):
+        if (distances := distance_buckets(cfg.positions)) is not None:
             normal = nn.initializers.normal(cfg.init_std)
-            shape = cfg.positions.buckets, cfg.num_heads
+            shape = distances.buckets, cfg.num_heads
             self.relative_bias = parameter(self, "relative_bias", normal, shape)
         if cfg.norm_order != "post":
             self.norm = Norm(cfg)
@@ -195,10 +196,11 @@ class Stack(nn.Module):
             bias = biases.ALiBi(biases.alibi_slopes(cfg.num_heads))
         elif isinstance(cfg.positions, OwnPositions):
             bias = cfg.positions.bias(cfg.num_heads)
-        elif isinstance(cfg.positions, T5Buckets):
-            distance = cfg.positions.max_distance
+        elif (distances := distance_buckets(cfg.positions)) is not None:
             bias = biases.RelativeBias(
-                self.relative_bias, bidirectional=self.bidirectional, max_distance=distance
+                self.relative_bias,
+                bidirectional=self.bidirectional,
+                max_distance=distances.max_distance,
             )
         if cache is None and not isinstance(cfg.positions, Shaw):
             # the layers, which attend to x itself, share what is planned of a mask

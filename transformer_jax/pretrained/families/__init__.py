@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         bert.ROBERTA,
         bert.XLM_ROBERTA,
         bert.CAMEMBERT,
+        bert.MPNET,
         bert.DISTILBERT,
         modernbert.MODERNBERT,
         nomic_bert.NOMIC_BERT,

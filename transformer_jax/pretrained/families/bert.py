@@ -1,4 +1,4 @@
-"""Map BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019) and DistilBERT (Sanh et al. 2019).
+"""Map BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), MPNet and DistilBERT.
 
 They are post-norm encoders with learned positions. config.json is the same for all heads: the
 tensors in the files say which heads a checkpoint has. The dropout before a classifier, and rates of
@@ -7,6 +7,7 @@ DistilBERT that differ from `dropout`, are left out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from transformer_jax.config import Activation, Learned, ModelConfig, Pooler
@@ -33,24 +34,31 @@ from transformer_jax.pretrained.families.table import (
 )
 from transformer_jax.untrusted_files import JsonObject
 
+ATTENTION = "self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"
+"""Names of an attention's matrices and of the norm after it."""
 
-def _stack(config: ModelConfig, prefix: str) -> list[TensorMapping]:
+
+def _stack(
+    config: ModelConfig, prefix: str, attention: tuple[str, str, str, str, str] = ATTENTION
+) -> list[TensorMapping]:
     """Map embeddings and blocks, which BERT and RoBERTa name alike."""
     embeddings, block = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{i}}"
+    query, key, value, out, after = (f"{block}.attention.{name}" for name in attention)
+    types = TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight")
     return [
         TensorMapping("embed/tokens", f"{embeddings}.word_embeddings.weight"),
         TensorMapping("embed/positions", f"{embeddings}.position_embeddings.weight"),
-        TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight"),
+        *([] if config.type_vocab_size is None else [types]),
         *norm("embed/norm", f"{embeddings}.LayerNorm"),
         *blocks(
             "encoder",
             config.num_layers,
             [
-                *linear("attention/query", f"{block}.attention.self.query"),
-                *linear("attention/key", f"{block}.attention.self.key"),
-                *linear("attention/value", f"{block}.attention.self.value"),
-                *linear("attention/out", f"{block}.attention.output.dense", LINEAR_OUT),
-                *norm("norm_attention", f"{block}.attention.output.LayerNorm"),
+                *linear("attention/query", query),
+                *linear("attention/key", key),
+                *linear("attention/value", value),
+                *linear("attention/out", out, LINEAR_OUT),
+                *norm("norm_attention", after),
                 *linear("feed_forward/up", f"{block}.intermediate.dense"),
                 *linear("feed_forward/down", f"{block}.output.dense"),
                 *norm("norm_feed_forward", f"{block}.output.LayerNorm"),
@@ -213,21 +221,26 @@ follows the first."""
 # RoBERTa
 
 
-def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
-    pooler = "roberta.pooler.dense" if config.num_classes is None else "classifier.dense"
+def _roberta_heads(config: ModelConfig, prefix: str) -> list[TensorMapping]:
+    pooler = f"{prefix}.pooler.dense" if config.num_classes is None else "classifier.dense"
     return [
-        *_stack(config, "roberta"),
         *masked_head(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
         *pooling_layers(config, pooler, "classifier.out_proj"),
     ]
 
 
-def _read_roberta(keys: ConfigKeys, names: Names, *, vocab_size: int) -> ModelConfig:
+def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
+    return [*_stack(config, "roberta"), *_roberta_heads(config, "roberta")]
+
+
+def _read_roberta(
+    keys: ConfigKeys, names: Names, *, vocab_size: int, prefix: str = "roberta"
+) -> ModelConfig:
     masked, text = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
     of: ClassesOf | None = "text" if text else None
     if not text:  # what reads all tokens has one matrix
         of = classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
-    pooled = text or (of is None and "roberta.pooler.dense.weight" in names)
+    pooled = text or (of is None and f"{prefix}.pooler.dense.weight" in names)
     sizes = _bert_sizes(keys)
     if masked and sizes["activation"] != "gelu":
         rule = "must be 'gelu' beside a masked-token head, which always has it"
@@ -283,7 +296,51 @@ A classifier has a dense layer of its own; a pooler left from pre-training is ig
 row `pad_token_id` + 1 of the table."""
 
 
-# DistilBERT
+# MPNet
+
+MPNET_ATTENTION = "attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm"
+BUCKETS = 32
+
+
+def _mpnet_table(config: ModelConfig) -> list[TensorMapping]:
+    bias = "mpnet.encoder.relative_attention_bias.weight"
+    return [
+        *_stack(config, "mpnet", MPNET_ATTENTION),
+        TensorMapping("encoder/relative_bias", bias),
+        *_roberta_heads(config, "mpnet"),
+    ]
+
+
+def _read_mpnet(keys: ConfigKeys, names: Names) -> ModelConfig:
+    keys.require("relative_attention_num_buckets", BUCKETS)  # transformers counts so many always
+    keys.require("pad_token_id", 1)  # and this is what it counts positions from
+    config = _read_roberta(keys, names, vocab_size=30527, prefix="mpnet")
+    positions = Learned(offset=_offset(config), buckets=BUCKETS)
+    return replace(config, type_vocab_size=None, positions=positions)
+
+
+def _write_mpnet(config: ModelConfig) -> JsonObject:
+    content = _write_roberta(config, name="MPNet") | {"relative_attention_num_buckets": BUCKETS}
+    return {name: value for name, value in content.items() if name != "type_vocab_size"}
+
+
+MPNET = Family(
+    "mpnet",
+    _read_mpnet,
+    _write_mpnet,
+    _mpnet_table,
+    prefix="mpnet.",
+    ignored_tensors=("mpnet.embeddings.position_ids", "mpnet.pooler.dense.*"),
+    tied_copies={
+        "lm_head.decoder.weight": "mpnet.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    head_tensors=("lm_head.*", "classifier.*", "qa_outputs.*"),
+)
+"""MPNet (Song et al. 2020) is a RoBERTa without token types, and with T5's biases in attention."""
+
+
+# DistilBERT (Sanh et al. 2019)
 
 
 def _distilbert_table(config: ModelConfig) -> list[TensorMapping]:

@@ -1,0 +1,73 @@
+"""Check folders of MPNet without torch: where tensors lie, and what is refused by name."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from transformer_jax.config import ConfigError, Learned
+from transformer_jax.models.factory import init_params
+from transformer_jax.pretrained.config_json import read_config, write_config
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.save import save_pretrained
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MPNET = dict(
+    model_type="mpnet", vocab_size=29, hidden_size=12, intermediate_size=10, num_hidden_layers=2,
+    num_attention_heads=3, max_position_embeddings=34, layer_norm_eps=1e-5,
+    relative_attention_num_buckets=32, pad_token_id=1, hidden_act="gelu",
+)  # fmt: skip
+NAMES = tuple(map(str, range(40)))
+
+
+def read(content, names=NAMES):
+    return read_config(content, names, "config.json")
+
+
+def written(tmp_path, config):
+    """Save fresh parameters, check that they are read back, and return them beside the file's."""
+    params = init_params(config, jax.random.key(0))
+    save_pretrained(tmp_path / "m", config, params)
+    back, loaded = load_pretrained(tmp_path / "m")
+    assert back == config
+    chex.assert_trees_all_equal(loaded, params, strict=True)
+    return params, load_file(tmp_path / "m" / "model.safetensors")
+
+
+def test_mpnet_has_vectors_of_positions_and_biases_of_distances(tmp_path):
+    config = read(MPNET, ("mpnet.pooler.dense.weight", *NAMES))
+    assert config.positions == Learned(offset=2, buckets=32) and config.max_len == 32
+    assert config.type_vocab_size is None and config.pooler == "tanh"
+    params, tensors = written(tmp_path, config)
+    table = params["encoder"]["relative_bias"]
+    assert table.shape == (32, 3)
+    np.testing.assert_array_equal(tensors["mpnet.encoder.relative_attention_bias.weight"], table)
+    out = np.asarray(params["encoder"]["block_1"]["attention"]["out"]["kernel"])
+    np.testing.assert_array_equal(
+        tensors["mpnet.encoder.layer.1.attention.attn.o.weight"], out.reshape(12, 12).T
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "rule"),
+    [
+        (MPNET, dict(relative_attention_num_buckets=16), "num_buckets is 16: must be 32"),
+        (MPNET, dict(pad_token_id=0), "pad_token_id is 0: must be 1"),
+        (MPNET, dict(embedding_size=5), "embedding_size is 5: no such key"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused_by_name(content, changes, rule):
+    with pytest.raises(ConfigError, match=rule):
+        read(content | changes)
+
+
+@pytest.mark.parametrize("positions", [Learned(offset=2), Learned(offset=2, buckets=16)])
+def test_other_positions_are_not_written_as_an_mpnets(positions):
+    config = read(MPNET)
+    with pytest.raises(ConfigError, match=r"positions\.buckets is "):
+        write_config(FAMILIES["mpnet"], replace(config, positions=positions))
