@@ -103,6 +103,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(dropout=1.0), "dropout", "1.0", "below 1"),
     (ModelConfig, {}, dict(attention_dropout=-0.1), "attention_dropout", "-0.1", "at least 0"),
     # fields that contradict each other
+    (ModelConfig, {}, dict(embedding_dim=5), "embedding_dim", "5", "needs kind 'encoder'"),
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (Learned, {}, dict(buckets=5), "buckets", "5", "must be even"),
     (Learned, {}, dict(max_distance=5), "max_distance", "5", "needs buckets"),
@@ -160,7 +161,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(ff_bias="no"), "ff_bias", "'no'", "bool or None"),
     (ModelConfig, {}, dict(norm_unit_offset=1), "norm_unit_offset", "1", "bool"),
     (Sinusoidal, {}, dict(layout="thirds"), "layout", "'thirds'", "'halves'"),
-    (ModelConfig, dict(kind="encoder"), dict(pooler="gelu"), "pooler", "'gelu'", "'relu'"),
+    (ModelConfig, dict(kind="encoder"), dict(pooler="silu"), "pooler", "'silu'", "'relu'"),
     (Rope, {}, dict(window_base=1.0), "window_base", "1.0", "above 1"),
     (Rope, {}, dict(pattern=(False, False)), "pattern", "(False, False)", "a layer that turns"),
     (Rope, {}, dict(pattern=(1,)), "pattern", "(1,)", "a tuple (of type bool, ...) or None"),

@@ -44,6 +44,7 @@ CONFIGS = {
         masked_token_head=True,
     ),
     "pooler": dict(kind="encoder", pooler="relu", positions="sinusoidal"),
+    "ELECTRA": dict(kind="encoder", embedding_dim=13, masked_token_head=True, embedding_norm=True),
     "MPNet": dict(kind="encoder", positions=Learned(offset=2, buckets=8)),
     "transform": dict(
         kind="encoder", pooler="transform", num_classes=11, classes_of="token", pooler_reads="each"

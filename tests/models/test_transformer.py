@@ -154,6 +154,10 @@ CASES: dict[str, dict] = {
         kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
         positions=Learned(offset=2, buckets=6, max_distance=5), positions_=PADDED,
     ),
+    "electra": dict(
+        kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
+        embedding_dim=7, type_vocab_size=3, types=True, logit_bias=True, positions_=PADDED,
+    ),
     "encoder-types-by-default": dict(
         kind="encoder", type_vocab_size=3, positions="sinusoidal", norm="rmsnorm", glu=True,
         activation="relu", use_bias=False, masked_token_head=True,
@@ -283,6 +287,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "bart",
     "marian",
     "t5-encoder-decoder",
+    "electra",
     "encoder-decoder-all",
     "two-vocabularies",
 )
@@ -422,7 +427,7 @@ def by_method(method: str, config, rng):
 
 
 @pytest.mark.slow_except("3-relu")
-@pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu")])
+@pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu"), (2, "gelu")])
 def test_class_logits_equal_the_oracle(rng, classes, pooler):
     config = dataclasses.replace(
         SMALL, kind="encoder", num_classes=classes, pooler=pooler, type_vocab_size=2

@@ -1,5 +1,6 @@
-"""Check folders of MPNet without torch: where tensors lie, and what is refused by name."""
+"""Check folders of MPNet and ELECTRA without torch: where tensors lie, what is refused by name."""
 
+import json
 from dataclasses import replace
 
 import chex
@@ -9,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from transformer_jax.config import ConfigError, Learned
-from transformer_jax.models.factory import init_params
+from transformer_jax.inside import logit_lens
+from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.places import places
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
@@ -21,6 +24,11 @@ MPNET = dict(
     model_type="mpnet", vocab_size=29, hidden_size=12, intermediate_size=10, num_hidden_layers=2,
     num_attention_heads=3, max_position_embeddings=34, layer_norm_eps=1e-5,
     relative_attention_num_buckets=32, pad_token_id=1, hidden_act="gelu",
+)  # fmt: skip
+ELECTRA = dict(
+    model_type="electra", vocab_size=29, embedding_size=5, hidden_size=12, intermediate_size=10,
+    num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=32, hidden_act="gelu",
+    summary_type="first", summary_use_proj=True, type_vocab_size=2,
 )  # fmt: skip
 NAMES = tuple(map(str, range(40)))
 
@@ -53,9 +61,42 @@ def test_mpnet_has_vectors_of_positions_and_biases_of_distances(tmp_path):
     )
 
 
+def test_a_discriminator_has_one_class_of_each_token(tmp_path):
+    config = read(ELECTRA, ("discriminator_predictions.dense.weight", *NAMES))
+    assert (config.num_classes, config.classes_of, config.embedding_dim) == (1, "token", 5)
+    params, tensors = written(tmp_path, config)
+    assert params["embed"]["tokens"].shape == (29, 5)
+    project = np.asarray(params["embed"]["projection"]["kernel"])
+    np.testing.assert_array_equal(tensors["electra.embeddings_project.weight"], project.T)
+    dense = np.asarray(params["pooler"]["kernel"])
+    np.testing.assert_array_equal(tensors["discriminator_predictions.dense.weight"], dense.T)
+    content = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert content["architectures"] == ["ElectraForPreTraining"] and "num_labels" not in content
+
+
+def test_embeddings_as_wide_as_the_blocks_have_no_projection(tmp_path):
+    config = read(ELECTRA | dict(embedding_size=12), ("classifier.out_proj.weight", *NAMES))
+    assert config.embedding_dim is None and config.pooler == "gelu"
+    params, tensors = written(tmp_path, config)
+    assert "projection" not in params["embed"]
+    assert "electra.embeddings_project.weight" not in tensors
+
+
+def test_narrow_embeddings_give_no_logits_without_the_head(rng):
+    config = read(ELECTRA)
+    tokens, params = rng.integers(0, 29, (1, 3)), init_params(config, jax.random.key(0))
+    assert "logits" not in places(config)
+    with pytest.raises(ValueError, match="embedding_dim is 5: there are no logits of tokens"):
+        build(config).apply({"params": params}, tokens)
+    with pytest.raises(ValueError, match="logit_lens: embedding_dim is 5: such an encoder has no"):
+        logit_lens(build(config), params, tokens)
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "rule"),
     [
+        (ELECTRA, dict(embedding_size=0), "embedding_size is 0: must be an integer from 1"),
+        (ELECTRA, dict(position_embedding_type="relative_key"), "is 'relative_key': must be"),
         (MPNET, dict(relative_attention_num_buckets=16), "num_buckets is 16: must be 32"),
         (MPNET, dict(pad_token_id=0), "pad_token_id is 0: must be 1"),
         (MPNET, dict(embedding_size=5), "embedding_size is 5: no such key"),
@@ -64,6 +105,12 @@ def test_mpnet_has_vectors_of_positions_and_biases_of_distances(tmp_path):
 def test_what_would_change_the_numbers_is_refused_by_name(content, changes, rule):
     with pytest.raises(ConfigError, match=rule):
         read(content | changes)
+
+
+def test_a_generators_head_is_always_gelu():
+    names = ("generator_predictions.dense.weight", *NAMES)
+    with pytest.raises(ConfigError, match="hidden_act is 'relu': must be 'gelu' beside a head of"):
+        read(ELECTRA | dict(hidden_act="relu"), names)
 
 
 @pytest.mark.parametrize("positions", [Learned(offset=2), Learned(offset=2, buckets=16)])

@@ -713,6 +713,13 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             positions=Learned(offset=2, buckets=32),
         ),
     ),
+    "electra": (
+        dict(model_type="electra"), TWELVE,
+        BERT | dict(
+            vocab_size=30522, embedding_dim=128, d_model=256, num_heads=4, d_ff=1024,
+            num_layers=12, max_len=512, type_vocab_size=2,
+        ),
+    ),
     "distilbert with a masked-token head": (
         dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
         MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),

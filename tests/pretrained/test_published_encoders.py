@@ -111,6 +111,10 @@ SIZES["nomic_bert"] = (
         hidden_dropout_prob=0.1, rope_parameters=dict(rope_type="default", rope_theta=50.0),
     ),
 )  # fmt: skip
+SIZES["electra"] = (
+    dict(SIZES["bert"][0], embedding_size=11),
+    dict(SIZES["bert"][1], embedding_size=33, hidden_act="gelu"),
+)
 SIZES["mpnet"] = SIZES["bert"][0], dict(
     hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
     layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
@@ -118,7 +122,7 @@ SIZES["mpnet"] = SIZES["bert"][0], dict(
 SIZES |= {"xlm-roberta": SIZES["roberta"], "camembert": SIZES["roberta"]}
 CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}
 CLASSES |= {"xlm-roberta": "XLMRoberta", "camembert": "Camembert", "modernbert": "ModernBert"}
-CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet"}
+CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet", "electra": "Electra"}
 HEADS = [
     ("bert", "ForMaskedLM"),
     ("bert", "Model"),
@@ -152,6 +156,12 @@ HEADS = [
     ("mpnet", "ForSequenceClassification"),
     ("mpnet", "ForTokenClassification"),
     ("mpnet", "ForQuestionAnswering"),
+    ("electra", "ForMaskedLM"),
+    ("electra", "Model"),
+    ("electra", "ForPreTraining"),
+    ("electra", "ForSequenceClassification"),
+    ("electra", "ForTokenClassification"),
+    ("electra", "ForQuestionAnswering"),
 ]
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
 """Those whose tensors have the same names in files and in memory."""
@@ -186,7 +196,7 @@ def asked(family: str, ids, at, types):
     """The same question, to `transformers`."""
     mask = torch.tensor(at >= 0)
     out = dict(input_ids=torch.tensor(ids).long(), attention_mask=mask.long())
-    if family in ("bert", "distilbert"):
+    if family in ("bert", "distilbert", "electra"):
         out["position_ids"] = torch.tensor(np.maximum(at, 0)).long()
     if types is not None:
         out["token_type_ids"] = torch.tensor(types).long()
@@ -204,8 +214,9 @@ def alone(family: str, ids, at, types):
 
 def class_logits(head: str, want):
     """Return transformers' logits: of each text, or of each token where the head reads all."""
-    if head == "ForPreTraining":
-        return want["seq_relationship_logits"]
+    if head == "ForPreTraining":  # of an ELECTRA one number of each token
+        named = "seq_relationship_logits" in want
+        return want["seq_relationship_logits"] if named else want["logits"][..., None]
     if head == "ForQuestionAnswering":
         return torch.stack([want["start_logits"], want["end_logits"]], dim=-1)
     return want["logits"]
@@ -265,11 +276,13 @@ def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
         near(np.asarray(seen.hidden)[b][:, keep], states[b][:, keep])
         for i, weights in enumerate(want["attentions"]):
             near(np.asarray(seen.self)[b, i][:, keep], weights[b].numpy()[:, keep], 1e-5)
-    assert config.masked_token_head == (head in ("ForMaskedLM", "ForPreTraining"))
+    replaced = (family, head) == ("electra", "ForPreTraining")
+    assert config.masked_token_head == (head in ("ForMaskedLM", "ForPreTraining") and not replaced)
     if config.masked_token_head:
         key = "prediction_logits" if head == "ForPreTraining" else "logits"
         assert_same_logits(logits, want[key], real)
     kinds = {"ForTokenClassification": "token", "ForQuestionAnswering": "span"}
+    kinds |= {head: "token"} if replaced else {}
     assert config.classes_of == kinds.get(head, "text")
     assert (config.num_classes is not None) == (
         head in ("ForSequenceClassification", "ForPreTraining", *kinds)
@@ -317,7 +330,8 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
         elif config.num_classes is None:
             total += (call("encode") * share[..., : config.d_model]).sum()
         if config.num_classes is not None:
-            scores = jax.nn.log_softmax(call("classify"))
+            scores = call("classify")
+            scores = scores if config.num_classes == 1 else jax.nn.log_softmax(scores)
             part = share[:, 0] if config.classes_of == "text" else share
             total += (scores * part[..., : config.num_classes]).sum()
         elif config.pooling is not None:
@@ -334,7 +348,8 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
         total = total + (want["last_hidden_state"] * weight[..., : config.d_model]).sum()
     if config.num_classes is not None:
         part = weight[:, 0] if config.classes_of == "text" else weight
-        scores = class_logits(head, want).log_softmax(-1)
+        scores = class_logits(head, want)
+        scores = scores if config.num_classes == 1 else scores.log_softmax(-1)
         total = total + (scores * part[..., : config.num_classes]).sum()
     elif config.pooling is not None:
         total = total + (want["pooler_output"] * weight[:, 0, : config.d_model]).sum()

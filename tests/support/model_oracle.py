@@ -111,7 +111,7 @@ def pool(
             x = _norm(config, params["head_norm"], ACTIVATIONS[config.activation](x))
         else:
             x = _affine(x, params["pooler"])
-            x = np.maximum(x, 0) if config.pooler == "relu" else np.tanh(x)
+            x = {**ACTIVATIONS, None: np.tanh, "tanh": np.tanh}[config.pooler](x)
         rows.append(x if config.pooler_reads == "each" else x[0])
     return np.stack(rows)
 
@@ -206,7 +206,8 @@ def _embed(config, params: Params, tokens, token_place: list[int], types, side="
             x[i] += angles
     if config.type_vocab_size is not None:
         x = x + params["types"][np.zeros_like(tokens) if types is None else types]
-    return _norm(config, params[f"{side}norm"], x) if config.embedding_norm else x
+    x = _norm(config, params[f"{side}norm"], x) if config.embedding_norm else x
+    return _affine(x, params["projection"]) if config.embedding_dim is not None else x
 
 
 def _stack(

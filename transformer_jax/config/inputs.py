@@ -26,7 +26,7 @@ class _Inputs:
         if model.kind == "encoder":
             fields = (
                 "type_vocab_size", "masked_token_head", "tie_embeddings", "logit_scale",
-                "embedding_scale", "logit_bias", "logit_softcap",
+                "embedding_scale", "logit_bias", "logit_softcap", "embedding_dim",
             )  # fmt: skip
             unread(model, "an encoder of inputs has no tokens: needs inputs None", *fields)
 

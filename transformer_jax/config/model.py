@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 else:  # what files and flags name
     AnyActivation = Activation
 DType = Literal["float32", "bfloat16", "float16"]
-Pooler = Literal["tanh", "relu", "transform"]
+Pooler = Literal["tanh", "relu", "gelu", "transform"]
 PoolerReads = Literal["first", "mean", "each"]
 ClassesOf = Literal["text", "token", "span"]
 Remat = Literal["none", "attention", "dots", "full"]
@@ -137,6 +137,10 @@ class ModelConfig:
     attention_scale: float | None = None
     """Multiplier on q k^T; None is head_dim^-0.5."""
 
+    embedding_dim: int | None = None
+    """encoder: width of the embeddings, which a linear layer takes to d_model, and
+    masked_token_head back for logits, of which there are none without it (ELECTRA). None is
+    d_model, without such a layer."""
     scale_embeddings: bool = False
     """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
     embedding_scale: float | None = None
@@ -160,8 +164,8 @@ class ModelConfig:
     (names in a text); span: of every token two numbers, whether an answer begins and ends there."""
     pooler: Pooler | None = None
     """encoder: activation of the dense layer over the first token, which the classification head
-    reads (BERT: tanh, DistilBERT: relu); None has tanh where there are classes, else no layer.
-    transform: the layers of masked_token_head, dense, activation and norm (ModernBERT)."""
+    reads (BERT: tanh, DistilBERT: relu, ELECTRA: gelu); None has tanh where there are classes, else
+    no layer. transform: the layers of masked_token_head: dense, activation, norm (ModernBERT)."""
     pooler_reads: PoolerReads = "first"
     """encoder: what the pooler reads. first: the first token of a row; mean: the mean of its
     tokens; each: every token, of whose vector a classifier of tokens then is (ModernBERT)."""
@@ -211,7 +215,7 @@ class ModelConfig:
         sizes = (
             "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads",
             "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len", "type_vocab_size",
-            "num_classes", "source_vocab_size",
+            "num_classes", "source_vocab_size", "embedding_dim",
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
         factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
@@ -244,7 +248,7 @@ class ModelConfig:
             rule = "needs kind 'encoder-decoder'"
             unread(self, rule, "num_decoder_layers", "source_vocab_size")
         if self.kind != "encoder":
-            heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head"
+            heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head", "embedding_dim"
             unread(self, "needs kind 'encoder'", *heads)
         if self.num_classes is None:
             unread(self, "needs num_classes", "classes_of")
@@ -268,6 +272,16 @@ class ModelConfig:
                 fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
         if not any(self.windows):
             unread(self, "needs a window", "sink_tokens")
+
+    @property
+    def embedding_width(self) -> int:
+        return self.d_model if self.embedding_dim is None else self.embedding_dim
+
+    @property
+    def has_logits(self) -> bool:
+        """Say whether there are logits of tokens."""
+        narrow = self.embedding_dim is not None and not self.masked_token_head
+        return self.kind != "encoder" or (self.inputs is None and not narrow)
 
     @property
     def is_parallel(self) -> bool:

@@ -96,8 +96,9 @@ class Sinusoidal(_Positions):
         below_int32(self, "offset")
 
     def check_model(self, model: ModelConfig) -> None:
-        if model.d_model % 2:
-            fail("d_model", model.d_model, "must be even for sinusoidal positions")
+        if model.embedding_width % 2:
+            name = "d_model" if model.embedding_dim is None else "embedding_dim"
+            fail(name, model.embedding_width, "must be even for sinusoidal positions")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

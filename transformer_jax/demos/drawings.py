@@ -145,16 +145,16 @@ def activation_name(config: ModelConfig) -> str:
     return own if isinstance(own, str) else getattr(own, "__name__", "activation")
 
 
-def norm_boxes(config: ModelConfig, name: str) -> list[Box]:
+def norm_boxes(config: ModelConfig, name: str, width: int | None = None) -> list[Box]:
     """Return the box of a norm, or nothing where the config has none."""
     if config.norm is None:
         return []
-    return [Box(name, [f"{config.norm} {config.d_model}"], "norm")]
+    return [Box(name, [f"{config.norm} {config.d_model if width is None else width}"], "norm")]
 
 
 def embedding_boxes(config: ModelConfig, target: bool) -> list[Box]:
     """Return from below what makes the vectors that the first block reads."""
-    width, boxes = config.d_model, list[Box]()
+    width, boxes = config.embedding_width, list[Box]()
     side = "target_" if target else ""
     if config.inputs is None or target or config.kind == "decoder":
         own = config.source_vocab_size is not None and not target
@@ -189,16 +189,19 @@ def embedding_boxes(config: ModelConfig, target: bool) -> list[Box]:
     if config.type_vocab_size is not None:
         boxes.append(Box("embed/types", [f"added, {config.type_vocab_size} × {width}"], "embed"))
     if config.embedding_norm:
-        boxes += norm_boxes(config, f"embed/{side}norm")
+        boxes += norm_boxes(config, f"embed/{side}norm", width)
+    if config.embedding_dim is not None:
+        boxes.append(Box("embed/projection", [f"{width} to {config.d_model}"], "embed"))
     return boxes
 
 
 def output_boxes(config: ModelConfig) -> list[Box]:
     """Return from below what makes logits of the last block's states."""
-    boxes, lines = list[Box](), [f"{config.d_model} to {config.vocab_size}"]
+    width = config.embedding_width
+    boxes, lines = list[Box](), [f"{width} to {config.vocab_size}"]
     if config.masked_token_head:
-        line = f"{config.d_model} · {activation_name(config)}"
-        boxes += [Box("head_dense", [line], "head"), *norm_boxes(config, "head_norm")]
+        line = f"{config.d_model} to {width} · {activation_name(config)}"
+        boxes += [Box("head_dense", [line], "head"), *norm_boxes(config, "head_norm", width)]
     if config.logit_bias:
         lines.append(f"embed/bias {config.vocab_size}")
     if config.logit_softcap is not None:
@@ -222,7 +225,7 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
     items += ["start", *block_items(config, stack), f"{name} | {several}{depth} ×"]
     if config.norm_order != "post":
         items += norm_boxes(config, f"{stack}/norm")
-    if stack == "decoder" or (not pair and config.inputs is None):
+    if stack == "decoder" or (not pair and config.has_logits):
         end = output_boxes(config)
         return [*items, "states", *end, f"text logits [B, T, {config.vocab_size}]"]
     rows = "S" if pair else "T"

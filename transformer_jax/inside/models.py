@@ -26,10 +26,10 @@ def check_model(
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
         rule = "a Decoder, Encoder or EncoderDecoder has blocks and logits"
         raise ValueError(f"{tool} of a {type(model).__name__}: {rule}")
-    if model.config.kind == "encoder" and model.config.inputs is not None:
-        raise ValueError(
-            f"{tool}: inputs is {model.config.inputs!r}: such an encoder has no logits"
-        )
+    if not model.config.has_logits:
+        name = "embedding_dim" if model.config.inputs is None else "inputs"
+        given = getattr(model.config, name)
+        raise ValueError(f"{tool}: {name} is {given!r}: such an encoder has no logits")
     for name in ("key", "method", "cache", "at", *sets.split()):
         if name in arguments:
             raise ValueError(f"{tool} takes no {name}: it reads whole prompts, without dropout")

@@ -29,8 +29,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
         if names[-1] == "kernel":
             tokens = _tokens(names, config, length, source_length)
             total += 2 * math.prod(leaf.shape) * tokens * _share(names, config)
-    if config.num_classes is None and (config.inputs is None or config.kind != "encoder"):
-        total += 2.0 * config.vocab_size * config.d_model * length
+    if config.num_classes is None and config.has_logits:
+        total += 2.0 * config.vocab_size * config.embedding_width * length
     causal = config.kind != "encoder"
     target = length if config.kind != "encoder" else 0
     pair = 2.0 * config.num_heads * (config.key_dim + config.value_dim)

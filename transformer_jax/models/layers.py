@@ -44,7 +44,8 @@ def parameter(
 
 
 _FIELDS = {
-    "embed/bias": "logit_bias", "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
+    "embed/bias": "logit_bias", "embed/projection": "embedding_dim",
+    "embed/norm": "embedding_norm", "query/bias": "qkv_bias",
     "key/bias": "qkv_bias", "value/bias": "qkv_bias", "up/bias": "ff_bias", "gate/bias": "ff_bias",
     "down/bias": "ff_bias", "out/bias": "out_bias", "bias": "use_bias", "gate": "glu",
     "router": "experts", "router/bias": "experts", "shared": "experts", "shared_gate": "experts",
@@ -215,23 +216,26 @@ class Embed(nn.Module):
 
     def setup(self) -> None:
         cfg = self.config
-        std = cfg.d_model**-0.5 if cfg.scale_embeddings else cfg.init_std
+        width = cfg.embedding_width
+        std = width**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         if cfg.kind != "encoder" or cfg.inputs is None:
-            self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, cfg.d_model))
+            self.tokens = parameter(self, "tokens", normal, (cfg.vocab_size, width))
         if cfg.source_vocab_size is not None:
-            shape = cfg.source_vocab_size, cfg.d_model
+            shape = cfg.source_vocab_size, width
             self.source_tokens = parameter(self, "source_tokens", normal, shape)
         sides = ("", "target_") if cfg.kind == "encoder-decoder" else ("",)
         if isinstance(cfg.positions, Learned):
-            shape = cfg.max_len + cfg.positions.offset, cfg.d_model
+            shape = cfg.max_len + cfg.positions.offset, width
             self.tables = [parameter(self, f"{side}positions", normal, shape) for side in sides]
         if cfg.type_vocab_size is not None:
-            self.types = parameter(self, "types", normal, (cfg.type_vocab_size, cfg.d_model))
+            self.types = parameter(self, "types", normal, (cfg.type_vocab_size, width))
         if cfg.embedding_norm:
             self.norms = [Norm(cfg, name=f"{side}norm") for side in sides]
         if not cfg.tie_embeddings:
-            self.output = parameter(self, "output", normal, (cfg.vocab_size, cfg.d_model))
+            self.output = parameter(self, "output", normal, (cfg.vocab_size, width))
+        if cfg.embedding_dim is not None:
+            self.projection = Linear(cfg, (cfg.d_model,))
         if cfg.logit_bias:
             self.bias = parameter(self, "bias", nn.initializers.zeros, (cfg.vocab_size,))
         refuse_surplus(self)
@@ -259,15 +263,16 @@ class Embed(nn.Module):
                 if isinstance(table, QuantizedTable)
                 else ops.lookup(table, tokens)
             )
-            scale = cfg.d_model**0.5 if cfg.scale_embeddings else cfg.embedding_scale
+            scale = cfg.embedding_width**0.5 if cfg.scale_embeddings else cfg.embedding_scale
             x = x if scale is None else x * scale
         added = None
         if isinstance(cfg.positions, Learned):
             added = pos.learned(self.tables[target], token_positions, cfg.positions.offset)
         elif isinstance(cfg.positions, Sinusoidal):
-            added = pos.sinusoidal_of(cfg.positions, token_positions, cfg.d_model).astype(F32)
+            width = cfg.embedding_width
+            added = pos.sinusoidal_of(cfg.positions, token_positions, width).astype(F32)
         elif isinstance(cfg.positions, OwnPositions):
-            added = cfg.positions.embed(pos.in_rows(token_positions), cfg.d_model)
+            added = cfg.positions.embed(pos.in_rows(token_positions), cfg.embedding_width)
         if added is not None:
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
@@ -276,7 +281,8 @@ class Embed(nn.Module):
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
         if cfg.embedding_norm:
             x = self.norms[target](x)
-        return dropout(x, cfg.dropout, key).astype(cfg.dtype)
+        x = dropout(x, cfg.dropout, key).astype(cfg.dtype)
+        return x if cfg.embedding_dim is None else self.projection(x)
 
     def output_layer(self, x: jax.Array) -> OutputLayer:  # [B, T, D]
         """Return what the logits of hidden states are computed of."""

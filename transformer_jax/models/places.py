@@ -116,7 +116,7 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
     if config.kind == "encoder-decoder":
         source = _stack_places(config, config.num_layers)
         own |= {f"encoder/{name}": shape for name, shape in source.items()}
-    if config.inputs is None or config.kind != "encoder":
+    if config.has_logits:
         own["logits"] = ("B", "T", config.vocab_size)
     return own
 

@@ -85,7 +85,8 @@ class Encoder(nn.Module):
             self.inputs = InputLayer(cfg)
         self.encoder = Stack(cfg, cfg.num_layers, bidirectional=True)
         if cfg.masked_token_head or cfg.pooling == "transform":
-            self.head_dense = Linear(cfg, (cfg.d_model,))
+            width = cfg.embedding_width if cfg.masked_token_head else cfg.d_model
+            self.head_dense = Linear(cfg, (width,))
             self.head_norm = Norm(cfg)
         if cfg.pooling not in (None, "transform"):
             self.pooler = Linear(cfg, (cfg.d_model,))
@@ -142,7 +143,7 @@ class Encoder(nn.Module):
     ) -> tuple[jax.Array, None, AttentionWeights]:
         """Return the logits of `__call__`, None, and what every layer weighed the tokens with.
 
-        Where the config has `inputs`, the hidden states of `encode` in the place of logits.
+        Where the config has no logits, the hidden states of `encode` in their place.
 
         Args:
             tokens: i32[B, T], or what the config's inputs describe.
@@ -155,7 +156,7 @@ class Encoder(nn.Module):
         given = BlockInputs(positions=positions, mask=mask, places=places)
         x, captured = run_encoder(self, tokens, given, segments=segments, types=types)
         weights = attention_weights(self.config, captured, x, None)
-        return x if self.config.inputs is not None else self._logits(x), None, weights
+        return self._logits(x) if self.config.has_logits else x, None, weights
 
     def __call__(
         self,
@@ -187,12 +188,13 @@ class Encoder(nn.Module):
             Logits f32[B, T, V] and None; with `capture` also the values by name.
 
         Raises:
-            ValueError: if an argument does not fit, or the config has `inputs`, of which `encode`,
-                `pool` or `classify` is taken.
+            ValueError: if an argument does not fit, or the config has no logits, as with `inputs`:
+                then take `encode`, `pool` or `classify`.
         """
-        if self.config.inputs is not None and not self.is_initializing():
+        if not self.config.has_logits and not self.is_initializing():
+            name = "embedding_dim" if self.config.inputs is None else "inputs"
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
-            raise ValueError(f"inputs is {self.config.inputs!r}: {rule}")
+            raise ValueError(f"{name} is {getattr(self.config, name)!r}: {rule}")
         masks = [("head_mask", head_mask, "attention")]
         places = Places.of(self.config, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
@@ -202,7 +204,7 @@ class Encoder(nn.Module):
                 self._pool(x, None)
             if self.config.num_classes is not None:
                 self._classes(x, None)
-            if self.config.inputs is not None:
+            if not self.config.has_logits:
                 return x, None
         visit = places.visit()
         logits = visit("logits", self._logits(x))
@@ -273,6 +275,7 @@ class Encoder(nn.Module):
 
     def _pool(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         cfg = self.config
+        assert cfg.pooling is not None
         positions = input_positions(cfg.inputs, positions)
         valid = jnp.ones(x.shape[:2], bool) if positions is None else positions >= 0
         if cfg.pooler_reads == "mean":
@@ -284,7 +287,7 @@ class Encoder(nn.Module):
         if cfg.pooling == "transform":
             return self._transform(x)
         pooled = self.pooler(x)
-        return jnp.tanh(pooled) if cfg.pooling == "tanh" else jax.nn.relu(pooled)
+        return jnp.tanh(pooled) if cfg.pooling == "tanh" else activate(pooled, cfg.pooling)
 
     def _classes(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         cfg = self.config

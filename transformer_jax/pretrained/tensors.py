@@ -187,6 +187,7 @@ class CheckpointTensors:
             ("vocab_size", config.vocab_size),
             ("source_vocab_size", config.encoder_vocab_size),
             ("d_model", config.d_model),
+            ("embedding_dim", config.embedding_width),
             ("d_ff", config.expert_dim),
             ("experts", experts),
             ("num_heads", config.num_heads),

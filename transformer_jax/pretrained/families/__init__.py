@@ -7,6 +7,7 @@ config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) kn
 from transformer_jax.pretrained.families import (
     bart,
     bert,
+    electra,
     experts,
     gpt2,
     layernorm,
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         bert.CAMEMBERT,
         bert.MPNET,
         bert.DISTILBERT,
+        electra.ELECTRA,
         modernbert.MODERNBERT,
         nomic_bert.NOMIC_BERT,
         t5.T5,

@@ -38,7 +38,7 @@ ATTENTION = "self.query", "self.key", "self.value", "output.dense", "output.Laye
 """Names of an attention's matrices and of the norm after it."""
 
 
-def _stack(
+def bert_stack(
     config: ModelConfig, prefix: str, attention: tuple[str, str, str, str, str] = ATTENTION
 ) -> list[TensorMapping]:
     """Map embeddings and blocks, which BERT and RoBERTa name alike."""
@@ -115,15 +115,18 @@ def post_norm_encoder(
     )
 
 
-def _bert_sizes(keys: ConfigKeys) -> Fields:
+def bert_sizes(
+    keys: ConfigKeys, *, width: int = 768, heads: int = 12, hidden: int = 3072
+) -> Fields:
+    """Read sizes, activation, norm and dropout; the arguments are defaults."""
     keys.require("position_embedding_type", "absolute")
     keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
     keys.ignore("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
     return dict(
-        d_model=keys.integer("hidden_size", 768),
+        d_model=keys.integer("hidden_size", width),
         num_layers=keys.integer("num_hidden_layers", 12),
-        num_heads=keys.integer("num_attention_heads", 12),
-        d_ff=keys.integer("intermediate_size", 3072),
+        num_heads=keys.integer("num_attention_heads", heads),
+        d_ff=keys.integer("intermediate_size", hidden),
         activation=keys.choice("hidden_act", ACTIVATIONS, "gelu"),
         type_vocab_size=keys.integer("type_vocab_size", 2),
         norm_eps=keys.positive("layer_norm_eps", 1e-12),
@@ -137,7 +140,8 @@ def _offset(config: ModelConfig) -> int:
     return config.positions.offset if isinstance(config.positions, Learned) else 0
 
 
-def _write_bert_sizes(config: ModelConfig) -> JsonObject:
+def write_bert_sizes(config: ModelConfig) -> JsonObject:
+    """Write what `bert_sizes` reads, the vocabulary and the longest text."""
     return dict(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
@@ -161,7 +165,7 @@ def _bert_table(config: ModelConfig) -> list[TensorMapping]:
     predictions = "cls.predictions.transform"
     classifier = "cls.seq_relationship" if config.masked_token_head else "classifier"
     return [
-        *_stack(config, "bert"),
+        *bert_stack(config, "bert"),
         *masked_head(
             config, f"{predictions}.dense", f"{predictions}.LayerNorm", "cls.predictions.bias"
         ),
@@ -185,12 +189,12 @@ def _read_bert(keys: ConfigKeys, names: Names) -> ModelConfig:
         classes_of=of or "text",
         vocab_size=keys.integer("vocab_size", 30522),
         max_len=keys.integer("max_position_embeddings", 512),
-        **_bert_sizes(keys),
+        **bert_sizes(keys),
     )
 
 
 def _write_bert(config: ModelConfig) -> JsonObject:
-    content = _write_bert_sizes(config)
+    content = write_bert_sizes(config)
     if config.masked_token_head:
         kind = "BertForMaskedLM" if config.num_classes is None else "BertForPreTraining"
     elif config.num_classes is None:
@@ -230,7 +234,7 @@ def _roberta_heads(config: ModelConfig, prefix: str) -> list[TensorMapping]:
 
 
 def _roberta_table(config: ModelConfig) -> list[TensorMapping]:
-    return [*_stack(config, "roberta"), *_roberta_heads(config, "roberta")]
+    return [*bert_stack(config, "roberta"), *_roberta_heads(config, "roberta")]
 
 
 def _read_roberta(
@@ -241,7 +245,7 @@ def _read_roberta(
     if not text:  # what reads all tokens has one matrix
         of = classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
     pooled = text or (of is None and f"{prefix}.pooler.dense.weight" in names)
-    sizes = _bert_sizes(keys)
+    sizes = bert_sizes(keys)
     if masked and sizes["activation"] != "gelu":
         rule = "must be 'gelu' beside a masked-token head, which always has it"
         keys.fail("hidden_act", keys.take("hidden_act"), rule)
@@ -263,7 +267,7 @@ def _read_roberta(
 
 
 def _write_roberta(config: ModelConfig, *, name: str) -> JsonObject:
-    content = _write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
+    content = write_bert_sizes(config) | {"pad_token_id": _offset(config) - 1}
     if config.num_classes is not None:
         return content | write_head(config, name)
     kind = f"{name}ForMaskedLM" if config.masked_token_head else f"{name}Model"
@@ -305,7 +309,7 @@ BUCKETS = 32
 def _mpnet_table(config: ModelConfig) -> list[TensorMapping]:
     bias = "mpnet.encoder.relative_attention_bias.weight"
     return [
-        *_stack(config, "mpnet", MPNET_ATTENTION),
+        *bert_stack(config, "mpnet", MPNET_ATTENTION),
         TensorMapping("encoder/relative_bias", bias),
         *_roberta_heads(config, "mpnet"),
     ]
