@@ -877,6 +877,13 @@ SLIPS: tuple[Slip, ...] = (
     *of(
         "transformer_jax/tokenizers/special.py",
         (
+            "targets of a translator have the language of the source around them",
+            "tuple(language if i in named else i for i in ids)",
+            "tuple(i for i in ids)",
+            "training/test_rows_of_families.py"
+            "::test_a_translator_reads_one_language_and_has_targets_of_another",
+        ),
+        (
             "special tokens begin at the last id of the text's",
             "name: self.base.vocab_size + i for i, name",
             "name: self.base.vocab_size - 1 + i for i, name",

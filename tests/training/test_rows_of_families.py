@@ -16,7 +16,8 @@ from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_t
 from transformer_jax.config.presets import train_preset
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.text_model import with_targets
+from transformer_jax.text.text_model import TextModel, with_targets
+from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.special import (
     SpecialTokens,
@@ -25,14 +26,17 @@ from transformer_jax.tokenizers.special import (
     tokenizer_from_json,
 )
 from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.tasks.classify import class_example
 from transformer_jax.training.tasks.masked import fill_masks
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import Tokenizers
+from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+LANGUAGES = "en_XX", "ro_RO", "de_DE"
 TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "\u2581"]
 PAD, BOS, EOS, UNK, MASK, SPACE = range(6)
 A, B, C = 6, 7, 8
@@ -62,7 +66,10 @@ CASES = {  # what is around a text; ids of the config; source, what is read, lab
 
 
 def tokenizer_of(
-    around: str | None, letters: str | None = None, **roles: str
+    around: str | None,
+    letters: str | None = None,
+    languages: tuple[str, ...] = (),
+    **roles: str,
 ) -> PretrainedTokenizer:
     """Make one of SentencePiece's kind; with `letters`, a BPE of bytes that has these alone."""
     pieces = [(token, 0.0) for token in TOKENS] + [(letter, -1.0) for letter in "abc"]
@@ -75,11 +82,10 @@ def tokenizer_of(
     else:
         library.pre_tokenizer = pre_tokenizers.Metaspace()
         library.decoder = decoders.Metaspace()
-    library.add_special_tokens(TOKENS[:5])
+    library.add_special_tokens([*TOKENS[:5], *languages])
+    ids = [(token, library.token_to_id(token)) for token in (*TOKENS[:5], *languages)]
     if around is not None:
-        library.post_processor = processors.TemplateProcessing(
-            single=around, special_tokens=[(token, i) for i, token in enumerate(TOKENS[:5])]
-        )
+        library.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
     roles = roles or dict(bos="<s>", eos="</s>", pad="<pad>")
     return PretrainedTokenizer(canonical(json.loads(library.to_str())), tuple(roles.items()))
 
@@ -118,6 +124,61 @@ def test_a_pair_is_read_as_its_family_reads_it(case):
     )
     with pytest.raises(ConfigError, match="decoder_start_token_id is missing"):
         with_targets(tokenizer_of(around), Folder({}), model)
+
+
+TRANSLATORS = {  # around a text; the start; and of "ab" -> "ca": source, what is read, labels, stop
+    "mbart": ("$A </s> en_XX", 10, ([SPACE, A, B, EOS, 11], [9, SPACE, C, A, EOS],
+                                    [SPACE, C, A, EOS, 9])),
+    "mbart-50, nllb": ("en_XX $A </s>", EOS, ([11, SPACE, A, B, EOS], [EOS, 9, SPACE, C, A],
+                                              [9, SPACE, C, A, EOS])),
+    "nllb as it first was": ("$A </s> en_XX", EOS, ([SPACE, A, B, EOS, 11], [EOS, SPACE, C, A, EOS],
+                                                    [SPACE, C, A, EOS, 9])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSLATORS)
+def test_a_translator_reads_one_language_and_has_targets_of_another(name):
+    """Languages are ids 9 to 11; from de_DE, 11, into en_XX, 9."""
+    around, start, rows = TRANSLATORS[name]
+    model = ModelConfig(kind="encoder-decoder", **SIZES | dict(vocab_size=12))
+    ids = dict(decoder_start_token_id=start)
+    before = with_targets(tokenizer_of(around, languages=LANGUAGES), Folder(ids), model)
+    assert before.languages == {"<unk>": UNK, "<mask>": MASK, "en_XX": 9, "ro_RO": 10, "de_DE": 11}
+    tokenizer = with_languages(before, "de_DE", "en_XX")
+    assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
+    example = pair_example(
+        TrainConfig(model=model, task=Seq2SeqTask()), Tokenizers(tokenizer), Pair("ab", "ca", "1")
+    )
+    found = example.source.tolist(), example.tokens.tolist(), example.labels.tolist()
+    assert found == rows
+    target = target_of(tokenizer)
+    starts = start != EOS
+    assert (target.start, target.forced_bos) == ((9, None) if starts else (EOS, 9))
+    assert target.stop == (EOS,)
+    for wrong in (("de", "en_XX"), ("de_DE", "</s>")):
+        with pytest.raises(DataError, match=r"(source is 'de'|target is '</s>'): must be one of"):
+            with_languages(before, *wrong)
+
+
+def test_what_has_no_language_around_its_texts_is_refused():
+    model = ModelConfig(kind="encoder-decoder", **SIZES | dict(vocab_size=12))
+    folder = Folder(dict(decoder_start_token_id=EOS))
+    for around in ("<s> $A </s>", "en_XX $A ro_RO", None):
+        tokenizer = with_targets(tokenizer_of(around, languages=LANGUAGES), folder, model)
+        with pytest.raises(DataError, match="does not put the token of one around a text"):
+            with_languages(tokenizer, "en_XX", "ro_RO")
+
+
+def test_a_decoder_has_no_languages():
+    text = TextModel(ModelConfig(**SIZES), {}, tokenizer_of("en_XX $A", languages=LANGUAGES))
+    with pytest.raises(ConfigError, match="languages: plain is no published encoder-decoder"):
+        LanguageModel(text, "plain").with_languages("en_XX", "ro_RO")
+
+
+def test_tokens_without_roles_are_no_languages():
+    """Else the end of a text could be taken for one, and targets would end with the start."""
+    bare = replace(tokenizer_of("$A </s>"), roles=(), target_ids=(("decoder_start_token_id", PAD),))
+    assert bare.languages == {} and target_of(bare).labels == ((), (EOS,))
 
 
 def test_what_is_never_written_is_kept_with_the_tokenizer():

@@ -61,6 +61,8 @@ def _write(arguments: argparse.Namespace) -> None:
             weights=arguments.weights,
         )  # fmt: skip
     _check_read(arguments, model)
+    if arguments.languages is not None:
+        model = model.with_languages(*_languages(arguments.languages))
     if model.kind == "signals":
         _hear_or_see(arguments, model)
         return
@@ -89,6 +91,13 @@ def _write(arguments: argparse.Namespace) -> None:
         return
     given |= dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop, **form)
     _continue(arguments, model, texts, given)
+
+
+def _languages(given: str) -> tuple[str, str]:
+    names = given.split(",")
+    if len(names) != 2:
+        raise ConfigError(f"languages is {given!r}: must be two, such as eng_Latn,fra_Latn")
+    return names[0], names[1]
 
 
 def _form(arguments: argparse.Namespace) -> Options:
@@ -137,7 +146,7 @@ def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
     if model.kind == "signals":
         flags = "prompts", "checkpoint"
     elif model.kind == "targets" and run:
-        flags = (*common, "beams", "samples", "length_penalty", "tokens")
+        flags = (*common, "beams", "samples", "length_penalty", "tokens", "languages")
     if flags is not None:
         own = "run", "model", "init_from", "debug", "dtype", "weights", "max_len"
         for name, value in vars(arguments).items():
@@ -409,6 +418,8 @@ def _parser() -> Parser:
         "--prompt", metavar="TEXT",
         help="the text to continue, or an encoder-decoder's source; default: a new line",
     )  # fmt: skip
+    text = "what a translator reads and what it writes: eng_Latn,fra_Latn"
+    add("--languages", metavar="FROM,TO", help=text)
     add("--chat", action="store_true", help="the prompt is a message: answer it")
     add("--tokens", type=int, metavar="N", help="how many tokens; default: 400, or what fits")
     add(

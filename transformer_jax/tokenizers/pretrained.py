@@ -143,6 +143,15 @@ class PretrainedTokenizer:
         return {role: i for role, i in found.items() if i is not None}
 
     @cached_property
+    def languages(self) -> Mapping[str, int]:
+        """Map the tokens that may name a language to their ids: special ones without a role.
+
+        There are none where no token has a role, since each of them could be the end of a text.
+        """
+        others = self.special.difference(self.special_ids.values(), self.stop_ids)
+        return {self._added[i].content: i for i in sorted(others)} if self.roles else {}
+
+    @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that are put before a text and after it where special tokens are added."""
         for text in ("a", *self._vocabulary):  # the first one that has a token of its own

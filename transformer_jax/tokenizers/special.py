@@ -158,12 +158,17 @@ def target_of(tokenizer: Tokenizer) -> Target:
     if not isinstance(own, PretrainedTokenizer) or not own.target_ids:
         return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
     given, (first, last), stop = dict(own.target_ids), frame(own), own.stop_ids
-    if "eos" in ids and (not last or last[-1] not in {*stop, ids["eos"]}):
-        last = (*last, ids["eos"])
+    start, forced_bos = given["decoder_start_token_id"], given.get("forced_bos_token_id")
+    named = set(own.languages.values())
+    language = next((i for i in (forced_bos, start) if i in named), None)
+    if language is not None:  # around a target stands its own language, and not the source's
+        first, last = (tuple(language if i in named else i for i in ids) for ids in (first, last))
+    end = [i for i in last if i != language][-1:]
+    if "eos" in ids and (not end or end[0] not in {*stop, ids["eos"]}):
+        last, end = (*last, ids["eos"]), [ids["eos"]]
     return Target(
-        given["decoder_start_token_id"], Frame(first, last), tuple(sorted({*stop, *last[-1:]})),
-        given.get("forced_bos_token_id"), given.get("forced_eos_token_id"),
-        own.banned,
+        start, Frame(first, last), tuple(sorted({*stop, *end})), forced_bos,
+        given.get("forced_eos_token_id"), own.banned,
     )  # fmt: skip
 
 

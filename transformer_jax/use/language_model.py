@@ -10,6 +10,7 @@ What a model does with a text follows from what it was trained for (`kind`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Never, Unpack, overload
 
@@ -35,7 +36,9 @@ from transformer_jax.text.text_model import (
 )
 from transformer_jax.text.translation import search_translations
 from transformer_jax.text.writer import cut_at_stop
-from transformer_jax.tokenizers.pretrained import Message
+from transformer_jax.tokenizers.languages import with_languages
+from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
+from transformer_jax.tokenizers.special import target_of
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
@@ -333,6 +336,29 @@ class LanguageModel(Looker, Scorer):
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
         return found.removeprefix(" ") if isinstance(found, str) else without_first_space(found)
+
+    def with_languages(self, source: str, target: str) -> LanguageModel:
+        """Return the model as one that translates from a language into another.
+
+        For mBART, M2M-100 and NLLB. The parameters are shared.
+
+        Args:
+            source: the token of a language, such as "en_XX", "__en__" or "eng_Latn".
+            target: another.
+
+        Raises:
+            ConfigError: if the model writes no targets, or was not published.
+            DataError: if its tokenizer has no languages, or not these.
+        """
+        tokenizer = self.tokenizer
+        if self.kind != "targets" or not isinstance(tokenizer, PretrainedTokenizer):
+            raise ConfigError(f"languages: {self.name} is no published encoder-decoder")
+        tokenizer = with_languages(tokenizer, source, target)
+        begins = target_of(tokenizer)
+        model = replace(
+            self.model, tokenizer=tokenizer, start_id=begins.start, forced_bos_id=begins.forced_bos
+        )
+        return replace(self, model=model)
 
     def search(
         self,
