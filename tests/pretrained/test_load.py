@@ -957,6 +957,10 @@ def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, traine
             "model_type is 'deepseek_v3': its multi-head latent attention is not in this library",
         ),
         (
+            small(model_type="deberta-v2"),
+            "model_type is 'deberta-v2': its disentangled attention is not in this library",
+        ),
+        (
             small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
             "rope_parameters is 'rope_type': must be of full_attention and sliding_attention",
         ),

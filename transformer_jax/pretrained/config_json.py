@@ -30,7 +30,7 @@ UNSUPPORTED_HEADS = ("ForMultipleChoice",)
 _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
-)
+) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
 """Values of `model_type` that people ask for, and the part of such a model that is missing."""
 
 
