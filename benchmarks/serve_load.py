@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve_load --clients 1,4,16 --seconds 10
     python -m benchmarks.serve_load --model runs/book --clients 16 --seconds 60
+    python -m benchmarks.serve_load --model FILE.gguf --clients 64 --seconds 300 --check 64
 
 A process serves a model, of random weights unless one is named, and this one has the clients: each
 sends a streaming request as soon as its last answer has ended, with a prompt of 8 to 64 bytes. An
@@ -9,6 +10,10 @@ answer is lost, and the command fails, where the status is not 200, the stream h
 are missing though the model did not end the text. A prompt of each length that is compiled for
 itself comes first, untimed; the time to the first token is from sending to the first event with
 text.
+
+With `--check N` the clients draw among N prompts, and ask for the likeliest tokens. After the load,
+each answer is compared with what `generate` gives to that prompt alone, in this process; the
+command fails where one differs, and prints how close the first other token was to the likeliest.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +50,8 @@ class Taken:
     """Seconds to the first token of each answer."""
     tokens: int = 0
     lost: list[str] = field(default_factory=list)
+    answers: list[tuple[str, str]] = field(default_factory=list)
+    """Prompts and what was written to them, where one of given prompts was asked."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,25 +63,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(timing.headline(before), flush=True)
     own = [sys.executable, "-m", "benchmarks.serve_load", "--serve", "--slots", str(options.slots)]
     own += ["--model", options.model] if options.model else []
+    prompts = [_prompt(random.Random(n)) for n in range(options.check)]
     server = subprocess.Popen(own, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        rows = []
+        rows, answers = [], []
         for length in LENGTHS:
-            asyncio.run(ask(port, random.Random(0), Taken(), length))
+            asyncio.run(ask(port, random.Random(0), Taken(), length=length))
         for clients in options.clients:
-            rows.append(report(clients, *asyncio.run(measure(port, clients, options.seconds))))
-        header = "clients", "answers", "tokens/s", "first p50 ms", "first p95 ms", "lost"
-        keys = "clients", "answers", "tokens_per_second", "first_p50_ms", "first_p95_ms", "lost"
-        print(timing.table(header, [[f"{row[key]:.0f}" for key in keys] for row in rows]))
+            taken, seconds = asyncio.run(measure(port, clients, options.seconds, prompts))
+            rows.append(report(clients, taken, seconds))
+            answers.append(taken.answers)
     finally:
         server.terminate()
         server.wait()
+    header = ["clients", "answers", "tokens/s", "first p50 ms", "first p95 ms", "lost"]
+    keys = ["clients", "answers", "tokens_per_second", "first_p50_ms", "first_p95_ms", "lost"]
+    if prompts:
+        model = _model(options)
+        wanted = {prompt: model.generate(prompt, TOKENS) for prompt in prompts}
+        for row, given in zip(rows, answers, strict=True):
+            row["equal"], different = compare(given, wanted)
+            row["different"] = len(different)
+            for prompt, text in dict.fromkeys(different):
+                print(difference(model, prompt, wanted[prompt], text), flush=True)
+        header, keys = [*header, "equal", "different"], [*keys, "equal", "different"]
+    print(timing.table(header, [[f"{row[key]:.0f}" for key in keys] for row in rows]))
     if options.out is not None:
         before["limits"] = timing.limits("float32")
         timing.write(options.out, QUESTION, before, {"slots": options.slots, "rows": rows})
-    if any(row["lost"] for row in rows):
+    if any(row["lost"] or row.get("different") for row in rows):
         sys.exit(1)
 
 
@@ -89,14 +108,42 @@ def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
     )  # fmt: skip
 
 
-async def measure(port: int, clients: int, seconds: float) -> tuple[Taken, float]:
+def compare(
+    answers: Sequence[tuple[str, str]], wanted: Mapping[str, str]
+) -> tuple[int, list[tuple[str, str]]]:
+    """Return how many answers are those wanted of their prompts, and the others."""
+    different = [(prompt, text) for prompt, text in answers if text != wanted[prompt]]
+    return len(answers) - len(different), different
+
+
+def difference(model: Any, prompt: str, want: str, text: str) -> str:
+    """A line about two answers: the log-probabilities of the two likeliest tokens where they part.
+
+    The text before is read anew, so its tokens may be others than those that were written.
+    """
+    import jax
+
+    from transformer_jax.models.factory import build
+
+    pairs = enumerate(zip(want, text, strict=False))
+    same = next((n for n, (one, two) in pairs if one != two), min(len(want), len(text)))
+    ids = model.tokenizer.encode(prompt + want[:same])
+    logits, _ = jax.jit(build(model.config).apply)({"params": model.params}, ids[None])
+    best, second = np.sort(np.asarray(jax.nn.log_softmax(logits[0, -1])))[:-3:-1]
+    said = f"{prompt!r}: {text!r} is not {want!r}: after {same} characters the likeliest token has"
+    return f"{said} {best:.6f}, the next {second:.6f}"
+
+
+async def measure(
+    port: int, clients: int, seconds: float, prompts: Sequence[str] = ()
+) -> tuple[Taken, float]:
     """Let clients ask until the time is over and their last answers have ended."""
     taken, start = Taken(), time.perf_counter()
 
     async def client(number: int) -> None:
         rng = random.Random(number)
         while time.perf_counter() - start < seconds:
-            await ask(port, rng, taken)
+            await ask(port, rng, taken, prompts)
 
     await asyncio.gather(*map(client, range(clients)))
     spent = time.perf_counter() - start
@@ -107,14 +154,23 @@ async def measure(port: int, clients: int, seconds: float) -> tuple[Taken, float
     return taken, spent
 
 
-async def ask(port: int, rng: random.Random, taken: Taken, length: int | None = None) -> None:
+async def ask(
+    port: int,
+    rng: random.Random,
+    taken: Taken,
+    prompts: Sequence[str] = (),
+    *,
+    length: int | None = None,
+) -> None:
     """Send one request, and read its stream to the end."""
-    prompt = "".join(rng.choices("abcdefgh ", k=length or rng.randrange(8, 65)))
+    prompt = rng.choice(prompts) if prompts else _prompt(rng, length)
+    drawn: dict[str, float] = {"temperature": 0} if prompts else {"seed": rng.randrange(2**32)}
     body = json.dumps(dict(
-        model="load", prompt=prompt, max_tokens=TOKENS, seed=rng.randrange(2**32), stream=True,
-        stream_options={"include_usage": True},
+        model="load", prompt=prompt, max_tokens=TOKENS, stream=True,
+        stream_options={"include_usage": True}, **drawn,
     ))  # fmt: skip
     start, first, got, ended, reason = time.perf_counter(), None, 0, False, None
+    text = ""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -128,6 +184,7 @@ async def ask(port: int, rng: random.Random, taken: Taken, length: int | None = 
                 event = json.loads(line[6:])
                 for one in event.get("choices", ()):
                     reason = one["finish_reason"] or reason
+                    text += one["text"]
                     if first is None and one["text"]:
                         first = time.perf_counter() - start
                 got = (event.get("usage") or {}).get("completion_tokens", got)
@@ -139,6 +196,12 @@ async def ask(port: int, rng: random.Random, taken: Taken, length: int | None = 
     if first is not None:  # a text may end before it has begun
         taken.first.append(first)
     taken.tokens += got
+    if prompts:
+        taken.answers.append((prompt, text))
+
+
+def _prompt(rng: random.Random, length: int | None = None) -> str:
+    return "".join(rng.choices("abcdefgh ", k=length or rng.randrange(8, 65)))
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
@@ -152,30 +215,35 @@ async def get(port: int, path: str) -> tuple[int, str]:
 
 def _serve(options: argparse.Namespace) -> None:
     """Serve on a free port, which is printed."""
-    import jax
     import uvicorn
 
-    import transformer_jax as tj
     from transformer_jax.server.app import make_app
     from transformer_jax.server.engine import Engine
-    from transformer_jax.text.text_model import TextModel
-    from transformer_jax.tokenizers.trained import ByteTokenizer
-    from transformer_jax.use.language_model import LanguageModel
 
-    if options.model:
-        model = tj.load(options.model)
-    else:
-        config = tj.ModelConfig(
-            vocab_size=256, d_model=256, num_layers=4, num_heads=4, max_len=128, positions="rope"
-        )
-        params = tj.init_params(config, jax.random.key(0))
-        model = LanguageModel(TextModel(config, params, ByteTokenizer()), "random")
-    engine = Engine(model, slots=options.slots)
+    engine = Engine(_model(options), slots=options.slots)
     engine.start()
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         print(listening.getsockname()[1], flush=True)
         settings = uvicorn.Config(make_app(engine, "load"), log_level="warning")
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _model(options: argparse.Namespace) -> Any:
+    """Load the named model, or make one of random weights."""
+    import jax
+
+    import transformer_jax as tj
+    from transformer_jax.text.text_model import TextModel
+    from transformer_jax.tokenizers.trained import ByteTokenizer
+    from transformer_jax.use.language_model import LanguageModel
+
+    if options.model:
+        return tj.load(options.model)
+    config = tj.ModelConfig(
+        vocab_size=256, d_model=256, num_layers=4, num_heads=4, max_len=128, positions="rope"
+    )
+    params = tj.init_params(config, jax.random.key(0))
+    return LanguageModel(TextModel(config, params, ByteTokenizer()), "random")
 
 
 def _counts(text: str) -> list[int]:
@@ -188,6 +256,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each count")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--model", help="a run or a published model; default: random weights")
+    parser.add_argument("--check", type=int, default=0, help="prompts whose answers are compared")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
