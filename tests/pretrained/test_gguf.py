@@ -44,6 +44,12 @@ CAPPED = dataclasses.replace(
     GEMMA, norm_order="sandwich", attention_scale=16**-0.5, window=(23, None),
     attention_softcap=50.0, logit_softcap=30.0,
 )  # fmt: skip
+OSS = dataclasses.replace(
+    LLAMA, head_dim=16, window=(23, None), activation="quick_gelu", glu_limit=7.0,
+    glu_unit_offset=True, use_bias=True, attention_sinks=True,
+    experts=Experts(count=3, top_k=2, router_bias=True, balance_loss=0.001),
+    positions=Rope(base=150_000.0, scaling="yarn", factor=32.0, original_len=64, truncate=False),
+)  # fmt: skip
 CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     "llama": ("llama", LLAMA, {}),
     "llama of biases": ("llama", dataclasses.replace(LLAMA, use_bias=True), {}),
@@ -93,6 +99,12 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     ),
     "phi3 in part": (
         "phi3", dataclasses.replace(LLAMA, positions=Rope(dims=6)), {"rope.dimension_count": 6},
+    ),
+    "gpt-oss": (
+        "gpt_oss", OSS,
+        {"expert_feed_forward_length": 64, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
+         "rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 32.0,
+         "rope.scaling.yarn_beta_slow": 1.0},
     ),
     "gpt2": (
         "gpt2",
@@ -244,8 +256,17 @@ def q4_k(raw: np.ndarray) -> np.ndarray:
     return np.stack(found)
 
 
-FORMULAS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q6_K": q6_k}
-HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
+def mxfp4(raw: np.ndarray) -> np.ndarray:
+    """2^(e - 127) q, of a byte e and 16 bytes of q: the low halves first, then the high ones."""
+    blocks = raw.reshape(-1, 17)
+    low, high = blocks[:, 1:] & 15, blocks[:, 1:] >> 4
+    half = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = np.array([*half, *(-x for x in half)])[np.concatenate([low, high], axis=1)]
+    return 2.0 ** (blocks[:, :1].astype(np.float64) - 127) * numbers
+
+
+FORMULAS = {"MXFP4": mxfp4, "Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q6_K": q6_k}
+HALVES = {"MXFP4": [], "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
 """Where in a block the halves are, which random bytes would make NaN."""
 
 
@@ -256,6 +277,8 @@ def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
     for at in HALVES[kind]:
         halves = rng.normal(size=(len(raw), 1)).astype(np.float16)
         raw[:, at : at + 2] = halves.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(110, 145, len(raw))
     return raw.reshape(rows, width // block * size)
 
 

@@ -26,7 +26,7 @@ ROTATED = {"llama"}
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "gpt2": "gpt2",
-    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """Each `model_type`, and what llama.cpp calls the architecture."""
 
@@ -84,6 +84,9 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
             count = heads["k_proj" in name]
             halves = tensor.reshape(count, 2, len(tensor) // count // 2, *tensor.shape[1:])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        if kind == "gpt_oss" and (".experts." in name or name.endswith("sinks")):
+            tensors |= _of_gpt_oss(names, name, tensor)
+            continue
         if name.endswith("shared_expert_gate.weight"):
             tensor = tensor.reshape(-1)
         if found := re.search(r"\.experts\.(\d+)\.", name):
@@ -94,6 +97,20 @@ def converted(folder: Path) -> tuple[str, Keys, dict[str, np.ndarray]]:
     for name, parts in experts.items():
         tensors[_renamed(names, name)] = np.stack([parts[e] for e in range(len(parts))])
     return architecture, metadata_of(config), tensors
+
+
+def _of_gpt_oss(names: Any, name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Cut gate and up apart, whose columns take turns, and write rows of outputs."""
+    stem, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    if end == "weight" and tensor.ndim == 3:
+        tensor = tensor.swapaxes(1, 2)
+        gate, up = tensor[:, ::2], tensor[:, 1::2]
+    elif tensor.ndim == 2:
+        gate, up = tensor[:, ::2], tensor[:, 1::2]
+    parts = {stem: tensor}
+    if "gate_up" in stem:
+        parts = {stem.replace("gate_up", "gate"): gate, stem.replace("gate_up", "up"): up}
+    return {_renamed(names, f"{n}.{end}"): np.ascontiguousarray(x) for n, x in parts.items()}
 
 
 def _renamed(names: Any, name: str) -> str:

@@ -7,6 +7,7 @@ also changes; each change is undone when the tensor is read:
     Gemma 1 to 3               norms multiply by the weight, which the folder holds less 1
     GPT-2                      matrices are transposed
     experts                    the matrices of a layer are one tensor
+    gpt-oss                    gate and up are two tensors, and experts' matrices transposed
 
 Every key of the architecture is read, or refused by name.
 """
@@ -17,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -68,8 +70,15 @@ class GgufModel(WeightFolder):
         if name not in self.sources:
             raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
         source = self.sources[name]
-        tensor = self.gguf.read(source.tensor, source.part)
-        return name, tensor if source.change is None else source.change(tensor)
+        tensors = [
+            tensor if source.change is None else source.change(tensor)
+            for tensor in (
+                self.gguf.read(one, source.part) for one in (source.tensor, *source.turns)
+            )
+        ]
+        if not source.turns:
+            return name, tensors[0]
+        return name, np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class _Source:
     tensor: str
     part: int | None = None
     change: Change | None = None
+    turns: tuple[str, ...] = ()
+    """Another tensor, whose columns stand between those of the first."""
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
@@ -125,6 +136,9 @@ def _placed(
         raise CheckpointError(f"{file.path}: {shown(name)}: {rule}")
     if layer:
         to = f"{names.block}.{int(layer)}.{to}"
+    if base in names.plain:
+        yield from _placed_plainly(file, name, tensor, to + "_bias" * (end == "bias"))
+        return
     kind = tensor.kind
     dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
     if "{e}" in to:
@@ -150,6 +164,28 @@ def _placed(
     elif base in names.rows:
         change, shape = _as_row, (1, *shape)
     yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
+
+
+def _placed_plainly(
+    file: GgufFile, name: str, tensor: GgufTensor, to: str
+) -> Iterator[tuple[str, _Source, TensorInfo]]:
+    """Yield gpt-oss's tensors without an ending: experts' matrices, their biases, and the sinks."""
+    if "_up_" in name:  # read with that of the gate
+        return
+    change: Change | None = None
+    shape, turns = tensor.shape, tuple[str, ...]()
+    if len(shape) == 3:
+        change = partial(np.swapaxes, axis1=1, axis2=2)
+        shape = shape[0], shape[2], shape[1]
+    if "_gate_" in name:
+        turns = (name.replace("_gate_", "_up_"),)
+        other = file.tensors.get(turns[0])
+        if other is None or other.shape != tensor.shape:
+            found = "is missing" if other is None else f"is {list(other.shape)}"
+            rule = f"must be {list(tensor.shape)}, as {name}"
+            raise CheckpointError(f"{file.path}: {turns[0]} {found}: {rule}")
+        shape = (*shape[:-1], 2 * shape[-1])
+    yield to, _Source(name, None, change, turns), TensorInfo("", "float32", shape)
 
 
 def _halves(heads: int) -> Change:
@@ -267,6 +303,8 @@ class _Names:
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     """Vectors that the folder holds as matrices of one row."""
+    plain: tuple[str, ...] = ()
+    """Tensors whose names have no ".weight" in the folder, and "_bias" for ".bias"."""
 
 
 _ATTENTION = {
@@ -503,6 +541,26 @@ def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
     return config, _Names(names)
 
 
+def _gpt_oss(keys: _Keys) -> tuple[JsonObject, _Names]:
+    config = _common(keys, "gpt_oss") | dict(
+        head_dim=keys.integer("attention.key_length"),
+        sliding_window=keys.integer("attention.sliding_window"),
+        num_local_experts=keys.integer("expert_count"),
+        num_experts_per_tok=keys.integer("expert_used_count"),
+    )
+    if keys.integer("expert_feed_forward_length") != config["intermediate_size"]:
+        keys.fail("expert_feed_forward_length", f"must be {config['intermediate_size']}")
+    scaling = config.setdefault("rope_scaling", dict(rope_type="default"))
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False  # which no key says
+    experts = {f"ffn_{name}_exps": "mlp.experts.gate_up_proj" for name in ("gate", "up")}
+    experts |= {"ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks"}
+    names = _ATTENTION | experts | {
+        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+    }  # fmt: skip
+    return config, _Names(names, plain=tuple(experts))
+
+
 def _gpt2(keys: _Keys) -> tuple[JsonObject, _Names]:
     rows, hidden = keys.sizes("token_embd.weight", 2)
     keys.take("vocab_size")
@@ -537,6 +595,6 @@ def _gpt2(keys: _Keys) -> tuple[JsonObject, _Names]:
 _ARCHITECTURES: dict[str, Callable[[_Keys], tuple[JsonObject, _Names]]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen2moe": _qwen2_moe, "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3,
-    "phi3": _phi3, "gpt2": _gpt2,
+    "phi3": _phi3, "gpt2": _gpt2, "gpt-oss": _gpt_oss,
 }  # fmt: skip
 """The values of `general.architecture` that are read, and the function that reads each."""

@@ -1,0 +1,62 @@
+"""GGUF files of gpt-oss: experts whose gate and up are two tensors, in MXFP4."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.pretrained.test_gguf import CASES, OSS, drawn, folder_of, one_line, same
+from tests.support.gguf_files import converted, gguf_of, write_file
+from transformer_jax.config import ConfigError
+from transformer_jax.pretrained.gguf_file import open_gguf
+from transformer_jax.pretrained.load import load_pretrained
+from transformer_jax.pretrained.safetensors_folder import CheckpointError
+from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.weights import open_weights
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_experts_of_a_gpt_oss_in_mxfp4_are_what_they_were(tmp_path):
+    """Draw numbers that the type has, so that the file holds them exactly."""
+    config, keys = dataclasses.replace(OSS, num_layers=1, window=(23,)), CASES["gpt-oss"][2]
+    params, rng = drawn(config), np.random.default_rng(3)
+    experts = params["decoder"]["block_0"]["feed_forward"]
+    for name in ("gate", "up", "down"):
+        shape = experts[name]["kernel"].shape
+        values = rng.choice([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], shape)
+        values *= rng.choice([-0.125, 0.125], shape)
+        experts[name]["kernel"] = values.astype(np.float32)
+    save_pretrained(tmp_path / "m", config, params, family="gpt_oss")
+    mxfp4 = {"kinds": lambda name: "MXFP4" if name.endswith("_exps.weight") else None}
+    path = gguf_of(tmp_path / "m.gguf", tmp_path / "m", keys=keys, **mxfp4)
+    kinds = {name: tensor.kind for name, tensor in open_gguf(path).tensors.items()}
+    assert list(kinds.values()).count("MXFP4") == 3
+    found, loaded = load_pretrained(path)
+    assert found == load_pretrained(tmp_path / "m")[0]
+    same(loaded, params)
+    half = load_pretrained(path, dtype="bfloat16")[1]["decoder"]["block_0"]["feed_forward"]
+    kernel = np.asarray(half["up"]["kernel"])
+    np.testing.assert_array_equal(kernel, experts["up"]["kernel"].astype(kernel.dtype))
+
+
+def test_the_halves_of_a_gpt_oss_s_gate_must_be_alike(tmp_path):
+    config, keys = dataclasses.replace(OSS, num_layers=1, window=(23,)), CASES["gpt-oss"][2]
+    folder, _ = folder_of(tmp_path / "m", "gpt_oss", config)
+    architecture, own, tensors = converted(folder)
+    up = "blk.0.ffn_up_exps.weight"
+    for other, rule in (
+        ({up: tensors[up][:, 1:]}, r"is \[3, 63, 32\]: must be \[3, 64, 32\], as blk.0.ffn_gate_e"),
+        ({}, r"is missing: must be \[3, 64, 32\]"),
+    ):
+        kept = {name: tensor for name, tensor in tensors.items() if name != up} | other
+        path = write_file(tmp_path / "m.gguf", architecture, own | keys, kept)
+        with pytest.raises(CheckpointError, match=rf"{up} {rule}") as error:
+            open_weights(path)
+        one_line(error)
+    wrong = own | keys | {"expert_feed_forward_length": 63}
+    path = write_file(tmp_path / "m.gguf", architecture, wrong, tensors)
+    with pytest.raises(ConfigError, match="expert_feed_forward_length is 63: must be 64"):
+        open_weights(path)
