@@ -59,6 +59,21 @@ def test_tools_that_look_inside_are_over_a_mesh_what_they_are_on_one_device(kind
     assert max(found.values()) <= GRADIENT_F32 * 10, found
 
 
+@pytest.mark.slow
+def test_what_is_learnt_of_captured_values_over_a_mesh_is_what_one_device_learns():
+    """Probes, the tuned lens, and dictionaries, which the trainer trains."""
+    results = on_devices(4, "-m", "tests.multi_device.learning_inside_on_four", optimise=False)
+    assert len(results["fitted"]) == 8
+    assert max(results["fitted"].values()) <= GRADIENT_F32 * 10, results["fitted"]
+    dictionaries = results["dictionaries"]
+    assert len(dictionaries) == 4
+    for case, found in dictionaries.items():
+        wanted = dictionaries[f"{case.partition(';')[0]}; one"]
+        assert len(found["losses"]) == 5 and found["losses"][3] < found["losses"][0]
+        for name, tolerance in (("losses", 1e-5), ("norms", 1e-5), ("scores", 1e-4)):
+            assert_near(found[name], wanted[name], tolerance, case)
+
+
 SUGGESTED = "key heads on one of two axes, automatic"
 """There the compiler would split them by a part of the other axis too."""
 

@@ -10,12 +10,15 @@ Sources: Alain & Bengio 2016 (arXiv:1610.01644); Hewitt & Liang 2019 (arXiv:1909
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
 
 
@@ -98,15 +101,36 @@ def probe(
             raise ValueError(f"num_classes is {num_classes}: must be at least 2")
         if largest is not None and largest >= num_classes:
             raise ValueError(f"labels hold {largest}: must be below num_classes, {num_classes}")
-    if key is not None:
-        order = jax.random.permutation(key, rows)
-        values, labels = values[order], labels[order]
+    return _probe(
+        values, labels, key, penalty, cut=cut, num_classes=num_classes if are_classes else None,
+        steps=steps,
+    )  # fmt: skip
 
-    width = values.shape[-1]
+
+@partial(jax.jit, static_argnames=("cut", "num_classes", "steps"))
+def _probe(*given: jax.Array | float | None, **static: int | None) -> Probe:
+    """Fit a probe; the compiler splits it, and its map is whole on each device."""
+    return by_compiler(partial(_fit, **static), given, PartitionSpec())
+
+
+def _fit(
+    values: jax.Array,  # [B, ..., D]
+    labels: jax.Array,  # [B, ...], or f32[B, ..., C]
+    key: jax.Array | None,
+    penalty: float,
+    *,
+    cut: int,
+    num_classes: int | None,
+    steps: int,
+) -> Probe:
+    """Fit a probe of rows before `cut`, and score it on the others; num_classes None: numbers."""
+    if key is not None:
+        order = jax.random.permutation(key, len(values))
+        values, labels = values[order], labels[order]
+    leads, width = values.shape[:-1], values.shape[-1]
     x = values.astype(jnp.float32)
     x, unseen = x[:cut].reshape(-1, width), x[cut:].reshape(-1, width)
-    if are_classes:
-        assert num_classes is not None
+    if num_classes is not None:
         y, wanted = labels[:cut].reshape(-1), labels[cut:].reshape(-1)
         kernel, bias = _logistic(x, y, num_classes, penalty, steps)
         counts = (y[:, None] == jnp.arange(num_classes)[None]).sum(axis=0)

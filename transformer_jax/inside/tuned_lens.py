@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from transformer_jax.inside.lens import read_out, streams_of
 from transformer_jax.inside.models import Transformer, check_model, refuse_edits
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.pytree import Params, PyTree
+from transformer_jax.sharding import by_compiler
 from transformer_jax.shown import short_repr
 
 
@@ -184,7 +186,8 @@ def fit_tuned_lens(
         (own, _), apart = jax.lax.scan(step, begin, jax.random.split(key, steps))
         return own, apart
 
-    return jax.jit(fitted)(params, jnp.asarray(tokens), start, key)
+    given = params, jnp.asarray(tokens), start, key
+    return jax.jit(lambda *given: by_compiler(fitted, given, PartitionSpec()))(*given)
 
 
 def _check(model: Transformer, translators: Translators) -> None:
