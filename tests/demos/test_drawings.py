@@ -34,6 +34,7 @@ CONFIGS = {
     "output": dict(
         norm_order="output", num_kv_heads=1, qk_norm=True, qk_norm_over="heads", norm="rmsnorm"
     ),
+    "attention alone": dict(d_ff=0),
     "parallel": dict(norm_order="parallel", positions="rope", head_dim=14),
     "parallel, shared": dict(
         kind="encoder-decoder", norm_order="parallel_shared", positions="alibi", out_bias=False

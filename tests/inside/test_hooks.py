@@ -61,6 +61,10 @@ def test_places_of_hooks_have_the_values_that_hooks_see(shape):
         ("gpt2", "hook_resid_pre", "is unknown"),
         ("encoder", "blocks.0.hook_resid_pre", "kind is 'encoder' and norm_order 'pre': must be"),
         ("neox", "blocks.0.hook_resid_mid", "norm_order is 'parallel', so no branch reads it"),
+        *(
+            ("attention alone", f"blocks.0.{name}", "has no place: d_ff is 0, so there is no feed")
+            for name in ("hook_resid_mid", "hook_mlp_out", "mlp.hook_post", "ln2.hook_scale")
+        ),
         ("post", "blocks.0.hook_resid_pre", "kind is 'decoder' and norm_order 'post': must"),
         *(("gpt2", f"blocks.0.{name}", "has no place: ") for name in COMPUTED if "." in name),
         ("gpt2", "hook_embed", "has no place: "),

@@ -105,7 +105,10 @@ def test_each_part_has_the_share_of_the_formula(shape, scanned):
 
 
 @pytest.mark.slow_except("gpt2")
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "gemma", "t5", "encoder", "no norm", "gptj"])
+@pytest.mark.parametrize(
+    "shape",
+    ["gpt2", "llama", "gemma", "t5", "encoder", "no norm", "gptj", "attention alone"],
+)
 def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
     model, params = model_of(shape, scanned=shape == "llama")
     target, other = draw(3), draw(4)
@@ -118,6 +121,7 @@ def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
     wanted = (take(target[..., None]) - take(other[..., None]))[..., 0]
     assert_near(both.total(), wanted, 1e-5)
     assert (one.cross_heads is None) == (shape != "t5")
+    assert (one.feed_forward is None) == (shape == "attention alone")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Path patching against a two-layer attention-only model in float64, and by its sum rule."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from tests.inside.tiny import B, D, L, N, T, draw, model_of, more, params_of
 from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.inside import patch, path_patching
+from transformer_jax.models.factory import build
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
@@ -61,18 +64,25 @@ class AttentionOnly:
         return metric(self.norm(x, self.final) @ self.embed["tokens"].T)
 
 
-def without_feed_forward(scanned):
-    model, params = model_of("gpt2", scanned=scanned)
+def without_feed_forward(kind):
+    model, params = model_of("gpt2", scanned=kind == "scanned")
+    if kind == "d_ff 0":
+        config, blocks = dataclasses.replace(model.config, d_ff=0), dict(params["decoder"])
+        gone = "feed_forward", "norm_feed_forward"
+        for i in range(L):
+            own = blocks[f"block_{i}"]
+            blocks[f"block_{i}"] = {name: x for name, x in own.items() if name not in gone}
+        return build(config), params | {"decoder": blocks}
     silent = lambda path, x: np.zeros_like(x) if "down" in str(path) else x  # noqa: E731
     return model, jax.tree_util.tree_map_with_path(silent, params)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("kind", ["looped", "scanned", "d_ff 0"])
 def test_a_head_reaches_the_logits_directly_or_through_chosen_queries_of_an_attention_only_model(
-    scanned,
+    kind,
 ):
-    model, params = without_feed_forward(scanned)
+    model, params = without_feed_forward(kind)
     given = model, params, CLEAN, CORRUPTED, HEADS
     direct = path_patching(*given, "logits", metric, batch_size=3)
     through = path_patching(*given, {"block_1/attention/query": (1, 3)}, metric)

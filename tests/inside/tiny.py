@@ -41,6 +41,7 @@ SHAPES = {
         logit_bias=True,
     ),
     "encoder": dataclasses.replace(GPT2, kind="encoder", logit_bias=True),
+    "attention alone": dataclasses.replace(GPT2, d_ff=0),
     "no norm": dataclasses.replace(GPT2, norm=None),
     "post": dataclasses.replace(GPT2, norm_order="post"),
     "bert": dataclasses.replace(

@@ -20,7 +20,7 @@ from transformer_jax.decoding.batch_rows import count_rows
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
-from transformer_jax.models.factory import build, init_decode_state, init_params
+from transformer_jax.models.factory import build, init_decode_state, init_params, num_params
 from transformer_jax.models.ngram import count_ngrams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -28,10 +28,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, VOCAB, CAPACITY = 2, 13, 17
 SIZES = dict(vocab_size=VOCAB, d_embed=5, d_hidden=7, init_std=0.7)
 LAYERS = dict(vocab_size=VOCAB, d_model=6, num_heads=3, num_layers=1, d_ff=5, max_len=19)
+ALONE = dict(d_ff=0, num_layers=2)
 TEXT = np.random.default_rng(3).integers(0, VOCAB, (5, 23), dtype=np.int32)
 CONFIGS = {
     "decoder": ModelConfig(**LAYERS),
     "encoder-decoder": ModelConfig(**LAYERS, kind="encoder-decoder", init_std=0.7),
+    "attention alone": ModelConfig(**LAYERS | ALONE, init_std=0.7),
+    "attention alone, scanned": ModelConfig(**LAYERS | ALONE, init_std=0.7, scan_layers=True),
     "rnn": RecurrentConfig(**SIZES, cell="rnn"),
     "translator": RecurrentConfig(
         **SIZES, source_vocab_size=11, cell="gru", attention="general", context="state"
@@ -79,7 +82,7 @@ def full_pass(name: str, row: int, tokens: np.ndarray) -> np.ndarray:  # f32[T, 
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("rnn")
+@pytest.mark.long_except("rnn", "attention alone*")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
     """Check with padding of the source in several places, which must be invisible."""
@@ -97,6 +100,24 @@ def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_block_of_attention_alone_has_no_other_parameters(scanned):
+    """Of a width at which deviations are near those of the formula."""
+    D, L = 256, 3
+    config = ModelConfig(
+        vocab_size=7, d_model=D, num_layers=L, d_ff=0, use_bias=False, max_len=5,
+        positions="rope", scan_layers=scanned,
+    )  # fmt: skip
+    decoder = init_params(config, jax.random.key(3))["decoder"]
+    blocks = [decoder["blocks"]] if scanned else [decoder[f"block_{i}"] for i in range(L)]
+    for block in blocks:
+        assert block.keys() == {"attention", "norm_attention"}
+        for name, std in dict(query=0.02, key=0.02, value=0.02, out=0.02 / L**0.5).items():
+            found = float(np.std(block["attention"][name]["kernel"]))
+            assert abs(found / std - 1) < 0.02, (name, found)
+    assert num_params(config) == 7 * D + L * (4 * D * D + D) + D
+
+
 def test_beam_search_with_one_beam_is_greedy_search():
     """Search with a translator whose next state is the combined one."""
     config, params = config_and_params("translator")

@@ -31,6 +31,7 @@ KINDS = {
     "encoder": dict(kind="encoder"),
     "encoder-decoder": dict(kind="encoder-decoder"),
     "sandwich, Shaw": dict(norm_order="sandwich", positions="shaw"),
+    "attention alone": dict(d_ff=0),
     "parallel": dict(norm_order="parallel"),
     "parallel, shared": dict(norm_order="parallel_shared", num_kv_heads=None),
 }

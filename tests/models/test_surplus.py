@@ -35,6 +35,7 @@ MORE = {
     "ff_bias": (replace(CONFIG, ff_bias=False), CONFIG),
     "out_bias": (replace(CONFIG, out_bias=False), CONFIG),
     "glu": (CONFIG, replace(CONFIG, glu=True)),
+    "d_ff": (replace(CONFIG, d_ff=0), CONFIG),
     "norm_order": (replace(CONFIG, norm_order="post"), CONFIG),
     "norm_order of a sandwich": (CONFIG, replace(CONFIG, norm_order="sandwich")),
     "norm_order of outputs": (

@@ -129,6 +129,12 @@ CASES: dict[str, dict] = {
     "none-sandwich-layernorm": dict(
         positions="none", norm_order="sandwich", value_head_dim=3, norm_unit_offset=True,
     ),
+    "attention-alone": dict(
+        d_ff=0, positions="rope", num_heads=4, num_kv_heads=2, positions_=PADDED, norm="rmsnorm",
+    ),
+    "encoder-decoder-attention-alone": dict(
+        kind="encoder-decoder", d_ff=0, norm_order="parallel", num_layers=1, source_positions=True,
+    ),
     "shaw": dict(positions=Shaw(max_distance=3), value_head_dim=5),
     "shaw-all": dict(
         positions=Shaw(max_distance=2), window=4, attention_sinks=True, num_heads=4,
@@ -268,6 +274,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "padded-learned",
     "packed-learned",
     "mpnet-learned",
+    "attention-alone",
     "llama",
     "smollm3",
     "cohere",
@@ -291,7 +298,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "encoder-decoder-all",
     "two-vocabularies",
 )
-@pytest.mark.slow_except("*-learned", "llama")
+@pytest.mark.slow_except("*-learned", "llama", "attention-alone")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
     config, tokens, arguments, params = prepared(case, rng)
@@ -306,8 +313,8 @@ def test_logits_equal_the_oracle(case, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.long_except("bart", "two-vocabularies")
-@pytest.mark.parametrize("case", ["gemma3", "bart", "two-vocabularies"])
+@pytest.mark.long_except("bart", "two-vocabularies", "attention-alone")
+@pytest.mark.parametrize("case", ["gemma3", "bart", "two-vocabularies", "attention-alone"])
 def test_logits_read_in_parts_through_a_cache_equal_the_oracle(case, rng):
     """Keys are cached as their own layer turns them; a target is placed by its own table."""
     config, tokens, arguments, params = prepared(case, rng)

@@ -1349,6 +1349,18 @@ def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_attention_alone_is_saved_as_no_family(tmp_path):
+    config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, d_ff=0)
+    params = init_params(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="no family can say this config") as error:
+        save_pretrained(tmp_path / "never", config, params)
+    for name in FAMILIES:
+        rule = f"d_ff is 0: a {name} has a feed-forward in every block"
+        assert f"{name}: {rule}" in str(error.value)
+        with pytest.raises(ConfigError, match=f"^{rule}$"):
+            save_pretrained(tmp_path / "never", config, params, family=name)
+
+
 def test_max_len_replaces_the_length_of_the_config(tmp_path):
     stretch = dict(rope_type="dynamic", rope_theta=10_000.0, factor=2.0)
     folder = changed(LLAMA3, tmp_path / "dynamic", dict, rope_parameters=stretch)

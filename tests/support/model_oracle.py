@@ -263,6 +263,8 @@ def _stack(
         branches = {"attention": attend, "cross_attention": cross, "feed_forward": feed_forward}
         if memory is None:
             del branches["cross_attention"]
+        if config.d_ff == 0:
+            del branches["feed_forward"]
         if config.norm_order.startswith("parallel"):
             shared = config.norm_order == "parallel_shared"
             norms = {name: block["norm" if shared else f"norm_{name}"] for name in branches}

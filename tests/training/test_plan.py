@@ -66,7 +66,7 @@ def brute(config, length, source=0):
         own = 2 * d * n * h * queries * 2 + 2 * 2 * d * k * h * keys
         return own + 4 * n * h * pairs
 
-    feed = 2 * d * f * (3 if config.glu else 2)
+    feed = 2 * d * f * (3 if config.glu else 2)  # none where f is 0
 
     def seen(size, window, causal):
         reach = size if window is None else window
@@ -99,10 +99,11 @@ def brute(config, length, source=0):
         replace(SMALL, num_kv_heads=2, glu=True),
         replace(SMALL, window=(5, None)),
         replace(SMALL, window=4, sink_tokens=3),
+        replace(SMALL, d_ff=0),
         replace(SMALL, kind="encoder", window=3),
         replace(SMALL, kind="encoder-decoder", num_decoder_layers=3, glu=True),
     ],
-    ids=["decoder", "windows", "sinks", "encoder", "encoder-decoder"],
+    ids=["decoder", "windows", "sinks", "attention alone", "encoder", "encoder-decoder"],
 )
 def test_operations_of_every_kind_are_counted_one_by_one(config):
     source = 7 if config.kind == "encoder-decoder" else 0

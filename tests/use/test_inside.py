@@ -156,6 +156,16 @@ def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
     assert len(seen.tables()) == 1 and "no parts: norm_order is 'post'" in seen.summary()
 
 
+@pytest.mark.slow
+def test_where_there_is_no_feed_forward_none_is_shown():
+    model = model_of(replace(CONFIG, d_ff=0))
+    seen = model.attribution("bad", baseline="k", answer="d", other_answer="b")
+    assert seen.feed_forward is None and "feed-forward" not in seen.tables()[1].columns
+    total = seen.heads.sum() + seen.embedding + seen.bias
+    assert total == pytest.approx(seen.value, abs=1e-4) and np.abs(seen.heads).max() > 0.01
+    assert list(model.patch("bad", "cab").by_token) == ["residual", "attention/output"]
+
+
 NGRAMS = replace(PLAIN, model=replace(PLAIN.model, config=tj.NgramConfig(vocab_size=11)))
 
 

@@ -71,7 +71,7 @@ class ModelConfig:
     value_head_dim: int | None = None
     """Width of a value head; None is head_dim. `value_dim` is what results."""
     d_ff: int | None = None
-    """Hidden width of the feed-forward (F); None is 4 * d_model."""
+    """Hidden width of the feed-forward (F); None is 4 * d_model, 0 has none: attention alone."""
     experts: Experts | None = None
     """A mixture of experts in the place of each feed-forward; None has one feed-forward."""
     max_len: int = 256
@@ -177,7 +177,8 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Rate on attention weights."""
     init_std: float = 0.02
-    """Standard deviation of weights; branch outputs get it divided by sqrt(2 L)."""
+    """Standard deviation of weights; branch outputs get it divided by sqrt(2 L), where d_ff is 0
+    by sqrt(L)."""
     dtype: DType = "float32"
     """Compute dtype; parameters are float32."""
     remat: Remat = "none"
@@ -206,18 +207,18 @@ class ModelConfig:
             self.positions.check_model(self)
         if self.inputs is not None:
             self.inputs.check_model(self)
-        if self.experts is not None and self.experts.d_ff is not None:
-            rule = f"experts.d_ff is {self.experts.d_ff}, and nothing else reads it"
-            unread(self, rule, "d_ff")
+        self._check_feed_forward()
         self._check_kind()
 
     def _check_ranges(self) -> None:
         sizes = (
             "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads",
-            "num_kv_heads", "head_dim", "value_head_dim", "d_ff", "max_len", "type_vocab_size",
+            "num_kv_heads", "head_dim", "value_head_dim", "max_len", "type_vocab_size",
             "num_classes", "source_vocab_size", "embedding_dim",
         )  # fmt: skip
         positive(self, *sizes, "norm_eps", "init_std")
+        if self.d_ff is not None:
+            non_negative(self, "d_ff")
         factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
         factor(self, "embedding_scale", "residual_scale", "glu_limit")
         if not self.glu:
@@ -225,7 +226,7 @@ class ModelConfig:
         if self.scale_embeddings:
             unread(self, "needs scale_embeddings False", "embedding_scale")
         non_negative(self, "sink_tokens")
-        below_int32(self, *sizes, "sink_tokens")
+        below_int32(self, *sizes, "d_ff", "sink_tokens")
         fraction(self, "dropout", "attention_dropout")
 
     def _check_heads(self) -> None:
@@ -241,6 +242,16 @@ class ModelConfig:
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
+
+    def _check_feed_forward(self) -> None:
+        if self.experts is not None and self.experts.d_ff is not None:
+            rule = f"experts.d_ff is {self.experts.d_ff}, and nothing else reads it"
+            unread(self, rule, "d_ff")
+        if self.d_ff == 0:
+            if self.experts is not None:
+                fail("d_ff", 0, "must be positive: experts stand in the place of a feed-forward")
+            activation = () if self.masked_token_head else ("activation",)
+            unread(self, "needs a feed-forward: d_ff is 0", "glu", "ff_bias", *activation)
 
     def _check_kind(self) -> None:
         """Check what only some kinds have."""

@@ -112,7 +112,9 @@ def block_items(config: ModelConfig, stack: str) -> list[Item]:
     boxes = [attention_box(config, stack)]
     if stack == "decoder" and config.kind == "encoder-decoder":
         boxes.append(attention_box(config, stack, cross=True))
-    boxes.append(Box("feed_forward", [*router, hidden, f"down {config.d_model}"], "feed_forward"))
+    if config.ff_dim:
+        lines = [*router, hidden, f"down {config.d_model}"]
+        boxes.append(Box("feed_forward", lines, "feed_forward"))
     if config.residual_scale is not None:
         line = f"times {config.residual_scale:g}"
         boxes = [Box(box.name, [*box.lines, line], box.fill) for box in boxes]

@@ -69,6 +69,8 @@ def place_of_hook(config: ModelConfig, hook: str) -> str:
     found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", hook)
     block, name = (None, hook) if found is None else found.groups()
     number = 0 if block is None else int(block)
+    if not config.ff_dim and name.startswith(("hook_resid_mid", "hook_mlp_out", "ln2.", "mlp.")):
+        raise ValueError(f"hook {hook!r} has no place: d_ff is 0, so there is no feed-forward")
     if name in COMPUTED:
         raise ValueError(f"hook {hook!r} has no place: {COMPUTED[name]}")
     if block is None or name not in IN_BLOCK:

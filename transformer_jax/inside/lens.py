@@ -99,8 +99,8 @@ class LogitAttribution(NamedTuple):
     """f32[B, T]: of what the first block reads."""
     heads: jax.Array
     """f32[B, L, N, T]: of each head of self-attention, without the bias of its output matrix."""
-    feed_forward: jax.Array
-    """f32[B, L, T]: of each feed-forward branch, its last bias included."""
+    feed_forward: jax.Array | None
+    """f32[B, L, T]: of each feed-forward branch, its last bias included; None: there is none."""
     bias: jax.Array
     """f32[B, T]: of the biases of attention's output matrices, of the final norm's, and of the
     logits'."""
@@ -109,7 +109,8 @@ class LogitAttribution(NamedTuple):
 
     def total(self) -> jax.Array:  # f32[B, T]
         """Return the sum of all parts, which is the logit, or the difference."""
-        heads = self.heads.sum((1, 2)) + self.feed_forward.sum(1)
+        heads = self.heads.sum((1, 2))
+        heads = heads if self.feed_forward is None else heads + self.feed_forward.sum(1)
         heads = heads if self.cross_heads is None else heads + self.cross_heads.sum((1, 2))
         return self.embedding + heads + self.bias
 
@@ -174,8 +175,8 @@ def logit_attribution(
 
     branches = ["attention", *(["cross_attention"] if cfg.kind == "encoder-decoder" else [])]
     names = (
-        "embedding", f"block_{depth - 1}/residual", "block_*/feed_forward/output",
-        *(f"block_*/{branch}/heads" for branch in branches),
+        "embedding", f"block_{depth - 1}/residual", *(f"block_*/{b}/heads" for b in branches),
+        *(["block_*/feed_forward/output"] if cfg.ff_dim else []),
     )  # fmt: skip
     captured = run(model, params, arguments, tokens, capture=names)[1]
     found = {name: value.astype(jnp.float32) for name, value in captured.items()}
@@ -227,8 +228,11 @@ def logit_attribution(
             if "bias" in out:
                 bias = bias + d @ out["bias"].astype(jnp.float32)
     by_branch = {branch: jnp.stack(parts, axis=1) for branch, parts in attributed.items()}
-    forward = [along(found[f"block_{i}/feed_forward/output"]) for i in range(depth)]
+    forward = None
+    if cfg.ff_dim:
+        outputs = [along(found[f"block_{i}/feed_forward/output"]) for i in range(depth)]
+        forward = jnp.stack(outputs, axis=1)
     return LogitAttribution(
-        along(found["embedding"]), by_branch["attention"], jnp.stack(forward, axis=1), bias,
+        along(found["embedding"]), by_branch["attention"], forward, bias,
         by_branch.get("cross_attention"),
     )  # fmt: skip

@@ -81,7 +81,7 @@ def path_patching(
     for name in names:
         if name.rpartition("/")[2] not in _WRITES:
             raise ValueError(f"senders has {name}: must be one of {', '.join(_WRITES)}")
-    branches = ["attention", "feed_forward"]
+    branches = ["attention", *(["feed_forward"] if model.config.ff_dim else [])]
     if model.config.kind == "encoder-decoder":
         branches.append("cross_attention")
     ends = {branch: "output" if branch == "feed_forward" else "heads" for branch in branches}

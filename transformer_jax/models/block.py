@@ -352,13 +352,15 @@ class Block(nn.Module):
 
     def setup(self) -> None:
         cfg = self.config
-        branches = ["attention", *(["cross_attention"] if self.cross else []), "feed_forward"]
+        branches = ["attention", *(["cross_attention"] if self.cross else [])]
+        branches += ["feed_forward"] if cfg.ff_dim else []
         self.branches = branches
         self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
-        feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
-        self.feed_forward = feed_forward(cfg, self.depth)
+        if cfg.ff_dim:
+            feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
+            self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":

@@ -56,7 +56,8 @@ _FIELDS = {
     "query_scale": "qk_norm", "key_scale": "qk_norm", "sinks": "attention_sinks",
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
-    "decoder": "kind", "inputs": "inputs", "blocks": "scan_layers", "block_": "num_layers",
+    "decoder": "kind", "feed_forward": "d_ff", "inputs": "inputs", "blocks": "scan_layers",
+    "block_": "num_layers",
     "norm_attention": "norm_order", "norm_feed_forward": "norm_order", "norm": "norm_order",
     "out_norm_attention": "norm_order", "out_norm_feed_forward": "norm_order",
     "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",
@@ -165,8 +166,12 @@ class Linear(nn.Module):
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
-    """Return the initial scale of a branch's output matrix: 2 L of them add up (GPT-2)."""
-    return config.init_std / (2 * (config.num_layers if depth is None else depth)) ** 0.5
+    """Return the initial scale of a branch's output matrix: 2 L of them add up (GPT-2).
+
+    Where there is no feed-forward L of them do.
+    """
+    depth = config.num_layers if depth is None else depth
+    return config.init_std / ((2 if config.ff_dim else 1) * depth) ** 0.5
 
 
 class FeedForward(nn.Module):

@@ -164,11 +164,11 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     if config.experts is not None:
         forward["router"] = "B", "T", config.experts.count
         forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
-    branches["feed_forward"] = forward | {"output": stream}
+    if config.ff_dim:
+        branches["feed_forward"] = forward | {"output": stream}
     block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
-    block |= {"residual": stream} if config.is_parallel else {
-        "residual_mid": stream, "residual": stream
-    }  # fmt: skip
+    between = bool(config.ff_dim) and not config.is_parallel
+    block |= {"residual_mid": stream, "residual": stream} if between else {"residual": stream}
     found = {"embedding": stream}
     found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}

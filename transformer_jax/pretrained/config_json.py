@@ -88,6 +88,8 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
     if isinstance(rope, Rope) and rope.length is not None:  # how a model is run, too
         rope = dataclasses.replace(rope, length=None)
         config = dataclasses.replace(config, positions=rope, max_len=rope.original_len or 1)
+    if not config.ff_dim:
+        raise ConfigError(f"d_ff is 0: a {family.name} has a feed-forward in every block")
     content = {"model_type": family.name, **family.write(config)}
     try:
         back = read_config(content, table_names(family, config), CONFIG)

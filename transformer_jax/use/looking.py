@@ -190,8 +190,8 @@ class Attribution(Pictured):
         shares: f32[T], integrated gradients (Sundararajan et al. 2017): their sum is about
             value - baseline_value.
         heads: f32[L, N], what each head adds to z at that token; `feed_forward` f32[L] each
-            feed-forward branch, `embedding` and `bias` the rest: together z (direct logit
-            attribution). None where z is no sum, which `reason` says.
+            feed-forward branch, None where there is none; `embedding` and `bias` the rest: together
+            z (direct logit attribution). None where z is no sum, which `reason` says.
         cross_heads: f32[L, N], of the heads over a source.
     """
 
@@ -214,10 +214,12 @@ class Attribution(Pictured):
         what = _difference(self.answer, self.other_answer)
         title = f"{what}: what each token adds, for {marked(self.baseline)!r} in its place"
         found = [Table(title, [""], _marked(self.tokens), self.shares[None])]
-        if self.heads is None or self.feed_forward is None:
+        if self.heads is None:
             return found
-        parts, columns = [self.heads, self.feed_forward[:, None]], _heads(self.heads)
-        columns.append("feed-forward")
+        parts, columns = [self.heads], _heads(self.heads)
+        if self.feed_forward is not None:
+            parts.append(self.feed_forward[:, None])
+            columns.append("feed-forward")
         if self.cross_heads is not None:
             parts.append(self.cross_heads)
             columns += [f"source {name}" for name in _heads(self.cross_heads)]

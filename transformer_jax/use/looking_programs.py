@@ -69,7 +69,8 @@ def branches(config: ModelConfig) -> list[str]:
 
 def streams(config: ModelConfig) -> list[str]:
     """Return the places of a block that are patched token by token."""
-    return ["residual", *(f"{b}/output" for b in branches(config)), "feed_forward/output"]
+    forward = ["feed_forward/output"] if config.ff_dim else []
+    return ["residual", *(f"{b}/output" for b in branches(config)), *forward]
 
 
 def depth(config: ModelConfig) -> int:
