@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def probe(
 
 
 @partial(jax.jit, static_argnames=("cut", "num_classes", "steps"))
-def _probe(*given: jax.Array | float | None, **static: int | None) -> Probe:
+def _probe(*given: jax.Array | float | None, **static: Any) -> Probe:
     """Fit a probe; the compiler splits it, and its map is whole on each device."""
     return by_compiler(partial(_fit, **static), given, PartitionSpec())
 
