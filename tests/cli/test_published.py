@@ -24,6 +24,7 @@ from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.text import text_model
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.text_model import TextModel, load_run, load_text_model
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
@@ -469,20 +470,21 @@ def test_an_encoder_decoder_writes_from_a_source(key):
         padded[0, : len(seen)] = seen
         seen.append(int(np.argmax(np.asarray(apply(padded))[0, len(seen) - 1])))
     assert len(set(seen)) > 3
-    known = config, params, tokenizer, source, 7
-    sampler = Sample(Temperature(0.0))
-    common = dict(sampler=sampler, key=key)
+    generator = TextGenerator(config, params, tokenizer, sampler=Sample(Temperature(0.0)), key=key)
     expected = tokenizer.to_bytes(seen[1:]).decode()
-    ended = common | dict(processors=(ForceLast(7, 6),))
-    assert translate(*known, start=2, **ended) == [expected[:6] + "g"]
-    assert translate(*known, start=2, stop=expected[2:4], **ended) == [expected[:2]]
-    ((_, found),) = search_translations(*known, start=2, beams=1)
+    ended = dataclasses.replace(generator, processors=(ForceLast(7, 6),))
+    assert translate(ended, source, 7, start=2) == [expected[:6] + "g"]
+    stopped = dataclasses.replace(ended, stop=expected[2:4])
+    assert translate(stopped, source, 7, start=2) == [expected[:2]]
+    ((_, found),) = search_translations(generator, source, 7, start=2, beams=1)
     assert found == expected
     last = next(n for n, i in enumerate(seen[1:]) if n > 2 and i not in seen[1 : n + 1])
-    cut = translate(*known, start=2, count=2, stop_ids=(seen[last + 1],), **common)
-    assert cut == [expected[:last]] * 2
+    cut = dataclasses.replace(generator, stop_ids=(seen[last + 1],))
+    assert translate(cut, source, 7, start=2, count=2) == [expected[:last]] * 2
     with pytest.raises(ValueError, match="the source has id 13"):
-        translate(config, params, tokenizer, np.array([13]), 7, start=2, **common)
-    nonfinite = jax.tree.map(lambda leaf: leaf * np.nan, params)
+        translate(generator, np.array([13]), 7, start=2)
+    nonfinite = dataclasses.replace(
+        generator, params=jax.tree.map(lambda leaf: leaf * np.nan, params)
+    )
     with pytest.raises(ValueError, match="no token can follow"):
-        search_translations(config, nonfinite, tokenizer, source, 7, start=2, beams=1)
+        search_translations(nonfinite, source, 7, start=2, beams=1)

@@ -63,7 +63,8 @@ from transformer_jax.decoding.logit_processors import (
 )
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.models.factory import build, init_params
-from transformer_jax.text import completion
+from transformer_jax.text.completion import FirstIds, TextGenerator
+from transformer_jax.text.writer import pieces
 from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer, WordTokenizer
 from transformer_jax.training import loop as training
@@ -855,11 +856,10 @@ def test_a_text_may_outgrow_the_model(key):
     config = ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)
     params = jax.tree.map(lambda leaf: 7 * leaf, init_params(config, key))
     tokenizer = CharTokenizer("".join(chr(ord("A") + i) for i in range(29)))
-    pieces = completion.complete(
-        config, params, tokenizer, "ABRA", 31,
-        sampler=Sample(Temperature(0.0)), key=jax.random.key(0),
-    )  # fmt: skip
-    found = tokenizer.encode("".join(pieces)).tolist()
+    generator = TextGenerator(
+        config, params, tokenizer, sampler=Sample(Temperature(0.0)), key=jax.random.key(0)
+    )
+    found = tokenizer.encode("".join(generator.complete("ABRA", 31))).tolist()
     seen, expected = tokenizer.encode("ABRA").tolist(), []
     model = build(config)
     logits = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
@@ -877,16 +877,15 @@ def test_a_text_may_outgrow_the_model(key):
 
 def test_characters_of_several_bytes_come_whole():
     text = "aé漢\U0001f469‍é"
-    pieces = list(completion.pieces(ByteTokenizer(), text.encode()))
-    assert pieces == list(text)
-    assert "".join(completion.pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
-    assert "".join(completion.pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
+    assert list(pieces(ByteTokenizer(), text.encode())) == list(text)
+    assert "".join(pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
+    assert "".join(pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
 
 
 @pytest.mark.slow
 def test_ids_beyond_the_tokenizer_are_never_drawn(key):
     logits = jax.random.normal(key, (3, 17)).at[:, 11:].add(50.0)
-    kept = completion.FirstIds(11)(logits)
+    kept = FirstIds(11)(logits)
     assert np.isneginf(np.asarray(kept)[:, 11:]).all()
     np.testing.assert_array_equal(kept[:, :11], logits[:, :11])
 

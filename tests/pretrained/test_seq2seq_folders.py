@@ -35,6 +35,7 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.text_model import load_text_model
 from transformer_jax.text.translation import translate
 
@@ -316,9 +317,10 @@ def test_a_model_of_two_vocabularies_is_no_text_model(tmp_path):
 
 def test_ids_of_a_source_are_checked_against_its_own_vocabulary():
     config = ModelConfig(kind="encoder-decoder", vocab_size=11, source_vocab_size=13, d_model=12)
-    arguments: Any = dict(start=0, sampler=Sample(), key=jax.random.key(0))
+    drawn: Any = dict(tokenizer=None, sampler=Sample(), key=jax.random.key(0))
+    generator = TextGenerator(config, {}, **drawn)
     with pytest.raises(ValueError, match="the source has id 13: the model has 13"):
-        translate(config, {}, None, np.array([11, 13]), 2, **arguments)  # type: ignore[arg-type]
+        translate(generator, np.array([11, 13]), 2, start=0)
 
 
 # What a folder may hold, and what not

@@ -23,7 +23,7 @@ from transformer_jax.decoding.logit_processors import (
 )
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.completion import answer, complete, look_up, samples, search
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.translation import search_translations
 from transformer_jax.text.writer import pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
@@ -125,9 +125,13 @@ def params():
     return init_params(CONFIG, jax.random.key(0))
 
 
-def text(params, **change) -> str:
-    arguments = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0)) | change
-    return "".join(complete(CONFIG, params, ByteTokenizer(), "To be", 29, **arguments))
+def greedy(config, params, tokenizer=None, **options) -> TextGenerator:
+    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
+    return TextGenerator(config, params, tokenizer or ByteTokenizer(), **drawn, **options)
+
+
+def text(params, **options) -> str:
+    return "".join(greedy(CONFIG, params, **options).complete("To be", 29))
 
 
 @pytest.mark.slow
@@ -165,9 +169,8 @@ def spell(history, logits):
 @pytest.mark.slow
 def test_what_was_written_stays_new_where_it_is_read_anew(params):
     """11 tokens are: two of the prompt, and the nine that were written after it."""
-    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
-    model = CONFIG, params, ByteTokenizer()
-    whole = "".join(complete(*model, "To be or not to", 13, **drawn, processors=(spell,)))
+    generator = greedy(CONFIG, params, processors=(spell,))
+    whole = "".join(generator.complete("To be or not to", 13))
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
@@ -177,37 +180,34 @@ def test_what_is_forced_is_written_once(params):
     words = "or not to be, that is the question: w"
     first = text(params, processors=(Force(*words[:5].encode()),))
     assert first.startswith("or no") and first.count("or no") == 1
-    whole = "".join(
-        complete(CONFIG, params, ByteTokenizer(), "To be", len(words), sampler=Sample(),
-                 key=jax.random.key(0), processors=(Force(*words.encode()),))
-    )  # fmt: skip
+    forced = (Force(*words.encode()),)
+    generator = TextGenerator(
+        CONFIG, params, ByteTokenizer(), sampler=Sample(), key=jax.random.key(0), processors=forced
+    )
+    whole = "".join(generator.complete("To be", len(words)))
     assert whole == words
 
 
 @pytest.mark.long
 def test_every_way_gives_the_same_text_with_processors(params):
-    model = CONFIG, params, ByteTokenizer()
-    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
-    shaped = dict(processors=(NoRepeatNGram(1), Ban(*range(128, 256))))
-    want = "".join(complete(*model, "abcdef", 9, **drawn, **shaped))
+    generator = greedy(CONFIG, params, processors=(NoRepeatNGram(1), Ban(*range(128, 256))))
+    want = "".join(generator.complete("abcdef", 9))
     assert len(set("abcdef" + want)) == 15
-    assert samples(*model, "abcdef", 9, count=2, **drawn, **shaped) == [want, want]
-    assert look_up(*model, "abcdef", 9, num_draft=3, **drawn, **shaped)[0] == want
-    assert list(answer(*model, ["abcdef"], 9, slots=1, **drawn, **shaped)) == [(0, want)]
-    assert search(*model, "abcdef", 9, beams=1, **shaped)[0][1] == want
+    assert generator.samples("abcdef", 9, 2) == [want, want]
+    assert generator.look_up("abcdef", 9, 3)[0] == want
+    assert list(generator.answer(["abcdef"], 9, slots=1)) == [(0, want)]
+    assert generator.search("abcdef", 9, beams=1)[0][1] == want
 
 
 @pytest.mark.long
 def test_where_no_token_can_follow_every_way_says_so(params):
-    model = CONFIG, params, ByteTokenizer()
-    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
-    nothing = dict(processors=(Ban(*range(256)),))
+    generator = greedy(CONFIG, params, processors=(Ban(*range(256)),))
     for call in (
-        lambda: list(complete(*model, "a", 3, **drawn, **nothing)),
-        lambda: samples(*model, "a", 3, count=2, **drawn, **nothing),
-        lambda: look_up(*model, "a", 3, num_draft=2, **drawn, **nothing),
-        lambda: list(answer(*model, ["a"], 3, slots=1, **drawn, **nothing)),
-        lambda: search(*model, "a", 3, beams=2, **nothing),
+        lambda: list(generator.complete("a", 3)),
+        lambda: generator.samples("a", 3, 2),
+        lambda: generator.look_up("a", 3, 2),
+        lambda: list(generator.answer(["a"], 3, slots=1)),
+        lambda: generator.search("a", 3, beams=2),
     ):
         with pytest.raises(ValueError, match="no token can follow"):
             call()
@@ -223,10 +223,9 @@ def test_where_no_token_can_follow_every_way_says_so(params):
 )
 def test_look_up_makes_room_in_a_ring(layers, window):
     config = dataclasses.replace(CONFIG, positions="rope", window=window, num_layers=layers)
-    model = config, init_params(config, jax.random.key(0)), ByteTokenizer()
-    drawn = dict(sampler=Sample(Temperature(0)), key=jax.random.key(0))
-    want = "".join(complete(*model, "abcab", 17, **drawn))
-    assert look_up(*model, "abcab", 17, num_draft=4, **drawn)[0] == want
+    generator = greedy(config, init_params(config, jax.random.key(0)))
+    want = "".join(generator.complete("abcab", 17))
+    assert generator.look_up("abcab", 17, 4)[0] == want
 
 
 @pytest.mark.slow
@@ -235,23 +234,20 @@ def test_what_cannot_be_is_refused_by_name(params):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
         text(params, processors=Ban(3))
-    ring = dataclasses.replace(CONFIG, window=4), params, ByteTokenizer()
-    common = dict(count=2, sampler=Sample(), key=jax.random.key(0))
     with pytest.raises(ValueError, match="the prompt has id 300: the model has 300 tokens"):
-        samples(*ring, np.array([300] + [98] * 12), 3, **common)
+        ring = greedy(dataclasses.replace(CONFIG, window=4), params)
+        ring.samples(np.array([300] + [98] * 12), 3, 2)
     with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):
-        samples(CONFIG, params, ByteTokenizer(), "a" * 30, 3, **common)
+        greedy(CONFIG, params).samples("a" * 30, 3, 2)
     pair, nothing = dataclasses.replace(CONFIG, kind="encoder-decoder"), np.zeros(0, np.int32)
     with pytest.raises(ValueError, match="the source has no tokens: must have at least one"):
-        search_translations(pair, params, ByteTokenizer(), nothing, 3, start=1, beams=2)
+        search_translations(greedy(pair, params), nothing, 3, start=1, beams=2)
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
     with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
-        complete(CONFIG, params, many, "\u4e00", 3, sampler=Sample(), key=jax.random.key(0))
+        greedy(CONFIG, params, many).complete("\u4e00", 3)
 
 
 def test_prompts_are_read_whole(params):
     with pytest.raises(ValueError):
-        complete(
-            CONFIG, params, CharTokenizer("ab"), "c", 3, sampler=Sample(), key=jax.random.key(0)
-        )
+        greedy(CONFIG, params, CharTokenizer("ab")).complete("c", 3)
     assert np.asarray(ByteTokenizer().encode("\u20ac")).tolist() == [0xE2, 0x82, 0xAC]

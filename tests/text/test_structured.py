@@ -197,13 +197,13 @@ def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
 
 
 def structured_text(model, prompt, count, grammar):
-    from transformer_jax.text.completion import complete
+    from transformer_jax.text.completion import TextGenerator
 
-    return complete(
-        model.config, model.params, model.tokenizer, prompt, count,
+    return TextGenerator(
+        model.config, model.params, model.tokenizer,
         sampler=Sample(Temperature(0.0)), key=jax.random.key(0),
         stop_ids=model.model.stop_ids, grammar=grammar,
-    )  # fmt: skip
+    ).complete(prompt, count)  # fmt: skip
 
 
 BYTES = MODELS["bytes"]

@@ -20,7 +20,7 @@ from transformer_jax.corpus import prepare
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.text.completion import complete
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers import chat_template
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
@@ -29,7 +29,7 @@ from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.training import processes
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.prepared import DocumentRows
-from transformer_jax.training.tasks import Tokenizers, language, load_task
+from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
 from transformer_jax.use.language_model import LanguageModel
@@ -297,7 +297,7 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     params = init_params(model, jax.random.key(0))
     given = dict(sampler=Sample(), key=jax.random.key(0))
     with pytest.raises(ValueError, match="the prompt has id 263: the model has 257 tokens"):
-        next(complete(model, params, tokenizer, "<|im_end|>", 3, **given))
+        TextGenerator(model, params, tokenizer, **given).complete("<|im_end|>", 3)
     config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
     with pytest.raises(DataError, match="prompt is 'a': has token 261"):
         answer_sources(config, Tokenizers(tokenizer), params, ["a"])
@@ -408,7 +408,7 @@ def test_documents_begin_as_their_tokenizer_begins_texts(tmp_path, monkeypatch, 
     assert sorted(found) == wanted
 
     read = []
-    monkeypatch.setattr(language, "complete", lambda *given, **_: read.append(given[3]) or "")
+    monkeypatch.setattr(TextGenerator, "complete", lambda _, ids, count: read.append(ids) or "")
     task.sample(None)
     assert [ids.tolist() for ids in read] == [[first]]
 

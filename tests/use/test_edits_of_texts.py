@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, steering_vector, zero
 from transformer_jax.models.factory import init_decode_state
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.training import batch
 from transformer_jax.use.language_model import LanguageModel
@@ -200,19 +201,16 @@ def test_sources_are_read_and_targets_written_with_edits(side):
     nats = PAIRS.score(pair, edit=edit).nats
     assert nats == pytest.approx(other.score(pair).nats, rel=1e-5)
     assert nats != pytest.approx(PAIRS.score(pair).nats, rel=1e-3)
-    given = (PAIRS.config, LETTERS, np.array([1, 0, 3], np.int32), 4)
-    config, tokenizer, source, count = given
+    source = np.array([1, 0, 3], np.int32)
 
     def written(params, **e):
-        ways = dict(start=0, sampler=Sample(Temperature(0.0)), key=KEY)
-        once = translate(config, params, PAIRS.tokenizer, source, count, **ways, **e)
-        best = search_translations(
-            config, params, PAIRS.tokenizer, source, count, start=0, beams=2, **e
-        )
+        drawn = dict(sampler=Sample(Temperature(0.0)), key=KEY)
+        generator = TextGenerator(PAIRS.config, params, PAIRS.tokenizer, **drawn, **e)
+        once = translate(generator, source, 4, start=0)
+        best = search_translations(generator, source, 4, start=0, beams=2)
         return once, [text for _, text in best], np.round(best[0][0], 4)
 
     assert written(PAIRS.params, edit=edit) == written(other.params) != written(PAIRS.params)
-    assert tokenizer is LETTERS
 
 
 def test_an_edit_of_no_source_is_refused_where_a_state_is_made():

@@ -237,15 +237,14 @@ def _look_up(
     given: Options,
 ) -> None:
     """Print a text that is written by looking up what followed the same words, and what it cost."""
-    from transformer_jax.text.completion import look_up
-    from transformer_jax.use.writing import shortened
+    from transformer_jax.text.completion import TextGenerator
+    from transformer_jax.use.writing import sized
 
     given = given | {"processors": (*model.model.processors, *given["processors"])}
-    config: Any = shortened(model.config, len(prompt) + count)
-    text, out = look_up(
-        config, model.params, model.tokenizer, prompt, count, num_draft=arguments.lookup,
-        stop_ids=model.model.stop_ids, **given,
-    )  # fmt: skip
+    generator = TextGenerator(
+        model.config, model.params, model.tokenizer, stop_ids=model.model.stop_ids, **given
+    )
+    text, out = sized(generator, [prompt], count).look_up(prompt, count, arguments.lookup)
     print(f"{before}{text.removeprefix(' ') if arguments.chat else text}")
     print(
         f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "

@@ -24,7 +24,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.quantized import Kind as WeightKind
-from transformer_jax.text import completion
+from transformer_jax.text.completion import longest_text
 from transformer_jax.text.structured import Form
 from transformer_jax.text.text_model import (
     Which,
@@ -57,7 +57,7 @@ from transformer_jax.use.writing import (
     as_given,
     as_texts,
     checked,
-    shortened,
+    sized,
     without_first_space,
 )
 
@@ -205,12 +205,14 @@ class LanguageModel(Looker, Scorer):
             raise ConfigError(f"generate: {self.instead()}")
         counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(texts) if is_list else None)
-        drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
+        generator = self._generator(
+            sampler, key, processors, samples, stop=stop, cache_dtype=cache_dtype, edit=edit
+        )
         forms: dict[Form, Any] = {"schema": schema, "regex": regex, "grammar": grammar}
         if self.kind != "text" or beams is not None:
             does = "a beam search finds" if beams is not None else "it writes"
             self._refuse(forms, f"{does} texts of no given form")
-        form = self._grammar(forms)
+        generator = replace(generator, grammar=self._grammar(forms))
         sampler = None if isinstance(sampler, Greedy) else sampler
         processors = tuple(processors)
         given: dict[str, object] = dict(
@@ -243,9 +245,9 @@ class LanguageModel(Looker, Scorer):
             ]  # fmt: skip
             return as_given(best, is_list, stream)
         if self.kind == "targets":
-            return self._targets(texts, num_tokens, stop, drawn, samples, is_list, stream)
+            return self._targets(generator, texts, num_tokens, samples, is_list, stream)
         ids = [self.read(text) for text in texts]
-        return self._written(ids, num_tokens, stop, drawn, form, samples, slots, is_list, stream)
+        return self._written(generator, ids, num_tokens, samples, slots, is_list, stream)
 
     @overload
     def chat(
@@ -323,14 +325,17 @@ class LanguageModel(Looker, Scorer):
         talks: Sequence[Any] = messages if many else [messages]  # asked one by one, below
         counts = dict(num_tokens=num_tokens, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(talks) if many else None)
-        drawn = self._drawn(sampler, key, processors, cache_dtype, samples, edit)
         form = self._grammar({"schema": schema, "regex": regex, "grammar": grammar})
+        generator = self._generator(
+            sampler, key, processors, samples, stop=stop, cache_dtype=cache_dtype, edit=edit,
+            grammar=form,
+        )  # fmt: skip
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
-            if len(prompt) > (length := completion.longest_text(self.config)):
+            if len(prompt) > (length := longest_text(self.config)):
                 rule = f"0 fit after the prompt (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
-        found = self._written(ids, num_tokens, stop, drawn, form, samples, slots, many, stream)
+        found = self._written(generator, ids, num_tokens, samples, slots, many, stream)
         if form is not None:
             return found
         if isinstance(found, list):
@@ -410,25 +415,22 @@ class LanguageModel(Looker, Scorer):
                 results=results, num_tokens=num_tokens,
                 length_penalty=1.0 if length_penalty is None else length_penalty, edit=edit,
             )  # fmt: skip
-        given: dict[str, Any] = dict(
-            beams=beams, results=results, length_penalty=length_penalty or 0.0,
-            cache_dtype=cache_dtype, stop_ids=self.model.stop_ids, edit=edit,
-        )  # fmt: skip
-        own = (*self.model.processors, *completion.check_processors(processors))
+        generator = self._generator(processors=processors, cache_dtype=cache_dtype, edit=edit)
+        penalty = length_penalty or 0.0
         if self.kind == "targets":
             source, count = self._source(str(prompt)), self._target_count(num_tokens)
+            forcing = replace(generator, processors=self._forcing(generator.processors, count))
             return search_translations(
-                self.config, self.params, self.tokenizer, source, count,  # type: ignore[arg-type]
-                start=self.model.start_id, processors=self._forcing(own, count), **given,  # type: ignore[arg-type]
+                forcing, source, count, start=self.model.start_id,  # type: ignore[arg-type]
+                beams=beams, results=results, length_penalty=penalty,
             )  # fmt: skip
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
         if (left := self.room(ids)) < 1:
-            rule = f"0 fit after it (max_len {completion.longest_text(self.config)})"
+            rule = f"0 fit after it (max_len {longest_text(self.config)})"
             raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
         count = min(NUM_TOKENS, left) if num_tokens is None else num_tokens
-        config = shortened(self.config, len(ids) + count)
-        return completion.search(
-            config, self.params, self.tokenizer, ids, count, processors=own, **given
+        return sized(generator, [ids], count).search(
+            ids, count, beams=beams, results=results, length_penalty=penalty
         )
 
     def attend(

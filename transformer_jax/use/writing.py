@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -13,16 +13,19 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor
+from transformer_jax.decoding.logit_processors import (
+    Force,
+    ForceLast,
+    HistoryProcessor,
+    check_processors,
+)
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
 from transformer_jax.models.places import Edit
-from transformer_jax.pytree import Params
-from transformer_jax.text import completion
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.structured import Form, Grammar
 from transformer_jax.text.translation import translate
 from transformer_jax.text.writer import check_stop_strings
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.use.reading import Reader, published_run
 
 NUM_TOKENS = 400
@@ -54,14 +57,13 @@ class Searching(Writing, total=False):
     beams: int | None
 
 
-class Drawn(TypedDict):
-    """Name how tokens are chosen, as functions of `text` take it."""
+class Ends(TypedDict, total=False):
+    """Name fields of a `TextGenerator` that are passed on as they are."""
 
-    sampler: Sample
-    key: jax.Array
-    processors: tuple[HistoryProcessor, ...]
+    stop: str | Sequence[str]
     cache_dtype: jax.typing.DTypeLike | None
     edit: Mapping[str, Edit]
+    grammar: Grammar | None
 
 
 class Writer(Reader):
@@ -74,16 +76,15 @@ class Writer(Reader):
                 what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
                 raise ConfigError(f"{name} is {value!r:.80}: of {what}, {rule}")
 
-    def _drawn(
+    def _generator(
         self,
-        sampler: Greedy | Sample | None,
-        key: jax.Array | None,
-        processors: Sequence[HistoryProcessor],
-        cache_dtype: jax.typing.DTypeLike | None,
-        samples: int | None,
-        edit: Mapping[str, Edit],
-    ) -> Drawn:
-        """Return how a token is chosen, as `completion` takes it."""
+        sampler: Greedy | Sample | None = None,
+        key: jax.Array | None = None,
+        processors: Sequence[HistoryProcessor] = (),
+        samples: int | None = None,
+        **options: Unpack[Ends],
+    ) -> TextGenerator:
+        """Return what writes with the model; without a sampler it takes the likeliest tokens."""
         if sampler is not None and not isinstance(sampler, Greedy | Sample):
             raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
         if sampler is None or isinstance(sampler, Greedy):
@@ -93,8 +94,11 @@ class Writer(Reader):
             sampler, key = Sample(Temperature(0.0)), jax.random.key(0)
         if key is None:
             raise ValueError(f"key is None: {sampler!r} draws random numbers")
-        own = (*self.model.processors, *completion.check_processors(processors))
-        return dict(sampler=sampler, key=key, processors=own, cache_dtype=cache_dtype, edit=edit)
+        return TextGenerator(
+            self.config, self.params, self.tokenizer, sampler=sampler, key=key,
+            processors=(*self.model.processors, *check_processors(processors)),
+            stop_ids=self.model.stop_ids, **options,
+        )  # fmt: skip
 
     def _grammar(self, forms: Mapping[Form, Any]) -> Grammar | None:
         """Return the one form that was given, for the tokens of the model."""
@@ -113,11 +117,9 @@ class Writer(Reader):
 
     def _written(
         self,
+        generator: TextGenerator,
         prompts: list[np.ndarray],
         num_tokens: int | None,
-        stop: tuple[str, ...],
-        drawn: Drawn,
-        grammar: Grammar | None,
         samples: int | None,
         slots: int,
         is_list: bool,
@@ -127,46 +129,28 @@ class Writer(Reader):
         count = NUM_TOKENS if num_tokens is None else num_tokens
         if samples is not None and num_tokens is None:
             count = max(1, min(count, self.room(prompts[0])))
-        ends = self.model.stop_ids
         if not is_list:
-            (prompt,) = prompts
-            model = self._sized([prompt], count)
+            own = sized(generator, prompts, count)
             if samples is not None:
-                return completion.samples(
-                    *model, prompt, count, count=samples, stop=stop, stop_ids=ends,
-                    grammar=grammar, **drawn,
-                )  # fmt: skip
-            pieces = completion.complete(
-                *model, prompt, count, stop=stop, stop_ids=ends, grammar=grammar, **drawn
-            )
+                return own.samples(prompts[0], count, samples)
+            pieces = own.complete(prompts[0], count)
             return pieces if stream else "".join(pieces)
         found, fitting = [""] * len(prompts), []
         for n, prompt in enumerate(prompts):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            own: Drawn = {**drawn, "key": jax.random.fold_in(drawn["key"], n)}
-            pieces = completion.complete(
-                *self._sized([prompt], count), prompt, count, stop=stop, stop_ids=ends,
-                grammar=grammar, **own,
-            )  # fmt: skip
-            found[n] = "".join(pieces)
+            own = replace(generator, key=jax.random.fold_in(generator.key, n))
+            found[n] = "".join(sized(own, [prompt], count).complete(prompt, count))
         if fitting:
             parts = [prompts[n] for n in fitting]
-            answers = completion.answer(
-                *self._sized(parts, count), parts, count, slots=min(slots, bucket(len(parts))),
-                numbers=fitting, stop=stop, stop_ids=ends, grammar=grammar, **drawn,
-            )  # fmt: skip
+            at_once = min(slots, bucket(len(parts)))
+            answers = sized(generator, parts, count).answer(
+                parts, count, slots=at_once, numbers=fitting
+            )
             for n, text in answers:
                 found[n] = text
         return found
-
-    def _sized(
-        self, prompts: Sequence[np.ndarray], count: int
-    ) -> tuple[AnyModelConfig, Params, Tokenizer]:
-        """Return config, parameters and tokenizer, with a cache as long as the texts need."""
-        longest = max(map(len, prompts))
-        return shortened(self.config, longest + count), self.params, self.tokenizer
 
     def _masked_run(self) -> TrainConfig:
         if self.model.run is not None:
@@ -202,28 +186,23 @@ class Writer(Reader):
 
     def _targets(
         self,
+        generator: TextGenerator,
         texts: list[str],
         num_tokens: int | None,
-        stop: tuple[str, ...],
-        drawn: Drawn,
         samples: int | None,
         is_list: bool,
         stream: bool,
     ) -> Written:
         """Write the targets of sources with a published encoder-decoder."""
         count = self._target_count(num_tokens)
-        drawn["processors"] = self._forcing(drawn["processors"], count)
+        generator = replace(generator, processors=self._forcing(generator.processors, count))
         found = []
         for n, text in enumerate(texts):
-            key = jax.random.fold_in(drawn["key"], n) if is_list else drawn["key"]
-            own: Drawn = {**drawn, "key": key}
+            key = jax.random.fold_in(generator.key, n) if is_list else generator.key
+            own, source = replace(generator, key=key), self._source(text)
             found.append(
-                translate(
-                    self.config, self.params, self.tokenizer, self._source(text),  # type: ignore[arg-type]
-                    count, start=self.model.start_id, count=samples or 1, stop=stop,  # type: ignore[arg-type]
-                    stop_ids=self.model.stop_ids, **own,
-                )
-            )  # fmt: skip
+                translate(own, source, count, start=self.model.start_id, count=samples or 1)  # type: ignore[arg-type]
+            )
         if samples is not None:
             return found[0]
         return as_given([targets[0] for targets in found], is_list, stream)
@@ -233,11 +212,16 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, tuple) and not value
 
 
+def sized(generator: TextGenerator, prompts: Sequence[np.ndarray], count: int) -> TextGenerator:
+    """Return the generator with a cache as long as the texts need."""
+    return replace(generator, config=shortened(generator.config, max(map(len, prompts)) + count))
+
+
 def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
     """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
     if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
         return config
-    return dataclasses.replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+    return replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
 
 
 def checked(

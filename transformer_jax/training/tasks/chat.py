@@ -16,7 +16,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.tasks import ChatTask
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text.completion import complete
+from transformer_jax.text.completion import TextGenerator
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -113,11 +113,11 @@ def answer_messages(
         rule = f"must be less than max_len {config.model.max_len}"
         raise DataError(f"{what} {len(prompt)} tokens: {rule}")
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
-    pieces = complete(
-        config.model, params, tokenizer, prompt, num_tokens,
+    generator = TextGenerator(
+        config.model, params, tokenizer,
         sampler=Sample(Temperature(0.8)), key=key, stop_ids=end_ids(tokenizer),
     )  # fmt: skip
-    return "".join(pieces).strip()
+    return "".join(generator.complete(prompt, num_tokens)).strip()
 
 
 def _examples(

@@ -11,7 +11,7 @@ import numpy as np
 from transformer_jax.config import Learned, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import Documents, LanguageTask
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text.completion import complete, read_prompt
+from transformer_jax.text.completion import TextGenerator, read_prompt
 from transformer_jax.tokenizers.plain_text import split_documents
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -179,14 +179,12 @@ def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) ->
         end = special_ids(tokenizer)["eos"]
         begin = None if frame(tokenizer).first else end
         prompt, stop = read_prompt(tokenizer, "", begin), (end,)
-    pieces = complete(
+    generator = TextGenerator(
         model,
         params,
         tokenizer,
-        prompt,
-        config.sample_tokens,
         sampler=Sample(Temperature(0.8)),
         key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
         stop_ids=stop,
     )
-    return "".join(pieces)
+    return "".join(generator.complete(prompt, config.sample_tokens))
