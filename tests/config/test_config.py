@@ -109,6 +109,23 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(attention_dropout=-0.1), "attention_dropout", "-0.1", "at least 0"),
     # fields that contradict each other
     (ModelConfig, {}, dict(embedding_dim=5), "embedding_dim", "5", "needs kind 'encoder'"),
+    (ModelConfig, {}, dict(share_layers=True), "share_layers", "True", "needs kind 'encoder'"),
+    (
+        ModelConfig,
+        dict(kind="encoder", share_layers=True),
+        dict(window=(2, 3)),
+        "share_layers",
+        "True",
+        "layers that do not differ",
+    ),
+    (
+        ModelConfig,
+        dict(kind="encoder", share_layers=True),
+        dict(positions=Rope(pattern=(True, False))),
+        "share_layers",
+        "True",
+        "positions without a pattern",
+    ),
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (Learned, {}, dict(buckets=5), "buckets", "5", "must be even"),
     (Learned, {}, dict(max_distance=5), "max_distance", "5", "needs buckets"),

@@ -46,6 +46,7 @@ CONFIGS = {
     ),
     "pooler": dict(kind="encoder", pooler="relu", positions="sinusoidal"),
     "ELECTRA": dict(kind="encoder", embedding_dim=13, masked_token_head=True, embedding_norm=True),
+    "ALBERT": dict(kind="encoder", share_layers=True),
     "MPNet": dict(kind="encoder", positions=Learned(offset=2, buckets=8)),
     "transform": dict(
         kind="encoder", pooler="transform", num_classes=11, classes_of="token", pooler_reads="each"
@@ -119,7 +120,9 @@ def test_a_drawing_names_every_module_and_width(name):
         if stack in shapes:
             name = f"{stack}/blocks" if config.scan_layers else f"{stack}/block_0"
             assert name in written
-            assert any(re.fullmatch(rf"(to block_{depth - 1}, )?{depth} ×", t) for t in written)
+            assert any(
+                re.fullmatch(rf"(to block_{depth - 1}, |the same, )?{depth} ×", t) for t in written
+            )
 
 
 @pytest.mark.slow

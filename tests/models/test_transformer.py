@@ -160,6 +160,9 @@ CASES: dict[str, dict] = {
         kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
         positions=Learned(offset=2, buckets=6, max_distance=5), positions_=PADDED,
     ),
+    "albert": dict(
+        kind="encoder", norm_order="post", share_layers=True, num_layers=3, positions_=PADDED,
+    ),
     "electra": dict(
         kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
         embedding_dim=7, type_vocab_size=3, types=True, logit_bias=True, positions_=PADDED,
@@ -295,6 +298,7 @@ def shapes_under(config: ModelConfig, x64: bool):
     "marian",
     "t5-encoder-decoder",
     "electra",
+    "albert",
     "encoder-decoder-all",
     "two-vocabularies",
 )
@@ -440,6 +444,27 @@ def test_class_logits_equal_the_oracle(rng, classes, pooler):
         SMALL, kind="encoder", num_classes=classes, pooler=pooler, type_vocab_size=2
     )
     assert by_method("classify", config, rng).shape == (2, classes)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
+    """Each pass has places of its own."""
+    config = dataclasses.replace(
+        SMALL, kind="encoder", share_layers=True, num_layers=3, remat=remat, dropout=0.2
+    )
+    params = oracle.randomised(shapes(config), rng)
+    assert [name for name in params["encoder"] if "block" in name] == ["block_0"]
+    several = {f"block_{i}": params["encoder"]["block_0"] for i in range(3)}
+    apart = params | {"encoder": params["encoder"] | several}
+    tokens = random_tokens(rng, 1, TOKENS)
+    edit = {"block_1/feed_forward/output": lambda y: 2 * y}
+    arguments = dict(capture=("block_*/residual",), edit=edit)
+    found = []
+    for share, given in ((True, params), (False, apart)):
+        apply = partial(build(dataclasses.replace(config, share_layers=share)).apply, **arguments)
+        found.append(jax.jit(apply)({"params": given}, tokens, key=jax.random.key(3)))
+    assert found[0][2].keys() == {f"block_{i}/residual" for i in range(3)}
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.slow_except("mean")

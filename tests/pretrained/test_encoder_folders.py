@@ -1,4 +1,4 @@
-"""Check folders of MPNet and ELECTRA without torch: where tensors lie, what is refused by name."""
+"""Check folders of MPNet, ELECTRA and ALBERT without torch: where tensors lie, what is refused."""
 
 import json
 from dataclasses import replace
@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from transformer_jax.config import ConfigError, Learned
 from transformer_jax.inside import logit_lens
 from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.flops import forward_flops
 from transformer_jax.models.places import places
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
@@ -29,6 +30,13 @@ ELECTRA = dict(
     model_type="electra", vocab_size=29, embedding_size=5, hidden_size=12, intermediate_size=10,
     num_hidden_layers=2, num_attention_heads=3, max_position_embeddings=32, hidden_act="gelu",
     summary_type="first", summary_use_proj=True, type_vocab_size=2,
+)  # fmt: skip
+ALBERT = dict(
+    model_type="albert", vocab_size=29, embedding_size=5, hidden_size=12, intermediate_size=10,
+    num_hidden_layers=7, num_attention_heads=3, max_position_embeddings=32, type_vocab_size=2,
+    num_hidden_groups=1, inner_group_num=1, hidden_dropout_prob=0, gap_size=0, layers_to_keep=[],
+    attention_probs_dropout_prob=0, classifier_dropout_prob=0.1, down_scale_factor=1,
+    net_structure_type=0, num_memory_blocks=0,
 )  # fmt: skip
 NAMES = tuple(map(str, range(40)))
 
@@ -82,6 +90,27 @@ def test_embeddings_as_wide_as_the_blocks_have_no_projection(tmp_path):
     assert "electra.embeddings_project.weight" not in tensors
 
 
+def test_the_layers_of_an_albert_are_one_block(tmp_path):
+    config = read(ALBERT, ("albert.pooler.weight", *NAMES))
+    assert config.share_layers and config.num_layers == 7 and config.activation == "gelu_tanh"
+    params, tensors = written(tmp_path, config)
+    assert [name for name in params["encoder"]] == ["block_0"]
+    block = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    value = np.asarray(params["encoder"]["block_0"]["attention"]["value"]["kernel"])
+    np.testing.assert_array_equal(
+        tensors[f"{block}.attention.value.weight"], value.reshape(12, 12).T
+    )
+    assert sum(name.endswith("ffn.weight") for name in tensors) == 1
+    content = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert content["num_hidden_groups"] == content["inner_group_num"] == 1
+    one = replace(config, num_layers=1)
+    products = forward_flops(config, 5) - 7 * forward_flops(one, 5)
+    rest = 2 * 5 * 12 * 5 + 2 * 12 * 12  # the projection of 5 tokens, and the pooler
+    assert products == -6 * rest
+    with pytest.raises(ConfigError, match="share_layers is True: needs a looped stack"):
+        load_pretrained(tmp_path / "m", scan_layers=True)
+
+
 def test_narrow_embeddings_give_no_logits_without_the_head(rng):
     config = read(ELECTRA)
     tokens, params = rng.integers(0, 29, (1, 3)), init_params(config, jax.random.key(0))
@@ -95,6 +124,8 @@ def test_narrow_embeddings_give_no_logits_without_the_head(rng):
 @pytest.mark.parametrize(
     ("content", "changes", "rule"),
     [
+        (ALBERT, dict(num_hidden_groups=2), "num_hidden_groups is 2: must be 1"),
+        (ALBERT, dict(inner_group_num=2), "inner_group_num is 2: must be 1"),
         (ELECTRA, dict(embedding_size=0), "embedding_size is 0: must be an integer from 1"),
         (ELECTRA, dict(position_embedding_type="relative_key"), "is 'relative_key': must be"),
         (MPNET, dict(relative_attention_num_buckets=16), "num_buckets is 16: must be 32"),

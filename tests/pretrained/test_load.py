@@ -713,6 +713,14 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             positions=Learned(offset=2, buckets=32),
         ),
     ),
+    "albert": (
+        dict(model_type="albert"), TWELVE,
+        BERT | dict(
+            vocab_size=30000, embedding_dim=128, d_model=4096, num_heads=64, d_ff=16384,
+            num_layers=12, max_len=512, type_vocab_size=2, share_layers=True,
+            activation="gelu_tanh", dropout=0.0, attention_dropout=0.0,
+        ),
+    ),
     "electra": (
         dict(model_type="electra"), TWELVE,
         BERT | dict(

@@ -115,6 +115,10 @@ SIZES["electra"] = (
     dict(SIZES["bert"][0], embedding_size=11),
     dict(SIZES["bert"][1], embedding_size=33, hidden_act="gelu"),
 )
+SIZES["albert"] = (
+    dict(SIZES["bert"][0], num_hidden_layers=3, embedding_size=11),
+    dict(SIZES["bert"][1], num_hidden_layers=2, embedding_size=33, hidden_act="relu"),
+)
 SIZES["mpnet"] = SIZES["bert"][0], dict(
     hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
     layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
@@ -122,7 +126,7 @@ SIZES["mpnet"] = SIZES["bert"][0], dict(
 SIZES |= {"xlm-roberta": SIZES["roberta"], "camembert": SIZES["roberta"]}
 CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}
 CLASSES |= {"xlm-roberta": "XLMRoberta", "camembert": "Camembert", "modernbert": "ModernBert"}
-CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet", "electra": "Electra"}
+CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet", "electra": "Electra", "albert": "Albert"}
 HEADS = [
     ("bert", "ForMaskedLM"),
     ("bert", "Model"),
@@ -162,6 +166,12 @@ HEADS = [
     ("electra", "ForSequenceClassification"),
     ("electra", "ForTokenClassification"),
     ("electra", "ForQuestionAnswering"),
+    ("albert", "ForMaskedLM"),
+    ("albert", "Model"),
+    ("albert", "ForPreTraining"),
+    ("albert", "ForSequenceClassification"),
+    ("albert", "ForTokenClassification"),
+    ("albert", "ForQuestionAnswering"),
 ]
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
 """Those whose tensors have the same names in files and in memory."""
@@ -196,7 +206,7 @@ def asked(family: str, ids, at, types):
     """The same question, to `transformers`."""
     mask = torch.tensor(at >= 0)
     out = dict(input_ids=torch.tensor(ids).long(), attention_mask=mask.long())
-    if family in ("bert", "distilbert", "electra"):
+    if family in ("bert", "distilbert", "electra", "albert"):
         out["position_ids"] = torch.tensor(np.maximum(at, 0)).long()
     if types is not None:
         out["token_type_ids"] = torch.tensor(types).long()
@@ -215,8 +225,8 @@ def alone(family: str, ids, at, types):
 def class_logits(head: str, want):
     """Return transformers' logits: of each text, or of each token where the head reads all."""
     if head == "ForPreTraining":  # of an ELECTRA one number of each token
-        named = "seq_relationship_logits" in want
-        return want["seq_relationship_logits"] if named else want["logits"][..., None]
+        named = [want[name] for name in ("seq_relationship_logits", "sop_logits") if name in want]
+        return named[0] if named else want["logits"][..., None]
     if head == "ForQuestionAnswering":
         return torch.stack([want["start_logits"], want["end_logits"]], dim=-1)
     return want["logits"]

@@ -237,8 +237,9 @@ def _stack(
         return 0.0
 
     stream = []
-    for i in range(sum(name.startswith("block_") for name in params)):
-        block = params[f"block_{i}"]
+    depth = sum(name.startswith("block_") for name in params)
+    for i in range(config.num_layers if config.share_layers else depth):
+        block = params["block_0" if config.share_layers else f"block_{i}"]
         stream.append(x)
 
         def attend(x, p=block, layer=i):

@@ -60,6 +60,9 @@ class ModelConfig:
     """Width of the residual stream (D)."""
     num_layers: int = 4
     """Blocks in the stack; in each stack of an encoder-decoder unless num_decoder_layers is set."""
+    share_layers: bool = False
+    """encoder: all blocks are one and the same, block_0, which the stream passes num_layers times
+    (ALBERT). Needs a looped stack, and layers that do not differ."""
     num_decoder_layers: int | None = None
     """Blocks of the decoder of an encoder-decoder; None is num_layers."""
     num_heads: int = 4
@@ -260,7 +263,11 @@ class ModelConfig:
             unread(self, rule, "num_decoder_layers", "source_vocab_size")
         if self.kind != "encoder":
             heads = "type_vocab_size", "num_classes", "pooler", "masked_token_head", "embedding_dim"
-            unread(self, "needs kind 'encoder'", *heads)
+            unread(self, "needs kind 'encoder'", *heads, "share_layers")
+        if self.scan_layers or isinstance(self.window, tuple) or not self.first_norm:
+            unread(self, "needs a looped stack of layers that do not differ", "share_layers")
+        if getattr(self.positions, "pattern", None) is not None:
+            unread(self, "needs positions without a pattern", "share_layers")
         if self.num_classes is None:
             unread(self, "needs num_classes", "classes_of")
         if self.pooling is None:

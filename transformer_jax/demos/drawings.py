@@ -224,6 +224,7 @@ def stack_items(config: ModelConfig, stack: str) -> list[Item]:
     items: list[Item] = [f"text {source}", *embedding_boxes(config, pair and stack == "decoder")]
     name = f"{stack}/blocks" if config.scan_layers else f"{stack}/block_0"
     several = f"to block_{depth - 1}, " if depth > 1 and not config.scan_layers else ""
+    several = "the same, " if config.share_layers else several
     items += ["start", *block_items(config, stack), f"{name} | {several}{depth} ×"]
     if config.norm_order != "post":
         items += norm_boxes(config, f"{stack}/norm")

@@ -102,7 +102,7 @@ def circuits(
     reads, writes = ("query", "key") if circuit == "qk" else ("value", "out")
     first, second = [], []
     for i in range(depth):
-        block = blocks[f"block_{i}"]
+        block = blocks["block_0" if cfg.share_layers else f"block_{i}"]
         a = _dense(block[name][reads]["kernel"], 1)  # [D, N or K, H]
         b = _dense(block[name][writes]["kernel"], 2 if writes == "out" else 1)
         b = b.transpose(2, 0, 1) if writes == "out" else b  # [D, N or K, H]

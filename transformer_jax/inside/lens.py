@@ -219,7 +219,7 @@ def logit_attribution(
                 of_all = params[side]["blocks"][branch]["out"]
                 out = jax.tree.map(lambda leaf, i=i: leaf[i], of_all)
             else:
-                out = params[side][f"block_{i}"][branch]["out"]
+                out = params[side]["block_0" if cfg.share_layers else f"block_{i}"][branch]["out"]
             heads = found[f"block_{i}/{branch}/heads"]  # [B, T, N, Hv]
             matrix = lambda h, out=out: product(h, out["kernel"], None, 2, None, "out")  # noqa: E731
             # <h W, d> = <h, d W^T>: one product for all heads

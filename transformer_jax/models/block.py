@@ -377,7 +377,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
-        layer: jax.Array | None = None,  # i32[]: its number in a scan
+        layer: jax.Array | int | None = None,  # i32[] in a scan: how many blocks came before
     ) -> tuple[jax.Array, LayerCache | None, Captured]:
         """Run the branches: return the stream [B, T, D], the updated cache, and what is captured.
 

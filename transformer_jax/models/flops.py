@@ -28,7 +28,8 @@ def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> f
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if names[-1] == "kernel":
             tokens = _tokens(names, config, length, source_length)
-            total += 2 * math.prod(leaf.shape) * tokens * _share(names, config)
+            times = config.num_layers if config.share_layers and "block_0" in names else 1
+            total += 2 * math.prod(leaf.shape) * tokens * _share(names, config) * times
     if config.num_classes is None and config.has_logits:
         total += 2.0 * config.vocab_size * config.embedding_width * length
     causal = config.kind != "encoder"

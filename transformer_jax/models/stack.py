@@ -135,7 +135,10 @@ class Stack(nn.Module):
             if cfg.remat == "dots":
                 policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             # in a loop, XLA would join the second computation with the first
-            block = nn.remat(Block, prevent_cse=not cfg.scan_layers, policy=policy)
+            static = () if cfg.scan_layers else (6,)  # the number of the layer
+            block = nn.remat(
+                Block, prevent_cse=not cfg.scan_layers, policy=policy, static_argnums=static
+            )
         if cfg.scan_layers:
             lifted: dict[str, object] = dict(
                 variable_axes={"params": 0, ROUTED: 0},
@@ -154,7 +157,7 @@ class Stack(nn.Module):
         else:
             self.block = [
                 block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
-                for i in range(self.depth)
+                for i in range(1 if cfg.share_layers else self.depth)
             ]
         if (distances := distance_buckets(cfg.positions)) is not None:
             normal = nn.initializers.normal(cfg.init_std)
@@ -244,7 +247,9 @@ class Stack(nn.Module):
                 own = replace(given, mask=masks[i % len(masks)], bias=bias)
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
-                x, layer, found = self.block[i](x, own, layer, cross_cache, own_key)
+                x, layer, found = self.block[i % len(self.block)](
+                    x, own, layer, cross_cache, own_key, i
+                )
                 updated.append(layer)
                 captured |= {f"block_{i}/{name}": value for name, value in found.items()}
             layers = None if layers is None else tuple(updated)

@@ -51,6 +51,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
         depth = 1
         if "/block_0/" in path:
             depth = config.decoder_layers if path.startswith("decoder/") else config.num_layers
+            depth = 1 if config.share_layers else depth
         lacking = not config.first_norm and "/block_0/norm_attention/" in path
         for i in range(lacking, depth):
             found[path.replace("/block_0/", f"/block_{i}/")] = shape

@@ -5,6 +5,7 @@ config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) kn
 """
 
 from transformer_jax.pretrained.families import (
+    albert,
     bart,
     bert,
     electra,
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Family] = {
         bert.MPNET,
         bert.DISTILBERT,
         electra.ELECTRA,
+        albert.ALBERT,
         modernbert.MODERNBERT,
         nomic_bert.NOMIC_BERT,
         t5.T5,

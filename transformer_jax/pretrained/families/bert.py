@@ -38,18 +38,26 @@ ATTENTION = "self.query", "self.key", "self.value", "output.dense", "output.Laye
 """Names of an attention's matrices and of the norm after it."""
 
 
-def bert_stack(
-    config: ModelConfig, prefix: str, attention: tuple[str, str, str, str, str] = ATTENTION
-) -> list[TensorMapping]:
-    """Map embeddings and blocks, which BERT and RoBERTa name alike."""
-    embeddings, block = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{i}}"
-    query, key, value, out, after = (f"{block}.attention.{name}" for name in attention)
+def embeddings_of(config: ModelConfig, prefix: str) -> list[TensorMapping]:
+    """Map the tables of tokens, positions and types, and the norm of their sum."""
+    embeddings = f"{prefix}.embeddings"
     types = TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight")
     return [
         TensorMapping("embed/tokens", f"{embeddings}.word_embeddings.weight"),
         TensorMapping("embed/positions", f"{embeddings}.position_embeddings.weight"),
         *([] if config.type_vocab_size is None else [types]),
         *norm("embed/norm", f"{embeddings}.LayerNorm"),
+    ]
+
+
+def bert_stack(
+    config: ModelConfig, prefix: str, attention: tuple[str, str, str, str, str] = ATTENTION
+) -> list[TensorMapping]:
+    """Map embeddings and blocks, which BERT and RoBERTa name alike."""
+    block = f"{prefix}.encoder.layer.{{i}}"
+    query, key, value, out, after = (f"{block}.attention.{name}" for name in attention)
+    return [
+        *embeddings_of(config, prefix),
         *blocks(
             "encoder",
             config.num_layers,
@@ -116,7 +124,13 @@ def post_norm_encoder(
 
 
 def bert_sizes(
-    keys: ConfigKeys, *, width: int = 768, heads: int = 12, hidden: int = 3072
+    keys: ConfigKeys,
+    *,
+    width: int = 768,
+    heads: int = 12,
+    hidden: int = 3072,
+    activation: str = "gelu",
+    rate: float = 0.1,
 ) -> Fields:
     """Read sizes, activation, norm and dropout; the arguments are defaults."""
     keys.require("position_embedding_type", "absolute")
@@ -127,11 +141,11 @@ def bert_sizes(
         num_layers=keys.integer("num_hidden_layers", 12),
         num_heads=keys.integer("num_attention_heads", heads),
         d_ff=keys.integer("intermediate_size", hidden),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu"),
+        activation=keys.choice("hidden_act", ACTIVATIONS, activation),
         type_vocab_size=keys.integer("type_vocab_size", 2),
         norm_eps=keys.positive("layer_norm_eps", 1e-12),
-        dropout=keys.rate("hidden_dropout_prob", 0.1),
-        attention_dropout=keys.rate("attention_probs_dropout_prob", 0.1),
+        dropout=keys.rate("hidden_dropout_prob", rate),
+        attention_dropout=keys.rate("attention_probs_dropout_prob", rate),
     )
 
 
