@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from transformer_jax.cli.convert import token_ids, tokenizer_files
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig, fine_tuning
+from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.presets import train_preset
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
 from transformer_jax.models.factory import init_params
@@ -291,6 +291,14 @@ def test_a_task_leaves_out_the_heads_that_it_does_not_train():
     assert hidden.masked_token_head and hidden.logit_bias and hidden.num_classes is None
     distil = replace(classes, type_vocab_size=None)
     assert fine_tuning(distil, "x", ClassifyTask()).model.pooling == "relu"
+    mpnet = replace(distil, positions=Learned(offset=2, buckets=32))
+    assert fine_tuning(mpnet, "x", ClassifyTask()).model.pooling is None  # tanh, with classes
+    found = fine_tuning(replace(classes, embedding_dim=16), "x", ClassifyTask()).model
+    assert found.pooler == "gelu"
+    replaced = replace(found, num_classes=1, classes_of="token", pooler_reads="each")
+    assert fine_tuning(replaced, "x", ClassifyTask()).model == found
+    hidden = fine_tuning(replaced, "x", MaskedTask()).model
+    assert hidden.pooler is None and hidden.masked_token_head and hidden.num_classes is None
     modern = ModelConfig(kind="encoder", first_norm=False, masked_token_head=True, **SIZES)
     found = fine_tuning(modern, "x", ClassifyTask()).model
     assert found.pooler == "transform" and not found.masked_token_head

@@ -24,6 +24,7 @@ from transformer_jax.config.inputs import Frames, Inputs, Patches
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.own import check_own
+from transformer_jax.config.positions import Learned
 from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.shown import short_repr
 
@@ -168,7 +169,7 @@ class MaskedTask(_Task):
             transform = model.pooler == "transform"  # has the layers of that head
             model = replace(
                 model, num_classes=None, classes_of="text", pooler_reads="first",
-                pooler=None if transform else model.pooler,
+                pooler=None if model.pooler in ("transform", "gelu") else model.pooler,
             )  # fmt: skip
             head = transform or _is_bert(model)
             return replace(model, masked_token_head=True, logit_bias=True) if head else model
@@ -249,16 +250,21 @@ class ClassifyTask(_Task):
         """Return an encoder without the head of hidden tokens, and with the pooler of its family.
 
         Of those built as BERT, DistilBERT alone has no token types, and a pooler of its own;
-        ModernBERT's is its head of hidden tokens.
+        ModernBERT's is its head of hidden tokens. ELECTRA's begins as that of its discriminator.
         """
         if not isinstance(model, ModelConfig) or model.kind != "encoder":
             return model
         model = replace(model, masked_token_head=False, logit_bias=False)
+        if model.pooler_reads == "each" and model.num_classes == 1:  # a discriminator
+            return replace(model, num_classes=None, classes_of="text", pooler_reads="first")
         if model.pooler is not None:
             return model
         if not model.first_norm:
             return replace(model, pooler="transform")
-        relu = _is_bert(model) and model.type_vocab_size is None
+        if model.embedding_dim is not None and not model.share_layers:
+            return replace(model, pooler="gelu")
+        mpnet = isinstance(model.positions, Learned) and model.positions.buckets is not None
+        relu = _is_bert(model) and model.type_vocab_size is None and not mpnet
         return replace(model, pooler="relu") if relu else model
 
 

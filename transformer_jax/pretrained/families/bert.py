@@ -7,6 +7,7 @@ DistilBERT that differ from `dropout`, are left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -106,7 +107,7 @@ def post_norm_encoder(
     activation: Activation,
     **sizes: FieldValue,
 ) -> ModelConfig:
-    """Make a config from what all three families have and from the sizes of one."""
+    """Make a config from what all these families have and from the sizes of one."""
     if not keys.flag("tie_word_embeddings", True) and masked:
         keys.fail("tie_word_embeddings", False, "must be true beside a masked-token head")
     return ModelConfig(
@@ -131,21 +132,25 @@ def bert_sizes(
     hidden: int = 3072,
     activation: str = "gelu",
     rate: float = 0.1,
+    said: Callable[[str], str] = str,
 ) -> Fields:
-    """Read sizes, activation, norm and dropout; the arguments are defaults."""
+    """Read sizes, activation, norm and dropout; the arguments are defaults.
+
+    `said` gives the name that a key has in this config.json.
+    """
     keys.require("position_embedding_type", "absolute")
     keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
     keys.ignore("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
     return dict(
-        d_model=keys.integer("hidden_size", width),
-        num_layers=keys.integer("num_hidden_layers", 12),
-        num_heads=keys.integer("num_attention_heads", heads),
-        d_ff=keys.integer("intermediate_size", hidden),
+        d_model=keys.integer(said("hidden_size"), width),
+        num_layers=keys.integer(said("num_hidden_layers"), 12),
+        num_heads=keys.integer(said("num_attention_heads"), heads),
+        d_ff=keys.integer(said("intermediate_size"), hidden),
         activation=keys.choice("hidden_act", ACTIVATIONS, activation),
         type_vocab_size=keys.integer("type_vocab_size", 2),
-        norm_eps=keys.positive("layer_norm_eps", 1e-12),
-        dropout=keys.rate("hidden_dropout_prob", rate),
-        attention_dropout=keys.rate("attention_probs_dropout_prob", rate),
+        norm_eps=keys.positive(said("layer_norm_eps"), 1e-12),
+        dropout=keys.rate(said("hidden_dropout_prob"), rate),
+        attention_dropout=keys.rate(said("attention_probs_dropout_prob"), rate),
     )
 
 
