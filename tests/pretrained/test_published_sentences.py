@@ -219,3 +219,33 @@ def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_pat
     want = model.encode(TEXTS, prompt_name="query", show_progress_bar=False)
     got = encoder.encode_texts(TEXTS, Words(), prompt=encoder.prompts["query"])
     assert np.abs(got - want).max() <= TOLERANCE
+
+
+class Ended(Words):
+    """The same with another end: an MPNet counts no position of id 1, its padding."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        ids = super().encode(text, special_tokens=False)
+        return np.append(ids, 2).astype(np.int32) if special_tokens else ids
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "NomicBert"])
+def test_other_encoders_make_the_means_of_their_tokens(kind, tmp_path):
+    """As all-mpnet-base-v2 and nomic-embed-text do."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    model = randomised(getattr(transformers, f"{kind}Model")(config), seed=5)
+    model.save_pretrained(tmp_path)
+    laid(tmp_path, dict(word_embedding_dimension=16, pooling_mode_mean_tokens=True))
+    encoder = load_sentence_encoder(tmp_path)
+    assert (encoder.pooling, encoder.max_len) == ("mean", 20)
+    want = []
+    for text in TEXTS:  # alone, without padding
+        ids = [*Ended().encode(PROMPT + text, special_tokens=False)[:19], 2]
+        with torch.no_grad():
+            mean = model(torch.tensor([ids])).last_hidden_state.mean(1)
+        want.append(torch.nn.functional.normalize(mean, dim=1)[0].numpy())
+    got = encoder.encode_texts(TEXTS, Ended(), prompt=encoder.prompts["query"])
+    assert np.abs(got - np.stack(want)).max() <= TOLERANCE
