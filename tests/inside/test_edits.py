@@ -151,6 +151,21 @@ def test_a_traced_index_that_is_none_makes_the_value_nan(name):
     np.testing.assert_array_equal(later(5), token[..., 0])
 
 
+@pytest.mark.parametrize(
+    ("edit", "shown"),
+    [
+        (zero("logits"), "{'logits': <zero>}"),
+        (zero("block_0/attention/heads", heads=(1, 2)), "<zero, heads (1, 2)>"),
+        (mean("block_0/residual", "rows", at=3), "<mean, over rows, at 3>"),
+        (add("embedding", np.ones(14)), "<add, float32[14]>"),
+        (add("embedding", np.ones(14), at=np.arange(5)), "<add, float32[14], at int64[5]>"),
+        (resample({"embedding": np.ones((B, T, D))}), "<resample, float32[2,7,14]>"),
+    ],
+)
+def test_an_edit_is_shown_by_what_it_does(edit, shown):
+    assert shown in repr(edit)
+
+
 def test_the_hidden_layers_of_experts_have_no_heads():
     edit = zero("block_0/feed_forward/hidden", heads=1)["block_0/feed_forward/hidden"]
     with pytest.raises(ValueError, match="heads is 1: block_0/feed_forward/hidden has no heads"):

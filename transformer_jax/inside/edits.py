@@ -16,6 +16,7 @@ Sources: Meyes et al. 2019 and Michel et al. 2019 (zero), Wang et al. 2023 (mean
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import jax
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.models.places import Edit
+from transformer_jax.shown import shape_text, shown
 
 Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
 """One index, or some: i32[] or i32[n], traced or not."""
@@ -44,7 +46,7 @@ def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None)
     Raises:
         ValueError: if there is no such head or token; when the model is run.
     """
-    return {place: _change(place, jnp.zeros_like, heads, at)}
+    return {place: _Change("zero", place, jnp.zeros_like, heads, at)}
 
 
 def mean(
@@ -80,7 +82,7 @@ def mean(
         whole = value.astype(jnp.float32).mean(axis=axes, keepdims=True)
         return jnp.broadcast_to(whole.astype(value.dtype), value.shape)
 
-    return {place: _change(place, average, heads, at)}
+    return {place: _Change(f"mean, over {over}", place, average, heads, at)}
 
 
 def resample(
@@ -112,7 +114,7 @@ def resample(
                 raise ValueError(f"captured[{name!r}] has shape {list(new.shape)}: {rule}")
             return jnp.broadcast_to(new.astype(value.dtype), value.shape)
 
-        return _change(name, function, heads, at)
+        return _Change(f"resample, {shape_text(new)}", name, function, heads, at)
 
     return {name: put(name, jnp.asarray(new)) for name, new in captured.items()}
 
@@ -148,7 +150,7 @@ def add(
         own = vector.reshape((1,) * (value.ndim - vector.ndim) + vector.shape)
         return value + own.astype(value.dtype)
 
-    return {place: _change(place, added, heads, at)}
+    return {place: _Change(f"add, {shape_text(vector)}", place, added, heads, at)}
 
 
 def axes_of(place: str, ndim: int) -> dict[str, int]:
@@ -158,24 +160,36 @@ def axes_of(place: str, ndim: int) -> dict[str, int]:
     return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
 
 
-def _change(
-    place: str,
-    function: Callable[[jax.Array], jax.Array],
-    heads: Indices | None,
-    at: Indices | None,
-) -> Edit:
-    """Return an edit that takes what a function returns at some heads and tokens alone."""
-    if "*" in place.rpartition("/")[2] and (heads is not None or at is not None):
-        raise ValueError(f"{place!r} with heads or at: the last part of the name must hold no *")
-    asked = {"head": ("heads", heads), "token": ("at", at)}
+@dataclass(frozen=True, eq=False, repr=False)
+class _Change:
+    """Be an edit that takes what a function returns at some heads and tokens alone."""
 
-    def edit(value: jax.Array) -> jax.Array:
-        changed, axes = function(value), axes_of(place, value.ndim)
+    name: str
+    """What it does."""
+    place: str
+    function: Callable[[jax.Array], jax.Array]
+    heads: Indices | None
+    at: Indices | None
+
+    def __post_init__(self) -> None:
+        last, asked = self.place.rpartition("/")[2], (self.heads, self.at)
+        if "*" in last and any(one is not None for one in asked):
+            rule = "the last part of the name must hold no *"
+            raise ValueError(f"{self.place!r} with heads or at: {rule}")
+
+    def __repr__(self) -> str:
+        asked = {"heads": self.heads, "at": self.at}
+        of = "".join(f", {n} {shown(x)}" for n, x in asked.items() if x is not None)
+        return f"<{self.name}{of}>"
+
+    def __call__(self, value: jax.Array) -> jax.Array:
+        asked = {"head": ("heads", self.heads), "token": ("at", self.at)}
+        changed, axes = self.function(value), axes_of(self.place, value.ndim)
         for axis, (name, index) in asked.items():
             if index is None:
                 continue
             if axis not in axes:
-                raise ValueError(f"{name} is {index!r}: {place} has no heads")
+                raise ValueError(f"{name} is {index!r}: {self.place} has no heads")
             size = value.shape[axes[axis]]
             alone = axis == "token" and size == 1
             chosen = _chosen(name, index, size, alone=alone)
@@ -186,8 +200,6 @@ def _change(
                 wrong = (index < 0) | ((index >= size) & (not alone))
                 changed = jnp.where(wrong.any(), jnp.nan, changed)
         return changed
-
-    return edit
 
 
 def _chosen(name: str, index: Indices, size: int, *, alone: bool) -> jax.Array:  # bool[size]
