@@ -52,7 +52,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.positions import KINDS
-from transformer_jax.config.tasks import TASKS, LanguageTask
+from transformer_jax.config.tasks import MASKS, TASKS, LanguageTask
 from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
@@ -476,7 +476,7 @@ def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
 
 def test_words_that_the_tokenizer_does_not_know_are_named(capsys):
     words = SpecialTokens(WordTokenizer.train("a dog saw a cat"), ("mask",))
-    command.say_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], command.MASKS)
+    command.say_unknown("generate", words, ["a cow saw", "a [MASK] cow or _"], MASKS)
     rule = "not among the words of the training text, read as <unk>"
     assert capsys.readouterr() == ("", f"generate: unknown words: 2 ('cow', 'or'): {rule}\n")
     command.say_unknown("generate", words, ["a dog"])

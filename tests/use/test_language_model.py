@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import jax
@@ -154,12 +155,39 @@ def test_bytes_of_a_score_are_those_of_what_is_scored():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     blanks = "  to be", "\u3000to be", " \nto be", "\t é be"
     assert words.score("to be").num_bytes == len(" be")
+    warnings.filterwarnings("ignore", "unknown words")
     for text in ("zzz be", "é be", "to be", "\nto be", " z be", *blanks):
         first = text.removesuffix("be").rstrip(" ")
         first = text[: text.index("\n") + 1] if "\n" in text else first
         assert words.score(text).num_bytes == len(text.encode()) - len(first.encode())
     pair = run_of(PreferenceTask(), names=("eos",)).score(("", "feed"))
     assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
+
+
+@pytest.mark.slow
+def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_model_is_called():
+    words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
+    rule = (
+        r"unknown words: 2 \('a', 'cow'\): not among the words of the training text, read as <unk>"
+    )
+    calls = [
+        lambda: words.generate("to a cow", 1), lambda: words.generate(["to", "a cow"], 1),
+        lambda: words.generate("to a cow", 1, beams=2), lambda: words.search("to a cow", 1),
+        lambda: words.score("to a cow"), lambda: words.score(["to be", "to a cow"]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.warns(UserWarning, match=f"^{rule}$") as found:
+            call()
+        assert {one.filename for one in found} == {__file__}
+    assert len(words.generate("to be", 1)) and words.score("to be").nats > 0  # no warning
+
+
+@pytest.mark.slow
+def test_a_search_has_four_beams_unless_it_is_told_otherwise():
+    given = dict(results=4)
+    assert PLAIN.search("bad", 4, **given) == PLAIN.search("bad", 4, beams=4, **given)
+    with pytest.raises(ValueError, match="results"):
+        PLAIN.search("bad", 4, results=5)
 
 
 @pytest.mark.slow

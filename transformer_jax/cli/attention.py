@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_jax.cli.command import (
-    MASKS,
     Parser,
     add_model,
     check_picture,
@@ -20,6 +19,7 @@ from transformer_jax.cli.command import (
     say_unknown,
 )
 from transformer_jax.config import ConfigError
+from transformer_jax.config.tasks import MASKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +67,7 @@ def _parser() -> Parser:
     add("--head", type=int, metavar="N", help="one head, from 0 on; default: all")
     add(
         "--out", type=Path, default=Path("attention.png"), metavar="FILE",
-        help="the picture, .png, .svg or .pdf; default: attention.png",
+        help="the picture, .png, .svg or .pdf, which replaces a file of that name; default: "
+        "attention.png",
     )  # fmt: skip
     return parser

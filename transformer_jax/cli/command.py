@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from transformer_jax.tokenizers.trained import Tokenizer
     from transformer_jax.use.language_model import LanguageModel
 
-
-MASKS = "[MASK]", "_"
-"""How a prompt spells a token that a masked model fills."""
 
 PICTURES = ".png", ".svg", ".pdf"
 """How the file of a picture may end."""
@@ -157,18 +155,15 @@ def check_picture(out: Path, endings: Sequence[str] = PICTURES) -> None:
 def say_unknown(
     name: str, tokenizer: Tokenizer, texts: Sequence[str], masks: Sequence[str] = ()
 ) -> None:
-    """Say in a line which words of the texts, but for masks, have no token of their own."""
-    from transformer_jax.tokenizers.special import plain
-    from transformer_jax.tokenizers.trained import WordTokenizer
+    """Say in a line which words of the texts, but for masks, have no token of their own.
 
-    words = plain(tokenizer)
-    text = " ".join(texts)
-    for mask in masks:
-        text = text.replace(mask, " ")
-    if isinstance(words, WordTokenizer) and (unknown := words.unknown(text)):
-        named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        rule = "not among the words of the training text, read as <unk>"
-        print(f"{name}: unknown words: {len(unknown)} ({named}): {rule}", file=sys.stderr)
+    What a model would warn of is said by then.
+    """
+    from transformer_jax.tokenizers.special import unknown_words
+
+    warnings.filterwarnings("ignore", "unknown words: ", UserWarning)
+    if line := unknown_words(tokenizer, texts, masks):
+        print(f"{name}: {line}", file=sys.stderr)
 
 
 def run(

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from transformer_jax.cli.command import MASKS, Parser, add_run, load_run, run, say_unknown
+from transformer_jax.cli.command import Parser, add_run, load_run, run, say_unknown
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.tasks import DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
+from transformer_jax.config.tasks import MASKS, DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_jax.cli.command import (
-    MASKS,
     PICTURES,
     Parser,
     add_model,
@@ -23,6 +22,7 @@ from transformer_jax.cli.command import (
     say_unknown,
 )
 from transformer_jax.config import ConfigError
+from transformer_jax.config.tasks import MASKS
 
 if TYPE_CHECKING:
     from transformer_jax.use.tables import Pictured
@@ -120,6 +120,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     add(
         "--out", type=Path, default=Path("inside.png"), metavar="FILE",
-        help="the picture, .png, .svg or .pdf, or a page to hover, .html; default: inside.png",
+        help="the picture, .png, .svg or .pdf, or a page to hover, .html, which replaces a file of "
+        "that name; default: inside.png",
     )  # fmt: skip
     return parser

@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.trained import Tokenizer, known_ids, tokenizer_of
+from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer, known_ids, tokenizer_of
 from transformer_jax.tokenizers.utf8 import DataError
 
 STAND_INS = {
@@ -221,6 +221,23 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 def plain(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer under the special tokens, or the tokenizer itself."""
     return tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
+
+
+def unknown_words(
+    tokenizer: Tokenizer, texts: Iterable[str], masks: Iterable[str] = ()
+) -> str | None:
+    """Return a line on the words of texts, but for masks, that a tokenizer of words does not know.
+
+    None where there are none, and of every other tokenizer.
+    """
+    words, text = plain(tokenizer), " ".join(texts)
+    for mask in masks:
+        text = text.replace(mask, " ")
+    if not isinstance(words, WordTokenizer) or not (unknown := words.unknown(text)):
+        return None
+    named = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+    rule = "not among the words of the training text, read as <unk>"
+    return f"unknown words: {len(unknown)} ({named}): {rule}"
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:

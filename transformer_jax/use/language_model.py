@@ -169,7 +169,8 @@ class LanguageModel(Looker, Scorer):
         A text of a list is what it would be alone.
 
         Args:
-            prompt: a text, or a list of texts, of which a list is returned.
+            prompt: a text, or a list of texts, of which a list is returned. A warning names words
+                that a tokenizer of words does not know.
             num_tokens: the most tokens that are written, at least 1; None is 400, and of a run on
                 pairs as many as it was trained on. Where a text outgrows `max_len`, its last half
                 is read anew.
@@ -203,6 +204,7 @@ class LanguageModel(Looker, Scorer):
         texts, is_list = as_texts("prompt", prompt)
         if self.kind in ("chat", "labels", "signals", "vectors"):
             raise ConfigError(f"generate: {self.instead()}")
+        self.warn_of_unknown(texts)
         counts = dict(num_tokens=num_tokens, beams=beams, samples=samples, slots=slots)
         stop = checked(counts, stop, stream, len(texts) if is_list else None)
         generator = self._generator(
@@ -370,7 +372,7 @@ class LanguageModel(Looker, Scorer):
         prompt: str | np.ndarray,
         num_tokens: int | None = None,
         *,
-        beams: int,
+        beams: int = 4,
         results: int = 1,
         length_penalty: float | None = None,
         processors: Sequence[HistoryProcessor] = (),
@@ -407,6 +409,7 @@ class LanguageModel(Looker, Scorer):
         of_chat = self.kind == "chat" and not isinstance(prompt, str)
         if not (of_chat or self.kind in ("text", "targets")):
             raise ConfigError(f"search: {self.instead()}")
+        self.warn_of_unknown([prompt] if isinstance(prompt, str) else [])
         if self.kind == "targets" and self.model.run is not None:
             ruled_out = {"processors": tuple(processors), "cache_dtype": cache_dtype}
             self._refuse(ruled_out, "its targets are searched without")

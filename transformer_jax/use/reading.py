@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +15,7 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import (
+    MASKS,
     ChatTask,
     ClassifyTask,
     DigitsTask,
@@ -27,7 +30,7 @@ from transformer_jax.pytree import Params
 from transformer_jax.text import completion
 from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, plain
+from transformer_jax.tokenizers.special import encode_text, plain, unknown_words
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.chat import check_messages
@@ -130,6 +133,19 @@ class Reader:
             what = f"the model of {self.name!r} has no chat template"
             raise ConfigError(f"chat: {what}; it {self._says()}")
         return self.known(prompt_ids(self.tokenizer, check_messages("messages", given)), "messages")
+
+    def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
+        """Warn of words that a tokenizer of words reads as <unk>, of texts and of targets."""
+        masks = MASKS if self.kind == "masks" else ()
+        lines = (
+            unknown_words(self.tokenizers.of_source, texts, masks),
+            unknown_words(self.tokenizer, target),
+        )
+        frame, level = sys._getframe(), 1
+        while frame.f_back and frame.f_globals["__name__"].startswith("transformer_jax."):
+            frame, level = frame.f_back, level + 1  # to whoever called the model
+        for line in filter(None, lines):
+            warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
         """Raise DataError for a text without a token, as "" is, and blanks to a `WordTokenizer`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Never, overload
+from typing import Any, Never, overload
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
@@ -81,8 +81,13 @@ class Scorer(Reader):
             raise ConfigError(f"score: {rule}")
         if self.kind in ("labels", "signals", "vectors"):
             raise ConfigError(f"score: {self.instead()}")
-        if isinstance(text, list) and isinstance(text[0], str | tuple):
-            return [score_text(self, one, read, edit) for one in text]
+        many = isinstance(text, list) and isinstance(text[0], str | tuple)
+        asked: Sequence[Any] = text if many else [text]
+        pairs = [one for one in asked if is_pair(one)]
+        sources = [source for source, _ in pairs] + [one for one in asked if isinstance(one, str)]
+        self.warn_of_unknown(sources, [target for _, target in pairs])
+        if many:
+            return [score_text(self, one, read, edit) for one in asked]
         return score_text(self, text, read, edit)  # type: ignore[arg-type]
 
     def continuations(
