@@ -139,6 +139,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
             "preset is 'bert-base': an encoder learns --task masked or classify, not language",
         ),
         ("--preset=transformer-base --steps 3", "an encoder-decoder learns --task seq2seq or "),
+        ("--help modle", "help is 'modle': must be all or one of run, "),
         ("--preset bert-large --help", "preset is 'bert-large': an encoder learns --task masked"),
         ("--positions rope --short-factors 1,x", "short_factors is 'x': must be NUMBER"),
         (
@@ -305,7 +306,7 @@ def test_a_preset_is_the_start_and_flags_change_it():
 
 def test_help_explains_every_flag(capsys):
     with pytest.raises(SystemExit) as caught:
-        train.main(["--preset", "shakespeare-gpu", "--help"])
+        train.main(["--preset", "shakespeare-gpu", "--help", "all"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
     for path in FLAGS.fields:
@@ -316,6 +317,21 @@ def test_help_explains_every_flag(capsys):
     assert "Optimizer steps. [5000]" in " ".join(out.split())
     assert "--preset" in out and "--resume" in out and "--debug" in out
     assert "gpt2-xl" in out and "bert-base" in out and "--model NAME" in out
+
+
+@pytest.mark.parametrize(("group", "others"), [(None, "model"), ("model", "run")])
+def test_help_prints_a_group_and_names_the_others(capsys, group, others):
+    with pytest.raises(SystemExit):
+        train.main(["--help", *filter(None, [group])])
+    out = capsys.readouterr().out
+    printed = re.findall(r"^  --([\w.-]+) ", out, re.MULTILINE)
+    wanted = [path for path in FLAGS.fields if path[:-1] == (() if group is None else (group,))]
+    flags = [".".join(path).replace("_", "-") for path in wanted]
+    assert [name for name in printed if name in flags] == flags
+    assert len(printed) - len(flags) == (8 if group is None else 0)  # --preset and others
+    assert ("Tasks: language" in out) == (group is None)
+    named = out.partition("--help all those of all:\n")[2].replace("\n", " ").strip().split(", ")
+    assert others in named and "optimizer" in named and (group or "run") not in named
 
 
 @pytest.mark.slow

@@ -88,21 +88,34 @@ class ConfigFlags:
         self.names = _spellings(self.fields)
         """Every spelling of a flag, and the flag it means."""
 
-    def add_to(self, parser: argparse.ArgumentParser, defaults: FieldValue) -> None:
-        """Add a flag for every field, in a group for each config; the help shows `defaults`.
+    def groups(self) -> dict[str, Path]:
+        """Return the configs that have flags, by their names in the help; `run` is the whole."""
+        within = sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len)
+        return {".".join(path) or "run": path for path in within}
 
-        Without `defaults` there is no help: to read it from the source takes a third of a second.
+    def add_to(
+        self,
+        parser: argparse.ArgumentParser,
+        defaults: FieldValue,
+        shown: Collection[str] | None = None,
+    ) -> None:
+        """Add a flag for every field, in a group for each config.
+
+        The help has the groups `shown`, None all of them, with `defaults`. Texts of other groups
+        are not made: to read them from the source takes a third of a second.
         """
-        for within in sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len):
+        groups = self.groups()
+        shown = groups if shown is None else shown
+        for name, within in groups.items():
             inside = {path: fs for path, fs in self.fields.items() if path[:-1] == within}
             owners = dict.fromkeys(field.owner for fs in inside.values() for field in fs)
-            about, text = "", argparse.SUPPRESS
-            if defaults is not None:
+            about, text = None, argparse.SUPPRESS
+            if name in shown:
                 first = ((inspect.getdoc(owner) or "").partition("\n")[0] for owner in owners)
                 about = "\n".join(filter(None, first))
-            group = parser.add_argument_group(".".join(within) or "run", about)
+            group = parser.add_argument_group(name, about)
             for path, alike in inside.items():
-                if defaults is not None:
+                if name in shown:
                     text = " ".join(_help(field, defaults, len(owners) > 1) for field in alike)
                 group.add_argument(
                     _flag(path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as Folder
@@ -135,17 +136,27 @@ def parse(
 ) -> RunFlags:
     """Return the flags that were typed; with --help, print what there is and exit.
 
-    Raises ConfigError for a flag that there is not.
+    Raises ConfigError for a flag, or a group of the help, that there is not.
     """
     own = {f"--{name}": f"--{name}" for name in OWN}
     arguments = _parser(None, command).parse_args(spelled(argv, FLAGS.names | own))
-    if arguments.help:
+    if arguments.help is not None:
         flags = RunFlags(arguments.preset, arguments.model, False, FLAGS.given(arguments))
         flags.check_start()
-        _parser(description, command, flags.start()).print_help()
+        shown = shown_groups(arguments.help)
+        _parser(description, command, flags.start(), shown).print_help()
         raise SystemExit(0)
     given, processes = FLAGS.given(arguments), _processes(arguments)
     return RunFlags(arguments.preset, arguments.model, arguments.resume, given, processes)
+
+
+def shown_groups(wanted: str) -> list[str]:
+    """Return the groups of flags that `--help WANTED` prints; ConfigError where there is none."""
+    groups = list(FLAGS.groups())
+    if wanted not in ("all", *groups):
+        rule = f"must be all or one of {', '.join(groups)}{nearest(wanted, groups)}"
+        raise ConfigError(f"help is {wanted!r}: {rule}")
+    return groups if wanted == "all" else [wanted]
 
 
 def check_preset(name: str, task: Task) -> None:
@@ -212,19 +223,31 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parser(description: str | None, command: str, defaults: TrainConfig | None = None) -> _Parser:
+def _parser(
+    description: str | None,
+    command: str,
+    defaults: TrainConfig | None = None,
+    shown: Collection[str] = (),
+) -> _Parser:
+    """Return a parser whose help has these groups of flags; with that of a run, all of its own."""
+    others = textwrap.fill(", ".join(name for name in FLAGS.groups() if name not in shown), 79)
+    more = f"\n\n--help GROUP prints those of a group, --help all those of all:\n{others}"
     parser = _Parser(
         prog=command,
         usage=f"{command} [--FLAG VALUE ...]",
-        description=description,
-        epilog="An end of a flag that no other flag has is enough: --d-model, --positions.base.",
+        description=description if "run" in shown else None,
+        epilog="An end of a flag that no other flag has is enough: --d-model, --positions.base."
+        + (more if others else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("-h", "--help", action="store_true", default=False, help="show this, and exit")
+    add(
+        "-h", "--help", nargs="?", const="run", default=None, metavar="GROUP",
+        help="print the flags of a group, of run where none is given, or of all; and exit",
+    )  # fmt: skip
     add(
         "--preset", default=None, metavar="NAME",
         help=f"model and recipe to start from: {', '.join(PRESETS)}",
@@ -241,5 +264,8 @@ def _parser(description: str | None, command: str, defaults: TrainConfig | None 
     add("--coordinator", default=None, metavar="HOST:PORT", help=text)
     add("--processes", default=None, metavar="INTEGER", help="how many processes there are")
     add("--process", default=None, metavar="INTEGER", help="which of them this is, from 0 on")
-    FLAGS.add_to(parser, defaults)
+    if "run" not in shown:
+        for action in parser._actions:
+            action.help = argparse.SUPPRESS
+    FLAGS.add_to(parser, defaults, shown)
     return parser
