@@ -64,11 +64,24 @@ def test_a_norm_needs_no_scale_and_no_bias(rng):
             )
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("norm_unit_offset", True), ("embedding_norm", True), ("norm_eps", 1e-3),
+        ("norm_order", "post"), ("norm_order", "sandwich"), ("norm_order", "output"),
+    ],
+)  # fmt: skip
+def test_without_a_norm_no_field_of_one_is_taken(field, value):
+    with pytest.raises(ConfigError, match=f"{field} is {value!r}: needs a norm, which is None"):
+        dataclasses.replace(SMALL, norm=None, **{field: value})
+    parallel = dataclasses.replace(SMALL, norm=None, norm_order="parallel", qk_norm=True)
+    assert dataclasses.replace(parallel, norm_eps=1e-3).is_parallel  # of queries and keys
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["pre", "post"])
-def test_without_a_norm_a_block_is_its_two_sums(order):
-    """x + attention(x), then + feed_forward of that, whatever the order; no norm has parameters."""
-    config = dataclasses.replace(SMALL, norm=None, norm_order=order, num_layers=1, positions=None)
+def test_without_a_norm_a_block_is_its_two_sums():
+    """x + attention(x), then + feed_forward of that; no norm has parameters."""
+    config = dataclasses.replace(SMALL, norm=None, num_layers=1, positions=None)
     params = init_params(config, jax.random.key(0))
     assert not [n for n in flatten_dict(params, sep="/") if "norm" in n]
     wanted = [f"block_0/{part}/output" for part in ("attention", "feed_forward")]
@@ -77,10 +90,6 @@ def test_without_a_norm_a_block_is_its_two_sums(order):
     _, _, found = jax.jit(partial(build(config).apply, capture=names))({"params": params}, tokens)
     total = sum(np.asarray(found[name], np.float64) for name in ("embedding", *wanted))
     assert_near(found["block_0/residual"], total, FORWARD_F32)
-    rule = "is True: needs a norm, which is None"
-    for field in ("norm_unit_offset", "embedding_norm"):
-        with pytest.raises(ConfigError, match=f"{field} {rule}"):
-            dataclasses.replace(config, **{field: True})
 
 
 def test_layer_norm_survives_a_large_mean(rng):

@@ -159,13 +159,14 @@ def test_values_are_checked_as_json_schema_says(name):
     assert seen[True] > 100 and seen[False] > 1000
 
 
-TOKENS = Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))), Token(b"\xc3", -1.0, 1, ((b"c", -1),))
+PARTS = (b"\xc3", -1), (b"\xe6\xbc", -2)  # two parts of characters
+TOKENS = Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))), Token(b"\xc3", -1.0, 1, PARTS)
 
 
 def test_the_parts_of_a_stream_join_to_the_whole_answer():
     parts = Part("a", TOKENS[:1], 1), Part("é", TOKENS[1:], 3, "length")
     for endpoint in ("completion", "chat"):
-        asked = Asked(endpoint, "", top=1, stream=True, include_usage=True)
+        asked = Asked(endpoint, "", top=2, stream=True, include_usage=True)
         whole = protocol.answer(asked, STAMP, protocol.join_parts(parts), 5)
         (choice,) = whole["choices"]
         sent = [
@@ -187,12 +188,14 @@ def test_the_parts_of_a_stream_join_to_the_whole_answer():
             assert text == choice["message"]["content"] == "aé"
             said = [one for c in chosen if c["logprobs"] for one in c["logprobs"]["content"]]
             assert said == choice["logprobs"]["content"]
-            assert said[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
+            assert said[0]["top_logprobs"][0] == {"token": "a", "logprob": -0.5, "bytes": [97]}
             assert said[1]["bytes"] == [0xC3]
         else:
             assert "".join(c["text"] for c in chosen) == choice["text"] == "aé"
             assert choice["logprobs"]["text_offset"] == [0, 1]
-            assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}, {"c": -1}]
+            assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xc3"]
+            likely = choice["logprobs"]["top_logprobs"]
+            assert likely == [{"a": -0.5, "b": -2.0}, {r"bytes:\xc3": -1, r"bytes:\xe6\xbc": -2}]
         assert protocol.event(sent[0]).startswith(b"data: {") and all(
             b"\n" not in protocol.event(chunk)[:-2] for chunk in sent
         )

@@ -25,7 +25,7 @@ from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import init_params
 from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.translation import search_translations
-from transformer_jax.text.writer import pieces
+from transformer_jax.text.writer import TextWriter, pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -115,6 +115,34 @@ def test_no_token_is_drawn_after_a_stop_string():
 def test_bytes_that_are_no_text_show_as_such():
     out = list(pieces(Cut((b"a\xe2\x82", b"\xacb\xff", b"c\xf0\x9f")), range(3), ["zz"]))
     assert out == ["a", "\u20acb\ufffd", "c", "\ufffd"]
+
+
+def spans(whole: bytes) -> list[int]:
+    """Return for each byte the number of its character; what is no UTF-8 is one as well."""
+    found, at = [], 0
+    while at < len(whole):
+        try:
+            whole[at:].decode("utf-8")
+            size = len(whole[at:].decode("utf-8")[0].encode())
+        except UnicodeDecodeError as error:
+            first = whole[at : at + error.start].decode("utf-8")[:1]
+            size = len(first.encode()) or error.end - error.start
+        found += [found[-1] + 1 if found else 0] * size
+        at += size
+    return found
+
+
+def test_a_token_starts_at_its_first_character(rng):
+    bits = [b"a", b"\xc3", b"\xa9", b"\xe6\xbc", b"\xa2", b"\xf0\x9f", b"\x91", b"\xff"]
+    bits += ["\u00e9b".encode(), "\ufffd".encode(), b"\xa2\xc3", b"\xef\xbf", b"\xbd"]
+    for _ in range(300):
+        parts = tuple(bits[i] for i in rng.integers(len(bits), size=7))
+        writer, starts = TextWriter(Cut(parts)), []
+        for token in range(len(parts)):
+            writer.feed(token)
+            starts.append(writer.start)
+        first = np.cumsum([0, *map(len, parts[:-1])])
+        assert starts == [spans(b"".join(parts))[at] for at in first], parts
 
 
 CONFIG = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, max_len=23)

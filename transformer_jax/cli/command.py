@@ -51,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         )  # fmt: skip
         self.add_argument(
             "--context", type=int, metavar="N",
-            help="most tokens of a prompt and its answer; default: the model's, at most 2048",
+            help="most tokens of a prompt and its answer but the last, which is never read; "
+            "default: the model's, at most 2048",
         )  # fmt: skip
         self.add_dtypes()
 

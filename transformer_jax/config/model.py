@@ -238,7 +238,12 @@ class ModelConfig:
         if self.num_heads % self.kv_heads:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
         if self.norm is None:
-            unread(self, "needs a norm, which is None", "norm_unit_offset", "embedding_norm")
+            rule = "needs a norm, which is None"
+            unread(self, rule, "norm_unit_offset", "embedding_norm")
+            if not self.is_parallel:
+                unread(self, rule, "norm_order")
+            if not (self.qk_norm or self.masked_token_head):
+                unread(self, rule, "norm_eps")
         if self.norm_order != "pre":
             unread(self, "needs norm_order 'pre'", "first_norm")
         if self.scan_layers:

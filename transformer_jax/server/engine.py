@@ -111,7 +111,8 @@ class Engine:
     Args:
         model: one that goes on with a text or answers messages.
         slots: how many requests are decoded side by side.
-        context: most tokens of a prompt and its answer; None is the model's, at most 2048.
+        context: most tokens of a prompt and its answer but the last, which is never read; None is
+            the model's, at most 2048.
         queue: how many requests may wait for a slot.
         steps: most tokens of each row between two looks at the queue.
         cache_dtype: of keys and values; None is the compute dtype.
@@ -404,10 +405,9 @@ class Engine:
                 continue
             row.count += 1
             self._texts[number].append(token)
-            offset = row.writer.length
             chosen.append(row.writer.feed(token))
             if asked.top is not None and token not in row.writer.stop_ids:
-                row.held.append(self._token(token, offset, output, n, asked.top))
+                row.held.append(self._token(token, row.writer.start, output, n, asked.top))
             if matcher is not None and not row.writer.ended:
                 try:
                     matcher.read(token)

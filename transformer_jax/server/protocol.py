@@ -197,7 +197,7 @@ class Token(NamedTuple):
     Attributes:
         piece: its bytes.
         log_prob: log softmax(logits) of it, in nats, before temperature and top_p.
-        offset: how many characters the tokens before it gave.
+        offset: how many characters stand before that in which it begins.
         top: bytes and log-probabilities of the likeliest, the best first.
     """
 
@@ -326,10 +326,10 @@ def _log_probs(asked: Asked, tokens: Sequence[Token]) -> JsonObject | None:
             "refusal": None,
         }
     return {
-        "tokens": [_shown(token.piece) for token in tokens],
+        "tokens": [_named(token.piece) for token in tokens],
         "token_logprobs": [token.log_prob for token in tokens],
         "top_logprobs": [
-            {_shown(piece): log_prob for piece, log_prob in token.top[: asked.top][::-1]}
+            {_named(piece): log_prob for piece, log_prob in token.top[: asked.top][::-1]}
             for token in tokens
         ],
         "text_offset": [token.offset for token in tokens],
@@ -342,6 +342,14 @@ def _likely(piece: bytes, log_prob: float) -> JsonObject:
 
 def _shown(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
+
+
+def _named(piece: bytes) -> str:
+    r"""Return a token's text; of a part of a character its bytes as OpenAI has it, `bytes:\xc3`."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def event(data: JsonObject | str) -> bytes:

@@ -62,7 +62,8 @@ def export_decoder(
         path: the folder; new, or of an earlier export, which is replaced.
         config: of a model that goes on with a text.
         params: its parameters, in the dtypes in which they are written.
-        context: most tokens of a prompt and its answer; None is the model's, at most 2048.
+        context: most tokens of a prompt and its answer but the last, which is never read; None is
+            the model's, at most 2048.
         batch: B, rows; None leaves it open: the same file decodes any number of rows.
         platforms: where the programs run, of "cpu", "cuda", "rocm" and "tpu".
         first: ids that decode.py puts before a text.

@@ -46,6 +46,8 @@ class TextWriter:
         self.matcher = StopStrings(stop)
         self.length = 0
         """How many characters the tokens so far have given, those held back included."""
+        self.start = 0
+        """How many of them stand before the character in which the last token begins."""
         self.ended = False
 
     def feed(self, token: int) -> str:
@@ -54,7 +56,9 @@ class TextWriter:
             raise ValueError(NO_TOKEN)
         if token in self.stop_ids:
             return self.finish()
-        decoded = self.decoder.decode(self.tokenizer.to_bytes([token]))
+        piece, begun = self.tokenizer.to_bytes([token]), self.decoder.getstate()[0]
+        self.start = self.length + _is_broken(begun, piece[:1])
+        decoded = self.decoder.decode(piece)
         self.length += len(decoded)
         text, self.ended = self.matcher.feed(decoded)
         return text
@@ -64,6 +68,15 @@ class TextWriter:
         text, found = self.matcher.feed(self.decoder.decode(b"", final=True))
         self.ended = True
         return text if found else text + self.matcher.held
+
+
+def _is_broken(begun: bytes, after: bytes) -> bool:
+    """Return whether a byte does not go on with a character: what is begun becomes a U+FFFD."""
+    try:
+        (begun + after).decode("utf-8")
+    except UnicodeDecodeError as error:
+        return 0 < error.end <= len(begun) and bool(after)
+    return False
 
 
 class StopStrings:

@@ -169,8 +169,9 @@ class LanguageModel(Looker, Scorer):
         A text of a list is what it would be alone.
 
         Args:
-            prompt: a text, or a list of texts, of which a list is returned. A warning names words
-                that a tokenizer of words does not know.
+            prompt: a text, or a list of texts, of which a list is returned. An empty one is read as
+                what begins a text, else as a newline. A warning names words that a tokenizer of
+                words does not know.
             num_tokens: the most tokens that are written, at least 1; None is 400, and of a run on
                 pairs as many as it was trained on. Where a text outgrows `max_len`, its last half
                 is read anew.
