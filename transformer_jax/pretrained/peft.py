@@ -166,7 +166,7 @@ def _module_pairs(
     module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
     for kernel in sorted(kernel for kernel in kept if len(found[kernel]) > 2):
         raise ValueError(
-            f"{kernel}: is of experts, whose adapters no file of PEFT holds: merge them"
+            f"{kernel}: is of experts, whose adapters are not written here: merge them"
         )
     for kernel in sorted(kept - set(module_of)):
         raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
