@@ -216,6 +216,15 @@ def test_no_two_fields_share_a_spelling(flags):
     assert not {f"--{name}" for name in OWN} & flags.names.keys()
 
 
+def test_a_width_of_0_leaves_the_feed_forward_out():
+    base = train_preset(None)
+    given = {path: "0" for path in FLAGS.fields if path[-1] == "d_ff" and len(path) == 2}
+    config = changed(base, FLAGS.read(given, base))
+    assert config.model.d_ff == 0 and FLAGS.names["--d-ff"] == "--model.d-ff"
+    with pytest.raises(ConfigError, match="glu is True: needs a feed-forward: d_ff is 0"):
+        changed(base, FLAGS.read(given | {("model", "glu"): "True"}, base))
+
+
 def _fitting(name):
     """Return a task that a preset's model can learn."""
     kind = "decoder" if name is None else preset(name).kind
