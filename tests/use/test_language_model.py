@@ -179,6 +179,8 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
         with pytest.warns(UserWarning, match=f"^{rule}$") as found:
             call()
         assert {one.filename for one in found} == {__file__}
+    with pytest.warns(UserWarning, match=f"^{rule}$"):
+        exec("words.score('to a cow')", {"words": words})  # of no module
     assert len(words.generate("to be", 1)) and words.score("to be").nats > 0  # no warning
 
 

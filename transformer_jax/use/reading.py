@@ -137,14 +137,16 @@ class Reader:
     def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
         """Warn of words that a tokenizer of words reads as <unk>, of texts and of targets."""
         masks = MASKS if self.kind == "masks" else ()
-        lines = (
+        found = (
             unknown_words(self.tokenizers.of_source, texts, masks),
             unknown_words(self.tokenizer, target),
         )
-        frame, level = sys._getframe(), 1
-        while frame.f_back and frame.f_globals["__name__"].startswith("transformer_jax."):
-            frame, level = frame.f_back, level + 1  # to whoever called the model
-        for line in filter(None, lines):
+        for line in filter(None, found):
+            frame, level = sys._getframe(), 1
+            while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
+                "transformer_jax."
+            ):
+                frame, level = frame.f_back, level + 1  # to whoever called the model
             warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
