@@ -379,6 +379,12 @@ SLIPS: tuple[Slip, ...] = (
             "return 2 * self.d_model if self.d_ff is None",
             "config/test_config.py::test_absent_sizes_follow_from_the_others",
         ),
+        (
+            "an order of norms is taken where there is no norm",
+            'unread(self, rule, "norm_order")',
+            "pass",
+            "models/test_layers.py::test_without_a_norm_no_field_of_one_is_taken",
+        ),
     ),
     *of(
         "transformer_jax/config/positions.py",
@@ -876,6 +882,21 @@ SLIPS: tuple[Slip, ...] = (
             "return text if found else text + self.matcher.held",
             "return text",
             "text/test_completion.py::test_the_text_does_not_depend_on_where_tokens_end",
+        ),
+        (
+            "a token after a broken character starts where that one does",
+            "self.start = self.length + _is_broken(begun, piece[:1])",
+            "self.start = self.length",
+            "text/test_completion.py::test_a_token_starts_at_its_first_character",
+        ),
+    ),
+    *of(
+        "transformer_jax/server/protocol.py",
+        (
+            "parts of characters have one name",
+            'return "bytes:" + "".join(f"\\\\x{byte:02x}" for byte in piece)',
+            'return "bytes:"',
+            "server/test_protocol.py::test_the_parts_of_a_stream_join_to_the_whole_answer",
         ),
     ),
     *of(
