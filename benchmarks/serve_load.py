@@ -51,7 +51,7 @@ class Taken:
     tokens: int = 0
     lost: list[str] = field(default_factory=list)
     answers: list[tuple[str, str]] = field(default_factory=list)
-    """Prompts and what was written to them, where one of given prompts was asked."""
+    """Pairs of a prompt and the text that followed it, where answers are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,13 +111,13 @@ def report(clients: int, taken: Taken, seconds: float) -> dict[str, Any]:
 def compare(
     answers: Sequence[tuple[str, str]], wanted: Mapping[str, str]
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Return how many answers are those wanted of their prompts, and the others."""
+    """Return how many answers equal the wanted text of their prompt, and the pairs that do not."""
     different = [(prompt, text) for prompt, text in answers if text != wanted[prompt]]
     return len(answers) - len(different), different
 
 
 def difference(model: Any, prompt: str, want: str, text: str) -> str:
-    """A line about two answers: the log-probabilities of the two likeliest tokens where they part.
+    """Return how sure the model is where two answers part: its two largest log-probabilities.
 
     The text before is read anew, so its tokens may be others than those that were written.
     """

@@ -1,4 +1,4 @@
-"""What a client of the load receives is counted: equal to `generate`, different, or lost."""
+"""Count what clients of the load receive: equal to `generate`, different, or lost."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ WANTED = {"ab": "first", "cd": "second", "ef": "third"}
 
 
 def stream(texts, tokens, *, end=True, reason="length"):
-    """The events of one answer, of the form of OpenAI's completions."""
+    """Return the events of one answer, as OpenAI's completions have them."""
     events = [{"choices": [{"text": text, "finish_reason": None}]} for text in texts]
     events.append({"choices": [{"text": "", "finish_reason": reason}]})
     events.append({"choices": [], "usage": {"completion_tokens": tokens}})
@@ -39,7 +39,7 @@ ANSWERS = [
 
 
 def test_answers_are_counted_as_equal_different_or_lost():
-    """Of six the first is right, the next two are other texts, and three never came whole."""
+    """Answer six requests: one right, two with other texts, three that never come whole."""
     bodies, asked = iter(ANSWERS), []
 
     async def answer(reader, writer):

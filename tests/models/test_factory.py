@@ -102,7 +102,7 @@ def test_greedy_tokens_from_the_first_state_are_the_best_of_the_full_pass(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_block_of_attention_alone_has_no_other_parameters(scanned):
-    """Of a width at which deviations are near those of the formula."""
+    """Draw at a width of 256, where deviations are near those of the formula."""
     D, L = 256, 3
     config = ModelConfig(
         vocab_size=7, d_model=D, num_layers=L, d_ff=0, use_bias=False, max_len=5,

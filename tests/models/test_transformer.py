@@ -448,7 +448,7 @@ def test_class_logits_equal_the_oracle(rng, classes, pooler):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
-    """Each pass has places of its own."""
+    """Capture each pass under its own name."""
     config = dataclasses.replace(
         SMALL, kind="encoder", share_layers=True, num_layers=3, remat=remat, dropout=0.2
     )
@@ -470,7 +470,7 @@ def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
 @pytest.mark.slow_except("mean")
 @pytest.mark.parametrize("reads", ["first", "mean", "each"])
 def test_classes_of_a_transform_equal_the_oracle(rng, reads):
-    """As ModernBERT has them: the classifier has a bias, and nothing else."""
+    """Only the classifier has a bias, as in ModernBERT."""
     config = dataclasses.replace(
         SMALL, kind="encoder", num_classes=3, pooler="transform", pooler_reads=reads,
         classes_of="token" if reads == "each" else "text", type_vocab_size=2, use_bias=False,

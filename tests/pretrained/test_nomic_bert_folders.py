@@ -28,7 +28,7 @@ OLD = dict(
     scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True, type_vocab_size=2,
     use_flash_attn=True, use_rms_norm=False, use_xentropy=True, vocab_size=29,
 )  # fmt: skip
-"""A config.json as the code has it that the model came with."""
+"""The config.json that the model's own code reads."""
 NEW = dict(
     model_type="nomic_bert", hidden_size=12, num_attention_heads=3, intermediate_size=10,
     num_hidden_layers=2, max_position_embeddings=64, vocab_size=29, head_dim=4,

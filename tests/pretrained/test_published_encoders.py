@@ -174,7 +174,7 @@ HEADS = [
     ("albert", "ForQuestionAnswering"),
 ]
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
-"""Those whose tensors have the same names in files and in memory."""
+"""Families whose tensors have the same names in files and in memory."""
 
 
 def make(family: str, head: str, number: int = 0, **more):

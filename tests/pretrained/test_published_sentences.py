@@ -222,7 +222,7 @@ def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_pat
 
 
 class Ended(Words):
-    """The same with another end: an MPNet counts no position of id 1, its padding."""
+    """Return the words with padding as id 1, of which an MPNet counts no position."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         ids = super().encode(text, special_tokens=False)
@@ -231,7 +231,7 @@ class Ended(Words):
 
 @pytest.mark.parametrize("kind", ["MPNet", "NomicBert"])
 def test_other_encoders_make_the_means_of_their_tokens(kind, tmp_path):
-    """As all-mpnet-base-v2 and nomic-embed-text do."""
+    """The folders have the form of all-mpnet-base-v2 and of nomic-embed-text."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=64,

@@ -149,7 +149,7 @@ def pegasus(seed: int, ends: float, **options: Any) -> Any:
 
 
 def published_pegasus(folder: Path) -> None:
-    """As published_mbart; transformers writes the tables of sinusoids, which need not be there."""
+    """Write a Pegasus, as `published_mbart` does, without the tables of sinusoids."""
     held = load_file(folder / "model.safetensors")
     kept = {name: value for name, value in held.items() if name not in TABLES}
     assert len(kept) == len(held) - 2
@@ -164,7 +164,7 @@ def published_pegasus(folder: Path) -> None:
 
 
 def m2m100(seed: int, ends: float, **options: Any) -> Any:
-    """As NLLB too; without a bias of the logits, the end is made likely by its embedding."""
+    """Return an M2M-100, whose embedding makes the end likely: its logits have no bias."""
     config = transformers.M2M100Config(d_model=42, **SIZES | options)
     model = lively(transformers.M2M100ForConditionalGeneration, config, seed)
     with torch.no_grad():
@@ -520,7 +520,7 @@ def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(
 
 
 def test_an_m2m100_counts_positions_without_padding(loaded):
-    """By the padding tokens of a row, as transformers does, on whichever side they stand."""
+    """Padding tokens on either side have no number, as in transformers."""
     x = loaded("m2m100")
     source = np.where(x.valid, x.source, 1)
     target = tokens(np.random.default_rng(5), VOCAB, ROWS, 7)

@@ -176,7 +176,7 @@ def test_a_decoder_has_no_languages():
 
 
 def test_tokens_without_roles_are_no_languages():
-    """Else the end of a text could be taken for one, and targets would end with the start."""
+    """The end of a text could be taken for one, and targets would end with the start."""
     bare = replace(tokenizer_of("$A </s>"), roles=(), target_ids=(("decoder_start_token_id", PAD),))
     assert bare.languages == {} and target_of(bare).labels == ((), (EOS,))
 

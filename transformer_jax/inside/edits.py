@@ -165,7 +165,7 @@ class _Change:
     """Be an edit that takes what a function returns at some heads and tokens alone."""
 
     name: str
-    """What it does."""
+    """What the edit does, for its repr: "zero", or "add, float32[16]"."""
     place: str
     function: Callable[[jax.Array], jax.Array]
     heads: Indices | None

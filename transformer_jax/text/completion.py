@@ -106,7 +106,7 @@ class TextGenerator:
             num_tokens: the most tokens that are written.
         """
         matcher = None if self.grammar is None else self.grammar.start()
-        ids = self._ids(self._read(prompt), num_tokens, self._known_sampler(), matcher)
+        ids = self._ids(self._read(prompt), num_tokens, self.known_sampler(), matcher)
         return pieces(self.tokenizer, ids, self.stop, self.stop_ids)
 
     def samples(self, prompt: Prompt, num_tokens: int, count: int) -> list[str]:
@@ -122,7 +122,7 @@ class TextGenerator:
         check_count("count", count, 1)
         check_count("num_tokens", num_tokens, 1, INT32.max)
         step, read, empty = self._step(), self._read(prompt)[None], self._empty()
-        columns, sampler = read.shape[1], self._known_sampler()
+        columns, sampler = read.shape[1], self.known_sampler()
         step.check(read, empty, np.array([columns + num_tokens - 1]))
         if self.grammar is not None:
             keys = [jax.random.fold_in(self.key, n) for n in range(count)]
@@ -202,7 +202,7 @@ class TextGenerator:
             proposer=PromptLookup(),
             num_tokens=num_tokens,
             num_draft=num_draft,
-            sampler=self._known_sampler(),
+            sampler=self.known_sampler(),
             key=self.key,
             processors=self.processors,
             stop=self.stop_ids,
@@ -249,7 +249,7 @@ class TextGenerator:
             self._empty(longest),
             slots=slots,
             capacity=longest,
-            sampler=self._known_sampler(),
+            sampler=self.known_sampler(),
             processors=self.processors,
             stop=self.stop_ids,
         )
@@ -265,7 +265,7 @@ class TextGenerator:
         known = known_ids(self.config, self.tokenizer)
         return (*map(WithoutHistory, known), *self.processors)
 
-    def _known_sampler(self) -> Sample:
+    def known_sampler(self) -> Sample:
         """Return the sampler, which draws ids of the tokenizer alone."""
         return Sample(*known_ids(self.config, self.tokenizer), *self.sampler.processors)
 

@@ -19,13 +19,12 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate
-from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.places import Edit, edit_items, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
-from transformer_jax.text.completion import TextGenerator, known_ids, scored_texts
+from transformer_jax.text.completion import TextGenerator, scored_texts
 from transformer_jax.text.writer import NO_TOKEN, check_stop_strings, cut_at_stop
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 
@@ -48,10 +47,9 @@ def translate(
         count: how many are drawn.
     """
     step, state = _begun(generator, source, num_tokens)
-    known = known_ids(generator.config, generator.tokenizer)
     out = generate(
         step, generator.params, jnp.full((count, 1), start, jnp.int32), fork(state, count),
-        num_tokens=num_tokens, sampler=Sample(*known, *generator.sampler.processors),
+        num_tokens=num_tokens, sampler=generator.known_sampler(),
         key=generator.key, processors=generator.processors, stop=generator.stop_ids,
     )  # fmt: skip
     return [_text(generator, row.tolist()) for row in out.rows()]

@@ -30,7 +30,7 @@ from transformer_jax.untrusted_files import JsonObject
 
 POOLER = "albert.pooler"
 SECOND = "sop_classifier.classifier"
-"""Says whether two sentences stand in their order."""
+"""The classifier of whether two sentences stand in their order."""
 
 
 def _table(config: ModelConfig) -> list[TensorMapping]:

@@ -34,14 +34,14 @@ OLD = dict(
     layer_norm_eps="layer_norm_epsilon", hidden_dropout_prob="resid_pdrop",
     attention_probs_dropout_prob="attn_pdrop",
 )  # fmt: skip
-"""Names of transformers to those of the older style."""
+"""Keys of transformers, each with that of the older style."""
 OLD_REQUIRED: JsonObject = dict(
     activation_function="swiglu", causal=False, mlp_fc1_bias=False, mlp_fc2_bias=False,
     parallel_block=False, prenorm=False, qkv_proj_bias=False, rotary_emb_interleaved=False,
     rotary_emb_scale_base=None, rotary_scaling_factor=None, scale_attn_weights=True,
     scale_attn_by_inverse_layer_idx=False, use_rms_norm=False,
 )  # fmt: skip
-"""What the older style may say; a model with anything else computes something else."""
+"""Keys of the older style, with the only values that this family computes."""
 OLD_IGNORED = """
     auto_map dense_seq_output embd_pdrop fused_bias_fc fused_dropout_add_ln max_trained_positions
     pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn summary_activation
