@@ -52,7 +52,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.positions import KINDS
-from transformer_jax.config.tasks import MASKS, TASKS, LanguageTask
+from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
@@ -73,6 +73,7 @@ from transformer_jax.training.data import DataError
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks.language import LanguageWindows
 from transformer_jax.use.language_model import load
+from transformer_jax.use.reading import MASKS
 
 ROOT = Path(train.__file__).parent
 SMALL = (

@@ -88,6 +88,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(value_head_dim=-1), "value_head_dim", "-1", "positive"),
     (ModelConfig, {}, dict(d_ff=-1), "d_ff", "-1", "must not be negative"),
     (ModelConfig, dict(d_ff=0), dict(glu=True), "glu", "True", "needs a feed-forward: d_ff is 0"),
+    (ModelConfig, dict(d_ff=0), dict(norm_order="parallel"), "norm_order", "'parallel'", "needs a"),
     (ModelConfig, dict(d_ff=0), dict(ff_bias=False), "ff_bias", "False", "needs a feed-forward"),
     (ModelConfig, dict(d_ff=0), dict(activation="relu"), "activation", "'relu'", "needs a feed-"),
     (ModelConfig, dict(experts=Experts()), dict(d_ff=0), "d_ff", "0", "must be positive: experts"),

@@ -68,6 +68,7 @@ def test_a_norm_needs_no_scale_and_no_bias(rng):
     ("field", "value"),
     [
         ("norm_unit_offset", True), ("embedding_norm", True), ("norm_eps", 1e-3),
+        ("first_norm", False),
         ("norm_order", "post"), ("norm_order", "sandwich"), ("norm_order", "output"),
     ],
 )  # fmt: skip

@@ -174,6 +174,13 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
         lambda: words.generate("to a cow", 1), lambda: words.generate(["to", "a cow"], 1),
         lambda: words.generate("to a cow", 1, beams=2), lambda: words.search("to a cow", 1),
         lambda: words.score("to a cow"), lambda: words.score(["to be", "to a cow"]),
+        lambda: words.attend("to a cow"),
+        lambda: run_of(
+            ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=words.tokenizer
+        ).classify("to a cow"),
+        lambda: run_of(MaskedTask(), "encoder", ("mask",), base=words.tokenizer).candidates(
+            "to [MASK] a cow"
+        ),
     ]  # fmt: skip
     for call in calls:
         with pytest.warns(UserWarning, match=f"^{rule}$") as found:

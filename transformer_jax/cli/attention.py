@@ -19,7 +19,6 @@ from transformer_jax.cli.command import (
     say_unknown,
 )
 from transformer_jax.config import ConfigError
-from transformer_jax.config.tasks import MASKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +33,7 @@ def _draw(arguments: argparse.Namespace) -> None:
     model = load_either("attention", arguments)
     prompt: str = arguments.prompt
     text: str | tuple[str, str] = prompt
-    masks = MASKS if model.kind == "masks" else ()
-    say_unknown("attention", model.tokenizers.of_source, [prompt], masks)
+    say_unknown("attention", model.tokenizers.of_source, [prompt], model.masks)
     if model.kind == "targets":
         target = model.generate(prompt) if arguments.target is None else arguments.target
         text = prompt, target

@@ -162,7 +162,6 @@ def say_unknown(
     """
     from transformer_jax.tokenizers.special import unknown_words
 
-    warnings.filterwarnings("ignore", "unknown words: ", UserWarning)
     if line := unknown_words(tokenizer, texts, masks):
         print(f"{name}: {line}", file=sys.stderr)
 
@@ -181,7 +180,9 @@ def run(
     except ConfigError as error:
         parser.error(str(error))
     try:
-        work(arguments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "unknown words: ", UserWarning)  # `say_unknown` does
+            work(arguments)
         return 0
     except BrokenPipeError:  # the reader had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ from transformer_jax.cli.command import Parser, add_run, load_run, run, say_unkn
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.tasks import MASKS, DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
+from transformer_jax.config.tasks import DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,8 +71,7 @@ def _write(arguments: argparse.Namespace) -> None:
         texts = _prompts(arguments.prompts, every_line=model.kind in _ANSWERED)
     elif not arguments.prompt and model.kind in _ANSWERED:
         raise ConfigError(f"prompt is '': {_named(model)} needs one, or prompts")
-    masks = MASKS if model.kind == "masks" else ()
-    say_unknown("generate", model.tokenizers.of_source, texts, masks)
+    say_unknown("generate", model.tokenizers.of_source, texts, model.masks)
     ranked = arguments.beams and (arguments.samples or arguments.length_penalty is not None)
     of_pairs = model.kind == "targets" and model.task is not None
     if model.kind in ("masks", "labels") or (of_pairs and not ranked):

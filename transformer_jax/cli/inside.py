@@ -22,7 +22,6 @@ from transformer_jax.cli.command import (
     say_unknown,
 )
 from transformer_jax.config import ConfigError
-from transformer_jax.config.tasks import MASKS
 
 if TYPE_CHECKING:
     from transformer_jax.use.tables import Pictured
@@ -62,13 +61,12 @@ def _look(arguments: argparse.Namespace) -> None:
     asked = {name: value for name, value in flags.items() if value is not None}
     other: str | None = asked.pop("other", None)
     texts: list[str | tuple[str, str]] = [arguments.prompt, *([other] if other else [])]
-    masks = MASKS if model.kind == "masks" else ()
     if model.kind == "targets":
         say_unknown("inside", model.tokenizers.of_source, [arguments.prompt])
         say_unknown("inside", model.tokenizer, [text for text in (arguments.target, other) if text])
     else:
         given = [text for text in (arguments.prompt, other) if text]
-        say_unknown("inside", model.tokenizer, given, masks)
+        say_unknown("inside", model.tokenizer, given, model.masks)
     if model.kind == "targets":
         target = arguments.target
         if target is None:

@@ -239,7 +239,7 @@ class ModelConfig:
             fail("num_kv_heads", self.kv_heads, f"does not divide num_heads {self.num_heads}")
         if self.norm is None:
             rule = "needs a norm, which is None"
-            unread(self, rule, "norm_unit_offset", "embedding_norm")
+            unread(self, rule, "norm_unit_offset", "embedding_norm", "first_norm")
             if not self.is_parallel:
                 unread(self, rule, "norm_order")
             if not (self.qk_norm or self.masked_token_head):
@@ -259,7 +259,8 @@ class ModelConfig:
             if self.experts is not None:
                 fail("d_ff", 0, "must be positive: experts stand in the place of a feed-forward")
             activation = () if self.masked_token_head else ("activation",)
-            unread(self, "needs a feed-forward: d_ff is 0", "glu", "ff_bias", *activation)
+            alone = ("norm_order",) if self.is_parallel and self.kind != "encoder-decoder" else ()
+            unread(self, "needs a feed-forward: d_ff is 0", "glu", "ff_bias", *activation, *alone)
 
     def _check_kind(self) -> None:
         """Check what only some kinds have."""

@@ -114,10 +114,6 @@ def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
     )
 
 
-MASKS = "[MASK]", "_"
-"""How a prompt spells a token that a masked model fills."""
-
-
 @short_repr
 @dataclass(frozen=True, kw_only=True)
 class LanguageTask(_Task):

@@ -517,6 +517,7 @@ class LanguageModel(Looker, Scorer):
         if self.kind != "masks":
             raise ConfigError(f"candidates: {self.instead()}")
         check_count("count", count, 1)
+        self.warn_of_unknown([text])
         return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count, edit)
 
     @overload
@@ -545,6 +546,7 @@ class LanguageModel(Looker, Scorer):
         assert self.model.run is not None
         for one in texts:
             self.check_tokens(one)
+        self.warn_of_unknown(texts)
         found = label_texts(self.model.run, self.tokenizers, self.params, texts, edit)
         return found if is_list else found[0]
 

@@ -62,6 +62,7 @@ def read_prompt(model: Reader, text: Any) -> Prompt:
     tokenizer = model.tokenizer
     if not pairs:
         model.check_tokens(text)
+    model.warn_of_unknown([text[0] if pairs else text], [text[1]] if pairs else [])
     if pairs:
         example = pair_batch(model, *text)
         ids, source, prefix, labels = (

@@ -15,7 +15,6 @@ import numpy as np
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.config.tasks import (
-    MASKS,
     ChatTask,
     ClassifyTask,
     DigitsTask,
@@ -40,6 +39,8 @@ from transformer_jax.training.tasks.turns import prompt_ids
 
 Kind = Literal["text", "chat", "targets", "masks", "labels", "signals", "vectors"]
 Conversation: TypeAlias = str | Sequence[Message]
+MASKS = "[MASK]", "_"
+"""How a prompt spells a token that a masked model fills."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,6 +113,11 @@ class Reader:
         own = f"{type(self.config).__name__} of {count:,} parameters"
         return f"{type(self).__name__}({self.name!r}: {task}, {own}, {self.tokenizer!r})"
 
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """How a prompt spells a token that is to be filled; nothing but of a masked model."""
+        return MASKS if self.kind == "masks" else ()
+
     def read(self, prompt: str) -> np.ndarray:  # i32[P]
         """Return the tokens that a prompt is read as: after those that begin every text."""
         ids = np.zeros(0, np.int32)
@@ -136,9 +142,8 @@ class Reader:
 
     def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
         """Warn of words that a tokenizer of words reads as <unk>, of texts and of targets."""
-        masks = MASKS if self.kind == "masks" else ()
         found = (
-            unknown_words(self.tokenizers.of_source, texts, masks),
+            unknown_words(self.tokenizers.of_source, texts, self.masks),
             unknown_words(self.tokenizer, target),
         )
         for line in filter(None, found):
