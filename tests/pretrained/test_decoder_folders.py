@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import chex
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from transformer_jax.config import ConfigError, ModelConfig, Rope
-from transformer_jax.models.factory import init_params
+from tests.support.drawn import drawn
+from transformer_jax.config import ConfigError, Rope
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
@@ -28,12 +27,6 @@ FALCON = dict(
     model_type="falcon", vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6,
 )  # fmt: skip
 STABLE = SMALL | dict(model_type="stablelm", qk_layernorm=True, partial_rotary_factor=0.5)
-
-
-def drawn(config: ModelConfig):
-    keys = iter(jax.random.split(jax.random.key(5), 99))
-    shapes = init_params(config, jax.random.key(3))
-    return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
 
 
 @pytest.mark.slow_except("falcon*")

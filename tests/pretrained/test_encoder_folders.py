@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import chex
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError, Learned
 from transformer_jax.inside import logit_lens
-from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.factory import build
 from transformer_jax.models.flops import forward_flops
 from transformer_jax.models.places import places
 from transformer_jax.pretrained.config_json import read_config, write_config
@@ -47,7 +47,7 @@ def read(content, names=NAMES):
 
 def written(tmp_path, config):
     """Save fresh parameters, check that they are read back, and return them beside the file's."""
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     save_pretrained(tmp_path / "m", config, params)
     back, loaded = load_pretrained(tmp_path / "m")
     assert back == config
@@ -113,7 +113,7 @@ def test_the_layers_of_an_albert_are_one_block(tmp_path):
 
 def test_narrow_embeddings_give_no_logits_without_the_head(rng):
     config = read(ELECTRA)
-    tokens, params = rng.integers(0, 29, (1, 3)), init_params(config, jax.random.key(0))
+    tokens, params = rng.integers(0, 29, (1, 3)), drawn(config)
     assert "logits" not in places(config)
     with pytest.raises(ValueError, match="embedding_dim is 5: there are no logits of tokens"):
         build(config).apply({"params": params}, tokens)

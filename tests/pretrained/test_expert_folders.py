@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError, Experts, LoraConfig
-from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import init_lora
 from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pretrained.config_json import read_config, write_config
@@ -37,17 +37,15 @@ QWEN2 = QWEN | dict(model_type="qwen2_moe", shared_expert_intermediate_size=8)
 QWEN2.pop("head_dim")
 
 
-def drawn(content):
+def made(content):
     config = read_config(content, (), "config.json")
-    keys = iter(jax.random.split(jax.random.key(5), 99))
-    shapes = init_params(config, jax.random.key(3))
-    return config, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), shapes)
+    return config, drawn(config)
 
 
 @pytest.mark.slow_except("mixtral")
 @pytest.mark.parametrize("content", [MIXTRAL, QWEN2], ids=lambda c: c["model_type"])
 def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path):
-    config, params = drawn(content)
+    config, params = made(content)
     save_pretrained(tmp_path / "looped", config, params, family=content["model_type"])
     scanned = replace(config, scan_layers=True)
     save_pretrained(tmp_path / "scanned", scanned, stack_layers(params))
@@ -114,7 +112,7 @@ def test_a_dense_family_has_no_experts():
 
 
 def test_adapters_of_experts_are_no_file_of_peft(tmp_path):
-    config, params = drawn(MIXTRAL)
+    config, params = made(MIXTRAL)
     lora = LoraConfig(rank=2, targets=("query", "up"))
     adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
     names = tensor_names(config, "mixtral")
@@ -123,7 +121,7 @@ def test_adapters_of_experts_are_no_file_of_peft(tmp_path):
 
 
 def test_more_experts_than_tensors_are_refused_before_they_are_listed(tmp_path):
-    config, params = drawn(MIXTRAL)
+    config, params = made(MIXTRAL)
     save_pretrained(tmp_path / "m", config, params)
     file = tmp_path / "m" / "config.json"
     for count, rule in ((10**9, "num_local_experts is 1000000000: the files have"), (30, "30 exp")):
@@ -133,7 +131,7 @@ def test_more_experts_than_tensors_are_refused_before_they_are_listed(tmp_path):
 
 
 def test_an_expert_that_is_missing_or_has_another_dtype_is_named(tmp_path):
-    config, params = drawn(MIXTRAL)
+    config, params = made(MIXTRAL)
     save_pretrained(tmp_path / "m", config, params)
     file = tmp_path / "m" / "model.safetensors"
     tensors, name = load_file(file), "model.layers.0.block_sparse_moe.experts.1.w2.weight"

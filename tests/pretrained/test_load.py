@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.devices import on_devices
+from tests.support.drawn import drawn
 from transformer_jax.config import (
     ConfigError,
     Experts,
@@ -24,7 +25,7 @@ from transformer_jax.config import (
     Sinusoidal,
     T5Buckets,
 )
-from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.factory import build
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.pretrained.config_json import read_config, write_config, written_family
 from transformer_jax.pretrained.families import FAMILIES
@@ -1342,7 +1343,7 @@ def test_parameters_that_are_not_the_configs_are_not_written(tmp_path):
 @pytest.mark.slow
 def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, positions="alibi")
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     with pytest.raises(ConfigError, match="no family can say this config") as error:
         save_pretrained(tmp_path / "never", config, params)
     assert "gpt2: positions is Alibi(): a gpt2 has Learned()" in str(error.value)
@@ -1359,7 +1360,7 @@ def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
 
 def test_attention_alone_is_saved_as_no_family(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, d_ff=0)
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     with pytest.raises(ConfigError, match="no family can say this config") as error:
         save_pretrained(tmp_path / "never", config, params)
     for name in FAMILIES:
@@ -1468,9 +1469,7 @@ def test_a_model_without_its_output_matrix_is_refused_with_the_reason(tmp_path):
 
 def test_doubles_are_not_saved(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=1)
-    params = jax.tree.map(
-        lambda x: np.asarray(x, np.float64), init_params(config, jax.random.key(0))
-    )
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), drawn(config))
     with pytest.raises(ValueError, match="is float64: must be one of float32, bfloat16, float16"):
         save_pretrained(tmp_path / "model", config, params)
     assert not (tmp_path / "model").exists()

@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 
 import chex
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError
-from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
@@ -57,7 +56,7 @@ def test_both_styles_mean_the_same_and_both_are_written():
 
 def test_the_first_block_has_no_norm_before_attention(tmp_path):
     config = read(NEW)
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     assert "norm_attention" not in params["encoder"]["block_0"]
     save_pretrained(tmp_path / "m", config, params)
     tensors = load_file(tmp_path / "m" / "model.safetensors")
@@ -107,7 +106,7 @@ def test_a_folder_says_what_its_classes_are_of(end, pooling, of, reads, tmp_path
     config = read(NEW | said, ("classifier.weight", *NAMES))
     assert (config.classes_of, config.pooler_reads, config.pooler) == (of, reads, "transform")
     assert config.num_classes == 2 and not config.masked_token_head
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     save_pretrained(tmp_path / "m", config, params)
     content = json.loads((tmp_path / "m" / "config.json").read_text())
     assert content["architectures"] == said["architectures"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError, LoraConfig
-from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
@@ -47,9 +47,8 @@ def folders(tmp_path_factory):
     """A folder in mxfp4, and the matrices that its bytes mean, expert by expert."""
     path = tmp_path_factory.mktemp("gpt_oss")
     config = read_config(GPT_OSS, (), "config.json")
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16), shapes)
+    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), drawn(config))
     save_pretrained(path / "whole", config, params)
     tensors = load_file(path / "whole" / "model.safetensors")
     wanted = {}

@@ -3,13 +3,12 @@
 import json
 
 import chex
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError, Rope
-from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.config_json import read_config
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
@@ -53,7 +52,7 @@ def test_both_styles_mean_the_same():
 
 def test_a_folder_like_one_of_the_older_style_keeps_its_words(tmp_path):
     config = read(OLD)
-    params = init_params(config, jax.random.key(0))
+    params = drawn(config)
     save_pretrained(tmp_path / "new", config, params)
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     block, prefix = params["encoder"]["block_1"], "nomic_bert.encoder.layers.1"

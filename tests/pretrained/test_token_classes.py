@@ -4,14 +4,14 @@ import json
 from dataclasses import replace
 
 import chex
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.drawn import drawn
 from transformer_jax.config import ConfigError, Learned, ModelConfig
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.models.factory import build, init_params
+from transformer_jax.models.factory import build
 from transformer_jax.models.flops import forward_flops
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "of", "changes", "tensor", "architecture"), CASES)
 def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, architecture, tmp_path):
     config = replace(CONFIG, classes_of=of, **changes)
-    params = init_params(config, jax.random.key(1))
+    params = drawn(config)
     assert "pooler" not in params and params["classifier"]["kernel"].shape == (6, 2)
     save_pretrained(tmp_path / "m", config, params, family=family)
     content = json.loads((tmp_path / "m" / "config.json").read_text())
@@ -54,7 +54,7 @@ def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, arch
 @pytest.mark.parametrize("of", ["token", "span"])
 def test_the_classes_of_a_token_are_of_its_hidden_state(of, rng):
     config = replace(CONFIG, classes_of=of)
-    params = init_params(config, jax.random.key(2))
+    params = drawn(config)
     params["classifier"] = {
         "kernel": rng.normal(size=(6, 2)).astype(np.float32),
         "bias": rng.normal(size=2).astype(np.float32),

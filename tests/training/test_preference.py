@@ -20,6 +20,7 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.training.loop import fit
 from transformer_jax.training.losses import label_scores
 from transformer_jax.training.preference import preference_loss, preference_scores
+from transformer_jax.training.tasks import load_task
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -241,12 +242,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
     assert again.val_loss == whole.val_loss != pytest.approx(np.log(2), abs=1e-6)
 
 
-@pytest.mark.slow_except(
-    "[1]-line 2: lacks prompt, chosen, rejected: must be {",
-    '{"prompt": "a", "chosen": "b", "rejected": "b*',
-    '{"prompt": "a", "chosen": "b", "rejected": 3*',
-    "{-line 2: not JSON",
-)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -275,14 +270,28 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
         ),
     ],
 )
-def test_bad_pairs_are_one_line(tmp_path, line, message, base_of_lines):
-    pairs_file(tmp_path / "pairs.jsonl")
-    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
-    lines[1] = line
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+def test_bad_pairs_are_one_line(tmp_path, line, message):
+    file = with_a_bad_pair(tmp_path, line)
+    model = ModelConfig(d_model=32, num_layers=1, num_heads=4, max_len=48)
     with pytest.raises(DataError) as caught:
-        fit(a_run(tmp_path, base_of_lines))
+        load_task(TrainConfig(model=model, task=PreferenceTask(beta=0.5), data=str(file)))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def with_a_bad_pair(folder, line):
+    file = folder / "pairs.jsonl"
+    pairs_file(file)
+    lines = file.read_text().splitlines()
+    lines[1] = line
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.mark.slow
+def test_bad_pairs_begin_no_run(tmp_path, base_of_lines):
+    with_a_bad_pair(tmp_path, "[1]")
+    with pytest.raises(DataError, match="line 2: lacks prompt, chosen, rejected"):
+        fit(a_run(tmp_path, base_of_lines))
     assert not (tmp_path / "run").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import os
 import re
@@ -81,7 +82,7 @@ def check_types(config: Dataclass) -> None:
     `jnp.bfloat16`, becomes its name. The name of one of several kinds, such as "chat" of a task,
     becomes that kind with its defaults.
     """
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if name.endswith("dtype") and not isinstance(value, str | None):
             spelled = getattr(value, "name", getattr(value, "__name__", None))
@@ -102,6 +103,11 @@ def check_types(config: Dataclass) -> None:
             elif isinstance(value, type) and value in options:
                 near = f", a value: {value.__name__}(...)"
             fail(name, value, f"must be {_spell(hint)}{near}")
+
+
+@functools.cache  # reading them takes longer than all checks
+def _hints(kind: type) -> dict[str, Hint]:
+    return get_type_hints(kind)
 
 
 def is_function(value: object) -> bool:

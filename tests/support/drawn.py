@@ -1,0 +1,24 @@
+"""Parameters of models whose numbers do not matter, without a program that draws them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.models.factory import init_params
+
+
+@cache
+def shapes_of(config):
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def drawn(config, seed=0):
+    """Normal numbers of NumPy in the shapes that `init_params` gives a model's parameters."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape).astype(x.dtype)), shapes_of(config)
+    )
