@@ -46,7 +46,11 @@ ROUTERS = {
     "one": Experts(count=3, top_k=1, normalize=False),
     "shared": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8),
     "shared with a gate": Experts(count=4, top_k=2, d_ff=6, shared_d_ff=8, shared_gate=True),
-}
+    "all": Experts(
+        count=5, top_k=2, d_ff=6, score="sigmoid", selection_bias=True, router_bias=True,
+        scale=2.0, shared_d_ff=8, shared_gate=True,
+    ),
+}  # fmt: skip
 
 
 def silu(x):
@@ -104,42 +108,40 @@ def made(experts, layers=1, seed=0):
     return config, jax.tree.map_with_path(partial(drawn, rng), shapes)
 
 
+def choose(experts, logits):
+    return jax.jit(partial(route, experts))(np.float32(logits))
+
+
 def drawn(rng, path, leaf):
     """Return values of a parameter: norms scale by about 1, a bias of a selection changes it."""
     name = path[-1].key
     mean, deviation = {"scale": (1, 0.1), "selection_bias": (0, 1)}.get(name, (0, 0.3))
-    return jnp.asarray(rng.normal(mean, deviation, leaf.shape), leaf.dtype)
+    return rng.normal(mean, deviation, leaf.shape).astype(leaf.dtype)
 
 
-@pytest.mark.slow_except("shared with a gate")
+@pytest.mark.slow_except("all")
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
+    """Check within a model, in whose block x stands; and the gradients, by differences."""
     experts = ROUTERS[kind]
     config, params = made(experts)
-    places = "block_0/feed_forward/input", "block_0/feed_forward/output"
-    apply = jax.jit(partial(build(config).apply, capture=places))
-    _, _, found = apply({"params": params}, TOKENS)
-    x = np.asarray(found[places[0]], np.float64)
-    wanted = mixture(experts, params["decoder"]["block_0"]["feed_forward"], x)
-    np.testing.assert_allclose(found[places[1]], wanted, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.slow_except("sigmoid with bias")
-@pytest.mark.parametrize("kind", ["softmax over all", "sigmoid with bias", "shared with a gate"])
-def test_gradients_are_the_differences_of_the_sum(kind):
-    experts = ROUTERS[kind]
-    config, params = made(experts)
-    own = params["decoder"]["block_0"]["feed_forward"]
+    own = params["decoder"]["block_0"].pop("feed_forward")
+    place, given = "block_0/feed_forward/output", "block_0/feed_forward/input"
     rng = np.random.default_rng(1)
-    x = rng.normal(size=(2, 5, config.d_model))
+    x = rng.normal(size=(*TOKENS.shape, config.d_model))
     out = rng.normal(size=x.shape)
 
-    def summed(params, x):
-        y = ExpertFeedForward(config).apply({"params": params}, x)
-        return (y * out.astype(np.float32)).sum()
+    def summed(own, x):
+        block = params["decoder"]["block_0"] | {"feed_forward": own}
+        variables = {"params": params | {"decoder": params["decoder"] | {"block_0": block}}}
+        edit = {given: lambda _: x}
+        _, _, found = build(config).apply(variables, TOKENS, edit=edit, capture=(place,))
+        return (found[place] * out.astype(np.float32)).sum(), found[place]
 
-    grads = jax.jit(jax.grad(summed, argnums=(0, 1)))(own, x.astype(np.float32))
+    learn = jax.jit(jax.value_and_grad(summed, argnums=(0, 1), has_aux=True))
+    (_, found), grads = jax.tree.map(np.asarray, learn(own, x.astype(np.float32)))
     own = jax.tree.map(partial(np.asarray, dtype=np.float64), own)
+    np.testing.assert_allclose(found, mixture(experts, own, x), rtol=2e-5, atol=2e-6)
     directions = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), (own, x))
     if experts.selection_bias:
         assert not np.any(grads[0]["selection_bias"])
@@ -151,10 +153,10 @@ def test_gradients_are_the_differences_of_the_sum(kind):
         return (mixture(experts, params, x_moved) * out).sum()
 
     wanted = (moved(1) - moved(-1)) / (2 * step)
-    found = sum(
+    slope = sum(
         np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (grads, directions)), strict=True)
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    np.testing.assert_allclose(slope, wanted, rtol=1e-4)
 
 
 @pytest.mark.slow_except("two-40")
@@ -168,9 +170,8 @@ def test_rows_meet_their_expert_however_many_each_has(rows, used):
         "one": np.full(rows, 4),
         "two": rng.integers(1, 3, rows),
     }
-    found = by_expert(
-        lambda x, w, _: x @ w, jnp.float32(x), jnp.int32(chosen[used]), jnp.float32(w)
-    )
+    meet = jax.jit(partial(by_expert, lambda x, w, _: x @ w))
+    found = meet(x.astype(np.float32), chosen[used].astype(np.int32), w.astype(np.float32))
     wanted = np.einsum("ND,NDF->NF", x, w[chosen[used]])
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -196,7 +197,8 @@ def test_losses_are_those_of_the_formulas(padded):
     valid = np.ones((3, 4), bool)
     valid[1, 2:] = not padded
     experts = Experts(count=5, top_k=2)
-    found = router_losses(experts, jnp.asarray(logits), jnp.asarray(valid) if padded else None)
+    charge = jax.jit(partial(router_losses, experts))
+    found = charge(logits, valid if padded else None)
     wanted = losses(logits.reshape(-1, 5).astype(np.float64), 2, valid.ravel())
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -381,15 +383,15 @@ def test_a_drawing_says_how_many_experts_a_token_is_given_to():
 
 
 def test_choices_are_the_likeliest_first():
-    logits = jnp.array([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
-    chosen, weights = route(Experts(count=3, top_k=2), logits)
+    logits = [[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]]
+    chosen, weights = choose(Experts(count=3, top_k=2), logits)
     assert chosen.tolist() == [[1, 2], [0, 1]]
     np.testing.assert_allclose(weights, [[sigmoid(2.0), sigmoid(-2.0)], [0.5, 0.5]], rtol=1e-6)
 
 
 def test_sigmoids_that_round_to_one_are_still_in_order():
     experts = Experts(count=4, top_k=2, score="sigmoid")
-    chosen, weights = route(experts, jnp.array([20.0, 30.0, 1000.0, 19.0]))
+    chosen, weights = choose(experts, [20.0, 30.0, 1000.0, 19.0])
     assert chosen.tolist() == [2, 1]
     np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
 

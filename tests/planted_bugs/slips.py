@@ -35,7 +35,7 @@ SLIPS: tuple[Slip, ...] = (
             "weights of sigmoids are left as they are",
             "        if experts.normalize:",
             "        if experts.normalize and bias is None:",
-            "models/test_experts.py::test_gradients_are_the_differences_of_the_sum",
+            "models/test_experts.py::test_a_token_is_given_to_the_experts_that_its_router_chooses",
         ),
         (
             "an expert's rows begin a block too late",
