@@ -167,9 +167,7 @@ def test_parallel_branches_read_the_stream_before_the_block(kind):
     def read(params, added):
         return run(kind, params=params, capture=asked, edit={place: lambda x: x + added})[2]
 
-    found, edited = (
-        jax.tree.map(np.asarray, read(params_of(kind), added)) for added in (0.0, 3.0)
-    )
+    found, edited = (jax.tree.map(np.asarray, read(params_of(kind), added)) for added in (0.0, 3.0))
     block = jax.tree.map(lambda x: np.asarray(x, np.float64), params_of(kind)["decoder"]["block_1"])
     x = np.asarray(found["block_0/residual"], np.float64)
     normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)

@@ -785,9 +785,7 @@ def test_rngs_are_refused_and_say_what_to_pass(config):
     model, tokens = build(config), draw_tokens()
     arguments = {} if config.source_vocab_size is None else {"source": draw_source()}
     with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):
-        model.apply(
-            {"params": {}}, tokens, **arguments, rngs={"dropout": jax.random.key(0)}
-        )
+        model.apply({"params": {}}, tokens, **arguments, rngs={"dropout": jax.random.key(0)})
 
 
 @pytest.mark.slow

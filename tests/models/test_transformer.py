@@ -453,8 +453,7 @@ def test_class_logits_equal_the_oracle(rng, classes, pooler):
 def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
     """Capture each pass under its own name."""
     config = dataclasses.replace(
-        SMALL, kind="encoder", share_layers=True, num_layers=2, remat=remat,
-        attention_dropout=0.2
+        SMALL, kind="encoder", share_layers=True, num_layers=2, remat=remat, attention_dropout=0.2
     )
     params = oracle.randomised(shapes(config), rng)
     assert [name for name in params["encoder"] if "block" in name] == ["block_0"]
