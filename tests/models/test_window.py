@@ -83,8 +83,8 @@ def test_a_pass_matches_the_formula(config):
     params, tokens = parameters(config), draw_tokens()
     logits, state = run(config, params, tokens)
     assert logits.shape == (ROWS, TOKENS, VOCAB) and logits.dtype == jnp.float32
-    for row in range(ROWS):
-        assert_near(logits[row], oracle_forward(config, params, tokens[row]), 3 * FORWARD_F32)
+    for row, logits in enumerate(np.asarray(logits)):
+        assert_near(logits, oracle_forward(config, params, tokens[row]), 3 * FORWARD_F32)
     np.testing.assert_array_equal(state.tokens, tokens[:, -3:])
     np.testing.assert_array_equal(state.length, [TOKENS] * ROWS)
 
@@ -101,7 +101,9 @@ def test_a_prediction_depends_on_the_tokens_of_its_window_alone():
 def test_packed_documents_are_read_as_if_alone():
     """Check that padding is no part of them, and that the state is the last document's."""
     params, tokens = parameters(PLAIN), draw_tokens()
-    logits, state = run(PLAIN, params, tokens, segments=DOCUMENTS, valid=VALID)
+    logits, state = jax.tree.map(
+        np.asarray, run(PLAIN, params, tokens, segments=DOCUMENTS, valid=VALID)
+    )
     first, last = [0, 1, 3], [6, 7, 8, 9, 10]
     packed = {(0, 0): first, (0, 1): [5], (0, 2): last, (1, 0): list(range(TOKENS))}
     packed |= {(2, 0): columns_of(2, 5), (2, 1): columns_of(2, 2)}
@@ -111,7 +113,8 @@ def test_packed_documents_are_read_as_if_alone():
     np.testing.assert_array_equal(state.length, [5, TOKENS, 3])
     np.testing.assert_array_equal(state.tokens[0], tokens[0, 8:])
     np.testing.assert_array_equal(state.tokens[2], tokens[2, 7:10])
-    apart = run(PLAIN, params, tokens, segments=np.arange(33, dtype=np.int32).reshape(3, 11))[1]
+    each = np.arange(33, dtype=np.int32).reshape(3, 11)
+    apart = run(PLAIN, params, tokens, segments=each, valid=np.ones_like(VALID))[1]
     np.testing.assert_array_equal(apart.tokens, [[-1, -1, t] for t in tokens[:, -1]])
 
 
@@ -144,6 +147,7 @@ def test_logits_of_some_tokens_are_those_of_the_whole():
     at = np.array([[TOKENS - 1, 0], [2, -1], [0, TOKENS]], np.int32)
     got, state = run(PLAIN, params, tokens, at=at)
     whole, after = run(PLAIN, params, tokens)
+    got = np.asarray(got)
     for row, columns in enumerate([[10, 0], [2], [0]]):
         assert_near(got[row, : len(columns)], np.asarray(whole)[row, columns], FORWARD_F32)
     assert np.isnan(got[1:, 1]).all()
