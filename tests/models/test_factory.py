@@ -118,6 +118,7 @@ def test_a_block_of_attention_alone_has_no_other_parameters(scanned):
     assert num_params(config) == 7 * D + L * (4 * D * D + D) + D
 
 
+@pytest.mark.slow
 def test_beam_search_with_one_beam_is_greedy_search():
     """Search with a translator whose next state is the combined one."""
     config, params = config_and_params("translator")

@@ -51,15 +51,25 @@ def logits(config, params, **given):
     return build(config).apply({"params": params}, TOKENS, **given)[0]
 
 
+def there_and_back(kernel, kind):
+    """Return a kernel in fewer bits, and its numbers in f64."""
+
+    @jax.jit
+    def both(kernel):
+        found = quantize({"block_0": {"up": {"kernel": kernel}}}, kind)["block_0"]["up"]["kernel"]
+        return found, found.astype(jnp.float32)
+
+    found, back = both(kernel)
+    return found, np.asarray(back, np.float64)
+
+
 @pytest.mark.slow_except("int4-7-32")
 @pytest.mark.parametrize(("kind", "levels", "group"), [("int8", 127, 96), ("int4", 7, 32)])
 def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
     kernel = rng.normal(size=(96, 5)).astype(np.float32) * rng.lognormal(size=(1, 5))
     kernel[:, 3] = 0.0
     kernel = kernel.astype(np.float32)
-    found = quantize({"block_0": {"up": {"kernel": jnp.array(kernel)}}}, kind)
-    found = found["block_0"]["up"]["kernel"]
-    back = np.asarray(found.astype(jnp.float32), np.float64)
+    found, back = there_and_back(kernel, kind)
     assert back.shape == found.shape == kernel.shape
     largest = np.abs(kernel.astype(np.float64)).reshape(-1, group, 5).max(axis=1, keepdims=True)
     error = np.abs(back - kernel).reshape(-1, group, 5)
@@ -75,8 +85,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(rng, kind, levels, group):
 def test_a_product_of_normal_weights_is_off_by_a_share_of_itself(rng, kind, share):
     kernel = rng.normal(size=(256, 64))
     x = rng.normal(size=(100, 256))
-    found = quantize({"block_0": {"up": {"kernel": jnp.array(kernel, jnp.float32)}}}, kind)
-    back = np.asarray(found["block_0"]["up"]["kernel"].astype(jnp.float32), np.float64)
+    _, back = there_and_back(kernel.astype(np.float32), kind)
     error = np.linalg.norm(x @ (back - kernel)) / np.linalg.norm(x @ kernel)
     assert share / 2 < error < share
 
@@ -139,11 +148,16 @@ def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
     """Where the compiled kernel multiplies, and where it does not."""
     x = rng.normal(size=(rows, 1, 16)).astype(np.float32)
     table, bias = rng.normal(size=(23, 16)), rng.normal(size=23).astype(np.float32)
-    held = quantize({"embed": {"output": jnp.asarray(table, jnp.float32)}}, "int8", embeddings=True)
-    held = held["embed"]["output"]
+
+    @jax.jit
+    def multiplied(x, table, bias):
+        held = quantize({"embed": {"output": table}}, "int8", embeddings=True)["embed"]["output"]
+        return held, table_logits(x, held, bias), table_logits(x, held, None)
+
+    held, biased, plain = multiplied(x, table.astype(np.float32), bias)
     exact = np.asarray(held.values, np.float64) * np.asarray(held.scale, np.float64)[:, None]
-    assert_near(table_logits(jnp.asarray(x), held, jnp.asarray(bias)), x @ exact.T + bias, 1e-5)
-    assert_near(table_logits(jnp.asarray(x), held, None), x @ exact.T, 1e-5)
+    assert_near(biased, x @ exact.T + bias, 1e-5)
+    assert_near(plain, x @ exact.T, 1e-5)
 
 
 @pytest.mark.slow

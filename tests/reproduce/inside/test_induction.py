@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_rows_repeat_after_a_period_of_their_own(key):
-    rows = np.asarray(induction.repeated_rows(key, 101))
+    rows = np.asarray(jax.jit(induction.repeated_rows, static_argnums=1)(key, 101))
     periods = [
         next(p for p in range(1, 49) if (row[p:] == row[: len(row) - p]).all()) for row in rows
     ]

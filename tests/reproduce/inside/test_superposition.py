@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,21 +29,18 @@ def test_linear_model_keeps_the_features_that_matter_most():
 def test_loss_is_that_of_the_formula(rng):
     W, b, x = (rng.normal(size=size) for size in ((2, 5), (5,), (7, 5)))
     importance = 0.7 ** np.arange(5)
+    loss = jax.jit(superposition.loss, static_argnums=3)
     for with_relu in (True, False):
         y = np.stack([W.T @ (W @ row) + b for row in x])
         y = np.maximum(y, 0) if with_relu else y
         wanted = (importance * (x - y) ** 2).sum(axis=1).mean()
-        found = superposition.loss(
-            {"W": jnp.asarray(W), "b": jnp.asarray(b)},
-            jnp.asarray(x),
-            jnp.asarray(importance),
-            with_relu,
-        )
+        given = {"W": W, "b": b}, x, importance
+        found = loss(*jax.tree.map(np.float32, given), with_relu)
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_draws_are_sparse_and_uniform(key):
-    x = np.asarray(superposition.draw(key, jnp.float32(0.7), (2003, 5)))
+    x = np.asarray(jax.jit(superposition.draw, static_argnums=2)(key, 0.7, (2003, 5)))
     assert (x == 0).mean() == pytest.approx(0.7, abs=0.02)
     assert x[x > 0].mean() == pytest.approx(0.5, abs=0.02) and x.max() <= 1
 
