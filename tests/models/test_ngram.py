@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

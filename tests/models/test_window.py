@@ -83,8 +83,8 @@ def test_a_pass_matches_the_formula(config):
     params, tokens = parameters(config), draw_tokens()
     logits, state = run(config, params, tokens)
     assert logits.shape == (ROWS, TOKENS, VOCAB) and logits.dtype == jnp.float32
-    for row, logits in enumerate(np.asarray(logits)):
-        assert_near(logits, oracle_forward(config, params, tokens[row]), 3 * FORWARD_F32)
+    for row, own in enumerate(np.asarray(logits)):
+        assert_near(own, oracle_forward(config, params, tokens[row]), 3 * FORWARD_F32)
     np.testing.assert_array_equal(state.tokens, tokens[:, -3:])
     np.testing.assert_array_equal(state.length, [TOKENS] * ROWS)
 
