@@ -98,10 +98,11 @@ def test_every_place_has_its_shape_and_looped_and_scanned_have_the_same_values(k
 
 
 def test_a_scan_returns_the_blocks_that_are_asked_for():
-    asked = "block_1/residual", "block_0/attention/weights", "block_*/feed_forward/output"
+    asked = "block_1/residual", "block_0/attention/weights", "block_*/attention/output"
     edit = {"block_1/residual": tilted}
     looped, scanned = (
-        run("decoder", scanned=scanned, capture=asked, edit=edit)[2] for scanned in (False, True)
+        run("attention alone", scanned=scanned, capture=asked, edit=edit)[2]
+        for scanned in (False, True)
     )
     assert set(looped) == set(scanned) and len(scanned) == 4
     for name in looped:
@@ -160,27 +161,30 @@ def test_places_fit_together_as_the_block_says():
 @pytest.mark.parametrize("kind", ["parallel", "parallel, shared"])
 def test_parallel_branches_read_the_stream_before_the_block(kind):
     """Each sees its own norm of it, what one gives does not reach the other, and all are added."""
-    place = "block_1/attention/output"
-    asked = ("block_*/*", "block_*/*/input", "block_*/*/output")
+    config, rng = config_of(kind, num_layers=1), np.random.default_rng(3)
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    params, place = oracle.randomised(shapes, rng), "block_0/attention/output"
+    asked = ("embedding", "block_0/*", "block_0/*/input", "block_0/*/output")
 
     @jax.jit
-    def read(params, added):
-        return run(kind, params=params, capture=asked, edit={place: lambda x: x + added})[2]
+    def read(added):
+        edit = {place: lambda x: x + added}
+        return build(config).apply({"params": params}, draw(T), capture=asked, edit=edit)[2]
 
-    found, edited = (jax.tree.map(np.asarray, read(params_of(kind), added)) for added in (0.0, 3.0))
-    block = jax.tree.map(lambda x: np.asarray(x, np.float64), params_of(kind)["decoder"]["block_1"])
-    x = np.asarray(found["block_0/residual"], np.float64)
+    found, edited = (jax.tree.map(np.asarray, read(added)) for added in (0.0, 3.0))
+    block = jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"]["block_0"])
+    x = np.asarray(found["embedding"], np.float64)
     normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     total = x
     for branch in ("attention", "feed_forward"):
         norm = block["norm" if kind.endswith("shared") else f"norm_{branch}"]
         want = normed * norm["scale"] + norm["bias"]
-        assert_near(found[f"block_1/{branch}/input"], want, NEAR)
-        total = total + found[f"block_1/{branch}/output"]
-    assert_near(found["block_1/residual"], total, NEAR)
-    name = "block_1/feed_forward/output"
+        assert_near(found[f"block_0/{branch}/input"], want, NEAR)
+        total = total + found[f"block_0/{branch}/output"]
+    assert_near(found["block_0/residual"], total, NEAR)
+    name = "block_0/feed_forward/output"
     np.testing.assert_array_equal(edited[name], found[name])
-    assert_near(edited["block_1/residual"], total + 3.0, NEAR)
+    assert_near(edited["block_0/residual"], total + 3.0, NEAR)
     assert "block_0/residual_mid" not in places(config_of(kind))
 
 

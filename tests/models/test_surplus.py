@@ -63,7 +63,6 @@ MORE = {
 
 
 @pytest.mark.slow_except(
-    "looped-use_bias",
     "looped-qkv_bias",
     "looped-kind",
     "looped-num_layers*",

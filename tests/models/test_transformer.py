@@ -160,7 +160,7 @@ CASES: dict[str, dict] = {
     ),
     "mpnet-learned": dict(
         kind="encoder", norm_order="post", embedding_norm=True, masked_token_head=True,
-        positions=Learned(offset=2, buckets=6, max_distance=5), positions_=PADDED,
+        positions=Learned(offset=2, buckets=6, max_distance=5), positions_=PADDED, num_layers=1,
     ),
     "albert": dict(
         kind="encoder", norm_order="post", share_layers=True, num_layers=3, positions_=PADDED,
