@@ -113,8 +113,7 @@ def test_packed_documents_are_read_as_if_alone():
     np.testing.assert_array_equal(state.length, [5, TOKENS, 3])
     np.testing.assert_array_equal(state.tokens[0], tokens[0, 8:])
     np.testing.assert_array_equal(state.tokens[2], tokens[2, 7:10])
-    each = np.arange(33, dtype=np.int32).reshape(3, 11)
-    apart = run(PLAIN, params, tokens, segments=each, valid=np.ones_like(VALID))[1]
+    apart = run(PLAIN, params, tokens, segments=np.arange(33, dtype=np.int32).reshape(3, 11))[1]
     np.testing.assert_array_equal(apart.tokens, [[-1, -1, t] for t in tokens[:, -1]])
 
 
