@@ -1,6 +1,7 @@
 """What is printed of a value: a few lines, shapes and never arrays."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -25,6 +26,7 @@ from transformer_jax.corpus import Part
 from transformer_jax.decoding.proposers import Proposer
 from transformer_jax.decoding.step import Step
 from transformer_jax.models.quantized import quantize
+from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import init_state, make_optimizer, progress
@@ -34,8 +36,12 @@ from transformer_jax.training.step import TrainState
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=8, num_layers=3, num_heads=2, max_len=17)
-PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 STEP = tj.make_step(tj.build(CONFIG))
+
+
+@functools.cache
+def params() -> Params:
+    return tj.init_params(CONFIG, jax.random.key(0))
 
 
 def state() -> TrainState:
@@ -80,7 +86,7 @@ MADE = {
     "Ban": lambda kind: kind(*MANY),
     "BanSequences": lambda kind: kind(*[MANY] * 97),
     "Beams": lambda kind: tj.beam_search(
-        STEP, PARAMS, PROMPT[:1], tj.init_cache(CONFIG, 1, 17), num_tokens=3, num_beams=2
+        STEP, params(), PROMPT[:1], tj.init_cache(CONFIG, 1, 17), num_tokens=3, num_beams=2
     ),
     "BlockPlan": lambda kind: kind(TABLE, 8, 8),
     "CharTokenizer": lambda kind: LETTERS,
@@ -89,7 +95,7 @@ MADE = {
     "Decoder": lambda kind: of_kind("decoder"),
     "Dense": lambda kind: kind(TABLE > 0),
     "DictionaryTask": lambda kind: kind(of="run", place="embedding", features=997, active=7),
-    "Draft": lambda kind: kind(STEP, PARAMS, tj.init_cache(CONFIG, 2, 17)),
+    "Draft": lambda kind: kind(STEP, params(), tj.init_cache(CONFIG, 2, 17)),
     "Encoder": lambda kind: of_kind("encoder"),
     "EncoderDecoder": lambda kind: of_kind("encoder-decoder"),
     "Explanation": lambda kind: tj.explain_attention(QUERY, QUERY, QUERY),
@@ -100,7 +106,7 @@ MADE = {
     "FrequencyPenalty": lambda kind: kind(0.5),
     "GNMTPenalty": lambda kind: kind(0.6),
     "Generation": lambda kind: tj.generate(
-        STEP, PARAMS, PROMPT, tj.init_cache(CONFIG, 2, 17), num_tokens=5
+        STEP, params(), PROMPT, tj.init_cache(CONFIG, 2, 17), num_tokens=5
     ),
     "KVCache": lambda kind: tj.init_cache(CONFIG, 2, 17).layers[0],
     "LengthPenalty": lambda kind: kind(0.6),
@@ -124,7 +130,7 @@ MADE = {
     "PromptLookup": lambda kind: kind(3),
     "QuantizedKernel": lambda kind: next(
         leaf
-        for leaf in jax.tree.leaves(quantize(PARAMS, "int8"), is_leaf=is_made_by(kind))
+        for leaf in jax.tree.leaves(quantize(params(), "int8"), is_leaf=is_made_by(kind))
         if isinstance(leaf, kind)
     ),
     "ConvolutionLM": lambda kind: kind(tj.ConvolutionConfig(vocab_size=7)),
@@ -140,13 +146,13 @@ MADE = {
     "Result": lambda kind: result(),
     "RunFolder": lambda kind: kind(Path("runs/first")),
     "Segments": lambda kind: kind(IDS),
-    "SentenceEncoder": lambda kind: kind(CONFIG, PARAMS, "mean", True, 17),
+    "SentenceEncoder": lambda kind: kind(CONFIG, params(), "mean", True, 17),
     "SpecialTokens": lambda kind: kind(LETTERS, tuple(f"<{n}>" for n in MANY)),
     "StreamingEncoder": lambda kind: kind(
         dataclasses.replace(CONFIG, window=5, positions="rope"), 7
     ),
     "Temperature": lambda kind: kind(0.5),
-    "TextModel": lambda kind: kind(CONFIG, PARAMS, LETTERS),
+    "TextModel": lambda kind: kind(CONFIG, params(), LETTERS),
     "TopK": lambda kind: kind(5),
     "TopP": lambda kind: kind(0.5),
     "TrainConfig": lambda kind: tj.train_preset("gpt2"),

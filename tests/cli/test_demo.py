@@ -11,9 +11,14 @@ from transformer_jax import __main__
 from transformer_jax.cli import demo
 from transformer_jax.config import ConfigError
 from transformer_jax.demos import demonstrations
-from transformer_jax.demos.shared import MEANINGS, settings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def settings(*options, **given):
+    from transformer_jax.demos import shared  # which brings Matplotlib along
+
+    return shared.settings(*options, **given)
 
 
 def test_the_command_alone_lists_each_demonstration_with_a_line(capsys):
@@ -34,8 +39,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(capsys):
 def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, tmp_path):
     """Check every option of every other demonstration, before anything is computed."""
     options = importlib.import_module(f"transformer_jax.demos.{name}").OPTIONS
-    assert set(options) <= set(MEANINGS)
-    for other in set(MEANINGS) - set(options):
+    known = set(importlib.import_module("transformer_jax.demos.shared").MEANINGS)
+    assert set(options) <= known
+    for other in known - set(options):
         with pytest.raises(ConfigError, match=f"^{other} is not read by this demonstration, which"):
             settings(options, tmp_path, **{other: "7"})
 

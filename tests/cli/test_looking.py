@@ -10,17 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.use.test_language_model import (
-    CHAT,
-    CLASSES,
-    CONFIG,
-    MASKED,
-    PAIRS,
-    PLAIN,
-    TURNS,
-    model_of,
-    run_of,
-)
+from tests.use.models import CONFIG, TURNS, chat, classes, masked, model_of, pairs, plain, run_of
 from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command, generate
@@ -31,14 +21,14 @@ from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-MODELS = {"plain": PLAIN, "pairs": PAIRS, "masks": MASKED, "classes": CLASSES, "chat": CHAT}
+MODELS = {"plain": plain, "pairs": pairs, "masks": masked, "classes": classes, "chat": chat}
 
 
 @pytest.fixture
 def said(monkeypatch, capsys):
     """Run a command whose --run names one of MODELS; return its status, stdout and stderr."""
     for module in (command, generate):
-        monkeypatch.setattr(module, "load_run", lambda _, arguments: MODELS[arguments.run].model)
+        monkeypatch.setattr(module, "load_run", lambda _, arguments: MODELS[arguments.run]().model)
     monkeypatch.setattr("transformer_jax.__main__.keep_programs", lambda: None)
 
     def run(*argv: str):
@@ -50,7 +40,7 @@ def said(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_picture_of_a_translation_is_drawn(said, tmp_path):
-    target = PAIRS.generate("bad")
+    target = pairs().generate("bad")
     out = tmp_path / "map.svg"
     status, printed, _ = said("attention", "--run", "pairs", "--prompt", "bad", "--out", str(out))
     assert (status, printed) == (
@@ -90,46 +80,46 @@ def test_pieces_and_merges_are_shown(said, tmp_path):
 
 def test_neighbours_are_listed_with_their_cosines(said):
     status, printed, _ = said("nearest", "--run", "plain", "--word", "c", "--count", "3")
-    wanted = PLAIN.nearest("c", count=3)
+    wanted = plain().nearest("c", count=3)
     assert status == 0
     assert printed == "".join(f"{cosine:7.4f}  {text}\n" for text, cosine in wanted)
     printed = said(
         "nearest", "--run", "plain", "--word", "c", "--minus", "a", "--plus", "e", "--plus", "f"
     )[1]
-    first = PLAIN.nearest("c", minus="a", plus=["e", "f"])[0]
+    first = plain().nearest("c", minus="a", plus=["e", "f"])[0]
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
 
 
 @pytest.mark.slow
 def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
-    found = MASKED.candidates("b_d", count=2)[0]
+    found = masked().candidates("b_d", count=2)[0]
     printed = said("generate", "--run", "masks", "--prompt", "b_d", "--samples", "2")[1]
     listed = "  ".join(f"{text} {p:.3f}" for text, p in found)
-    assert printed == f"{MASKED.generate('b_d')}\n  {listed}\n"
+    assert printed == f"{masked().generate('b_d')}\n  {listed}\n"
     (tmp_path / "lines").write_text("b_d\nf_\n")  # a line in, a line out
     printed = said("generate", "--run", "masks", "--prompts", str(tmp_path / "lines"))[1]
-    assert printed.splitlines() == MASKED.generate(["b_d", "f_"])
-    best = PAIRS.search("bad", 4, beams=3, results=2)
+    assert printed.splitlines() == masked().generate(["b_d", "f_"])
+    best = pairs().search("bad", 4, beams=3, results=2)
     given = "generate", "--run", "pairs", "--prompt", "bad", "--tokens", "4", "--beams", "3"
     printed = said(*given, "--samples", "2")[1]
     assert printed == "".join(f"--- score {score:.4f}\n{text}\n" for score, text in best)
-    assert said(*given)[1] == f"{PAIRS.generate('bad', 4, beams=3)}\n" == f"{best[0][1]}\n"
+    assert said(*given)[1] == f"{pairs().generate('bad', 4, beams=3)}\n" == f"{best[0][1]}\n"
 
 
 @pytest.mark.slow
 def test_a_sentence_has_its_perplexity_or_its_class(said):
     printed = said("evaluate", "--run", "plain", "--prompt", "badcab", "--json")[1]
-    found, score = json.loads(printed), PLAIN.score("badcab")
+    found, score = json.loads(printed), plain().score("badcab")
     assert found["perplexity"] == pytest.approx(score.perplexity)
     assert (found["tokens"], found["nats"]) == (5, pytest.approx(score.nats))
     assert found["nats_per_token"] == pytest.approx(np.mean(score.token_nats))
     printed = said("evaluate", "--run", "pairs", "--prompt", "bad", "--target", "feed")[1]
     assert float(re.search(r"^perplexity +(\S+)$", printed, re.M)[1]) == pytest.approx(
-        PAIRS.score(("bad", "feed")).perplexity, rel=1e-5
+        pairs().score(("bad", "feed")).perplexity, rel=1e-5
     )
     printed = said("evaluate", "--run", "chat", "--prompt", "bad", "--target", "feed")[1]
-    assert f"nats            {CHAT.score(TURNS).nats:.6g}\n" in printed
-    label, p = CLASSES.classify("bad")
+    assert f"nats            {chat().score(TURNS).nats:.6g}\n" in printed
+    label, p = classes().classify("bad")
     printed = said("evaluate", "--run", "classes", "--prompt", "bad")[1]
     assert printed == f"label        {label}\nprobability  {p:.6g}\n"
 
@@ -140,7 +130,7 @@ def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
     text.write_text("badcabfeed" * 3)
     given = "evaluate", "--run", "plain", "--text", str(text), "--window", "7", "--stride", "3"
     status, printed, _ = said(*given, "--batch-size", "2", "--json")
-    score = PLAIN.score(text.read_text(), window=7, stride=3, batch_size=2)
+    score = plain().score(text.read_text(), window=7, stride=3, batch_size=2)
     found = json.loads(printed)
     assert (status, found["tokens"], found["nats"]) == (0, 29, pytest.approx(score.nats))
     assert found["perplexity"] == pytest.approx(score.perplexity)
@@ -150,7 +140,7 @@ def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
     asked = [{"context": "bad", "choices": ["c", "feed"], "answer": n} for n in (0, 1, 1)]
     questions.write_text("\n".join(map(json.dumps, asked)))
     printed = said("evaluate", "--run", "plain", "--choices", str(questions))[1]
-    judged = PLAIN.multiple_choice(questions)
+    judged = plain().multiple_choice(questions)
     assert printed.split() == [
         "questions", "3", "accuracy", f"{judged.accuracy:.6g}",
         "accuracy_per_character", f"{judged.accuracy_per_character:.6g}",
@@ -169,30 +159,30 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
     questions.write_text(json.dumps({"context": "bad", "choices": ["c", "feed"], "answer": 1}))
     silent = zero("block_*/attention/heads", heads=(0, 1))
     flags = "--zero", "block_*/attention/heads", "--heads", "0", "1"
-    plain = "evaluate", "--run", "plain"
-    nats = PLAIN.score("badcab", edit=silent).nats
-    printed = said(*plain, "--prompt", "badcab", *flags, "--json")[1]
+    of_plain = "evaluate", "--run", "plain"
+    nats = plain().score("badcab", edit=silent).nats
+    printed = said(*of_plain, "--prompt", "badcab", *flags, "--json")[1]
     assert json.loads(printed)["nats"] == pytest.approx(nats)
-    printed = said(*plain, "--text", str(data), *flags, "--json")[1]
-    score = PLAIN.score(data.read_text(), edit=silent)
+    printed = said(*of_plain, "--text", str(data), *flags, "--json")[1]
+    score = plain().score(data.read_text(), edit=silent)
     assert json.loads(printed)["nats"] == pytest.approx(score.nats)
     printed = said("evaluate", "--run", "classes", "--prompt", "bad", *flags, "--json")[1]
     assert json.loads(printed)["probability"] == pytest.approx(
-        CLASSES.classify("bad", edit=silent)[1]
+        classes().classify("bad", edit=silent)[1]
     )
-    printed = said(*plain, "--choices", str(questions), *flags, "--json")[1]
-    judged = PLAIN.multiple_choice(questions, edit=silent)
+    printed = said(*of_plain, "--choices", str(questions), *flags, "--json")[1]
+    judged = plain().multiple_choice(questions, edit=silent)
     assert json.loads(printed)["accuracy"] == judged.accuracy
     data.write_text("badcabfeedface" * 9)
     printed = said("evaluate", "--run", "masks", "--data", str(data), *flags, "--json")[1]
-    found = MASKED.evaluate(data, edit=silent)
+    found = masked().evaluate(data, edit=silent)
     assert json.loads(printed) == pytest.approx(found)
     for wrong, message in (
         (("--heads", "0"), r"heads is \[0\]: needs zero"),
         (("--zero", "block_0/head"), "no place is named 'block_0/head', nearest"),
         (("--zero", "block_0/attention/heads", "--heads", "2"), r"heads is \[2\]: must be in 0..1"),
     ):
-        status, printed, error = said(*plain, "--prompt", "badcab", *wrong)
+        status, printed, error = said(*of_plain, "--prompt", "badcab", *wrong)
         assert (status, printed) == (2, "") and re.fullmatch(f"evaluate: {message}.*\n", error)
 
 
@@ -250,19 +240,19 @@ def test_what_cannot_be_is_one_line(said, argv, rule):
 @pytest.mark.slow
 def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
     given = "inside", "--run", "plain", "--prompt", "bad"
-    page, seen = tmp_path / "lens.html", PLAIN.lens("bad")
+    page, seen = tmp_path / "lens.html", plain().lens("bad")
     status, printed, _ = said(*given, "--out", str(page))
     assert (status, printed) == (0, f"{seen.summary()}\ndrawn: {page}\n")
     assert page.read_text() == seen.html() and "<html" in page.read_text()
     picture = tmp_path / "patch.svg"
     asked = "--what", "patch", "--other", "cab", "--answer", "d", "--other-answer", "b"
     status, printed, _ = said(*given, *asked, "--out", str(picture))
-    found = PLAIN.patch("bad", "cab", answer="d", other_answer="b")
+    found = plain().patch("bad", "cab", answer="d", other_answer="b")
     assert (status, printed) == (0, f"{found.summary()}\ndrawn: {picture}\n")
     assert "<svg" in picture.read_text()
-    target = PAIRS.generate("bad", 8)  # half of max_len, so that it can be read again
+    target = pairs().generate("bad", 8)  # half of max_len, so that it can be read again
     printed = said("inside", "--run", "pairs", "--prompt", "bad", "--out", str(page))[1]
-    assert printed.startswith(f"bad -> {target}\n{PAIRS.lens(('bad', target)).summary()}\n")
+    assert printed.startswith(f"bad -> {target}\n{pairs().lens(('bad', target)).summary()}\n")
 
 
 @pytest.mark.slow

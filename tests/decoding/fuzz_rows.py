@@ -10,22 +10,23 @@ sampler fails 1 time in 10^6.
 
 import argparse
 import collections
+import functools
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.stats import chi2
 
 import transformer_jax as tj
+from tests.support.oracle import chi_squared_level
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.samplers import Typical
 
 CONFIG = tj.ModelConfig(
     vocab_size=37, d_model=8, num_layers=1, num_heads=2, max_len=32, positions="rope"
 )
-STEP, PARAMS = tj.make_step(tj.build(CONFIG)), tj.init_params(CONFIG, jax.random.key(0))
+STEP = tj.make_step(tj.build(CONFIG))
 PROMPT, NEW, CASES_OF_A_PROGRAM = 5, 6, 10
 KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
 SAMPLERS = (
@@ -40,12 +41,17 @@ PROCESSORS = (
 ENTRIES = ("generate", "chunks", "fork", "stream", "speculate", "draft", "serve", "vmap")
 
 
+@functools.cache
+def params():
+    return tj.init_params(CONFIG, jax.random.key(0))
+
+
 def decode(entry, prompt, keys, lengths, sampler, processors, stop):
     """Return each row's tokens, a list for each."""
     rows = len(prompt)
     state = tj.init_cache(CONFIG, rows, 32)
     more = dict(num_tokens=NEW, sampler=sampler, processors=processors, stop=stop)
-    given = STEP, PARAMS, prompt, state
+    given = STEP, params(), prompt, state
     if entry == "vmap":
         logits = jnp.asarray(np.sin(prompt.sum(1)[:, None] * np.arange(1, 38) * 0.37) * 3)
         return np.asarray(jax.vmap(sampler)(keys, logits))[:, None].tolist()
@@ -55,7 +61,7 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
     if entry in ("speculate", "draft"):
         proposer = tj.PromptLookup(2)
         if entry == "draft":
-            other = jax.tree.map(lambda x: x * 1.1, PARAMS)
+            other = jax.tree.map(lambda x: x * 1.1, params())
             proposer = tj.Draft(STEP, other, tj.init_cache(CONFIG, rows, 32))
         made = tj.speculate(
             *given, proposer=proposer, num_draft=2, key=keys, lengths=lengths, **more
@@ -67,7 +73,7 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
         ]
         more.pop("num_tokens")
         empty = tj.init_cache(CONFIG, 1, 32)
-        answers = tj.serve(STEP, PARAMS, requests, empty, slots=2, capacity=32, **more)
+        answers = tj.serve(STEP, params(), requests, empty, slots=2, capacity=32, **more)
         return [answer.tokens.tolist() for answer in sorted(answers, key=lambda x: x.id)]
     if entry == "fork":
         state = fork(state, 1)
@@ -122,7 +128,7 @@ def frequencies(rng, kind, draws=4000):
     got, share = (np.asarray(x, float) for x in pooled)
     got, share = got[share > 0], share[share > 0]
     statistic = ((got - draws * share) ** 2 / (draws * share)).sum()
-    chance = chi2.sf(statistic, max(len(got) - 1, 1))
+    chance = chi_squared_level(statistic, max(len(got) - 1, 1))
     return None if chance > 1e-6 else f"{sampler}: chi-squared {statistic:.1f} of {len(got)}"
 
 

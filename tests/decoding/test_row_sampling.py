@@ -14,14 +14,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = tj.ModelConfig(
     vocab_size=97, d_model=8, num_layers=1, num_heads=2, max_len=29, init_std=0.9
 )
-PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 STEP = tj.make_step(tj.build(CONFIG))
 WAYS = (0.0, 1.0), (0.7, 0.9), (1.9, 0.3), (1.0, 1.0), (0.3, 0.0), (0.0, 0.4)
 """Temperature and top_p of each row."""
 
 
 def each(ways=WAYS) -> RowSampling:
-    return RowSampling(*jnp.array(ways, jnp.float32).T)
+    return RowSampling(*np.array(ways, np.float32).T)
 
 
 def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
@@ -46,31 +45,32 @@ def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
 
 @pytest.mark.slow
 def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
+    params = tj.init_params(CONFIG, jax.random.key(0))
     prompt = np.array([[3, 1, 4, 1, 5]] * len(WAYS))
 
     def keys():
         return jax.random.split(jax.random.key(11), len(WAYS))
 
     held = init_slots(
-        STEP, PARAMS, tj.init_cache(CONFIG, 1, 29), len(WAYS), 29, sampler=Sample(), sampling=True
+        STEP, params, tj.init_cache(CONFIG, 1, 29), len(WAYS), 29, sampler=Sample(), sampling=True
     )
     held, first = admit(
-        held, PARAMS, np.arange(len(WAYS)), prompt, tj.init_cache(CONFIG, len(WAYS), 29),
+        held, params, np.arange(len(WAYS)), prompt, tj.init_cache(CONFIG, len(WAYS), 29),
         limits=np.full(len(WAYS), 17), key=keys(), sampling=each(), top=3,
     )  # fmt: skip
-    held, rest = advance_slots(held, PARAMS, 16, top=3)
+    held, rest = advance_slots(held, params, 16, top=3)
     tokens = np.concatenate([[first.token], rest.token])
     for row in 0, 1:  # each alone is a program of its own
         t, p = WAYS[row]
         alone = tj.generate(
-            STEP, PARAMS, prompt[:1], tj.init_cache(CONFIG, 1, 29), num_tokens=17,
+            STEP, params, prompt[:1], tj.init_cache(CONFIG, 1, 29), num_tokens=17,
             sampler=Sample(Temperature(t), TopP(p)), key=keys()[row : row + 1],
         )  # fmt: skip
         np.testing.assert_array_equal(tokens[:, row], alone.tokens[0])
     assert len({tuple(row) for row in tokens.T[[0, 1, 2, 3]]}) == 4
     # the likeliest are those of the whole text, read at once and without a cache
     whole = np.concatenate([prompt.T, tokens])[:, 2]
-    logits = tj.build(CONFIG).apply({"params": PARAMS}, whole[None])[0]
+    logits = tj.build(CONFIG).apply({"params": params}, whole[None])[0]
     x = np.asarray(logits, np.float64)[0, 4:-1]
     log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
     best = np.argsort(-log_p, axis=-1, kind="stable")[:, :3]
@@ -90,7 +90,7 @@ def test_rows_drawn_in_their_own_ways_get_the_tokens_that_they_get_alone():
     ],
 )
 def test_slots_refuse_a_way_of_drawing_that_is_missing_unasked_or_of_other_rows(asked, given, why):
-    empty = tj.init_cache(CONFIG, 1, 29)
-    held = init_slots(STEP, PARAMS, empty, 2, 29, sampling=asked)
+    params, empty = tj.init_params(CONFIG, jax.random.key(0)), tj.init_cache(CONFIG, 1, 29)
+    held = init_slots(STEP, params, empty, 2, 29, sampling=asked)
     with pytest.raises(ValueError, match=why):
-        admit(held, PARAMS, 0, [[3]], empty, limits=2, sampling=given)
+        admit(held, params, 0, [[3]], empty, limits=2, sampling=given)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2
 
 from tests.decoding.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
 from tests.decoding.test_decode import parameters as random_parameters
+from tests.support.oracle import chi_squared_level
 from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import ModelConfig
@@ -500,7 +500,7 @@ def assert_drawn_from(want: np.ndarray, tokens) -> float:
     pairs.append((seen[~often].sum(), expected[~often].sum()))
     assert len(pairs) > 40
     statistic = sum((s - e) ** 2 / e for s, e in pairs if e > 0)
-    level = float(chi2.sf(statistic, len(pairs) - 1))
+    level = chi_squared_level(statistic, len(pairs) - 1)
     assert level > 1e-4, f"chi-squared {statistic:.1f} of {len(pairs)} cells: {level:.1e}"
     return level
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import transformer_jax as tj
 from transformer_jax import cache, decoding, models
@@ -26,26 +25,37 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = tj.ModelConfig(vocab_size=23, d_model=16, num_layers=1, num_heads=2, max_len=17)
 MODEL = tj.build(CONFIG)
 STEP = tj.make_step(MODEL)
-PARAMS = tj.init_params(CONFIG, jax.random.key(0))
 PROMPT = np.array([[1, 2, 3]], np.int32)
 WINDOWED = replace(CONFIG, window=3, positions=tj.Rope())
+
+
+@lru_cache
+def params_of(**fields):
+    return tj.init_params(replace(CONFIG, **fields), jax.random.key(0))
+
+
+def keys_of_nnx():
+    from flax import nnx
+
+    return nnx.Rngs(0)
 
 
 def attend(**more):
     return tj.dot_product_attention(*[jnp.ones((1, 5, 2, 3))] * 3, **more)
 
 
-def generate(step=STEP, params=PARAMS, prompt=PROMPT, state=None, **more):
+def generate(step=STEP, params=None, prompt=PROMPT, state=None, **more):
+    params = params_of() if params is None else params
     state = tj.init_cache(CONFIG, 1, 17) if state is None else state
     return tj.generate(step, params, prompt, state, **(dict(num_tokens=3) | more))
 
 
-def reading(step=STEP, params=PARAMS, prompt=PROMPT, lengths=(3,)):
-    return tj.prefill(step, params, prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
+def reading(step=STEP, prompt=PROMPT, lengths=(3,)):
+    return tj.prefill(step, params_of(), prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
 
 
 def run(**more):
-    return MODEL.apply({"params": PARAMS}, PROMPT, **more)
+    return MODEL.apply({"params": params_of()}, PROMPT, **more)
 
 
 def tell(**more):
@@ -61,41 +71,48 @@ def chunked(hidden=None, **more):
 
 def searching(step=STEP, **more):
     state = tj.init_cache(CONFIG, 1, 17)
-    return tj.beam_search(step, PARAMS, PROMPT, state, num_tokens=3, num_beams=2, **more)
+    return tj.beam_search(step, params_of(), PROMPT, state, num_tokens=3, num_beams=2, **more)
 
 
 def serving(step=STEP, **more):
-    return tj.serve(step, PARAMS, [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more)
+    return tj.serve(
+        step, params_of(), [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more
+    )
 
 
 def speculating(step=STEP):
     state, proposer = tj.init_cache(CONFIG, 1, 17), tj.PromptLookup(2)
-    return tj.speculate(step, PARAMS, PROMPT, state, proposer=proposer, num_tokens=3, num_draft=2)
+    return tj.speculate(
+        step, params_of(), PROMPT, state, proposer=proposer, num_tokens=3, num_draft=2
+    )
 
 
 LOGITS = np.zeros((1, 23), np.float32)
 MISTAKES = {
     "generate a model": (partial(generate, MODEL), r"must be a step, make_step\(model\)"),
     "generate a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
-    "generate parameters": (partial(generate, PARAMS, STEP), "step is a dict: must be called"),
-    "generate variables": (partial(generate, STEP, {"params": PARAMS}), r"variables\['params'\]"),
+    "generate parameters": (lambda: generate(params_of(), STEP), "step is a dict: must be called"),
+    "generate variables": (
+        lambda: generate(STEP, {"params": params_of()}),
+        r"variables\['params'\]",
+    ),
     "generate model as params": (partial(generate, STEP, MODEL), "as init_params"),
     "generate a number as key": (partial(generate, sampler=tj.Sample(), key=0), "key is 0: must"),
     "generate a class": (partial(generate, sampler=tj.Sample), "sampler is the class Sample"),
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
     "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*load.FOLDER"),
     "generate from a config": (partial(generate, state=CONFIG), "state is a ModelConfig: .*cache"),
-    "generate from parameters": (partial(generate, state=PARAMS), r"is a dict: .*init_cache\("),
+    "generate from parameters": (lambda: generate(state=params_of()), r"is a dict: .*init_cache\("),
     "generate by apply": (
         partial(generate, MODEL.apply),
         r"the model's apply: .*make_step\(model\)",
     ),
     "generate by keys of nnx": (
-        partial(generate, sampler=tj.Sample(), key=nnx.Rngs(0)),
+        lambda: generate(sampler=tj.Sample(), key=keys_of_nnx()),
         "key is a Rngs: must be a single",
     ),
     "generate with parameters of more layers": (
-        partial(generate, STEP, tj.init_params(replace(CONFIG, num_layers=2), jax.random.key(0))),
+        lambda: generate(STEP, params_of(num_layers=2)),
         "parameters have decoder/block_1, but num_layers is 1",
     ),
     "a cache of a prompt": (
@@ -103,7 +120,7 @@ MISTAKES = {
         r"batch is int32\[1, 3\]: must be an integer",
     ),
     "save parameters to a config": (
-        partial(tj.save_pretrained, PARAMS, CONFIG, "folder"),
+        lambda: tj.save_pretrained(params_of(), CONFIG, "folder"),
         r"params is 'folder': must be param",
     ),
     "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
@@ -156,7 +173,7 @@ MISTAKES = {
         "source_length is 0: must be an integer of at least 1",
     ),
     "a source of a decoder": (
-        partial(tj.init_decode_state, CONFIG, PARAMS, 1, 17, source=[[1, 2]]),
+        lambda: tj.init_decode_state(CONFIG, params_of(), 1, 17, source=[[1, 2]]),
         r"source is of shape \(1, 2\): this model reads none",
     ),
     "a dtype of what has no cache": (
@@ -164,7 +181,7 @@ MISTAKES = {
         "dtype is int2: a NgramConfig has no cache",
     ),
     "kernels of 3 bits": (
-        partial(tj.quantize, PARAMS, "int3"),
+        lambda: tj.quantize(params_of(), "int3"),
         "kind is 'int3': must be one of 'bf16', 'int8', 'int4'",
     ),
     "quantize a config": (partial(tj.quantize, CONFIG, "int8"), "params is a ModelConfig: must be"),
@@ -212,32 +229,38 @@ MISTAKES = {
         partial(chunked, [[[1.0]]]),
         "hidden is a list: must be an array",
     ),
-    "save to a number": (partial(tj.save_pretrained, 3, CONFIG, PARAMS), "path is a int: must be"),
+    "save to a number": (
+        lambda: tj.save_pretrained(3, CONFIG, params_of()),
+        "path is a int: must be",
+    ),
     "save a recurrent model": (
-        partial(tj.save_pretrained, "folder", tj.RecurrentConfig(), PARAMS),
+        lambda: tj.save_pretrained("folder", tj.RecurrentConfig(), params_of()),
         "config is a RecurrentConfig: must be a ModelConfig",
     ),
     "save shards of nothing": (
-        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, shard_bytes=0),
+        lambda: tj.save_pretrained("folder", CONFIG, params_of(), shard_bytes=0),
         "shard_bytes is 0: must be an integer",
     ),
     "save a text": (
-        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, files={"a": "text"}),
+        lambda: tj.save_pretrained("folder", CONFIG, params_of(), files={"a": "text"}),
         r"files\['a'\] is a str: must be bytes",
     ),
     "save a list of keys": (
-        partial(tj.save_pretrained, "folder", CONFIG, PARAMS, keys=["a"]),
+        lambda: tj.save_pretrained("folder", CONFIG, params_of(), keys=["a"]),
         "keys is a list: must be a dict by name",
     ),
     "save adapters to a number": (
-        partial(tj.save_lora, 3, PARAMS, {}, tj.LoraConfig(), {}),
+        lambda: tj.save_lora(3, params_of(), {}, tj.LoraConfig(), {}),
         "path is a int: must be the path",
     ),
     "save adapters of a number": (
         partial(tj.save_lora, "folder", 3, {}, tj.LoraConfig(), {}),
         "params is a int: must be parameters",
     ),
-    "load adapters of a number": (partial(tj.load_lora, 3, PARAMS, {}), "path is a int: must be"),
+    "load adapters of a number": (
+        lambda: tj.load_lora(3, params_of(), {}),
+        "path is a int: must be",
+    ),
     "load a tokenizer of a number": (
         partial(tj.load_tokenizer_folder, 3),
         "path is a int: must be",
@@ -250,7 +273,10 @@ MISTAKES = {
         partial(run, segments=[[0, 0, 1]]),
         "segments is a list: must",
     ),
-    "parameters as a cache": (partial(run, cache=PARAMS), "cache is a dict: must be a ModelCache"),
+    "parameters as a cache": (
+        lambda: run(cache=params_of()),
+        "cache is a dict: must be a ModelCache",
+    ),
     "types in a list": (partial(tell, types=[[0, 0, 1]]), "types is a list: must be an array"),
     "types of other tokens": (
         partial(tell, types=PROMPT[:, :2]),
@@ -284,7 +310,7 @@ MISTAKES = {
         "has 1 texts: there are 2 th",
     ),
     "serve one request": (
-        partial(tj.serve, STEP, PARAMS, tj.Request([1], 2), None, slots=1, capacity=17),
+        lambda: tj.serve(STEP, params_of(), tj.Request([1], 2), None, slots=1, capacity=17),
         "requests is a Request: must be an iterable of Request",
     ),
     "values of no width": (
@@ -323,14 +349,14 @@ MISTAKES = {
         "params is a int: must be a dict by module",
     ),
     "a number as adapters": (
-        partial(models.merge_lora, PARAMS, 3, tj.LoraConfig()),
+        lambda: models.merge_lora(params_of(), 3, tj.LoraConfig()),
         "adapters is a int: must be a dict by module",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),
     "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),
     "a step of a config": (partial(tj.make_step, CONFIG), r"make_step\(build\(config\)\)"),
-    "a step of parameters": (partial(tj.make_step, PARAMS), r"make_step\(build\(config\)\)"),
+    "a step of parameters": (lambda: tj.make_step(params_of()), r"make_step\(build\(config\)\)"),
     "a step of a name": (partial(tj.make_step, "gpt2"), r"make_step\(build\(config\)\)"),
     "build a name": (partial(tj.build, "gpt2"), r"preset\('gpt2'\) for a size, load_pretrained"),
     "build a model": (partial(tj.build, MODEL), "model.config"),
@@ -338,11 +364,11 @@ MISTAKES = {
     "parameters of a name": (partial(tj.init_params, "gpt2", jax.random.key(0)), "preset"),
     "parameters of a model": (partial(tj.init_params, MODEL, jax.random.key(0)), "model.config"),
     "parameters by a number": (partial(tj.init_params, CONFIG, 0), "key is 0: must"),
-    "count parameters": (partial(tj.num_params, PARAMS), r"sum\(x.size for x in"),
+    "count parameters": (lambda: tj.num_params(params_of()), r"sum\(x.size for x in"),
     "count a model": (partial(tj.num_params, MODEL), "model.config"),
     "cache of a model": (partial(tj.init_cache, MODEL, 1, 17), "model.config"),
     "cache of a step": (partial(tj.init_cache, STEP, 1, 17), "step.model.config"),
-    "state of a model": (partial(tj.init_decode_state, MODEL, PARAMS, 1, 17), "model.config"),
+    "state of a model": (lambda: tj.init_decode_state(MODEL, params_of(), 1, 17), "model.config"),
     "a sampler's arguments": (lambda: tj.Sample()(LOGITS, jax.random.key(0)), "logits is key<"),
     "greedy's arguments": (lambda: tj.Greedy()(LOGITS, jax.random.key(0)), "logits is key<"),
     "a number as processor": (partial(tj.Sample, 0.7), r"such as Temperature\(0.7\)"),
@@ -423,4 +449,4 @@ def test_known_logits_are_checked_and_drawn_from_inside_a_jit():
     with pytest.raises(ValueError, match="the largest logit of row"):
         jax.jit(lambda key: tj.Sample()(key, wrong))(jax.random.key(0))
     with pytest.raises(TypeError, match="positional"):
-        STEP(PARAMS, PROMPT, tj.init_cache(CONFIG, 1, 17), np.ones((1, 3), bool))
+        STEP(params_of(), PROMPT, tj.init_cache(CONFIG, 1, 17), np.ones((1, 3), bool))

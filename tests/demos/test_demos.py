@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from transformer_jax.demos import demonstrations
-from transformer_jax.demos.shared import darkened, settings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -27,6 +26,8 @@ W_K = np.array([[1, 2, 2, 1], [1, 2, 2, 3], [1, 3, 4, 2], [1, 2, 3, 1]])
 @pytest.fixture(scope="module")
 def demonstrate(tmp_path_factory):
     """Return a function that runs a demonstration small, once for the module."""
+    from transformer_jax.demos.shared import settings  # which brings Matplotlib along
+
     folder = tmp_path_factory.mktemp("lectures")
 
     @functools.cache
@@ -53,6 +54,8 @@ def test_every_demonstration_has_a_test_a_page_and_a_small_picture():
 
 
 def test_the_dark_picture_of_the_readme_is_made_of_the_light_one():
+    from transformer_jax.demos.shared import darkened
+
     pictures = ROOT / "docs" / "pictures" / "lectures"
     light = (pictures / "alignment.svg").read_text()
     assert (pictures / "alignment_dark.svg").read_text() == darkened(light) != light

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.optimize
-import scipy.special
 
 from tests.support.tolerances import assert_near
 from transformer_jax.inside import probe
@@ -26,6 +24,8 @@ def drawn(seed=3, spread=1.0):
 
 def minimum(x, y, penalty):
     """Return W and b of the smallest loss, by scipy in float64."""
+    import scipy.optimize
+    import scipy.special
 
     def loss(flat):
         kernel, bias = flat[: D * C].reshape(D, C), flat[D * C :]

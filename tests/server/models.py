@@ -1,5 +1,6 @@
 """Make a small untrained model for tests of the server: letters, with a chat template."""
 
+import functools
 import json
 import time
 from contextlib import contextmanager
@@ -20,6 +21,12 @@ TEMPLATE = (
 )
 
 
+@functools.cache
+def params_of(config):
+    return tj.init_params(config, jax.random.key(3))
+
+
+@functools.cache
 def tiny(*, template: bool = True) -> LanguageModel:
     """Return a model of byte pairs over UTF-8, which ends texts and has a padded vocabulary."""
     vocab = byte_letters() | {"ab": 256, "<e>": 257}
@@ -41,8 +48,8 @@ def tiny(*, template: bool = True) -> LanguageModel:
         vocab_size=261, d_model=8, num_layers=1, num_heads=2, max_len=61, positions="rope",
         init_std=0.7,
     )  # fmt: skip
-    params = tj.init_params(config, jax.random.key(3))
-    return LanguageModel(TextModel(config, params, tokenizer, (257,)), "/home/somebody/secret")
+    model = TextModel(config, params_of(config), tokenizer, (257,))
+    return LanguageModel(model, "/home/somebody/secret")
 
 
 def is_idle(engine, seconds: float = 20) -> bool:

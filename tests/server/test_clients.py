@@ -17,10 +17,9 @@ from transformer_jax.decoding.samplers import Sample, Temperature, TopP
 from transformer_jax.server.app import make_app
 
 uvicorn = pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 
-MODEL, NAME = tiny(), "tiny"
+NAME = "tiny"
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def serving(engine, **options):
 
 @pytest.fixture(scope="module")
 def engine(quick_compilation):
-    with running(MODEL, slots=5, steps=2) as engine:
+    with running(tiny(), slots=5, steps=2) as engine:
         yield engine
 
 
@@ -52,15 +51,20 @@ def address(engine):
 
 
 @pytest.fixture(scope="module")
-def client(address):
+def openai():
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(address, openai):
     with openai.OpenAI(base_url=f"{address}/v1", api_key="-", max_retries=0) as client:
         yield client
 
 
-def test_openai_s_client_reads_answers_streams_and_errors(client):
+def test_openai_s_client_reads_answers_streams_and_errors(client, openai):
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
-    want = MODEL.generate("cab", 11)
+    want = tiny().generate("cab", 11)
     given = dict(model=NAME, prompt="cab", max_tokens=11, temperature=0)
     whole = client.completions.create(**given, logprobs=1)
     assert whole.choices[0].text == want and whole.usage.completion_tokens == 11
@@ -70,7 +74,7 @@ def test_openai_s_client_reads_answers_streams_and_errors(client):
     assert "".join(one.choices[0].text for one in sent[:-1]) == want
     assert sent[-1].usage == whole.usage and len(sent) > 4
     talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "tab"}]
-    want = MODEL.chat(talk, 11)
+    want = tiny().chat(talk, 11)
     given = dict(model=NAME, messages=talk, max_completion_tokens=11, temperature=0)
     told = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
     assert told.choices[0].message.content == want
@@ -85,7 +89,7 @@ def test_openai_s_client_reads_answers_streams_and_errors(client):
         client.completions.create(model="gpt-4", prompt="cab")
 
 
-def test_openai_s_client_asks_for_json_of_a_schema(client):
+def test_openai_s_client_asks_for_json_of_a_schema(client, openai):
     pytest.importorskip("llguidance")
     schema = {
         "type": "object", "properties": {"a": {"enum": ["b", "é"]}}, "required": ["a"],
@@ -109,7 +113,7 @@ def test_openai_s_client_asks_for_json_of_a_schema(client):
     assert caught.value.param == "structured_outputs.regex"
 
 
-def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, engine):
+def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, engine, openai):
     """Half of them greedy, half with seeds, ragged prompts and counts, over five slots."""
     requests = []
     for n in range(16):
@@ -122,7 +126,7 @@ def test_sixteen_clients_at_once_each_get_what_the_model_alone_writes(address, e
         if one["temperature"]:
             how["sampler"] = Sample(Temperature(one["temperature"]), TopP(one["top_p"]))
             how["key"] = jax.random.key(one["seed"])
-        want.append(MODEL.generate(one["prompt"], one["max_tokens"], **how))
+        want.append(tiny().generate(one["prompt"], one["max_tokens"], **how))
 
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="-") as client:

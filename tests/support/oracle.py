@@ -184,6 +184,13 @@ def attention_gradients(
     return Gradients(dq, dk, dv, dscores, dsinks)
 
 
+def chi_squared_level(statistic: float, freedom: int) -> float:
+    """Return how likely a statistic as large is, of chi-squared with degrees of freedom."""
+    from scipy.special import chdtrc  # a fifth of a second, for few tests
+
+    return float(chdtrc(freedom, statistic))
+
+
 def sum_to(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Adds up what broadcasting `shape` to `array.shape` had repeated."""
     array = array.sum(axis=tuple(range(array.ndim - len(shape))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -78,14 +79,12 @@ def sentence_pieces() -> PretrainedTokenizer:
     return PretrainedTokenizer(json.dumps(definition), roles=roles, stop_ids=(2,))
 
 
-TOKENIZERS = {
-    "bytes": ByteTokenizer(),
-    "pairs of bytes": with_special_tokens(
-        BPETokenizer.train('{"name": "zoé", "age": 9, "tags": [true, false]} 日本' * 9, 290),
-        ["eos"],
-    ),
-    "pieces": sentence_pieces(),
-}
+def pairs_of_bytes():
+    text = '{"name": "zoé", "age": 9, "tags": [true, false]} 日本' * 9
+    return with_special_tokens(BPETokenizer.train(text, 290), ["eos"])
+
+
+TOKENIZERS = {"bytes": ByteTokenizer, "pairs of bytes": pairs_of_bytes, "pieces": sentence_pieces}
 
 
 def model_of(tokenizer, padding: int = 3, **fields) -> LanguageModel:
@@ -102,20 +101,28 @@ def stop_of(tokenizer) -> tuple[int, ...]:
     return (own["eos"],) if "eos" in own else ()
 
 
-MODELS = {name: model_of(own, stop_ids=stop_of(own)) for name, own in TOKENIZERS.items()}
+@functools.cache
+def model(name: str) -> LanguageModel:
+    tokenizer = TOKENIZERS[name]()
+    return model_of(tokenizer, stop_ids=stop_of(tokenizer))
+
+
+DRAWN = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
 
 
 @pytest.mark.slow_except("pieces")
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_random_model_writes_json_of_a_schema(name):
-    """Drawn and likeliest; without a form the same model writes no JSON."""
-    model = MODELS[name]
-    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(1))
-    assert fits(model.generate("a", 200, schema=SCHEMA))
-    texts = model.generate("a", 200, schema=SCHEMA, samples=4, **drawn)
+    texts = model(name).generate("a", 200, schema=SCHEMA, samples=4, **DRAWN)
     assert all(map(fits, texts)) and len(set(texts)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_likeliest_text_is_json_of_a_schema_where_it_is_asked_for(name):
+    assert fits(model(name).generate("a", 200, schema=SCHEMA))
     with pytest.raises(ValueError, match=r"Expecting|Extra|Invalid"):
-        json.loads(model.generate("a", 200))
+        json.loads(model(name).generate("a", 200))
 
 
 # Tokens of a small vocabulary, of which some are parts of a character, and one ends texts
@@ -175,8 +182,8 @@ def test_a_token_is_allowed_where_some_text_begins_so(regex):
 @pytest.mark.parametrize("regex", ["[abé]{3}", "(ab|ba){0,3}c"])
 def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
     """An oracle reads the text anew before each token, and allows by hand."""
-    model = model_of(Parts(), padding=1, stop_ids=(10,))
-    apply = jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
+    own = model_of(Parts(), padding=1, stop_ids=(10,))
+    apply = jax.jit(lambda ids: build(own.config).apply({"params": own.params}, ids)[0])
     for prompt in ([0, 3], [5, 5, 1], [7, 2, 6, 0]):
         new: list[int] = []
         texts = texts_of(regex, 7)
@@ -192,7 +199,7 @@ def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
                 break
         want = Parts().to_bytes(new).decode("utf-8", "replace")
         grammar = Grammar("regex", regex, Parts(), 12, (10,))
-        got = "".join(structured_text(model, np.array(prompt, np.int32), 9, grammar))
+        got = "".join(structured_text(own, np.array(prompt, np.int32), 9, grammar))
         assert got == want and len(got) > 2
 
 
@@ -206,19 +213,14 @@ def structured_text(model, prompt, count, grammar):
     ).complete(prompt, count)  # fmt: skip
 
 
-BYTES = MODELS["bytes"]
-WORDS = MODELS["pairs of bytes"]
-
-
 @pytest.mark.slow
 def test_a_text_of_a_list_a_stream_and_an_answer_in_parts_are_the_same():
-    form = dict(regex="[a-z ]{12}é")
-    alone = [WORDS.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
+    form, words = dict(regex="[a-z ]{12}é"), model("pairs of bytes")
+    alone = [words.generate(prompt, 60, **form) for prompt in ("a", "cab", "")]
     assert len(set(alone)) > 1 and all(re.fullmatch(form["regex"], text) for text in alone)
-    assert WORDS.generate(["a", "cab", ""], 60, slots=2, **form) == alone
-    assert "".join(WORDS.generate("cab", 60, stream=True, **form)) == alone[1]
-    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
-    many = WORDS.generate(["a"] * 5, 60, **form, **drawn)
+    assert words.generate(["a", "cab", ""], 60, slots=2, **form) == alone
+    assert "".join(words.generate("cab", 60, stream=True, **form)) == alone[1]
+    many = words.generate(["a"] * 5, 60, **form, **DRAWN)
     assert len(set(many)) > 2 and all(re.fullmatch(form["regex"], text) for text in many)
 
 
@@ -229,47 +231,44 @@ def test_a_text_that_outgrows_the_model_goes_on_in_its_form():
         vocab_size=4, d_model=8, num_layers=1, num_heads=2, max_len=16, init_std=0.7
     )
     params = tj.init_params(config, jax.random.key(3))
-    model = LanguageModel(TextModel(config, params, tokenizer), "here")
-    text = model.generate("abcd", 90, regex="([ab]{3}cd[ab])*d{40}")
+    own = LanguageModel(TextModel(config, params, tokenizer), "here")
+    text = own.generate("abcd", 90, regex="([ab]{3}cd[ab])*d{40}")
     assert re.fullmatch("([ab]{3}cd[ab])*d{40}|([ab]{3}cd[ab])*.{0,5}d{0,39}", text)
-    assert model.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
+    assert own.generate("abcd", 90, regex="([ab]c){20}d{20}").endswith("cdddddddddddddddddddd")
 
 
 @pytest.mark.slow
 def test_the_limit_and_a_stop_string_cut_a_text():
-    whole = BYTES.generate("a", 200, schema=SCHEMA)
-    cut = BYTES.generate("a", 20, schema=SCHEMA)
+    own, words = model("bytes"), model("pairs of bytes")
+    whole = own.generate("a", 200, schema=SCHEMA)
+    cut = own.generate("a", 20, schema=SCHEMA)
     assert whole.encode().startswith(cut.encode()) and len(cut) == 20
-    assert BYTES.generate("a", 200, schema=SCHEMA, stop='"age') == whole[: whole.index('"age')]
-    assert BYTES.generate("a", 200, regex="") == "" and WORDS.generate("a", 9, regex="") == ""
-
-
-def test_a_model_whose_texts_have_no_end_goes_on_while_it_may():
-    assert re.fullmatch("[ab]{9}", BYTES.generate("x", 9, regex="[ab]+"))
-    assert re.fullmatch("[ab]{3}", BYTES.generate("x", 9, regex="[ab]{3}"))
+    assert own.generate("a", 200, schema=SCHEMA, stop='"age') == whole[: whole.index('"age')]
+    assert own.generate("a", 200, regex="") == "" and words.generate("a", 9, regex="") == ""
 
 
 def test_a_grammar_of_lark_is_followed():
     grammar = 'start: "(" start ")" | DIGIT\nDIGIT: /[0-9]{2}/'
-    drawn = dict(sampler=Sample(Temperature(1.0)), key=jax.random.key(2))
-    for text in BYTES.generate("x", 99, grammar=grammar, samples=5, **drawn):
+    for text in model("pieces").generate("a", 200, grammar=grammar, samples=4, **DRAWN):
         depth = text.index(next(filter(str.isdigit, text)))
         assert re.fullmatch(rf"\({{{depth}}}[0-9]{{2}}\){{{depth}}}", text)
 
 
 def test_a_special_token_is_no_text_of_a_form():
-    pieces = MODELS["pieces"]
+    pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):
         allowed = Grammar("regex", form, pieces.tokenizer, pieces.config.vocab_size, (2,)).start()
         assert not allowed.allowed[:3].any() and allowed.allowed[3 + ord("<")]
 
 
-def test_processors_and_a_form_together_leave_nothing_to_write():
-    digit = ord("7")
-    text = BYTES.generate("x", 9, regex="[78]{5}", processors=(tj.Ban(digit),))
-    assert text == "88888"
+def test_processors_and_a_form_together_say_what_may_follow():
+    own, banned = model("bytes"), (tj.Ban(ord("7")),)
+    assert own.generate("x", 9, regex="[78]{5}", processors=banned) == "88888"
     with pytest.raises(ValueError, match="no token can follow"):
-        BYTES.generate("x", 9, regex="7", processors=(tj.Ban(digit),))
+        own.generate("x", 9, regex="7", processors=banned)
+    # its texts have no end: it goes on while it may
+    assert re.fullmatch("[ab]{9}", own.generate("x", 9, regex="[ab]+", processors=banned))
+    assert re.fullmatch("[ab]{3}", own.generate("x", 9, regex="[ab]{3}", processors=banned))
 
 
 @pytest.mark.parametrize(
@@ -292,16 +291,16 @@ def test_processors_and_a_form_together_leave_nothing_to_write():
 )
 def test_what_is_no_form_is_refused_in_a_line(given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        BYTES.generate("a", 5, **given)
+        model("bytes").generate("a", 5, **given)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
 def test_a_letter_that_the_tokenizer_has_not_is_named_as_missing():
-    model = model_of(CharTokenizer("ab{"), padding=0)
+    own = model_of(CharTokenizer("ab{"), padding=0)
     for form in (dict(schema={"type": "object"}), dict(regex="abc")):
         with pytest.raises(ValueError, match="the tokenizer has no token for what must come next"):
-            model.generate("a", 5, **form)
+            own.generate("a", 5, **form)
 
 
 @pytest.mark.slow
@@ -309,5 +308,5 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(structured, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"schema needs llguidance.*transformer_jax\[structured"):
-        BYTES.generate("a", 5, schema={})
-    assert len(BYTES.generate("a", 5)) > 0
+        model("bytes").generate("a", 5, schema={})
+    assert len(model("bytes").generate("a", 5)) > 0

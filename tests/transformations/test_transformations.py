@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import transformer_jax as tj
 from tests.support.tolerances import FORWARD_F32, assert_near
@@ -87,6 +86,8 @@ def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace
 @pytest.mark.long_except("decoder", "encoder", "recurrent")
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder", "recurrent", "window"])
 def test_a_model_goes_through_the_bridge_of_nnx(kind):
+    from flax import nnx
+
     config = {
         "recurrent": lambda: tj.RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=5),
         "window": lambda: tj.WindowConfig(vocab_size=11, context=2, d_embed=3, d_hidden=5),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.test_language_model import PLAIN, run_of
+from tests.use.models import plain, run_of
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import DigitsTask, LanguageTask, OwnTask, TonesTask
 from transformer_jax.inside import zero
@@ -58,13 +58,13 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     other = LanguageModel(replace(model.model, params=params), "here")
     inside = kind == "encoder-decoder" and side == "encoder"
     edit = {"encoder/final_norm" if inside else "final_norm": jnp.negative}
-    plain, edited, wanted = (
+    whole, edited, wanted = (
         model.evaluate(file),
         model.evaluate(file, edit=edit),
         other.evaluate(file),
     )
     assert edited == pytest.approx(wanted, rel=1e-5)
-    assert edited["nats_per_token"] != pytest.approx(plain["nats_per_token"], rel=1e-4)
+    assert edited["nats_per_token"] != pytest.approx(whole["nats_per_token"], rel=1e-4)
     measure = "accuracy" if kind == "encoder" else "letter_error_rate"
     assert measure in edited
 
@@ -113,8 +113,8 @@ class Lines(LanguageTask, OwnTask):
 
 def test_an_edit_of_a_model_of_an_own_task_is_refused_where_it_is_judged(tmp_path):
     (tmp_path / "text").write_text("badcab" * 9)
-    run = tj.TrainConfig(model=PLAIN.config, task=Lines(), context=7)
-    model = LanguageModel(replace(PLAIN.model, run=run), "here")
+    run = tj.TrainConfig(model=plain().config, task=Lines(), context=7)
+    model = LanguageModel(replace(plain().model, run=run), "here")
     rule = r"edit of block_\*/attention/heads: the model of a task of your own is edited by model."
     with pytest.raises(ConfigError, match=rule):
         model.evaluate(str(tmp_path / "text"), edit=zero("block_*/attention/heads"))

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.test_language_model import (
-    CHAT,
-    CLASSES,
+from tests.use.models import (
     KEY,
     LETTERS,
-    MASKED,
-    PAIRS,
-    PLAIN,
     TURNS,
+    chat,
+    classes,
+    masked,
     model_of,
+    pairs,
+    plain,
     run_of,
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
@@ -53,7 +53,7 @@ def without_head(model: LanguageModel, *sides: str) -> LanguageModel:
 
 @pytest.mark.slow
 def test_every_way_to_write_a_text_is_edited():
-    other, drawn = without_head(PLAIN, "decoder"), dict(sampler=tj.Sample(), key=KEY)
+    other, drawn = without_head(plain(), "decoder"), dict(sampler=tj.Sample(), key=KEY)
     calls = {
         "one": lambda m, **e: m.generate("bad", 7, **e),
         "outgrown": lambda m, **e: m.generate("badcab" * 2, 9, **e),
@@ -64,29 +64,29 @@ def test_every_way_to_write_a_text_is_edited():
         "search": lambda m, **e: [text for _, text in m.search("bad", 5, beams=3, results=2, **e)],
         "score": lambda m, **e: np.round(m.score("badcabfeed", **e).nats, 3),
     }
-    plain = {name: call(PLAIN) for name, call in calls.items()}
+    whole = {name: call(plain()) for name, call in calls.items()}
     for name, call in calls.items():
-        assert call(PLAIN, edit=SILENT) == call(other), name
-    assert {name: call(PLAIN) for name, call in calls.items()} == plain, "nothing stays edited"
-    assert sum(plain[name] != call(other) for name, call in calls.items()) > 5
+        assert call(plain(), edit=SILENT) == call(other), name
+    assert {name: call(plain()) for name, call in calls.items()} == whole, "nothing stays edited"
+    assert sum(whole[name] != call(other) for name, call in calls.items()) > 5
 
 
 @pytest.mark.slow
 def test_answers_targets_and_masks_are_edited():
-    other = without_head(CHAT, "decoder")
-    assert CHAT.chat("bad", 6, edit=SILENT) == other.chat("bad", 6) != CHAT.chat("bad", 6)
-    assert CHAT.score(TURNS, edit=SILENT).nats == pytest.approx(other.score(TURNS).nats, rel=1e-5)
+    other = without_head(chat(), "decoder")
+    assert chat().chat("bad", 6, edit=SILENT) == other.chat("bad", 6) != chat().chat("bad", 6)
+    assert chat().score(TURNS, edit=SILENT).nats == pytest.approx(other.score(TURNS).nats, rel=1e-5)
     prefixes = run_of(PrefixTask(), names=["sep", "eos"])
     other = without_head(prefixes, "decoder")
     assert prefixes.generate("bad", 6, edit=SILENT) == other.generate("bad", 6)
     assert prefixes.generate("bad", 6) != other.generate("bad", 6)
-    other = without_head(MASKED, "encoder")
-    assert MASKED.generate("b_d_", edit=SILENT) == other.generate("b_d_")
-    found, wanted, plain = (
+    other = without_head(masked(), "encoder")
+    assert masked().generate("b_d_", edit=SILENT) == other.generate("b_d_")
+    found, wanted, whole = (
         [p for _, p in m.candidates("b_d", count=3, **e)[0]]
-        for m, e in ((MASKED, dict(edit=SILENT)), (other, {}), (MASKED, {}))
+        for m, e in ((masked(), dict(edit=SILENT)), (other, {}), (masked(), {}))
     )
-    assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(plain, rel=1e-3)
+    assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(whole, rel=1e-3)
 
 
 def by_score(model: LanguageModel, context: str, text: str, **edited) -> float:
@@ -98,17 +98,17 @@ def by_score(model: LanguageModel, context: str, text: str, **edited) -> float:
 @pytest.mark.slow
 def test_choices_and_continuations_without_a_head_are_those_of_the_scores():
     """Also where a context is shared, which is then read anew for each."""
-    other, context = without_head(PLAIN, "decoder"), "badcabfeed"
+    other, context = without_head(plain(), "decoder"), "badcabfeed"
     texts = ["cab", "c", "jade"]
     question = {"context": context, "choices": texts, "answer": 2}
-    found = PLAIN.multiple_choice([question], edit=SILENT).log_probs[0]
+    found = plain().multiple_choice([question], edit=SILENT).log_probs[0]
     assert found == pytest.approx(other.multiple_choice([question]).log_probs[0], rel=1e-5)
-    assert found == pytest.approx([by_score(PLAIN, context, x, edit=SILENT) for x in texts])
-    assert found != pytest.approx(PLAIN.multiple_choice([question]).log_probs[0], rel=1e-3)
-    pairs = [(context, text) for text in texts]
-    assert [one.log_prob for one in PLAIN.continuations(pairs, edit=SILENT)] == list(found)
+    assert found == pytest.approx([by_score(plain(), context, x, edit=SILENT) for x in texts])
+    assert found != pytest.approx(plain().multiple_choice([question]).log_probs[0], rel=1e-3)
+    both = [(context, text) for text in texts]
+    assert [one.log_prob for one in plain().continuations(both, edit=SILENT)] == list(found)
     of_logits = {"logits": lambda x: 0 * x}  # every token is as likely as another
-    even = PLAIN.continuations(pairs, edit=of_logits)
+    even = plain().continuations(both, edit=of_logits)
     assert [one.log_prob for one in even] == pytest.approx(
         [-len(text) * np.log(11) for text in texts]
     )
@@ -136,31 +136,31 @@ def test_held_out_loss_without_a_head_is_that_of_zeros_in_its_rows(
     monkeypatch.setattr(batch, "LOGITS_AT_ONCE", logits_at_once)
     monkeypatch.setattr(batch, "TOKENS_OF_CHUNK", 6)
     file = written(tmp_path, ["badcabfeedface" * 3])
-    edited, wanted, plain = evaluated([file], model_of(PLAIN.config), context=7)
+    edited, wanted, whole = evaluated([file], model_of(plain().config), context=7)
     assert edited == pytest.approx(wanted, rel=1e-5)
-    assert edited["nats_per_token"] != pytest.approx(plain["nats_per_token"], rel=1e-3)
-    even = PLAIN.evaluate(file, context=7, edit={"logits": lambda x: 0 * x})
+    assert edited["nats_per_token"] != pytest.approx(whole["nats_per_token"], rel=1e-3)
+    even = plain().evaluate(file, context=7, edit={"logits": lambda x: 0 * x})
     assert even["nats_per_token"] == pytest.approx(np.log(11), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs", "prefix", "masks", "classes"])
 def test_every_task_is_judged_with_an_edit(tmp_path, name):
-    pairs = [("bad", "cab"), ("feed", "beef"), ("ace", "face"), ("dig", "kid")]
+    both = [("bad", "cab"), ("feed", "beef"), ("ace", "face"), ("dig", "kid")]
     if name in ("pairs", "prefix"):
         task, special = (Seq2SeqTask(beams=1), "bos eos") if name == "pairs" else (
             PrefixTask(beams=1), "sep eos"
         )  # fmt: skip
         kind = "encoder-decoder" if name == "pairs" else "decoder"
-        model, lines = run_of(task, kind, names=special.split()), ["\t".join(p) for p in pairs]
+        model, lines = run_of(task, kind, names=special.split()), ["\t".join(p) for p in both]
     elif name == "masks":
-        model, lines = MASKED, ["badcabfeedface" * 9]
+        model, lines = masked(), ["badcabfeedface" * 9]
     else:
-        labels = CLASSES.model.run.task.labels
-        model, lines = CLASSES, [f"{labels[n % 2]}\t{text}" for n, (text, _) in enumerate(pairs)]
-    edited, wanted, plain = evaluated([written(tmp_path, lines)], model)
+        labels = classes().model.run.task.labels
+        model, lines = classes(), [f"{labels[n % 2]}\t{text}" for n, (text, _) in enumerate(both)]
+    edited, wanted, whole = evaluated([written(tmp_path, lines)], model)
     assert edited == pytest.approx(wanted, rel=1e-5)
-    assert edited["nats_per_token"] != pytest.approx(plain["nats_per_token"], rel=1e-3)
+    assert edited["nats_per_token"] != pytest.approx(whole["nats_per_token"], rel=1e-3)
     measures = {"pairs": "word_error_rate", "prefix": "word_error_rate",
                 "masks": "pseudo_perplexity", "classes": "accuracy"}  # fmt: skip
     assert measures[name] in edited
@@ -168,89 +168,89 @@ def test_every_task_is_judged_with_an_edit(tmp_path, name):
 
 @pytest.mark.slow
 def test_attention_is_that_of_the_edited_values():
-    other, plain = without_head(PLAIN, "decoder").attend("badcab"), PLAIN.attend("badcab")
-    found = PLAIN.attend("badcab", edit=SILENT)
+    other, whole = without_head(plain(), "decoder").attend("badcab"), plain().attend("badcab")
+    found = plain().attend("badcab", edit=SILENT)
     np.testing.assert_allclose(found.weights, other.weights, atol=1e-6)
-    np.testing.assert_array_equal(found.weights[0], plain.weights[0])
-    assert np.abs(found.weights[1] - plain.weights[1]).max() > 1e-3
+    np.testing.assert_array_equal(found.weights[0], whole.weights[0])
+    assert np.abs(found.weights[1] - whole.weights[1]).max() > 1e-3
     uniform = {"block_1/attention/weights": lambda w: w * 0 + 0.25}
-    assert (PLAIN.attend("badcab", edit=uniform).weights[1] == 0.25).all()
+    assert (plain().attend("badcab", edit=uniform).weights[1] == 0.25).all()
 
 
 @pytest.mark.slow
 def test_classes_are_those_of_the_edited_values():
-    other, plain = without_head(CLASSES, "encoder").classify("bad"), CLASSES.classify("bad")
-    found = CLASSES.classify(["bad", "cab"], edit=SILENT)[0]
+    other, whole = without_head(classes(), "encoder").classify("bad"), classes().classify("bad")
+    found = classes().classify(["bad", "cab"], edit=SILENT)[0]
     assert found == (other[0], pytest.approx(other[1], rel=1e-5))
-    assert found != (plain[0], pytest.approx(plain[1], rel=1e-5))
+    assert found != (whole[0], pytest.approx(whole[1], rel=1e-5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["decoder", "encoder"])
 def test_sources_are_read_and_targets_written_with_edits(side):
     place = "block_*/attention/heads" if side == "decoder" else "encoder/block_*/attention/heads"
-    edit, other = zero(place, heads=1), without_head(PAIRS, side)
+    edit, other = zero(place, heads=1), without_head(pairs(), side)
     pair = "bad", "feed"
-    assert PAIRS.generate("badcab", 6, edit=edit) == other.generate("badcab", 6)
-    assert PAIRS.search("bad", 4, beams=2, edit=edit)[0][0] == pytest.approx(
+    assert pairs().generate("badcab", 6, edit=edit) == other.generate("badcab", 6)
+    assert pairs().search("bad", 4, beams=2, edit=edit)[0][0] == pytest.approx(
         other.search("bad", 4, beams=2)[0][0], rel=1e-5
     )
-    written, other_written = PAIRS.attend("bad", edit=edit), other.attend("bad")
+    written, other_written = pairs().attend("bad", edit=edit), other.attend("bad")
     assert written.tokens == other_written.tokens
     np.testing.assert_allclose(written.cross, other_written.cross, atol=1e-6)
-    nats = PAIRS.score(pair, edit=edit).nats
+    nats = pairs().score(pair, edit=edit).nats
     assert nats == pytest.approx(other.score(pair).nats, rel=1e-5)
-    assert nats != pytest.approx(PAIRS.score(pair).nats, rel=1e-3)
+    assert nats != pytest.approx(pairs().score(pair).nats, rel=1e-3)
     source = np.array([1, 0, 3], np.int32)
 
     def written(params, **e):
         drawn = dict(sampler=Sample(Temperature(0.0)), key=KEY)
-        generator = TextGenerator(PAIRS.config, params, PAIRS.tokenizer, **drawn, **e)
+        generator = TextGenerator(pairs().config, params, pairs().tokenizer, **drawn, **e)
         once = translate(generator, source, 4, start=0)
         best = search_translations(generator, source, 4, start=0, beams=2)
         return once, [text for _, text in best], np.round(best[0][0], 4)
 
-    assert written(PAIRS.params, edit=edit) == written(other.params) != written(PAIRS.params)
+    assert written(pairs().params, edit=edit) == written(other.params) != written(pairs().params)
 
 
 def test_an_edit_of_no_source_is_refused_where_a_state_is_made():
     with pytest.raises(ValueError, match="edit has 'embedding': no source is read here; make_step"):
-        init_decode_state(PLAIN.config, None, 1, 4, edit={"embedding": abs})
+        init_decode_state(plain().config, None, 1, 4, edit={"embedding": abs})
 
 
 @pytest.mark.slow
 def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
-    place, model = "block_0/residual", tj.build(PLAIN.config)
+    place, model = "block_0/residual", tj.build(plain().config)
     texts = ["bad", "cab", "feed"], ["dig", "kid"]
     rows = [[LETTERS.encode(text) for text in part] for part in texts]
 
     def streams(row):
-        found = model.apply({"params": PLAIN.params}, np.array([row]), capture=(place,))
+        found = model.apply({"params": plain().params}, np.array([row]), capture=(place,))
         return np.asarray(found[2][place], np.float64)[0]
 
     for over, read in {"last": lambda x: x[-1], "all": lambda x: x.mean(0)}.items():
-        vector = steering_vector(model, PLAIN.params, *rows, place, over=over)
+        vector = steering_vector(model, plain().params, *rows, place, over=over)
         means = [np.mean([read(streams(row)) for row in part], axis=0) for part in rows]
         np.testing.assert_allclose(vector, means[0] - means[1], atol=1e-5)
-    moved = PLAIN.generate("bad", 6, edit=add(place, 30 * vector))
+    moved = plain().generate("bad", 6, edit=add(place, 30 * vector))
     step = tj.make_step(model, edit=add(place, 30 * vector))
-    cache = tj.init_cache(PLAIN.config, 1, 17)
-    ids = tj.generate(step, PLAIN.params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
-    assert moved == LETTERS.decode(ids.tokens[0]) != PLAIN.generate("bad", 6)
+    cache = tj.init_cache(plain().config, 1, 17)
+    ids = tj.generate(step, plain().params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
+    assert moved == LETTERS.decode(ids.tokens[0]) != plain().generate("bad", 6)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda edit: PLAIN.generate("bad", 2, edit=edit),
-        lambda edit: PLAIN.generate("bad", 2, beams=2, edit=edit),
-        lambda edit: PLAIN.score("bad", edit=edit),
-        lambda edit: PLAIN.attend("bad", edit=edit),
-        lambda edit: PAIRS.generate("bad", 2, edit=edit),
-        lambda edit: PAIRS.score(("bad", "cab"), edit=edit),
-        lambda edit: MASKED.candidates("b_d", edit=edit),
-        lambda edit: CLASSES.classify("bad", edit=edit),
-        lambda edit: CHAT.chat("bad", 2, edit=edit),
+        lambda edit: plain().generate("bad", 2, edit=edit),
+        lambda edit: plain().generate("bad", 2, beams=2, edit=edit),
+        lambda edit: plain().score("bad", edit=edit),
+        lambda edit: plain().attend("bad", edit=edit),
+        lambda edit: pairs().generate("bad", 2, edit=edit),
+        lambda edit: pairs().score(("bad", "cab"), edit=edit),
+        lambda edit: masked().candidates("b_d", edit=edit),
+        lambda edit: classes().classify("bad", edit=edit),
+        lambda edit: chat().chat("bad", 2, edit=edit),
     ],
 )
 def test_an_edit_that_is_no_dict_is_named(ask):

@@ -14,17 +14,17 @@ import pytest
 
 import transformer_jax as tj
 from tests.server.models import tiny
-from tests.use.test_language_model import (
-    CHAT,
-    CLASSES,
+from tests.use.models import (
     CONFIG,
     LETTERS,
-    MASKED,
-    PAIRS,
-    PLAIN,
-    VECTORS,
+    chat,
+    classes,
+    masked,
     model_of,
     nats,
+    pairs,
+    plain,
+    vectors,
 )
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK, TopP
 from transformer_jax.models.factory import build
@@ -83,9 +83,9 @@ def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> li
 @pytest.mark.slow_except("7-3")
 @pytest.mark.parametrize(("window", "stride"), [(7, 3), (7, 7), (16, 1), (5, 4)])
 def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride):
-    expected = sliding(PLAIN, TEXT, window + 1, stride)
+    expected = sliding(plain(), TEXT, window + 1, stride)
     for batch_size in (1, 4):
-        found = PLAIN.score(TEXT, window=window, stride=stride, batch_size=batch_size)
+        found = plain().score(TEXT, window=window, stride=stride, batch_size=batch_size)
         assert found.num_tokens == len(TEXT) - 1 == len(expected)
         np.testing.assert_allclose(found.token_nats, expected, rtol=1e-5)
     # the mean of tokens, not of windows' means
@@ -97,14 +97,16 @@ def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, str
 
 @pytest.mark.slow
 def test_a_text_shorter_than_a_window_is_one_window():
-    whole = PLAIN.score("bad").nats
-    assert PLAIN.score("bad", window=9, stride=9).nats == pytest.approx(whole, rel=1e-5)
+    whole = plain().score("bad").nats
+    assert plain().score("bad", window=9, stride=9).nats == pytest.approx(whole, rel=1e-5)
 
 
-WINDOWED = model_of(replace(CONFIG, window=3, positions=tj.Rope(), max_len=48))
-ROPE = model_of(replace(CONFIG, positions=tj.Rope(), logit_softcap=3.0, logit_bias=True))
-RECURRENT = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
-MODELS = {"plain": PLAIN, "windowed": WINDOWED, "rope": ROPE, "recurrent": RECURRENT}
+CONFIGS = {
+    "plain": CONFIG,
+    "windowed": replace(CONFIG, window=3, positions=tj.Rope(), max_len=48),
+    "rope": replace(CONFIG, positions=tj.Rope(), logit_softcap=3.0, logit_bias=True),
+    "recurrent": tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7),
+}
 LONG, OTHER = "badcabfeed", "feedface"
 """Contexts that are read once for all of their continuations, as far as these are shorter."""
 PAIRS_OF_TEXTS = [
@@ -122,9 +124,9 @@ def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
 
 @pytest.mark.slow_except("plain-8")
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
-    model = MODELS[name]
+    model = model_of(CONFIGS[name])
     likeliest = LETTERS.decode([int(logits_of(model, LETTERS.encode(OTHER))[-1].argmax())])
     pairs = [*PAIRS_OF_TEXTS, (OTHER, likeliest)]
     found = model.continuations(pairs, batch_size=batch_size)
@@ -145,23 +147,23 @@ def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
     run = continuations._shared_program
     monkeypatch.setattr(continuations, "_shared_program", counted)
     monkeypatch.setattr(continuations, "_rows_program", None)
-    PLAIN.continuations([(LONG, "c"), (LONG, "ab"), (OTHER, "a"), (LONG, "b"), (OTHER, "feed")])
+    plain().continuations([(LONG, "c"), (LONG, "ab"), (OTHER, "a"), (LONG, "b"), (OTHER, "feed")])
     assert read == [[10, 8]]
     monkeypatch.undo()
     monkeypatch.setattr(continuations, "_shared_program", None)
-    PLAIN.continuations([("cab", "feedfeed"), ("cab", "b")])  # longer than what it would save
+    plain().continuations([("cab", "feedfeed"), ("cab", "b")])  # longer than what it would save
 
 
 @pytest.mark.slow
 def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     requests = [Request(ids, ids[:5]), Request(ids, ids[:2]), Request(ids, ids[:17])]
-    for found, request in zip(score_requests(PLAIN, requests, 4), requests, strict=True):
+    for found, request in zip(score_requests(plain(), requests, 4), requests, strict=True):
         after = [*request.continuation]
         kept = ids[-(CONFIG.max_len + 1 - len(after)) :]
-        assert found.log_prob == pytest.approx(by_definition(PLAIN, kept, after)[0], rel=1e-5)
+        assert found.log_prob == pytest.approx(by_definition(plain(), kept, after)[0], rel=1e-5)
     with pytest.raises(DataError, match=r"continuation has 18 tokens: must be at most max_len 17$"):
-        score_requests(PLAIN, [Request(ids, ids[:18])], 4)
+        score_requests(plain(), [Request(ids, ids[:18])], 4)
 
 
 def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():
@@ -173,6 +175,7 @@ def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continu
     assert split_pair(words.__getitem__, "a", "b") == ([3 - 2], [])  # one token stretches over both
 
 
+BLANKS = CharTokenizer(" abcdefghij")
 QUESTIONS = [
     {"context": "bad", "choices": ["c", "feedfeed", "b"], "answer": 1},
     {"context": "feed", "choices": ["ab", "beefbeef"], "answer": 0},
@@ -196,16 +199,16 @@ def shares(questions, model) -> list[float]:
 def test_choices_are_judged_by_their_probability_alone_and_by_their_length(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
-    expected = shares(QUESTIONS, PLAIN)
+    expected = shares(QUESTIONS, plain())
     for given in (QUESTIONS, str(file), file, read_questions(file)):
-        found = PLAIN.multiple_choice(given, batch_size=3)
+        found = plain().multiple_choice(given, batch_size=3)
         each = found.accuracy, found.accuracy_per_character, found.accuracy_per_byte
         assert list(each) == expected
         assert repr(found).startswith("Choices(3 questions, accuracy=0.")
     for row, question in zip(found.log_probs, QUESTIONS, strict=True):
         pairs = [(question["context"], choice) for choice in question["choices"]]
         np.testing.assert_allclose(
-            row, [one.log_prob for one in PLAIN.continuations(pairs)], rtol=1e-5
+            row, [one.log_prob for one in plain().continuations(pairs)], rtol=1e-5
         )
 
 
@@ -227,7 +230,7 @@ def test_a_question_that_cannot_be_encoded_is_named_by_its_line(tmp_path):
     file.write_text(f"\n\n{line}\n")
     for given in (file, read_questions(file)):
         with pytest.raises(DataError) as refused:
-            PLAIN.multiple_choice(given)
+            plain().multiple_choice(given)
         assert str(refused.value).startswith(f"{file}, line 3: character 1 is U+007A 'z'")
 
 
@@ -240,33 +243,30 @@ def test_an_empty_context_is_what_begins_a_text():
         assert found.log_prob == pytest.approx(by_definition(begun, ids, after)[0], rel=1e-5)
 
 
-BLANKS = model_of(CONFIG, CharTokenizer(" abcdefghij"))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PLAIN.score("ab", window=0), "window is 0: must be an integer of at least 1"),
-        (lambda: PLAIN.score("ab", window=18), "window is 18: must be at most max_len 17"),
-        (lambda: PLAIN.score("ab", window=5, stride=6), "stride is 6: must be at most window 5"),
-        (lambda: PLAIN.score("ab", batch_size=0), "batch_size is 0: must be an integer of at lea"),
-        (lambda: PAIRS.score(("a", "b"), window=3), "window is 3: of pairs, a target is scored wh"),
-        (lambda: PLAIN.continuations([("", "a")]), "context is '': must have a token, since nothi"),
-        (lambda: BLANKS.continuations([(" ", "a")]), "context is ' ': must have a token, since n"),
-        (lambda: PLAIN.continuations([("a", "")]), "continuation is '': must have a token of its"),
-        (lambda: PLAIN.continuations([("a", 3)]), r"pairs is \[\('a', 3\)\]: must be a list of"),
-        (lambda: PLAIN.continuations("ab"), "pairs is 'ab': must be a list of"),
-        (lambda: PLAIN.continuations([("z", "a")]), "character 0 is U.007A 'z': not among"),
-        (lambda: PLAIN.continuations([("a", "b")], batch_size=0), "batch_size is 0: must be"),
-        (lambda: MASKED.continuations([("a", "b")]), "continuations: .*'masked' fills masks"),
-        (lambda: PAIRS.multiple_choice(QUESTIONS), "multiple_choice: .*writes the target"),
-        (lambda: CLASSES.multiple_choice(QUESTIONS), "multiple_choice: .*names the class"),
-        (lambda: CHAT.multiple_choice(QUESTIONS), "multiple_choice: .*answers messages"),
-        (lambda: VECTORS.multiple_choice(QUESTIONS), "multiple_choice: .*writes no text"),
-        (lambda: PLAIN.multiple_choice([]), r"questions is \[\]: must be a file, or a list"),
-        (lambda: PLAIN.multiple_choice([3]), r"questions\[0\]: is 3: must be {\"context\""),
-        (lambda: PLAIN.multiple_choice([QUESTIONS[0] | {"context": "z"}]), r"questions\[0\]: char"),
-        (lambda: PLAIN.multiple_choice("/no"), "choices is '/no': cannot be read .No such file"),
+        (lambda: plain().score("ab", window=0), "window is 0: must be an integer of at least 1"),
+        (lambda: plain().score("ab", window=18), "window is 18: must be at most max_len 17"),
+        (lambda: plain().score("ab", window=5, stride=6), "stride is 6: must be at most window 5"),
+        (lambda: plain().score("ab", batch_size=0), "batch_size is 0: must be an integer of at l"),
+        (lambda: pairs().score(("a", "b"), window=3), "window is 3: of pairs, a target is scored"),
+        (lambda: plain().continuations([("", "a")]), "context is '': must have a token, since not"),
+        (lambda: model_of(CONFIG, BLANKS).continuations([(" ", "a")]), "context is ' ': must have"),
+        (lambda: plain().continuations([("a", "")]), "continuation is '': must have a token of it"),
+        (lambda: plain().continuations([("a", 3)]), r"pairs is \[\('a', 3\)\]: must be a list of"),
+        (lambda: plain().continuations("ab"), "pairs is 'ab': must be a list of"),
+        (lambda: plain().continuations([("z", "a")]), "character 0 is U.007A 'z': not among"),
+        (lambda: plain().continuations([("a", "b")], batch_size=0), "batch_size is 0: must be"),
+        (lambda: masked().continuations([("a", "b")]), "continuations: .*'masked' fills masks"),
+        (lambda: pairs().multiple_choice(QUESTIONS), "multiple_choice: .*writes the target"),
+        (lambda: classes().multiple_choice(QUESTIONS), "multiple_choice: .*names the class"),
+        (lambda: chat().multiple_choice(QUESTIONS), "multiple_choice: .*answers messages"),
+        (lambda: vectors().multiple_choice(QUESTIONS), "multiple_choice: .*writes no text"),
+        (lambda: plain().multiple_choice([]), r"questions is \[\]: must be a file, or a list"),
+        (lambda: plain().multiple_choice([3]), r"questions\[0\]: is 3: must be {\"context\""),
+        (lambda: plain().multiple_choice([QUESTIONS[0] | {"context": "z"}]), r"questions\[0\]: ch"),
+        (lambda: plain().multiple_choice("/no"), "choices is '/no': cannot be read .No such file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_refused_in_a_line(call, message):
@@ -347,7 +347,7 @@ def test_a_text_is_cut_at_each_of_its_ends_in_turn():
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
 def test_without_lm_eval_the_adapter_says_how_to_install_it():
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'transf.*lm-eval"):
-        TransformerJaxLM(PLAIN)
+        TransformerJaxLM(plain())
 
 
 def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
@@ -369,4 +369,4 @@ def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
     with pytest.raises(ValueError, match="task is 'pairs': must be chat, of a decoder"):
         model.evaluate(file, task="pairs")
     with pytest.raises(ValueError, match="task is 'chat': needs model, a run has its own"):
-        CHAT.evaluate(file, task="chat")
+        chat().evaluate(file, task="chat")

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.test_language_model import (
-    CHAT,
-    CLASSES,
+from tests.use.models import (
     CONFIG,
     LETTERS,
-    MASKED,
-    PAIRS,
-    PLAIN,
-    PREFIX,
+    chat,
+    classes,
     logits_of,
+    masked,
     model_of,
-)  # fmt: skip
+    pairs,
+    plain,
+    prefix,
+)
 from transformer_jax.config import ConfigError
 from transformer_jax.inside import HeadScores
 from transformer_jax.models.factory import build
@@ -45,8 +45,8 @@ def changed(model, change):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "masked"])
 def test_the_lens_ends_in_the_probabilities_of_the_model(name):
-    model, text = {"plain": (PLAIN, "bad"), "masked": (MASKED, "b_d")}[name]
-    mask = special_ids(MASKED.tokenizer).get("mask")
+    model, text = {"plain": (plain(), "bad"), "masked": (masked(), "b_d")}[name]
+    mask = special_ids(masked().tokenizer).get("mask")
     logits = logits_of(model, BAD if name == "plain" else [1, mask, 3])
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     seen = model.lens(text, count=3)
@@ -63,50 +63,50 @@ def test_the_lens_ends_in_the_probabilities_of_the_model(name):
 
 @pytest.mark.slow
 def test_what_is_patched_is_what_an_edit_puts_in():
-    seen = PLAIN.patch("bad", "cab", answer="d", other_answer="b")
+    seen = plain().patch("bad", "cab", answer="d", other_answer="b")
     z = lambda logits: logits[-1, D] - logits[-1, B]  # noqa: E731
-    clean, corrupted = z(logits_of(PLAIN, BAD)), z(logits_of(PLAIN, CAB))
+    clean, corrupted = z(logits_of(plain(), BAD)), z(logits_of(plain(), CAB))
     assert (seen.clean, seen.corrupted) == pytest.approx((clean, corrupted), abs=1e-5)
     place = "block_0/attention/heads"
-    model, params = build(PLAIN.config), {"params": PLAIN.params}
+    model, params = build(plain().config), {"params": plain().params}
     values = model.apply(params, BAD[None], capture=(place, "block_1/residual"))[2]
     put = {place: lambda heads: heads.at[:, :, 1].set(values[place][:, :, 1])}
-    wanted = (z(logits_of(PLAIN, CAB, edit=put)) - corrupted) / (clean - corrupted)
+    wanted = (z(logits_of(plain(), CAB, edit=put)) - corrupted) / (clean - corrupted)
     assert seen.by_head["attention/heads"][0, 1] == pytest.approx(wanted, abs=1e-4)
     kept = values["block_1/residual"]
     put = {"block_1/residual": lambda x: x.at[:, 2].set(kept[:, 2])}
-    wanted = (z(logits_of(PLAIN, CAB, edit=put)) - corrupted) / (clean - corrupted)
+    wanted = (z(logits_of(plain(), CAB, edit=put)) - corrupted) / (clean - corrupted)
     assert wanted == pytest.approx(1, abs=1e-4)  # the last token's stream is all that is read
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
     assert list(seen.by_token) == ["residual", "attention/output", "feed_forward/output"]
     assert all(x.shape == (2, 3) for x in seen.by_token.values())
-    likely = PLAIN.patch("bad", "cab")
-    said = [LETTERS.decode([logits_of(PLAIN, ids)[-1].argmax()]) for ids in (BAD, CAB)]
+    likely = plain().patch("bad", "cab")
+    said = [LETTERS.decode([logits_of(plain(), ids)[-1].argmax()]) for ids in (BAD, CAB)]
     assert [likely.answer, likely.other_answer] == said
 
 
 @pytest.mark.slow
 def test_a_patched_target_keeps_its_source():
-    seen = PAIRS.patch(("bad", "fe"), ("bad", "ab"))
+    seen = pairs().patch(("bad", "fe"), ("bad", "ab"))
     assert seen.by_head["cross_attention/heads"].shape == (2, 2)
     assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
     with pytest.raises(ValueError, match=r"other is \('cad', 'ab'\): must have the source of the"):
-        PAIRS.patch(("bad", "fe"), ("cad", "ab"))
+        pairs().patch(("bad", "fe"), ("cad", "ab"))
 
 
 @pytest.mark.slow
 def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
-    seen = PLAIN.heads("bad", answer="d", other_answer="b")
+    seen = plain().heads("bad", answer="d", other_answer="b")
     z = lambda model: float(logits_of(model, BAD)[-1] @ (np.eye(11)[D] - np.eye(11)[B]))  # noqa: E731
 
     def silence(params):
         params["decoder"]["block_1"]["attention"]["out"]["kernel"][0] = 0
 
-    assert seen.value == pytest.approx(z(PLAIN), abs=1e-5)
-    wanted = z(changed(PLAIN, silence)) - z(PLAIN)
+    assert seen.value == pytest.approx(z(plain()), abs=1e-5)
+    wanted = z(changed(plain(), silence)) - z(plain())
     assert abs(wanted) > 0.1 and seen.without[1, 0] == pytest.approx(wanted, abs=1e-5)
-    weights = PLAIN.attend("bad").weights.astype(np.float64)  # [L, N, T, T]
+    weights = plain().attend("bad").weights.astype(np.float64)  # [L, N, T, T]
     entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(-1)
     np.testing.assert_allclose(seen.entropy, entropy, atol=1e-5)
     assert seen.scores.induction.shape == (2, 2) and seen.cross_without is None
@@ -114,14 +114,14 @@ def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
 
 @pytest.mark.slow
 def test_heads_over_a_source_are_silenced_too():
-    seen = PAIRS.heads(("bad", "fe"), answer="d")
-    ids = [special_ids(PAIRS.tokenizer)["bos"], *LETTERS.encode("fe")]
+    seen = pairs().heads(("bad", "fe"), answer="d")
+    ids = [special_ids(pairs().tokenizer)["bos"], *LETTERS.encode("fe")]
     z = lambda model: logits_of(model, ids, source=BAD[None])[-1, D]  # noqa: E731
 
     def silence(params):
         params["decoder"]["block_0"]["cross_attention"]["out"]["kernel"][1] = 0
 
-    wanted = z(changed(PAIRS, silence)) - z(PAIRS)
+    wanted = z(changed(pairs(), silence)) - z(pairs())
     assert abs(wanted) > 0.01 and seen.cross_without[0, 1] == pytest.approx(wanted, abs=1e-5)
 
 
@@ -129,8 +129,8 @@ def test_heads_over_a_source_are_silenced_too():
 @pytest.mark.parametrize("name", ["plain", "pairs", "prefix", "masked", "chat"])
 def test_what_tokens_and_parts_add_is_the_answer(name):
     model, text = {
-        "plain": (PLAIN, "badcab"), "pairs": (PAIRS, ("bad", "fe")),
-        "prefix": (PREFIX, ("bad", "")), "masked": (MASKED, "b_dcab"), "chat": (CHAT, "bad"),
+        "plain": (plain(), "badcab"), "pairs": (pairs(), ("bad", "fe")),
+        "prefix": (prefix(), ("bad", "")), "masked": (masked(), "b_dcab"), "chat": (chat(), "bad"),
     }[name]  # fmt: skip
     given = dict(baseline="k") if name == "plain" else {}
     seen = model.attribution(text, answer="d", other_answer="b", **given)
@@ -141,7 +141,7 @@ def test_what_tokens_and_parts_add_is_the_answer(name):
     assert total == pytest.approx(seen.value, abs=1e-4)
     assert (seen.cross_heads is not None) == (name == "pairs") and seen.reason is None
     if name == "masked":  # answered where the mask is, which is the baseline
-        ids = [1, special_ids(MASKED.tokenizer)["mask"], *LETTERS.encode("dcab")]
+        ids = [1, special_ids(masked().tokenizer)["mask"], *LETTERS.encode("dcab")]
         logits = logits_of(model, ids)[1]
         assert seen.value == pytest.approx(logits[D] - logits[B], abs=1e-5)
         assert seen.baseline == "<mask>" and seen.shares[1] == pytest.approx(0, abs=1e-6)
@@ -166,25 +166,26 @@ def test_where_there_is_no_feed_forward_none_is_shown():
     assert list(model.patch("bad", "cab").by_token) == ["residual", "attention/output"]
 
 
-NGRAMS = replace(PLAIN, model=replace(PLAIN.model, config=tj.NgramConfig(vocab_size=11)))
+def ngrams():
+    return replace(plain(), model=replace(plain().model, config=tj.NgramConfig(vocab_size=11)))
 
 
 @pytest.mark.parametrize(
     ("ask", "rule"),
     [
-        (lambda: CLASSES.lens("bad"), "lens: a run of task 'classify' names the class of a text"),
-        (lambda: NGRAMS.heads("bad"), "heads: a NgramConfig of 'here' has no blocks and heads"),
-        (lambda: PAIRS.lens("bad"), r"text is 'bad': must be \(source, target\)"),
-        (lambda: PLAIN.lens("bad", count=0), "count is 0: must be an integer of at least 1"),
-        (lambda: PLAIN.lens("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
-        (lambda: PLAIN.patch("bad", "ba"), "other has 2 tokens: must be as many as those of the"),
-        (lambda: PLAIN.patch("a", "b", answer="c", other_answer="c"), "both prompts are answered"),
-        (lambda: PLAIN.heads("bad", answer="ab"), r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
-        (lambda: PLAIN.heads("bad", answer=""), "answer is '': must be a text of one token"),
-        (lambda: PLAIN.heads("a", answer="a", other_answer="a"), "other_answer are 'a': must"),
-        (lambda: PLAIN.attribution("bad", answer="a"), "baseline is None: the tokenizer has no"),
-        (lambda: MASKED.heads("bad"), "text has no mask: must have one"),
-        (lambda: MASKED.patch("b_d", "_bd"), "other has its mask elsewhere: must be where that of"),
+        (lambda: classes().lens("bad"), "lens: a run of task 'classify' names the class of a text"),
+        (lambda: ngrams().heads("bad"), "heads: a NgramConfig of 'here' has no blocks and heads"),
+        (lambda: pairs().lens("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: plain().lens("bad", count=0), "count is 0: must be an integer of at least 1"),
+        (lambda: plain().lens("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: plain().patch("bad", "ba"), "other has 2 tokens: must be as many as those of the"),
+        (lambda: plain().patch("a", "b", answer="c", other_answer="c"), "both prompts are answ"),
+        (lambda: plain().heads("bad", answer="ab"), r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
+        (lambda: plain().heads("bad", answer=""), "answer is '': must be a text of one token"),
+        (lambda: plain().heads("a", answer="a", other_answer="a"), "other_answer are 'a': must"),
+        (lambda: plain().attribution("bad", answer="a"), "baseline is None: the tokenizer has no"),
+        (lambda: masked().heads("bad"), "text has no mask: must have one"),
+        (lambda: masked().patch("b_d", "_bd"), "other has its mask elsewhere: must be where that"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_says_why(ask, rule):

@@ -11,19 +11,32 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from tests.use.models import (
+    CONFIG,
+    KEY,
+    LETTERS,
+    TURNS,
+    chat,
+    classes,
+    logits_of,
+    masked,
+    model_of,
+    nats,
+    pairs,
+    plain,
+    preferred,
+    prefix,
+    run_of,
+    vectors,
+)
 from transformer_jax.config.tasks import (
-    ChatTask,
     ClassifyTask,
     LanguageTask,
     MaskedTask,
     PreferenceTask,
-    PrefixTask,
-    Seq2SeqTask,
 )
 from transformer_jax.decoding.logit_processors import Force
-from transformer_jax.models.factory import build
-from transformer_jax.text.text_model import TextModel
-from transformer_jax.tokenizers.special import end_ids, special_ids, with_special_tokens
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
     ByteTokenizer,
@@ -31,74 +44,37 @@ from transformer_jax.tokenizers.trained import (
     WordTokenizer,
 )
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.language_model import LanguageModel
 from transformer_jax.use.scores import windows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-LETTERS = CharTokenizer("abcdefghijk")
-CONFIG = tj.ModelConfig(
-    vocab_size=11, d_model=8, num_layers=2, num_heads=2, max_len=17, init_std=0.7
-)
-
-
-def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
-    params = tj.init_params(config, jax.random.key(3))
-    return LanguageModel(TextModel(config, params, tokenizer, **fields), "here")
-
-
 BLANKS = WordTokenizer(("to", "be"))
 """A tokenizer of words, which has no token for spaces."""
-PLAIN, KEY = model_of(CONFIG), jax.random.key(5)
-
-
-def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageModel:
-    """A model of a task's run, as its training would have made it, untrained."""
-    tokenizer = with_special_tokens(base, names) if names else base
-    config = task.fit_model(replace(CONFIG, kind=kind, vocab_size=tokenizer.vocab_size))
-    if isinstance(task, ClassifyTask):
-        config = replace(config, num_classes=len(task.labels))
-    run = tj.TrainConfig(model=config, task=task, context=config.max_len, batch_size=2)
-    return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
-
-
-def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
-    apply = build(model.config).apply
-    ran = jax.jit(lambda variables, ids: apply(variables, ids, **given))  # an edit is a function
-    found = ran({"params": model.params}, np.array([ids]))[0]
-    return np.asarray(found, np.float64)[0]
-
-
-def nats(logits: np.ndarray, labels) -> np.ndarray:
-    """-log softmax at the labels, in float64."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return -log_p[np.arange(len(labels)), labels]
 
 
 @pytest.mark.slow
 def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
     ids = list(LETTERS.encode("bad"))
     for _ in range(7):
-        ids.append(int(logits_of(PLAIN, ids)[-1].argmax()))
+        ids.append(int(logits_of(plain(), ids)[-1].argmax()))
     expected = LETTERS.decode(ids[3:])
-    assert PLAIN.generate("bad", 7) == expected == PLAIN.generate("bad", 7, sampler=tj.Greedy())
-    assert "".join(PLAIN.generate("bad", 7, stream=True)) == expected
+    assert plain().generate("bad", 7) == expected == plain().generate("bad", 7, sampler=tj.Greedy())
+    assert "".join(plain().generate("bad", 7, stream=True)) == expected
     end = expected[3:5]
-    assert PLAIN.generate("bad", 7, stop=end) == expected[: expected.index(end)]
-    assert PLAIN.generate("bad", 7, stop=None) == expected
+    assert plain().generate("bad", 7, stop=end) == expected[: expected.index(end)]
+    assert plain().generate("bad", 7, stop=None) == expected
 
 
 @pytest.mark.slow
 def test_a_text_of_a_list_is_what_it_is_alone():
     """Drawn or not, and also where one text outgrows the model."""
     texts = ["bad", "a", "badcab" * 2]
-    assert PLAIN.generate(texts, 9) == [PLAIN.generate(text, 9) for text in texts]
+    assert plain().generate(texts, 9) == [plain().generate(text, 9) for text in texts]
     drawn = [
-        PLAIN.generate(text, 9, sampler=tj.Sample(), key=jax.random.fold_in(KEY, n))
+        plain().generate(text, 9, sampler=tj.Sample(), key=jax.random.fold_in(KEY, n))
         for n, text in enumerate(texts)
     ]
-    assert PLAIN.generate(texts, 9, sampler=tj.Sample(), key=KEY, slots=2) == drawn
+    assert plain().generate(texts, 9, sampler=tj.Sample(), key=KEY, slots=2) == drawn
 
 
 @pytest.mark.slow
@@ -123,8 +99,8 @@ def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
 def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     text = "badcabfeed"
     ids = LETTERS.encode(text)
-    each = nats(logits_of(PLAIN, ids[:-1]), ids[1:])
-    found = PLAIN.score(text)
+    each = nats(logits_of(plain(), ids[:-1]), ids[1:])
+    found = plain().score(text)
     assert "".join(found.tokens) == text[1:]
     assert found.token_nats == pytest.approx(each, rel=1e-5)
     assert (found.num_tokens, found.num_bytes) == (9, 9)  # nothing is before the first
@@ -146,8 +122,8 @@ def test_the_first_token_is_scored_where_one_begins_every_text():
 @pytest.mark.slow
 def test_texts_of_a_list_are_scored_as_alone():
     text = "badcabfeed"
-    alone = [PLAIN.score(text).nats, PLAIN.score("ab").nats]
-    assert [one.nats for one in PLAIN.score([text, "ab"])] == alone
+    alone = [plain().score(text).nats, plain().score("ab").nats]
+    assert [one.nats for one in plain().score([text, "ab"])] == alone
 
 
 @pytest.mark.slow
@@ -194,17 +170,17 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
 @pytest.mark.slow
 def test_a_search_has_four_beams_unless_it_is_told_otherwise():
     given = dict(results=4)
-    assert PLAIN.search("bad", 4, **given) == PLAIN.search("bad", 4, beams=4, **given)
+    assert plain().search("bad", 4, **given) == plain().search("bad", 4, beams=4, **given)
     with pytest.raises(ValueError, match="results"):
-        PLAIN.search("bad", 4, results=5)
+        plain().search("bad", 4, results=5)
 
 
 @pytest.mark.slow
 def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
     prompt = "badcabfeedcabbage"
     assert len(prompt) == CONFIG.max_len
-    expected = LETTERS.decode([int(logits_of(PLAIN, LETTERS.encode(prompt))[-1].argmax())])
-    assert PLAIN.generate(prompt, 1) == expected == PLAIN.generate([prompt], 1)[0]
+    expected = LETTERS.decode([int(logits_of(plain(), LETTERS.encode(prompt))[-1].argmax())])
+    assert plain().generate(prompt, 1) == expected == plain().generate([prompt], 1)[0]
 
 
 @pytest.mark.slow
@@ -255,11 +231,11 @@ def test_a_long_text_is_scored_in_windows():
     expected, done = [], 0
     for start in range(0, len(ids) - 1, 5):
         row = ids[start : start + 17 + 1]
-        expected += [*nats(logits_of(PLAIN, row[:-1]), row[1:])[max(0, done - start) :]]
+        expected += [*nats(logits_of(plain(), row[:-1]), row[1:])[max(0, done - start) :]]
         done = start + len(row) - 1
         if done == len(ids) - 1:
             break
-    found = PLAIN.score(text, stride=5)
+    found = plain().score(text, stride=5)
     assert found.token_nats == pytest.approx(expected, rel=1e-5)
     assert found.nats == pytest.approx(sum(expected), rel=1e-5)
 
@@ -279,7 +255,7 @@ def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
 
 @pytest.mark.slow
 def test_weights_have_the_tokens_of_the_text_as_labels():
-    found = PLAIN.attend("badcab")
+    found = plain().attend("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
     assert not np.triu(found.weights, 1).any()
@@ -287,29 +263,19 @@ def test_weights_have_the_tokens_of_the_text_as_labels():
     assert (found.weights[:, :, 0, 0] == 1).all() and len(repr(found)) < 200
 
 
-PAIRS = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"))
-PREFIX = run_of(PrefixTask(beams=1), names=("sep", "eos"))
-MASKED = run_of(MaskedTask(), "encoder", ("mask",))
-CLASSES = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",))
-CHAT = run_of(ChatTask(), names=("system", "user", "assistant", "eos"))
-PREFERRED = run_of(PreferenceTask(messages=False), names=("eos",))
-VECTORS = model_of(replace(CONFIG, kind="encoder"))
-TURNS = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "feed"}]
-
-
 @pytest.mark.slow
 def test_pairs_are_written_scored_and_looked_into():
-    assert isinstance(PAIRS.generate("bad", 5), str)
-    assert PAIRS.generate(["bad", "feed"], 5) == [PAIRS.generate(t, 5) for t in ("bad", "feed")]
-    ids = special_ids(PAIRS.tokenizer)
+    assert isinstance(pairs().generate("bad", 5), str)
+    assert pairs().generate(["bad", "feed"], 5) == [pairs().generate(t, 5) for t in ("bad", "feed")]
+    ids = special_ids(pairs().tokenizer)
     target = LETTERS.encode("feed")
-    logits = logits_of(PAIRS, [ids["bos"], *target], source=LETTERS.encode("bad")[None])
-    found, each = PAIRS.score(("bad", "feed")), nats(logits, [*target, ids["eos"]])
+    logits = logits_of(pairs(), [ids["bos"], *target], source=LETTERS.encode("bad")[None])
+    found, each = pairs().score(("bad", "feed")), nats(logits, [*target, ids["eos"]])
     assert found.nats == pytest.approx(each.sum(), rel=1e-5)
     assert found.token_nats == pytest.approx(each, rel=1e-5)
     assert found.tokens == (*"feed", "<eos>")
     assert (found.num_tokens, found.num_bytes) == (5, 4)
-    seen = PAIRS.attend(("bad", "feed"))
+    seen = pairs().attend(("bad", "feed"))
     assert seen.tokens == ["<bos>", *"feed"] and seen.source_tokens == list("bad")
     assert seen.weights.shape == (2, 2, 5, 5) and seen.cross.shape == (2, 2, 5, 3)
     np.testing.assert_allclose(seen.encoder.sum(-1), 1, rtol=1e-5)
@@ -318,134 +284,134 @@ def test_pairs_are_written_scored_and_looked_into():
 
 @pytest.mark.slow
 def test_of_a_prefix_the_source_sees_itself_whole():
-    seen = PREFIX.attend(("bad", "feed"))
+    seen = prefix().attend(("bad", "feed"))
     assert seen.tokens == [*"bad", "<sep>", *"feed"]
     assert (seen.weights[:, :, :4, :4] > 0).all() and not seen.weights[:, :, :4, 4:].any()
-    assert isinstance(PREFIX.generate("bad", 5), str)
-    assert PREFIX.score(("bad", "feed")).num_tokens == 5
+    assert isinstance(prefix().generate("bad", 5), str)
+    assert prefix().score(("bad", "feed")).num_tokens == 5
 
 
 @pytest.mark.slow
 def test_masks_are_filled_and_classes_named():
-    filled = MASKED.generate("b_d")
+    filled = masked().generate("b_d")
     assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
-    assert MASKED.generate(["b[MASK]d", "f_"])[0] == filled
-    assert MASKED.attend("b_d").tokens == ["b", "<mask>", "d"]
-    label, probability = CLASSES.classify("bad")
+    assert masked().generate(["b[MASK]d", "f_"])[0] == filled
+    assert masked().attend("b_d").tokens == ["b", "<mask>", "d"]
+    label, probability = classes().classify("bad")
     assert label in "xy" and 0.5 <= probability <= 1
-    assert CLASSES.classify(["bad", "a"])[0] == (label, pytest.approx(probability, rel=1e-5))
-    assert CLASSES.attend("bad").tokens == ["<cls>", *"bad"]
+    assert classes().classify(["bad", "a"])[0] == (label, pytest.approx(probability, rel=1e-5))
+    assert classes().attend("bad").tokens == ["<cls>", *"bad"]
 
 
 @pytest.mark.slow
 def test_messages_are_answered_and_scored():
-    ids, text = special_ids(CHAT.tokenizer), LETTERS.encode("bad")
+    ids, text = special_ids(chat().tokenizer), LETTERS.encode("bad")
     prompt = [ids["user"], *text, ids["assistant"]]
-    first = int(logits_of(CHAT, prompt)[-1].argmax())
-    assert CHAT.chat("bad", 1) == CHAT.tokenizer.decode([first])
-    assert CHAT.chat(TURNS[:1], 6) == CHAT.chat("bad", 6)
-    assert "".join(CHAT.chat("bad", 6, stream=True)) == CHAT.chat("bad", 6)
+    first = int(logits_of(chat(), prompt)[-1].argmax())
+    assert chat().chat("bad", 1) == chat().tokenizer.decode([first])
+    assert chat().chat(TURNS[:1], 6) == chat().chat("bad", 6)
+    assert "".join(chat().chat("bad", 6, stream=True)) == chat().chat("bad", 6)
     both = [TURNS[:1], [*TURNS, *TURNS[:1]]]
-    assert CHAT.chat(both, 2) == [CHAT.chat(talk, 2) for talk in both]
+    assert chat().chat(both, 2) == [chat().chat(talk, 2) for talk in both]
     answer = [*LETTERS.encode("feed"), ids["eos"]]
-    logits = logits_of(CHAT, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
-    found = CHAT.score(TURNS)
+    logits = logits_of(chat(), [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+    found = chat().score(TURNS)
     assert found.nats == pytest.approx(nats(logits, answer).sum(), rel=1e-5)
     assert (found.num_tokens, found.num_bytes) == (5, 4)
 
 
 @pytest.mark.slow
 def test_a_run_of_preferences_goes_on_with_texts():
-    assert isinstance(PREFERRED.generate("bad", 3), str)
-    assert PREFERRED.score(("bad", "feed")).num_tokens == 5
+    assert isinstance(preferred().generate("bad", 3), str)
+    assert preferred().score(("bad", "feed")).num_tokens == 5
 
 
 def bad_message(*messages):
-    return lambda: CHAT.chat(list(messages))
+    return lambda: chat().chat(list(messages))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PLAIN.generate("bad", 0), "num_tokens is 0: must be an integer of at least 1"),
-        (lambda: PLAIN.generate("bad", True), "num_tokens is True: must be"),
-        (lambda: PLAIN.generate("z"), "character 0 is U.007A 'z': not among"),
-        (lambda: PLAIN.generate("a", stop=""), "stop has '': must be strings of at least one"),
-        (lambda: PLAIN.generate("a", stop=[3]), "stop has 3: must be strings"),
-        (lambda: PLAIN.generate(5), "prompt is 5: must be a text or a list of texts"),
-        (lambda: PLAIN.generate([]), "prompt is an empty list"),
-        (lambda: PLAIN.generate(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
-        (lambda: PLAIN.generate("a", sampler=tj.Sample()), "key is None: .* draws random numbers"),
-        (lambda: PLAIN.generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
-        (lambda: PLAIN.generate("a", temperature=1), "meant: sampler=Sample"),
-        (lambda: PLAIN.generate("a", max_new_tokens=3), "meant: num_tokens"),
-        (lambda: PLAIN.generate("a", edit={"block_9/residual": abs}), "no place is named 'block_9"),
-        (lambda: PLAIN.generate("a", edit=abs), "edit is a builtin_function_or_method: must be a"),
-        (lambda: PLAIN.generate("a", beams=2, stop="b"), "stop is .*a beam search draws noth"),
-        (lambda: PLAIN.chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
-        (lambda: PLAIN.classify("bad"), r"classify: 'here' goes on with a text"),
-        (lambda: PLAIN.score(""), "text is '': must have at least two tokens"),
-        (lambda: PLAIN.score("a"), "text is 'a': must have at least two tokens"),
-        (lambda: PLAIN.score(("a", "b")), r"text is \('a', 'b'\): must be a text"),
-        (lambda: PLAIN.score("ab", stride=0), "stride is 0: must be an integer of at least 1"),
-        (lambda: PLAIN.score("ab", stride=18), "stride is 18: must be at most max_len 17"),
-        (lambda: PLAIN.attend(""), "text is '': must have at least one token"),
-        (lambda: PLAIN.attend(("a", "b")), r"text is \('a', 'b'\): must be a text"),
-        (lambda: PLAIN.attend("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
-        (lambda: PLAIN.tokenizer.decode([11]), "id 11 has no token: the tokenizer has 11"),
-        (lambda: PAIRS.generate(""), "prompt is '': a source must have at least one token"),
-        (lambda: PAIRS.score("bad"), r"text is 'bad': must be \(source, target\)"),
-        (lambda: PAIRS.attend(5), r"text is 5: must be \(source, target\)"),
-        (lambda: PAIRS.chat("bad"), r"chat: .*writes the target of a source, generate\(SOURCE\)"),
-        (lambda: PAIRS.generate("a", sampler=tj.Sample(), key=KEY), "sampler is .*it takes the"),
-        (lambda: MASKED.generate("bad"), r"prompt is 'bad': must have a \[MASK\]"),
-        (lambda: MASKED.generate("b_", 3), "num_tokens is 3: .*each mask is filled"),
-        (lambda: MASKED.score("bad"), "no probability of a text; its pseudo-likelihood"),
-        (lambda: CLASSES.generate("bad"), r"generate: .*'classify' .*classify\(TEXT\)"),
-        (lambda: CLASSES.score("bad"), r"score: .*'classify' .*classify\(TEXT\)"),
-        (lambda: CLASSES.classify(""), "text is '': must have at least one token"),
-        (lambda: CHAT.generate("bad"), r"generate: .*task 'chat' answers messages, chat\(TEXT\)"),
-        (lambda: CHAT.score("bad"), "must be messages, the last of them the assistant's"),
-        (lambda: CHAT.score(TURNS[:1]), "messages do not end with the assistant's"),
-        (lambda: CHAT.chat(TURNS), "messages end with the assistant's"),
-        (lambda: CHAT.chat([]), r"messages is \[\]: must be a text or \[{"),
-        (lambda: CHAT.chat({"role": "user"}), "messages is {'role': 'user'}: must be"),
-        (lambda: CHAT.chat(""), r"messages\[0\] has content '': must not be empty"),
+        (lambda: plain().generate("bad", 0), "num_tokens is 0: must be an integer of at least 1"),
+        (lambda: plain().generate("bad", True), "num_tokens is True: must be"),
+        (lambda: plain().generate("z"), "character 0 is U.007A 'z': not among"),
+        (lambda: plain().generate("a", stop=""), "stop has '': must be strings of at least one"),
+        (lambda: plain().generate("a", stop=[3]), "stop has 3: must be strings"),
+        (lambda: plain().generate(5), "prompt is 5: must be a text or a list of texts"),
+        (lambda: plain().generate([]), "prompt is an empty list"),
+        (lambda: plain().generate(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
+        (lambda: plain().generate("a", sampler=tj.Sample()), "key is None: .* draws random numb"),
+        (lambda: plain().generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
+        (lambda: plain().generate("a", temperature=1), "meant: sampler=Sample"),
+        (lambda: plain().generate("a", max_new_tokens=3), "meant: num_tokens"),
+        (lambda: plain().generate("a", edit={"block_9/residual": abs}), "no place is named 'block"),
+        (lambda: plain().generate("a", edit=abs), "edit is a builtin_function_or_method: must be"),
+        (lambda: plain().generate("a", beams=2, stop="b"), "stop is .*a beam search draws noth"),
+        (lambda: plain().chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
+        (lambda: plain().classify("bad"), r"classify: 'here' goes on with a text"),
+        (lambda: plain().score(""), "text is '': must have at least two tokens"),
+        (lambda: plain().score("a"), "text is 'a': must have at least two tokens"),
+        (lambda: plain().score(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: plain().score("ab", stride=0), "stride is 0: must be an integer of at least 1"),
+        (lambda: plain().score("ab", stride=18), "stride is 18: must be at most max_len 17"),
+        (lambda: plain().attend(""), "text is '': must have at least one token"),
+        (lambda: plain().attend(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: plain().attend("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: plain().tokenizer.decode([11]), "id 11 has no token: the tokenizer has 11"),
+        (lambda: pairs().generate(""), "prompt is '': a source must have at least one token"),
+        (lambda: pairs().score("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: pairs().attend(5), r"text is 5: must be \(source, target\)"),
+        (lambda: pairs().chat("bad"), r"chat: .*writes the target of a source, generate\(SOURCE\)"),
+        (lambda: pairs().generate("a", sampler=tj.Sample(), key=KEY), "sampler is .*it takes the"),
+        (lambda: masked().generate("bad"), r"prompt is 'bad': must have a \[MASK\]"),
+        (lambda: masked().generate("b_", 3), "num_tokens is 3: .*each mask is filled"),
+        (lambda: masked().score("bad"), "no probability of a text; its pseudo-likelihood"),
+        (lambda: classes().generate("bad"), r"generate: .*'classify' .*classify\(TEXT\)"),
+        (lambda: classes().score("bad"), r"score: .*'classify' .*classify\(TEXT\)"),
+        (lambda: classes().classify(""), "text is '': must have at least one token"),
+        (lambda: chat().generate("bad"), r"generate: .*task 'chat' answers messages, chat\(TEXT\)"),
+        (lambda: chat().score("bad"), "must be messages, the last of them the assistant's"),
+        (lambda: chat().score(TURNS[:1]), "messages do not end with the assistant's"),
+        (lambda: chat().chat(TURNS), "messages end with the assistant's"),
+        (lambda: chat().chat([]), r"messages is \[\]: must be a text or \[{"),
+        (lambda: chat().chat({"role": "user"}), "messages is {'role': 'user'}: must be"),
+        (lambda: chat().chat(""), r"messages\[0\] has content '': must not be empty"),
         (bad_message(5), r"messages\[0\] is 5: must be a text or"),
         (bad_message("a", {"role": "user"}), r"messages\[0\] is 'a': must be a text or"),
-        (lambda: CHAT.chat("a", stream=True, samples=2), "stream and samples: give one of them"),
-        (lambda: CHAT.chat(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
-        (lambda: PLAIN.generate("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
-        (lambda: CHAT.chat("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
-        (lambda: CHAT.chat("a", samples=1.5), "samples is 1.5: must be an integer of at least 1"),
-        (lambda: CHAT.score([TURNS[0] | {"role": "pope"}, TURNS[1]]), "must have a role, system"),
-        (lambda: CHAT.score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a text"),
-        (lambda: CHAT.search("a", beams=2), r"search: .*task 'chat' answers messages, chat\(TEXT"),
-        (lambda: PAIRS.search("a", beams=2, cache_dtype="int8"), "cache_dtype is 'int8': of a run"),
-        (lambda: MASKED.search("a", beams=2), r"search: .*task 'masked' fills masks"),
-        (lambda: PLAIN.candidates("b_"), r"candidates: 'here' goes on with a text"),
-        (lambda: MASKED.candidates("bad"), r"prompt is 'bad': must have a \[MASK\]"),
-        (lambda: MASKED.candidates("b_", count=0), "count is 0: must be an integer of at least 1"),
-        (lambda: PLAIN.nearest("bad"), r"word is 'bad': 3 tokens \('b', 'a', 'd'\): must be one"),
-        (lambda: PLAIN.nearest("a b"), "word is 'a b': must be one word"),
-        (lambda: PLAIN.nearest("a", plus="z"), "character 0 is U.007A 'z': not among"),
-        (lambda: PLAIN.nearest("a", minus="a"), "word is 'a': the sum of the vectors is 0"),
-        (lambda: PAIRS.score(("a", "b"), stride=3), "stride is 3: of pairs, a target is scored wh"),
-        (lambda: PLAIN.search("a", 0, beams=2), "num_tokens is 0: must be an integer of at leas"),
-        (lambda: PLAIN.search(["a"], beams=2), r"prompt is \['a'\]: must be a text, or the ids"),
-        (lambda: PLAIN.search("a", 3, beams=2, processors=5), "processors is 5: must be a tuple"),
-        (lambda: PLAIN.generate("a" * 30, beams=2), "prompt has 30 tokens: 0 fit after it"),
-        (lambda: PLAIN.generate("a", stop=5), "stop is 5: must be a text or several texts"),
-        (lambda: PLAIN.generate("a", stop=b"ab"), "stop is b'ab': must be a text or several"),
-        (lambda: PLAIN.score([]), "text is an empty list: must have a text"),
-        (lambda: PLAIN.evaluate(None), "data is None: must be a file"),
-        (lambda: MASKED.generate("b_", key=KEY), "key is .*each mask is filled"),
+        (lambda: chat().chat("a", stream=True, samples=2), "stream and samples: give one of them"),
+        (lambda: chat().chat(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
+        (lambda: plain().generate("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
+        (lambda: chat().chat("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
+        (lambda: chat().chat("a", samples=1.5), "samples is 1.5: must be an integer of at least 1"),
+        (lambda: chat().score([TURNS[0] | {"role": "pope"}, TURNS[1]]), "must have a role, system"),
+        (lambda: chat().score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a text"),
+        (lambda: chat().search("a", beams=2), r"search: .*task 'chat' answers messages, chat\(TEX"),
+        (lambda: pairs().search("a", beams=2, cache_dtype="int8"), "cache_dtype is 'int8': of a"),
+        (lambda: masked().search("a", beams=2), r"search: .*task 'masked' fills masks"),
+        (lambda: plain().candidates("b_"), r"candidates: 'here' goes on with a text"),
+        (lambda: masked().candidates("bad"), r"prompt is 'bad': must have a \[MASK\]"),
+        (lambda: masked().candidates("b_", count=0), "count is 0: must be an integer of at least"),
+        (lambda: plain().nearest("bad"), r"word is 'bad': 3 tokens \('b', 'a', 'd'\): must be one"),
+        (lambda: plain().nearest("a b"), "word is 'a b': must be one word"),
+        (lambda: plain().nearest("a", plus="z"), "character 0 is U.007A 'z': not among"),
+        (lambda: plain().nearest("a", minus="a"), "word is 'a': the sum of the vectors is 0"),
+        (lambda: pairs().score(("a", "b"), stride=3), "stride is 3: of pairs, a target is scored"),
+        (lambda: plain().search("a", 0, beams=2), "num_tokens is 0: must be an integer of at leas"),
+        (lambda: plain().search(["a"], beams=2), r"prompt is \['a'\]: must be a text, or the ids"),
+        (lambda: plain().search("a", 3, beams=2, processors=5), "processors is 5: must be a tuple"),
+        (lambda: plain().generate("a" * 30, beams=2), "prompt has 30 tokens: 0 fit after it"),
+        (lambda: plain().generate("a", stop=5), "stop is 5: must be a text or several texts"),
+        (lambda: plain().generate("a", stop=b"ab"), "stop is b'ab': must be a text or several"),
+        (lambda: plain().score([]), "text is an empty list: must have a text"),
+        (lambda: plain().evaluate(None), "data is None: must be a file"),
+        (lambda: masked().generate("b_", key=KEY), "key is .*each mask is filled"),
         (lambda: tj.load("x" * 5000), "path_or_id is 'xxx.*: File name too long"),
         (bad_message({"role": "user"}), r"messages\[0\] has content None: must be a text"),
         (bad_message({"role": "pope", "content": "a"}), "message 1 is .*must have a role, system"),
-        (lambda: CHAT.chat("a" * 17), "0 fit after the prompt"),
-        (lambda: VECTORS.generate("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
-        (lambda: VECTORS.score("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
+        (lambda: chat().chat("a" * 17), "0 fit after the prompt"),
+        (lambda: vectors().generate("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
+        (lambda: vectors().score("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
         (lambda: tj.load("/nonexistent"), "'/nonexistent': no such folder"),
         (lambda: tj.load("/nonexistent", checkpoint="best"), "checkpoint is 'best': .*is no run"),
         (lambda: tj.load(3), "path_or_id is a int: must be a folder"),
@@ -479,8 +445,8 @@ def test_what_is_encoded_is_decoded(tokenizer):
 
 
 def test_a_model_is_shown_in_a_line():
-    assert repr(PLAIN) == (
+    assert repr(plain()) == (
         "LanguageModel('here': published, ModelConfig of 1,984 parameters, "
         "CharTokenizer(11 tokens))"
     )
-    assert "task 'chat'" in repr(CHAT) and "\n" not in repr(CHAT)
+    assert "task 'chat'" in repr(chat()) and "\n" not in repr(chat())

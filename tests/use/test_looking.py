@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.test_language_model import CONFIG, LETTERS, MASKED, PAIRS, PLAIN, PREFIX, model_of
+from tests.use.models import CONFIG, LETTERS, masked, model_of, pairs, plain, prefix
 from transformer_jax.config import ConfigError, RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
@@ -43,23 +43,23 @@ def softmax_of_scores(model, ids, where: str, causal: bool, **given) -> np.ndarr
 
 
 def test_weights_are_the_softmax_of_scores_by_definition():
-    ids, seen = LETTERS.encode("badcab"), PLAIN.attend("badcab")
+    ids, seen = LETTERS.encode("badcab"), plain().attend("badcab")
     for i in range(2):
-        wanted = softmax_of_scores(PLAIN, ids, f"block_{i}/attention", causal=True)
+        wanted = softmax_of_scores(plain(), ids, f"block_{i}/attention", causal=True)
         np.testing.assert_allclose(seen.weights[i], wanted, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_translation_is_looked_at_as_it_is_written():
-    target = PAIRS.generate("bad")
-    seen, source = PAIRS.attend("bad"), LETTERS.encode("bad")[None]
-    whole = PAIRS.attend(("bad", target))
+    target = pairs().generate("bad")
+    seen, source = pairs().attend("bad"), LETTERS.encode("bad")[None]
+    whole = pairs().attend(("bad", target))
     assert seen.tokens == whole.tokens == ["<bos>", *target]
     assert seen.written == [*target, "<eos>"] and seen.source_tokens == list("bad")
-    ids = [special_ids(PAIRS.tokenizer)["bos"], *encode_text(PAIRS.tokenizer, target)]
+    ids = [special_ids(pairs().tokenizer)["bos"], *encode_text(pairs().tokenizer, target)]
     for i in range(2):
         where = f"block_{i}/cross_attention"
-        wanted = softmax_of_scores(PAIRS, ids, where, causal=False, source=source)
+        wanted = softmax_of_scores(pairs(), ids, where, causal=False, source=source)
         np.testing.assert_allclose(seen.cross[i], wanted, atol=1e-6)
 
 
@@ -169,9 +169,9 @@ def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
 
 @pytest.mark.slow
 def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
-    table = np.asarray(PLAIN.params["embed"]["tokens"], np.float64)
+    table = np.asarray(plain().params["embed"]["tokens"], np.float64)
     of_c = cosines(table, table[2])
-    found = PLAIN.nearest("c", count=20)
+    found = plain().nearest("c", count=20)
     assert [text for text, _ in found] == [
         LETTERS.decode([i]) for i in np.argsort(of_c)[::-1] if i != 2
     ]
@@ -179,21 +179,21 @@ def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     unit = [row / np.sqrt(row @ row) for row in table]
     wanted = cosines(table, unit[2] - unit[0] + unit[4] + unit[5])
     others = [i for i in np.argsort(wanted)[::-1] if i not in (0, 2, 4, 5)]
-    found = PLAIN.nearest("c", minus="a", plus=["e", "f"], count=3)
+    found = plain().nearest("c", minus="a", plus=["e", "f"], count=3)
     assert found == [(LETTERS.decode([i]), pytest.approx(wanted[i])) for i in others[:3]]
-    held = replace(PLAIN.model, params=tj.quantize(PLAIN.params, "int8", embeddings=True))
-    assert type(PLAIN)(held, "here").nearest("c", count=1)[0][0] == PLAIN.nearest("c")[0][0]
+    held = replace(plain().model, params=tj.quantize(plain().params, "int8", embeddings=True))
+    assert type(plain())(held, "here").nearest("c", count=1)[0][0] == plain().nearest("c")[0][0]
 
 
 def test_words_that_are_added_and_taken_away_have_no_part_in_the_sum():
     """Leave nothing of rounding, whose direction would be as good as any."""
-    assert PLAIN.nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
+    assert plain().nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
         (text, pytest.approx(cosine, rel=1e-9))
-        for text, cosine in PLAIN.nearest("c", plus="f", count=11) if text not in "ae"
+        for text, cosine in plain().nearest("c", plus="f", count=11) if text not in "ae"
     ]  # fmt: skip
     for minus, plus in ((["a", "c"], "a"), (["f", "b", "c"], ["b", "f"])):
         with pytest.raises(ValueError, match="the sum of the vectors is 0, which has no direction"):
-            PLAIN.nearest("c", minus=minus, plus=plus)
+            plain().nearest("c", minus=minus, plus=plus)
 
 
 @pytest.mark.slow
@@ -214,43 +214,44 @@ def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
     assert own.nearest("king", count=1)[0][0] != " king"
     ngrams = tj.NgramConfig(vocab_size=11)
     with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no vectors of words"):
-        replace(PLAIN, model=replace(PLAIN.model, config=ngrams)).nearest("c")
+        replace(plain(), model=replace(plain().model, config=ngrams)).nearest("c")
 
 
 @pytest.mark.slow
 def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
-    ids = [1, special_ids(MASKED.tokenizer)["mask"], 3, special_ids(MASKED.tokenizer)["mask"]]
-    p = softmax(captured(MASKED, ids, "logits")[0])
-    found = MASKED.candidates("b[MASK]d[MASK]", count=3)
+    ids = [1, special_ids(masked().tokenizer)["mask"], 3, special_ids(masked().tokenizer)["mask"]]
+    p = softmax(captured(masked(), ids, "logits")[0])
+    found = masked().candidates("b[MASK]d[MASK]", count=3)
     for at, likely in zip((1, 3), found, strict=True):
         order = np.argsort(-p[at, :11])[:3]
         assert [text for text, _ in likely] == [LETTERS.decode([i]) for i in order]
         assert [q for _, q in likely] == pytest.approx(p[at, order], rel=1e-5)
-    assert MASKED.generate("b_d_") == f"b{found[0][0][0]}d{found[1][0][0]}"
-    assert len(MASKED.candidates("b_", count=99)[0]) == 11  # without <mask>
+    assert masked().generate("b_d_") == f"b{found[0][0][0]}d{found[1][0][0]}"
+    assert len(masked().candidates("b_", count=99)[0]) == 11  # without <mask>
 
 
 @pytest.mark.slow
 def test_filled_words_begin_without_a_space():
     words = with_special_tokens(WordTokenizer(("to", "be", "or", "not")), ["mask"])
-    config = MASKED.config
-    run = replace(MASKED.model.run, model=replace(config, vocab_size=7))
+    config = masked().config
+    run = replace(masked().model.run, model=replace(config, vocab_size=7))
     model = model_of(run.model, words, run=run)
     filled = model.generate("to _ or")
     assert filled == f"to {model.candidates('to _ or')[0][0][0]} or".replace(" \n ", "\n ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [PAIRS, PREFIX], ids=["seq2seq", "prefix"])
-def test_the_best_targets_are_those_of_a_beam_search(model):
+@pytest.mark.parametrize("made", [pairs, prefix], ids=["seq2seq", "prefix"])
+def test_the_best_targets_are_those_of_a_beam_search(made):
+    model = made()
     ids, text = special_ids(model.tokenizer), LETTERS.encode("bad")
-    if model is PAIRS:
+    if made is pairs:
         prompt, rest = [[ids["bos"]]], dict(source=text[None])
     else:
         prompt, rest = [[*text, ids["sep"]]], {}
     state = init_decode_state(model.config, model.params, 1, 17, **rest)
     step = make_step(build(model.config))
-    if model is PREFIX:
+    if made is prefix:
         step = PrefixStep(step.model)
     found = beam_search(
         step, model.params, np.array(prompt, np.int32), state, num_tokens=4, num_beams=5,

@@ -1,0 +1,104 @@
+"""Models of texts for tests: each is made where it is first asked for, untrained."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+import transformer_jax as tj
+from transformer_jax.config.tasks import (
+    ChatTask,
+    ClassifyTask,
+    MaskedTask,
+    PreferenceTask,
+    PrefixTask,
+    Seq2SeqTask,
+)
+from transformer_jax.models.factory import build
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.tokenizers.special import end_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.use.language_model import LanguageModel
+
+LETTERS = CharTokenizer("abcdefghijk")
+CONFIG = tj.ModelConfig(
+    vocab_size=11, d_model=8, num_layers=2, num_heads=2, max_len=17, init_std=0.7
+)
+KEY = jax.random.key(5)
+TURNS = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "feed"}]
+
+
+@functools.cache
+def params_of(config):
+    return tj.init_params(config, jax.random.key(3))
+
+
+def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
+    return LanguageModel(TextModel(config, params_of(config), tokenizer, **fields), "here")
+
+
+def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageModel:
+    """A model of a task's run, as its training would have made it, untrained."""
+    tokenizer = with_special_tokens(base, names) if names else base
+    config = task.fit_model(replace(CONFIG, kind=kind, vocab_size=tokenizer.vocab_size))
+    if isinstance(task, ClassifyTask):
+        config = replace(config, num_classes=len(task.labels))
+    run = tj.TrainConfig(model=config, task=task, context=config.max_len, batch_size=2)
+    return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
+
+
+def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
+    apply = build(model.config).apply
+    ran = jax.jit(lambda variables, ids: apply(variables, ids, **given))  # an edit is a function
+    found = ran({"params": model.params}, np.array([ids]))[0]
+    return np.asarray(found, np.float64)[0]
+
+
+def nats(logits: np.ndarray, labels) -> np.ndarray:
+    """-log softmax at the labels, in float64."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -log_p[np.arange(len(labels)), labels]
+
+
+@functools.cache
+def plain() -> LanguageModel:
+    return model_of(CONFIG)
+
+
+@functools.cache
+def pairs() -> LanguageModel:
+    return run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"))
+
+
+@functools.cache
+def prefix() -> LanguageModel:
+    return run_of(PrefixTask(beams=1), names=("sep", "eos"))
+
+
+@functools.cache
+def masked() -> LanguageModel:
+    return run_of(MaskedTask(), "encoder", ("mask",))
+
+
+@functools.cache
+def classes() -> LanguageModel:
+    return run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",))
+
+
+@functools.cache
+def chat() -> LanguageModel:
+    return run_of(ChatTask(), names=("system", "user", "assistant", "eos"))
+
+
+@functools.cache
+def preferred() -> LanguageModel:
+    return run_of(PreferenceTask(messages=False), names=("eos",))
+
+
+@functools.cache
+def vectors() -> LanguageModel:
+    return model_of(replace(CONFIG, kind="encoder"))
