@@ -493,12 +493,11 @@ def test_what_just_fits_is_served(rope, greedy):
 def test_a_state_that_has_been_read_into_has_less_room(rope):
     step, _, empty = rope
     state = empty(3, 17)
-    length = jnp.asarray(LENGTHS)
     state = dataclasses.replace(
-        state, layers=tuple(dataclasses.replace(x, length=length) for x in state.layers)
+        state, layers=tuple(dataclasses.replace(x, length=LENGTHS) for x in state.layers)
     )
     with pytest.raises(ValueError, match=r"reach length 18: the limit is 17"):
-        generate(step, {}, prompts(columns=1), state, num_tokens=7)
+        decode.generate(step, {}, prompts(columns=1), state, num_tokens=7)
 
 
 @pytest.mark.slow_except("stream")
@@ -555,13 +554,6 @@ def test_lists_of_one_length_are_a_prompt_and_raw_words_a_key(rope, greedy, samp
     np.testing.assert_array_equal(got, sampled)
     _, state = prefill(step, params, prompts().tolist(), empty(), LENGTHS.tolist())
     np.testing.assert_array_equal(state.length, LENGTHS)
-
-
-def test_an_explicit_greedy_sampler_needs_no_key(rope, greedy):
-    step, params, empty = rope
-    got = generate(step, params, prompts(), empty(), num_tokens=NEW, lengths=LENGTHS,
-                   sampler=Greedy())  # fmt: skip
-    np.testing.assert_array_equal(got, greedy)
 
 
 @pytest.mark.long
@@ -657,9 +649,12 @@ def test_prompts_that_are_no_ids_are_refused_for_any_step():
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]
 
 
-def test_one_stop_token_may_be_an_array_without_axes():
-    got = generate(double, {}, [[1]], jnp.zeros((1,)), num_tokens=4, stop=np.array(4))
-    assert got.tolist() == [[2, 4, -1, -1]]
+def test_one_stop_token_may_be_an_array_without_axes_and_a_greedy_sampler_needs_no_key():
+    for given in ({}, dict(sampler=Greedy())):
+        got = decode.generate(
+            double, {}, [[1]], np.zeros(1, np.float32), num_tokens=4, stop=np.array(4), **given
+        )
+        assert got.tokens.tolist() == [[2, 4, -1, -1]]
 
 
 @pytest.mark.slow_except("0")

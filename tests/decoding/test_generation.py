@@ -46,6 +46,7 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.decoding.speculative import speculate
+from transformer_jax.decoding.step import ModelStep
 from transformer_jax.models.factory import build, init_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -334,29 +335,25 @@ def test_a_consumed_state_is_refused_by_name(rope):
     np.testing.assert_array_equal(again.tokens, out.tokens)
 
 
-def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
-    _, _, empty = rope
+def test_rows_of_a_state_are_gathered_put_and_chosen():
     rng = np.random.default_rng(1)
-    fill = lambda x: np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype)  # noqa: E731
-    state, other = (jax.tree.map(fill, empty(n)) for n in (3, 2))
+    shapes = [jax.eval_shape(partial(init_cache, ROPE, n, PROMPT)) for n in (3, 2)]
+    state, other = jax.tree.map(
+        lambda x: np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), shapes
+    )
     assert count_rows(state) == 3
-    for leaf, a, b, c, d, other_leaf in zip(
-        *map(
-            jax.tree.leaves,
-            (
-                state,
-                jax.jit(gather_rows)(state, np.array([2, 0, 2, 1])),
-                jax.jit(partial(fork, copies=2))(state),
-                jax.jit(write_rows)(state, np.array([2, 3]), other),
-                jax.jit(select_rows)(
-                    np.array([True, False, True]), jax.tree.map(np.zeros_like, state), state
-                ),
-                other,
-            ),
-        ),
-        strict=True,
-    ):
-        leaf, other_leaf = np.asarray(leaf), np.asarray(other_leaf)
+
+    @jax.jit
+    def changed(state, other):
+        return (
+            gather_rows(state, np.array([2, 0, 2, 1])),
+            fork(state, 2),
+            write_rows(state, np.array([2, 3]), other),
+            select_rows(np.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state),
+        )
+
+    found = state, *changed(state, other), other
+    for leaf, a, b, c, d, other_leaf in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, leaf[[2, 0, 2, 1]])
         np.testing.assert_array_equal(b, leaf[[0, 0, 1, 1, 2, 2]])
         np.testing.assert_array_equal(c, np.concatenate([leaf[:2], other_leaf[:1]]))
@@ -365,7 +362,7 @@ def test_rows_of_a_state_are_gathered_put_and_chosen(rope):
     with pytest.raises(ValueError, match="copies is 0: must be an integer"):
         fork(state, 0)
     with pytest.raises(ValueError, match="must be one B"):
-        count_rows((jnp.zeros(3), jnp.zeros((2, 3))))
+        count_rows((np.zeros(3), np.zeros((2, 3))))
 
 
 # Compilation
@@ -557,16 +554,32 @@ def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
         np.testing.assert_array_equal(out.tokens[row], clean.tokens[row])
 
 
-@pytest.mark.slow_except("0")
+class Fits(Exception):
+    """The model is about to be run, after all checks."""
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache(rope, limit):
+def test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache(limit):
     """A row with no new token reads its prompt whole too; its last new token is not read."""
-    step, params, empty = rope
-    room = PROMPT - max(limit - 1, 0)
+
+    class Reached(ModelStep):
+        def read(self, *args, **kwargs):
+            raise Fits
+
+    step, room = Reached(build(ROPE)), PROMPT - max(limit - 1, 0)
     given = dict(num_tokens=3, limits=[limit])
-    tokens = prompts(1, room + 1)
+    tokens, state = prompts(1, room + 1), init_cache(ROPE, 1, PROMPT)
     with pytest.raises(ValueError, match=rf"reach length {PROMPT + 1}: the limit is {PROMPT}"):
-        generate(step, params, tokens, empty(1, PROMPT), **given)
-    out = generate(step, params, tokens[:, :room], empty(1, PROMPT), **given)
+        generate(step, {}, tokens, state, **given)
+    with pytest.raises(Fits):
+        generate(step, {}, tokens[:, :room], state, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_what_just_fits_is_read_whole(rope, limit):
+    step, params, empty = rope
+    tokens = prompts(1, PROMPT - max(limit - 1, 0))
+    out = generate(step, params, tokens, empty(1, PROMPT), num_tokens=3, limits=[limit])
     assert out.lengths.tolist() == [limit]
     assert out.state.length.tolist() == [PROMPT]

@@ -126,7 +126,7 @@ CASES = [
 def test_processors_follow_their_rule(rng, processor, rule):
     prompts, new = texts(rng)
     logits = rng.normal(size=(len(prompts), V))
-    actual = np.asarray(processor(history(prompts, new), jnp.asarray(logits, jnp.float32)))
+    actual = np.asarray(jax.jit(processor)(history(prompts, new), logits.astype(np.float32)))
     expected = np.array([rule(*row) for row in zip(prompts, new, logits.tolist(), strict=True)])
     assert actual.shape == expected.shape and np.isfinite(expected).any(axis=1).all()
     if not isinstance(processor, NoRepeatNGram) or processor.n < 30:
@@ -142,11 +142,12 @@ def test_a_sequence_is_banned_from_the_first_text_on_that_is_its_beginning(size)
     """That text has one token less than the sequence; one of two less bans nothing."""
     sequence = [4, 1, 3, 1, 5][:size]
     begun = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
-    logits = np.asarray(BanSequences(sequence)(begun, jnp.zeros((2, V))))
+    ban = jax.jit(BanSequences(sequence))
+    logits = np.asarray(ban(begun, np.zeros((2, V), np.float32)))
     assert np.argwhere(np.isneginf(logits)).tolist() == [[0, sequence[-1]], [1, sequence[-1]]]
     if size > 2:
         shorter = history([sequence[1:-1], sequence[:-2]], [[], []])
-        assert not np.asarray(BanSequences(sequence)(shorter, jnp.zeros((2, V)))).any()
+        assert not np.asarray(ban(shorter, np.zeros((2, V), np.float32))).any()
 
 
 def test_a_history_holds_each_rows_text_without_gaps(rng):
@@ -212,7 +213,7 @@ def test_bad_settings_are_refused_by_name():
 def test_a_token_outside_the_vocabulary_is_refused(processor):
     made = history([[1]], [[2]])
     with pytest.raises(ValueError, match=rf"token {V} of .*: must be in 0..{V - 1}"):
-        jax.jit(processor)(made, jnp.zeros((1, V)))
+        jax.jit(processor)(made, np.zeros((1, V), np.float32))
 
 
 @pytest.mark.slow

@@ -441,13 +441,18 @@ def test_where_the_model_has_no_finite_logit_the_token_is_minus_one():
 # The distribution is that of plain sampling
 
 
+@jax.jit
+def chances_and_rest(p, q):
+    return acceptance(p, q), residual(p, q)
+
+
 def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng):
     """sum over x of q(x) (a(x) [x = y] + (1 - a(x)) r(y)) = p(y), in float64."""
     p, q = (rng.dirichlet(np.full(7, 0.4), 100) for _ in range(2))
     p[::3, 2], q[::3, 4], p[::4, :5] = 0, 0, 0
     q[::10] = np.eye(7)[rng.integers(0, 7, 10)]  # proposals that are not drawn
     p, q = (np.float32(x / x.sum(axis=1, keepdims=True)) for x in (p, q))
-    stay, rest = (np.asarray(f(p, q), np.float64) for f in (acceptance, residual))
+    stay, rest = (np.asarray(x, np.float64) for x in chances_and_rest(p, q))
     p, q = np.float64(p), np.float64(q)
     assert ((stay >= 0) & (stay <= 1) & (rest >= 0)).all()
     np.testing.assert_allclose(rest.sum(axis=1), 1, rtol=0, atol=1e-6)
@@ -460,8 +465,9 @@ def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng)
 
 def test_where_nothing_is_left_the_residual_is_the_distribution_itself():
     p = np.float32([0.25, 0.75])
-    assert_same_bits(residual(p, p), p)
-    assert acceptance(p, p).tolist() == [1, 1]
+    stay, rest = chances_and_rest(p, p)
+    assert_same_bits(rest, p)
+    assert stay.tolist() == [1, 1]
 
 
 TEXT = 4
@@ -613,12 +619,15 @@ def test_prompt_lookup_copies_what_followed_the_last_time(rng, ngram):
     rows = 211
     lengths = rng.integers(1, 14, rows)
     tokens = rng.integers(0, 3, (rows, 13))
-    history = History.of(jnp.asarray(tokens), jnp.asarray(lengths), 5)
-    some = jnp.zeros((rows,), jnp.int32)
-    turn = Turn(
-        history, some > -1, some + 4, jax.random.split(jax.random.key(0), rows), 4, Greedy()
-    )
-    proposal, proposer_state = PromptLookup(ngram).propose((), turn)
+    active, left = np.ones(rows, bool), np.full(rows, 4, np.int32)
+
+    @jax.jit
+    def propose(tokens, lengths):
+        keys = jax.random.split(jax.random.key(0), rows)
+        turn = Turn(History.of(tokens, lengths, 5), active, left, keys, 4, Greedy())
+        return PromptLookup(ngram).propose((), turn)
+
+    proposal, proposer_state = propose(tokens, lengths)
     want = [looked_up(t[:n].tolist(), ngram, 4) for t, n in zip(tokens, lengths, strict=True)]
     np.testing.assert_array_equal(proposal.tokens, want)
     assert proposal.logits is None and proposer_state == ()

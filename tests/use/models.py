@@ -57,6 +57,18 @@ def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
     return np.asarray(found, np.float64)[0]
 
 
+@functools.cache
+def _whole_row(config):
+    return jax.jit(lambda params, row: build(config).apply({"params": params}, row)[0])
+
+
+def logits_after(model: LanguageModel, ids) -> np.ndarray:
+    """Logits after each id of one row; what fills it up stands behind, where none sees it."""
+    row = np.zeros((1, CONFIG.max_len), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(_whole_row(model.config)(model.params, row), np.float64)[0, : len(ids)]
+
+
 def nats(logits: np.ndarray, labels) -> np.ndarray:
     """-log softmax at the labels, in float64."""
     shifted = logits - logits.max(-1, keepdims=True)
@@ -99,6 +111,6 @@ def preferred() -> LanguageModel:
     return run_of(PreferenceTask(messages=False), names=("eos",))
 
 
-@functools.cache
 def vectors() -> LanguageModel:
-    return model_of(replace(CONFIG, kind="encoder"))
+    """A published encoder, which writes no text, and is only asked to."""
+    return LanguageModel(TextModel(replace(CONFIG, kind="encoder"), {}, LETTERS), "here")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import math
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,6 +17,7 @@ from tests.use.models import (
     LETTERS,
     chat,
     classes,
+    logits_after,
     masked,
     model_of,
     nats,
@@ -27,7 +26,6 @@ from tests.use.models import (
     vectors,
 )
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK, TopP
-from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.use import continuations
@@ -44,21 +42,6 @@ from transformer_jax.use.lm_eval import (
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-LENGTH = CONFIG.max_len
-
-
-@functools.cache
-def _applied(model: LanguageModel):
-    return jax.jit(lambda ids: build(model.config).apply({"params": model.params}, ids)[0])
-
-
-def logits_of(model: LanguageModel, ids) -> np.ndarray:
-    """Logits after each id, of one row; what fills it up stands behind, where none sees it."""
-    row = np.zeros((1, LENGTH), np.int32)
-    row[0, : len(ids)] = ids
-    return np.asarray(_applied(model)(row), np.float64)[0, : len(ids)]
-
-
 TEXT = "badcabfeedacefadedfaceheadbeadjackbike"
 
 
@@ -72,7 +55,7 @@ def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> li
     for begin in range(0, len(ids), stride):
         end = min(begin + max_length, len(ids))
         row = ids[begin:end]
-        losses = nats(logits_of(model, row)[:-1], row[1:])
+        losses = nats(logits_after(model, row)[:-1], row[1:])
         found += [*losses[-(end - before) :]]
         before = end
         if end == len(ids):
@@ -80,14 +63,14 @@ def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> li
     raise AssertionError("no window reaches the end")
 
 
-@pytest.mark.slow_except("7-3")
+@pytest.mark.slow_except("7-3-4")
+@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize(("window", "stride"), [(7, 3), (7, 7), (16, 1), (5, 4)])
-def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride):
+def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride, batch_size):
     expected = sliding(plain(), TEXT, window + 1, stride)
-    for batch_size in (1, 4):
-        found = plain().score(TEXT, window=window, stride=stride, batch_size=batch_size)
-        assert found.num_tokens == len(TEXT) - 1 == len(expected)
-        np.testing.assert_allclose(found.token_nats, expected, rtol=1e-5)
+    found = plain().score(TEXT, window=window, stride=stride, batch_size=batch_size)
+    assert found.num_tokens == len(TEXT) - 1 == len(expected)
+    np.testing.assert_allclose(found.token_nats, expected, rtol=1e-5)
     # the mean of tokens, not of windows' means
     assert found.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(
@@ -118,7 +101,7 @@ PAIRS_OF_TEXTS = [
 def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
     """log p of ids after others, and whether each is the likeliest, one row at a time."""
     ids = [*before, *after]
-    logits = logits_of(model, ids[:-1])[len(before) - 1 :]
+    logits = logits_after(model, ids[:-1])[len(before) - 1 :]
     return -nats(logits, after).sum(), bool((logits.argmax(-1) == after).all())
 
 
@@ -127,7 +110,7 @@ def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
     model = model_of(CONFIGS[name])
-    likeliest = LETTERS.decode([int(logits_of(model, LETTERS.encode(OTHER))[-1].argmax())])
+    likeliest = LETTERS.decode([int(logits_after(model, LETTERS.encode(OTHER))[-1].argmax())])
     pairs = [*PAIRS_OF_TEXTS, (OTHER, likeliest)]
     found = model.continuations(pairs, batch_size=batch_size)
     assert [one.num_tokens for one in found] == [len(text) for _, text in pairs]
@@ -151,7 +134,8 @@ def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
     assert read == [[10, 8]]
     monkeypatch.undo()
     monkeypatch.setattr(continuations, "_shared_program", None)
-    plain().continuations([("cab", "feedfeed"), ("cab", "b")])  # longer than what it would save
+    # longer than what it would save, and a context of one continuation
+    plain().continuations([("cab", "feedfeed"), ("cab", "b"), ("c", "abba")])
 
 
 @pytest.mark.slow
@@ -360,7 +344,7 @@ def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
         lines.append(json.dumps({"messages": messages}) + "\n")
         encode = model.tokenizer.encode
         ids = [*encode(f"u{asked}"), 257, *encode(f"a{answer}"), 257]
-        losses += [*nats(logits_of(model, ids[:-1]), ids[1:])[-len(answer) - 1 :]]
+        losses += [*nats(logits_after(model, ids[:-1]), ids[1:])[-len(answer) - 1 :]]
     file.write_text("".join(lines))
     found = model.evaluate(file, task="chat")
     assert found["nats_per_token"] == pytest.approx(np.mean(losses), rel=1e-5)

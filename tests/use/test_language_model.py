@@ -18,6 +18,7 @@ from tests.use.models import (
     TURNS,
     chat,
     classes,
+    logits_after,
     logits_of,
     masked,
     model_of,
@@ -99,7 +100,7 @@ def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
 def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     text = "badcabfeed"
     ids = LETTERS.encode(text)
-    each = nats(logits_of(plain(), ids[:-1]), ids[1:])
+    each = nats(logits_after(plain(), ids[:-1]), ids[1:])
     found = plain().score(text)
     assert "".join(found.tokens) == text[1:]
     assert found.token_nats == pytest.approx(each, rel=1e-5)

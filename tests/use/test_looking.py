@@ -36,17 +36,18 @@ def captured(model, ids, *names, **given) -> list[np.ndarray]:
     return [np.asarray(found[name], np.float64)[0] for name in names]
 
 
-def softmax_of_scores(model, ids, where: str, causal: bool, **given) -> np.ndarray:  # [N, T, S]
-    q, k = captured(model, ids, f"{where}/query", f"{where}/key", **given)
-    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
-    return softmax(np.where(np.tri(*scores.shape[1:]) > 0, scores, -np.inf) if causal else scores)
+def softmax_of_scores(model, ids, part: str, causal: bool, **given) -> np.ndarray:  # [L, N, T, S]
+    blocks = [f"block_{i}/{part}" for i in range(model.config.num_layers)]
+    found = captured(model, ids, *(f"{b}/{x}" for x in ("query", "key") for b in blocks), **given)
+    q, k = np.array(found[: len(blocks)]), np.array(found[len(blocks) :])
+    scores = np.einsum("ltnh,lsnh->lnts", q, k) / np.sqrt(q.shape[-1])
+    return softmax(np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf) if causal else scores)
 
 
 def test_weights_are_the_softmax_of_scores_by_definition():
     ids, seen = LETTERS.encode("badcab"), plain().attend("badcab")
-    for i in range(2):
-        wanted = softmax_of_scores(plain(), ids, f"block_{i}/attention", causal=True)
-        np.testing.assert_allclose(seen.weights[i], wanted, atol=1e-6)
+    wanted = softmax_of_scores(plain(), ids, "attention", causal=True)
+    np.testing.assert_allclose(seen.weights, wanted, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -57,10 +58,8 @@ def test_a_translation_is_looked_at_as_it_is_written():
     assert seen.tokens == whole.tokens == ["<bos>", *target]
     assert seen.written == [*target, "<eos>"] and seen.source_tokens == list("bad")
     ids = [special_ids(pairs().tokenizer)["bos"], *encode_text(pairs().tokenizer, target)]
-    for i in range(2):
-        where = f"block_{i}/cross_attention"
-        wanted = softmax_of_scores(pairs(), ids, where, causal=False, source=source)
-        np.testing.assert_allclose(seen.cross[i], wanted, atol=1e-6)
+    wanted = softmax_of_scores(pairs(), ids, "cross_attention", causal=False, source=source)
+    np.testing.assert_allclose(seen.cross, wanted, atol=1e-6)
 
 
 def recurrent(**fields):
