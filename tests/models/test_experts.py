@@ -27,7 +27,7 @@ from transformer_jax.models.quantized import quantize
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training.batch import Batch, batch_loss
 
-pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = ModelConfig(
     vocab_size=23, d_model=12, num_layers=1, num_heads=2, d_ff=20, max_len=16, glu=True,
