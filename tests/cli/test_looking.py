@@ -258,7 +258,8 @@ def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
 @pytest.mark.slow
 def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
     words = WordTokenizer(("to", "be", "or"))
-    monkeypatch.setitem(MODELS, "words", model_of(replace(CONFIG, vocab_size=5), words))
+    own = model_of(replace(CONFIG, vocab_size=5), words)
+    monkeypatch.setitem(MODELS, "words", lambda: own)
     given = "--run", "words", "--prompt", "to bee"
     rule = "not among the words of the training text, read as <unk>"
     out = (
@@ -277,8 +278,8 @@ def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
     status, _, error = said("inside", "--run", "words", "--prompt", "to bee or", *out)
     assert (status, error) == (0, f"inside: unknown words: 2 ('bee', 'see'): {rule}\n")
     assert warnings.filters == filters
-    pairs = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"), base=words)
-    monkeypatch.setitem(MODELS, "words", pairs)
+    own = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"), base=words)
+    monkeypatch.setitem(MODELS, "words", lambda: own)
     status, _, error = said("evaluate", *given, "--target", "or sea")
     lines = [f"evaluate: unknown words: 1 ('{word}'): {rule}" for word in ("bee", "sea")]
     assert (status, error.splitlines()) == (0, lines)
