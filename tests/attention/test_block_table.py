@@ -36,17 +36,16 @@ class Call:
     def __init__(self, page, window=None, dtype=None, T=T, unseen=np.nan):
         rng = np.random.default_rng(page)
         shapes = (B, T, N, H), (B, S, K, H), (B, S, K, HV)
-        self.query, self.key, self.value = (
-            jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes
-        )
-        self.key = self.key.at[2, :128].set(self.key[0, :128])
-        self.value = self.value.at[2, :128].set(self.value[0, :128])
+        drawn = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        for x in drawn[1:]:
+            x[2, :128] = x[0, :128]
+        self.query, self.key, self.value = jax.device_put(drawn)
         self.at = LENGTHS[:, None] - T + np.arange(T)  # of the row of length 0: negative
         held = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
         far = self.at[:, :, None] - held[:, None]
         self.seen = (held >= 0)[:, None] & (far >= 0) & (far < (window or S))
         self.mask = Causal() if window is None else Causal() & Window(window)
-        self.positions = dict(q_positions=jnp.asarray(self.at), k_positions=jnp.asarray(held))
+        self.positions = jax.device_put(dict(q_positions=self.at, k_positions=held))
         some = self.seen.any(axis=1)
         arrays, names = (self.key, self.value), ("key", "value")
         if dtype == "int8":
@@ -59,7 +58,7 @@ class Call:
             names = *names, "key_scale", "value_scale"
         *pools, self.table = in_pages(rng, page, some, *arrays, unseen=unseen)
         self.pools = dict(zip(names, pools, strict=True))
-        self.sinks = jnp.asarray(rng.standard_normal(N), jnp.float32)
+        self.sinks = jax.device_put(rng.standard_normal(N).astype(np.float32))
 
     def attend(self, implementation, query=None, pools=None, table=None, **more):
         more = dict(mask=self.mask, sinks=self.sinks, softcap=3.0) | self.positions | more
@@ -320,14 +319,15 @@ def test_explanations_say_who_reads_pages_in_place(page, in_place):
     assert ("pallas: runs, reads pages in place" in str(found).splitlines()) == in_place
     rows = [jax.ShapeDtypeStruct((B, S, K, width), jnp.float32) for width in (H, HV)]
     assert not explain_attention(given.query, *rows).reads_pages
-    many = jnp.zeros((B, 64, N, H))  # queries: no kernel for few
+    many = np.zeros((B, 64, N, H), np.float32)  # queries: no kernel for few
     assert not explain_attention(many, **given.pools, block_table=given.table).reads_pages
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 def test_rows_without_a_page_see_nothing(implementation):
     given = Call(128)
-    out = given.attend(implementation, table=given.table[:, :0], q_positions=None, k_positions=None)
+    none = np.asarray(given.table)[:, :0]
+    out = given.attend(implementation, table=none, q_positions=None, k_positions=None)
     assert out.shape == (B, T, N, HV) and not np.asarray(out).any()
 
 
@@ -368,7 +368,7 @@ def test_rows_without_a_page_see_nothing(implementation):
     ],
 )
 def test_a_table_fits_queries_and_pools(changes, said):
-    given = dict(key=jnp.ones((5, 4, 2, 8)), value=jnp.ones((5, 4, 2, 8)))
-    given |= dict(block_table=jnp.zeros((2, 3), jnp.int32)) | changes
+    pool, query = np.ones((5, 4, 2, 8), np.float32), np.ones((2, 5, 4, 8), np.float32)
+    given = dict(key=pool, value=pool, block_table=np.zeros((2, 3), np.int32)) | changes
     with pytest.raises(ValueError, match=said):
-        dot_product_attention(jnp.ones((2, 5, 4, 8)), **given)
+        dot_product_attention(query, **jax.device_put(given))

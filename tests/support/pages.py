@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,8 +35,8 @@ def in_pages(rng, page, seen, *arrays, unseen=np.nan):
         pool = np.full((B * M + FREE, *own_blocks.shape[2:]), 77, np.float32)
         pool = (pool if x.dtype == jnp.int8 else pool * np.nan).astype(own_blocks.dtype)
         pool[table[named]] = own_blocks[named]
-        pools.append(jnp.asarray(pool))
-    return *pools, jnp.asarray(np.where(named, table, -1))
+        pools.append(pool)
+    return jax.device_put((*pools, np.where(named, table, -1)))
 
 
 def _wide(x):
