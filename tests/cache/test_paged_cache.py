@@ -283,7 +283,8 @@ def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
         # each row writes to the last page, of which it takes a copy, unless it is full; and beyond
         needed = 2 * (-(-end // SIZE) - held // SIZE)
         other = (9 - -(-held // SIZE) - needed) * SIZE  # a third row leaves that many free
-        cache = jit_share(fill(k, v, held, 0, other), np.array([0, 0, 2]), np.array([held, held, other]))
+        lengths = np.array([held, held, other])
+        cache = jit_share(fill(k, v, held, 0, other), np.array([0, 0, 2]), lengths)
         assert int(count_free(cache)) == needed, (held, new)
         assert int(jit_count_needed(cache, np.array([end, end, other]))) == needed, (held, new)
         more = after([held, held, other], [new, new, 0])
