@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.inside import zero
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
+from transformer_jax.use import language_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -88,6 +90,14 @@ def test_neighbours_are_listed_with_their_cosines(said):
     )[1]
     first = plain().nearest("c", minus="a", plus=["e", "f"])[0]
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
+
+
+def test_a_run_may_be_named_as_a_model(monkeypatch, tmp_path):
+    """Its parameters have a dtype of their own, which a published model is given."""
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(language_model, "load_run", lambda *_, **__: plain().model)
+    named = dict(run=None, model=str(tmp_path), checkpoint=None, init_from=None)
+    assert command.load_either("inside", Namespace(**named)).config == CONFIG
 
 
 @pytest.mark.slow

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, transformers and peft
+pytestmark = [
+    pytest.mark.slow,  # files of adapters are tested every time without torch
+    pytest.mark.filterwarnings("ignore"),  # those of torch, transformers and peft
+]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

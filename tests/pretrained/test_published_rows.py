@@ -34,7 +34,10 @@ from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.classify import label_texts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+    pytest.mark.slow,  # tests/training/fuzz_published.py compares rows every time
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 PAIRS = [("abc", "cba"), ("ab aab", "baa ba"), ("hello", "olleh"), ("x", "x"), ("yes", "sey")]
 

@@ -68,7 +68,10 @@ SIZES = dict(
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [
+    pytest.mark.slow,  # folders and golden numbers are tested every time without torch
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 OUTPUTS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight")
 

@@ -129,11 +129,12 @@ def load_either(name: str, arguments: argparse.Namespace) -> LanguageModel:
     ConfigError unless they name one of them, and for a flag that the other alone reads.
     """
     check_either(arguments)
+    from transformer_jax.text.text_model import is_run
     from transformer_jax.use.language_model import LanguageModel, load
 
     if arguments.run is not None:
         return LanguageModel(load_run(name, arguments), arguments.run)
-    return load(arguments.model, dtype="float32")
+    return load(arguments.model, dtype=None if is_run(arguments.model) else "float32")
 
 
 def check_either(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,6 @@ from transformer_jax.text.text_model import (
     is_run,
     load_run,
     load_text_model,
-    with_parameters_in,
     with_weights_held,
 )
 from transformer_jax.text.translation import search_translations
@@ -111,8 +110,6 @@ def load(
         model = load_text_model(path_or_id, dtype=dtype, max_len=max_len)
     if weights is not None:
         model = with_weights_held(model, weights)
-    if of_run and dtype is not None:
-        model = with_parameters_in(model, dtype)
     return LanguageModel(model, str(path_or_id))
 
 
