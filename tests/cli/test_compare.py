@@ -145,6 +145,7 @@ def test_a_search_that_is_interrupted_begins_no_run(text, tmp_path, monkeypatch,
         return SimpleNamespace(val_loss=None if stop() else 2.0)
 
     monkeypatch.setattr(compare, "fit", fit)
+    monkeypatch.setattr(compare, "equal_models", lambda *_: {"rnn": RecurrentConfig(vocab_size=11)})
     out = tmp_path / "out"
     command = ["compare", "--data", str(text), "--out", str(out), "--models", "rnn", *SMALL]
     assert run_command(command) == 130

@@ -22,13 +22,14 @@ import pytest
 import train
 import transformer_jax
 from tests.support.compilation import quick_environment
+from tests.support.drawn import drawn
 from tests.support.saved import arrays_of, largest_file
 from tests.training.test_training import assert_same_state
 from transformer_jax.__main__ import COMMANDS
 from transformer_jax.__main__ import main as run_command
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import saved_steps
-from transformer_jax.checkpoints.run_folder import RunFolder, locked
+from transformer_jax.checkpoints.run_folder import RunFolder, locked, tokenizer_sha256
 from transformer_jax.cli import command, evaluate, generate, plan
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
@@ -694,6 +695,21 @@ def trained(tmp_path_factory) -> str:
     return out
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> str:
+    """A run whose numbers were never trained: what is asked of it is refused."""
+    config, tokenizer = configured(SMALL.split())[0], CharTokenizer.train(TEXT)
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    folder = RunFolder(tmp_path_factory.mktemp("begun") / "run")
+    folder.path.mkdir()
+    folder.write_config(dataclasses.replace(config, model=model))
+    folder.write_tokenizer(tokenizer)
+    sha256 = {"tokenizer_sha256": tokenizer_sha256(tokenizer)}
+    folder.append_metrics({"step": 4, "loss": 2.5, "val_loss": 2.5})
+    checkpoint.save(folder.checkpoints, 4, {"params": drawn(model)}, sha256)
+    return str(folder.path)
+
+
 def written(capsys, *argv: str) -> str:
     assert generate.main(list(argv)) == 0
     return capsys.readouterr().out
@@ -846,9 +862,9 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--weights int3", "--weights: invalid choice: 'int3'", 2),
     ],
 )
-def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):
+def test_a_bad_wish_is_one_line(capsys, begun, argv, message, status):
     try:
-        found = generate.main(["--run", trained, *argv.split()])
+        found = generate.main(["--run", begun, *argv.split()])
     except SystemExit as ended:
         found = ended.code
     out, err = capsys.readouterr()
@@ -856,8 +872,8 @@ def test_a_bad_wish_is_one_line(capsys, trained, argv, message, status):
     assert message in err
 
 
-def test_a_damaged_checkpoint_is_not_written_with(capsys, trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "copy")
+def test_a_damaged_checkpoint_is_not_written_with(capsys, begun, tmp_path):
+    shutil.copytree(begun, tmp_path / "copy")
     for path in (tmp_path / "copy").glob("checkpoints/step-*"):
         file = largest_file(path, "params")
         file.write_bytes(file.read_bytes()[:-1] + b"?")
