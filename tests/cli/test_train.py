@@ -704,9 +704,8 @@ def begun(tmp_path_factory) -> str:
     folder.path.mkdir()
     folder.write_config(dataclasses.replace(config, model=model))
     folder.write_tokenizer(tokenizer)
-    sha256 = {"tokenizer_sha256": tokenizer_sha256(tokenizer)}
-    folder.append_metrics({"step": 4, "loss": 2.5, "val_loss": 2.5})
-    checkpoint.save(folder.checkpoints, 4, {"params": drawn(model)}, sha256)
+    known = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "val_loss": 2.5}
+    checkpoint.save(folder.checkpoints, 4, {"params": drawn(model)}, known)
     return str(folder.path)
 
 
