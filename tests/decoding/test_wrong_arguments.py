@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from inspect import signature
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
+from tests.support.drawn import drawn
 from transformer_jax import cache, decoding, models
 from transformer_jax.attention import alibi_slopes, relative_bucket
 from transformer_jax.config import keywords, optimizers
@@ -29,9 +30,13 @@ PROMPT = np.array([[1, 2, 3]], np.int32)
 WINDOWED = replace(CONFIG, window=3, positions=tj.Rope())
 
 
-@lru_cache
-def params_of(**fields):
-    return tj.init_params(replace(CONFIG, **fields), jax.random.key(0))
+def params():
+    return drawn(CONFIG)
+
+
+def params_of_two_layers():
+    decoder = params()["decoder"]
+    return params() | {"decoder": decoder | {"block_1": decoder["block_0"]}}
 
 
 def keys_of_nnx():
@@ -44,18 +49,18 @@ def attend(**more):
     return tj.dot_product_attention(*[jnp.ones((1, 5, 2, 3))] * 3, **more)
 
 
-def generate(step=STEP, params=None, prompt=PROMPT, state=None, **more):
-    params = params_of() if params is None else params
+def generate(step=STEP, given=None, prompt=PROMPT, state=None, **more):
+    given = params() if given is None else given
     state = tj.init_cache(CONFIG, 1, 17) if state is None else state
-    return tj.generate(step, params, prompt, state, **(dict(num_tokens=3) | more))
+    return tj.generate(step, given, prompt, state, **(dict(num_tokens=3) | more))
 
 
 def reading(step=STEP, prompt=PROMPT, lengths=(3,)):
-    return tj.prefill(step, params_of(), prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
+    return tj.prefill(step, params(), prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
 
 
 def run(**more):
-    return MODEL.apply({"params": params_of()}, PROMPT, **more)
+    return MODEL.apply({"params": params()}, PROMPT, **more)
 
 
 def tell(**more):
@@ -71,29 +76,25 @@ def chunked(hidden=None, **more):
 
 def searching(step=STEP, **more):
     state = tj.init_cache(CONFIG, 1, 17)
-    return tj.beam_search(step, params_of(), PROMPT, state, num_tokens=3, num_beams=2, **more)
+    return tj.beam_search(step, params(), PROMPT, state, num_tokens=3, num_beams=2, **more)
 
 
 def serving(step=STEP, **more):
-    return tj.serve(
-        step, params_of(), [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more
-    )
+    return tj.serve(step, params(), [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more)
 
 
 def speculating(step=STEP):
     state, proposer = tj.init_cache(CONFIG, 1, 17), tj.PromptLookup(2)
-    return tj.speculate(
-        step, params_of(), PROMPT, state, proposer=proposer, num_tokens=3, num_draft=2
-    )
+    return tj.speculate(step, params(), PROMPT, state, proposer=proposer, num_tokens=3, num_draft=2)
 
 
 LOGITS = np.zeros((1, 23), np.float32)
 MISTAKES = {
     "generate a model": (partial(generate, MODEL), r"must be a step, make_step\(model\)"),
     "generate a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
-    "generate parameters": (lambda: generate(params_of(), STEP), "step is a dict: must be called"),
+    "generate parameters": (lambda: generate(params(), STEP), "step is a dict: must be called"),
     "generate variables": (
-        lambda: generate(STEP, {"params": params_of()}),
+        lambda: generate(STEP, {"params": params()}),
         r"variables\['params'\]",
     ),
     "generate model as params": (partial(generate, STEP, MODEL), "as init_params"),
@@ -102,7 +103,7 @@ MISTAKES = {
     "generate a temperature": (partial(generate, sampler=0.7), "sampler is 0.7: must"),
     "generate a text": (partial(generate, prompt="to be"), "prompt is text: .*load.FOLDER"),
     "generate from a config": (partial(generate, state=CONFIG), "state is a ModelConfig: .*cache"),
-    "generate from parameters": (lambda: generate(state=params_of()), r"is a dict: .*init_cache\("),
+    "generate from parameters": (lambda: generate(state=params()), r"is a dict: .*init_cache\("),
     "generate by apply": (
         partial(generate, MODEL.apply),
         r"the model's apply: .*make_step\(model\)",
@@ -112,7 +113,7 @@ MISTAKES = {
         "key is a Rngs: must be a single",
     ),
     "generate with parameters of more layers": (
-        lambda: generate(STEP, params_of(num_layers=2)),
+        lambda: generate(STEP, params_of_two_layers()),
         "parameters have decoder/block_1, but num_layers is 1",
     ),
     "a cache of a prompt": (
@@ -120,7 +121,7 @@ MISTAKES = {
         r"batch is int32\[1, 3\]: must be an integer",
     ),
     "save parameters to a config": (
-        lambda: tj.save_pretrained(params_of(), CONFIG, "folder"),
+        lambda: tj.save_pretrained(params(), CONFIG, "folder"),
         r"params is 'folder': must be param",
     ),
     "generate from a class": (partial(generate, state=tj.ModelCache), "state is .*: must be a st"),
@@ -173,7 +174,7 @@ MISTAKES = {
         "source_length is 0: must be an integer of at least 1",
     ),
     "a source of a decoder": (
-        lambda: tj.init_decode_state(CONFIG, params_of(), 1, 17, source=[[1, 2]]),
+        lambda: tj.init_decode_state(CONFIG, params(), 1, 17, source=[[1, 2]]),
         r"source is of shape \(1, 2\): this model reads none",
     ),
     "a dtype of what has no cache": (
@@ -181,7 +182,7 @@ MISTAKES = {
         "dtype is int2: a NgramConfig has no cache",
     ),
     "kernels of 3 bits": (
-        lambda: tj.quantize(params_of(), "int3"),
+        lambda: tj.quantize(params(), "int3"),
         "kind is 'int3': must be one of 'bf16', 'int8', 'int4'",
     ),
     "quantize a config": (partial(tj.quantize, CONFIG, "int8"), "params is a ModelConfig: must be"),
@@ -230,27 +231,27 @@ MISTAKES = {
         "hidden is a list: must be an array",
     ),
     "save to a number": (
-        lambda: tj.save_pretrained(3, CONFIG, params_of()),
+        lambda: tj.save_pretrained(3, CONFIG, params()),
         "path is a int: must be",
     ),
     "save a recurrent model": (
-        lambda: tj.save_pretrained("folder", tj.RecurrentConfig(), params_of()),
+        lambda: tj.save_pretrained("folder", tj.RecurrentConfig(), params()),
         "config is a RecurrentConfig: must be a ModelConfig",
     ),
     "save shards of nothing": (
-        lambda: tj.save_pretrained("folder", CONFIG, params_of(), shard_bytes=0),
+        lambda: tj.save_pretrained("folder", CONFIG, params(), shard_bytes=0),
         "shard_bytes is 0: must be an integer",
     ),
     "save a text": (
-        lambda: tj.save_pretrained("folder", CONFIG, params_of(), files={"a": "text"}),
+        lambda: tj.save_pretrained("folder", CONFIG, params(), files={"a": "text"}),
         r"files\['a'\] is a str: must be bytes",
     ),
     "save a list of keys": (
-        lambda: tj.save_pretrained("folder", CONFIG, params_of(), keys=["a"]),
+        lambda: tj.save_pretrained("folder", CONFIG, params(), keys=["a"]),
         "keys is a list: must be a dict by name",
     ),
     "save adapters to a number": (
-        lambda: tj.save_lora(3, params_of(), {}, tj.LoraConfig(), {}),
+        lambda: tj.save_lora(3, params(), {}, tj.LoraConfig(), {}),
         "path is a int: must be the path",
     ),
     "save adapters of a number": (
@@ -258,7 +259,7 @@ MISTAKES = {
         "params is a int: must be parameters",
     ),
     "load adapters of a number": (
-        lambda: tj.load_lora(3, params_of(), {}),
+        lambda: tj.load_lora(3, params(), {}),
         "path is a int: must be",
     ),
     "load a tokenizer of a number": (
@@ -274,7 +275,7 @@ MISTAKES = {
         "segments is a list: must",
     ),
     "parameters as a cache": (
-        lambda: run(cache=params_of()),
+        lambda: run(cache=params()),
         "cache is a dict: must be a ModelCache",
     ),
     "types in a list": (partial(tell, types=[[0, 0, 1]]), "types is a list: must be an array"),
@@ -310,7 +311,7 @@ MISTAKES = {
         "has 1 texts: there are 2 th",
     ),
     "serve one request": (
-        lambda: tj.serve(STEP, params_of(), tj.Request([1], 2), None, slots=1, capacity=17),
+        lambda: tj.serve(STEP, params(), tj.Request([1], 2), None, slots=1, capacity=17),
         "requests is a Request: must be an iterable of Request",
     ),
     "values of no width": (
@@ -349,14 +350,14 @@ MISTAKES = {
         "params is a int: must be a dict by module",
     ),
     "a number as adapters": (
-        lambda: models.merge_lora(params_of(), 3, tj.LoraConfig()),
+        lambda: models.merge_lora(params(), 3, tj.LoraConfig()),
         "adapters is a int: must be a dict by module",
     ),
     "serve a model": (partial(serving, MODEL), r"make_step\(model\)"),
     "serve a text": (partial(serving, stop="END"), "load.FOLDER"),
     "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),
     "a step of a config": (partial(tj.make_step, CONFIG), r"make_step\(build\(config\)\)"),
-    "a step of parameters": (lambda: tj.make_step(params_of()), r"make_step\(build\(config\)\)"),
+    "a step of parameters": (lambda: tj.make_step(params()), r"make_step\(build\(config\)\)"),
     "a step of a name": (partial(tj.make_step, "gpt2"), r"make_step\(build\(config\)\)"),
     "build a name": (partial(tj.build, "gpt2"), r"preset\('gpt2'\) for a size, load_pretrained"),
     "build a model": (partial(tj.build, MODEL), "model.config"),
@@ -364,11 +365,11 @@ MISTAKES = {
     "parameters of a name": (partial(tj.init_params, "gpt2", jax.random.key(0)), "preset"),
     "parameters of a model": (partial(tj.init_params, MODEL, jax.random.key(0)), "model.config"),
     "parameters by a number": (partial(tj.init_params, CONFIG, 0), "key is 0: must"),
-    "count parameters": (lambda: tj.num_params(params_of()), r"sum\(x.size for x in"),
+    "count parameters": (lambda: tj.num_params(params()), r"sum\(x.size for x in"),
     "count a model": (partial(tj.num_params, MODEL), "model.config"),
     "cache of a model": (partial(tj.init_cache, MODEL, 1, 17), "model.config"),
     "cache of a step": (partial(tj.init_cache, STEP, 1, 17), "step.model.config"),
-    "state of a model": (lambda: tj.init_decode_state(MODEL, params_of(), 1, 17), "model.config"),
+    "state of a model": (lambda: tj.init_decode_state(MODEL, params(), 1, 17), "model.config"),
     "a sampler's arguments": (lambda: tj.Sample()(LOGITS, jax.random.key(0)), "logits is key<"),
     "greedy's arguments": (lambda: tj.Greedy()(LOGITS, jax.random.key(0)), "logits is key<"),
     "a number as processor": (partial(tj.Sample, 0.7), r"such as Temperature\(0.7\)"),
@@ -449,4 +450,4 @@ def test_known_logits_are_checked_and_drawn_from_inside_a_jit():
     with pytest.raises(ValueError, match="the largest logit of row"):
         jax.jit(lambda key: tj.Sample()(key, wrong))(jax.random.key(0))
     with pytest.raises(TypeError, match="positional"):
-        STEP(params_of(), PROMPT, tj.init_cache(CONFIG, 1, 17), np.ones((1, 3), bool))
+        STEP(params(), PROMPT, tj.init_cache(CONFIG, 1, 17), np.ones((1, 3), bool))
