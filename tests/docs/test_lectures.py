@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache as cached
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,13 +42,19 @@ def implementation(request) -> str:
 
 def one_head(matrix: np.ndarray) -> jax.Array:
     """[T, H] as [1, T, 1, H]."""
-    return jnp.asarray(matrix, jnp.float32)[None, :, None, :]
+    return jax.device_put(np.asarray(matrix, np.float32)[None, :, None, :])
 
 
 def attend(query, key, value, **settings) -> np.ndarray:
     """Attention of matrices [T, H], [S, H], [S, Hv]: one row of a batch, one head."""
     out = dot_product_attention(one_head(query), one_head(key), one_head(value), **settings)
     return np.asarray(out)[0, :, 0]
+
+
+def weights_and_out(query, key, value, **settings) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights [T, S], which values that name their key give, beside the output."""
+    out = attend(query, key, np.hstack([np.eye(len(key)), value]), **settings)
+    return out[:, : len(key)], out[:, len(key) :]
 
 
 def near(actual, expected, digits: int = 4) -> None:
@@ -59,35 +68,36 @@ def near(actual, expected, digits: int = 4) -> None:
 @pytest.mark.slow_except("xla")
 def test_attention_over_encoder_states(implementation):
     settings = dict(scale=1.0, implementation=implementation)
-    weights = attend(DECODER_STATE, ENCODER_STATES, np.eye(3), **settings)
+    weights, context = weights_and_out(DECODER_STATE, ENCODER_STATES, ENCODER_STATES, **settings)
     near(weights[0], ENCODER_WEIGHTS, 6)
     near(weights[0], SLIDE_WEIGHTS, 3)
-    context = attend(DECODER_STATE, ENCODER_STATES, ENCODER_STATES, **settings)
     near(context[0], ENCODER_WEIGHTS @ ENCODER_STATES, 6)
     near(context[0], [0.7499, 0.6626], 3)
 
 
 def test_attention_over_encoder_states_by_its_own_function():
-    arrays = (jnp.asarray(x, jnp.float32)[None] for x in (DECODER_STATE, ENCODER_STATES))
-    context, weights = jax.jit(state_attention)(*arrays)
+    arrays = (x[None].astype(np.float32) for x in (DECODER_STATE, ENCODER_STATES))
+    context, weights = map(np.asarray, jax.jit(state_attention)(*arrays))
     near(weights[0, 0], ENCODER_WEIGHTS, 6)
     near(context[0, 0], [0.7499, 0.6626], 3)
 
 
 def test_the_neuron_of_three_inputs():
     x, w, b = np.array([0.5, 0.6, 0.1]), np.array([0.2, 0.3, 0.9]), 0.5
-    z = jnp.asarray(w, jnp.float32) @ jnp.asarray(x, jnp.float32) + b
-    a = jax.nn.sigmoid(z)
+    # one step of gradient descent towards the target 1, at the rate .1
+    loss = lambda w, b, x: -jax.nn.log_sigmoid(w @ x + b)  # noqa: E731
+
+    def step(w, b, x):
+        return w @ x + b, jax.nn.sigmoid(w @ x + b), jax.grad(loss, (0, 1))(w, b, x)
+
+    z, a, slopes = jax.device_get(jax.jit(step)(*map(np.float32, (w, b, x))))
     near(z, w @ x + b, 6)
     near(a, 1 / (1 + np.exp(-(w @ x + b))), 6)
     assert (f"{z:.2f}", f"{a:.2f}") == ("0.87", "0.70")
-    # one step of gradient descent towards the target 1, at the rate .1
-    loss = lambda w, b: -jax.nn.log_sigmoid(w @ jnp.asarray(x, jnp.float32) + b)  # noqa: E731
-    slopes = jax.grad(loss, argnums=(0, 1))(jnp.asarray(w, jnp.float32), jnp.asarray(b))
     error = 1 / (1 + np.exp(-0.87)) - 1
-    near(w - 0.1 * np.asarray(slopes[0]), w - 0.1 * error * x, 6)
-    near(w - 0.1 * np.asarray(slopes[0]), [0.2148, 0.3177, 0.9030])
-    near(b - 0.1 * np.asarray(slopes[1]), 0.5295)
+    near(w - 0.1 * slopes[0], w - 0.1 * error * x, 6)
+    near(w - 0.1 * slopes[0], [0.2148, 0.3177, 0.9030])
+    near(b - 0.1 * slopes[1], 0.5295)
 
 
 def test_the_table_of_positions_has_ten_decimals_in_float64():
@@ -97,7 +107,7 @@ def test_the_table_of_positions_has_ten_decimals_in_float64():
         "0.9092974268 -0.4161468365 0.0199986667 0.9998000067",
     )
     with jax.enable_x64(True):
-        table = np.asarray(sinusoidal(jnp.arange(3), 4))
+        table = np.asarray(jax.jit(lambda: sinusoidal(jnp.arange(3), 4))())
     assert table.dtype == np.float64
     assert tuple(" ".join(f"{x:.10f}" for x in row) for row in table) == slide
 
@@ -134,8 +144,13 @@ def test_sinusoidal_table():
     near(table[2], SINUSOIDS[2], 6)
 
 
+@cached
+def positions() -> np.ndarray:
+    return np.asarray(jax.jit(lambda: sinusoidal(jnp.arange(3), 4))())
+
+
 def worked_example():
-    x = EMBEDDINGS + np.asarray(sinusoidal(jnp.arange(3), 4))
+    x = EMBEDDINGS + positions()
     return x @ W_Q, x @ W_K, x @ W_V
 
 
@@ -150,7 +165,7 @@ def test_worked_example_projections_and_scores(implementation):
             one_head(queries), one_head(keys[j : j + 1]), one_head(keys[j : j + 1]),
             return_lse=True, implementation=implementation,
         )  # fmt: skip
-        scores.append(lse[0, 0, 0])
+        scores.append(np.asarray(lse)[0, 0, 0])
     near(scores[0], 429.5)
     near(scores[1], 523.3316)
     near(scores[2], 477.8502, 3)
@@ -159,9 +174,8 @@ def test_worked_example_projections_and_scores(implementation):
 @pytest.mark.slow_except("xla")
 def test_worked_example_attends_to_the_second_token_only(implementation):
     queries, keys, values = worked_example()
-    weights = attend(queries, keys, np.eye(3), implementation=implementation)
+    weights, out = weights_and_out(queries, keys, values, implementation=implementation)
     near(weights, [[0, 1, 0]] * 3, 6)
-    out = attend(queries, keys, values, implementation=implementation)
     near(out, [[10.3917, 21.7934, 25.8034, 16.4823]] * 3, 3)
     near(out[0], [10.3917, 21.7934, 25.8034, 16.4823])
 
@@ -169,8 +183,8 @@ def test_worked_example_attends_to_the_second_token_only(implementation):
 @pytest.mark.slow_except("xla")
 def test_worked_example_added_to_its_positions_and_normalised(implementation):
     queries, keys, values = worked_example()
-    out = attend(queries, keys, values, implementation=implementation)
-    total = out + np.asarray(sinusoidal(jnp.arange(3), 4))
+    _, out = weights_and_out(queries, keys, values, implementation=implementation)
+    total = out + positions()
     centred = total - total.mean(axis=1, keepdims=True)
     normalised = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True))
     near(normalised[0], [-1.4909, 0.6280, 1.1423, -0.2794])
@@ -181,7 +195,7 @@ def test_worked_example_added_to_its_positions_and_normalised(implementation):
 def test_masked_scores(implementation):
     scores = np.array([[2, 4, 6], [3, 5, 7], [4, 6, 8]], np.float32)
     weights = attend(
-        np.zeros((3, 1)), np.zeros((3, 1)), np.eye(3), bias=jnp.asarray(scores), mask=Causal(),
+        np.zeros((3, 1)), np.zeros((3, 1)), np.eye(3), bias=jax.device_put(scores), mask=Causal(),
         implementation=implementation,
     )  # fmt: skip
     near(weights, [[1, 0, 0], [0.1192, 0.8808, 0], [0.0159, 0.1173, 0.8668]])
@@ -193,9 +207,8 @@ def test_cross_attention_of_two_states_over_three(implementation):
     encoded = np.array([[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0.0]])
     states = np.array([[1, 0, 0, 1], [0, 1, 1, 0.0]])
     assert (states @ encoded.T).tolist() == [[1, 1, 1], [1, 1, 1]]
-    weights = attend(states, encoded, np.eye(3), implementation=implementation)
+    weights, out = weights_and_out(states, encoded, encoded, implementation=implementation)
     near(weights, np.full((2, 3), 1 / 3), 6)
-    out = attend(states, encoded, encoded, implementation=implementation)
     near(out, [[2 / 3, 2 / 3, 1 / 3, 1 / 3]] * 2, 6)
 
 
@@ -204,18 +217,17 @@ def test_cross_attention_with_equal_scores_is_uniform(implementation):
     encoded = np.array([[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 2, 5]], np.float32)
     states = np.array([[0, 0, 0, 0], [5, -5, 0, 0]], np.float32)
     encoded[:, :2] = 1.0  # the second state is orthogonal to what differs between the keys
-    weights = attend(states, encoded, np.eye(3), implementation=implementation)
+    weights, out = weights_and_out(states, encoded, encoded, implementation=implementation)
     near(weights, np.full((2, 3), 1 / 3), 6)
-    out = attend(states, encoded, encoded, implementation=implementation)
     near(out, np.tile(encoded.mean(axis=0), (2, 1)), 5)
 
 
 def test_additive_attention_with_equal_scores_is_uniform():
-    encoded = jnp.array([[[1.0, 2, 3], [4, 3, 2], [2, 2, 5]]])
+    encoded = np.array([[[1, 2, 3], [4, 3, 2], [2, 2, 5]]], np.float32)
+    query, w_query, v = (np.ones(shape, np.float32) for shape in ((1, 2, 3), (3, 5), 5))
     _, weights = jax.jit(additive_attention)(
-        jnp.ones((1, 2, 3)), encoded, encoded,
-        w_query=jnp.ones((3, 5)), w_key=jnp.zeros((3, 5)), v=jnp.ones(5),
-    )  # fmt: skip
+        query, encoded, encoded, w_query=w_query, w_key=0 * w_query, v=v
+    )
     near(weights, np.full((1, 2, 3), 1 / 3), 6)
 
 
@@ -229,21 +241,22 @@ def test_key_value_caching(implementation):
     )
     near(keys[:3], expected_keys)
     near(values[:3], expected_values)
-    slots, update = cache.init(1, 5, 1, 2), jax.jit(cache.update)
+    slots, update = jax.jit(lambda: cache.init(1, 5, 1, 2))(), jax.jit(cache.update)
     for t in range(3):
-        position = jnp.array([[t]], jnp.int32)
+        position = np.array([[t]], np.int32)
         slots = update(slots, one_head(keys[t : t + 1]), one_head(values[t : t + 1]), position)
-    near(slots.k[0, :3, 0], expected_keys)
-    near(slots.v[0, :3, 0], expected_values)
+    near(np.asarray(slots.k)[0, :3, 0], expected_keys)
+    near(np.asarray(slots.v)[0, :3, 0], expected_values)
     assert slots.positions[0].tolist() == [0, 1, 2, -1, -1] and slots.length.tolist() == [3]
-    now = jnp.array([[3]], jnp.int32)
+    now = np.array([[3]], np.int32)
     slots = update(slots, one_head(keys[3:]), one_head(values[3:]), now)
-    near(slots.k[0, :3, 0], expected_keys)
+    near(np.asarray(slots.k)[0, :3, 0], expected_keys)
     fourth = dot_product_attention(
         one_head(x[3:]), slots.k, slots.v, mask=Causal(), q_positions=now,
         k_positions=slots.positions, implementation=implementation,
     )  # fmt: skip
     whole = attend(x, keys, values, mask=Causal(), implementation=implementation)
+    fourth = np.asarray(fourth)
     near(fourth[0, 0, 0], whole[3], 6)
     near(fourth[0, 0, 0], [11.5, 0.5], 6)  # all the weight is on the token itself
     scores = x[3] @ keys.T / 2**0.5
@@ -256,19 +269,20 @@ def test_key_value_caching(implementation):
 def test_permuting_the_tokens_permutes_the_output(implementation, rng):
     x = rng.normal(size=(1, 11, 3, 5)).astype(np.float32)
     order = rng.permutation(11)
-    out = dot_product_attention(*[jnp.asarray(x)] * 3, implementation=implementation)
-    moved = dot_product_attention(*[jnp.asarray(x[:, order])] * 3, implementation=implementation)
-    near(moved, np.asarray(out)[:, order], 5)
-    masked = [
-        dot_product_attention(*[jnp.asarray(a)] * 3, mask=Causal(), implementation=implementation)
-        for a in (x, x[:, order])
-    ]
-    assert np.abs(np.asarray(masked[1]) - np.asarray(masked[0])[:, order]).max() > 0.1
+
+    @jax.jit
+    def run(x):
+        plain = dot_product_attention(x, x, x, implementation=implementation)
+        return plain, dot_product_attention(x, x, x, mask=Causal(), implementation=implementation)
+
+    (out, masked), moved = jax.device_get(run(x)), jax.device_get(run(x[:, order]))
+    near(moved[0], out[:, order], 5)
+    assert np.abs(moved[1] - masked[:, order]).max() > 0.1
 
 
 @pytest.mark.slow_except("xla")
 def test_rope_scores_depend_only_on_the_distance(implementation, rng):
-    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 6)), jnp.float32) for _ in range(2))
+    query, key = (rng.normal(size=(1, 1, 1, 6)).astype(np.float32) for _ in range(2))
     rope = Rope(pairing="interleaved")
 
     @jax.jit
@@ -281,12 +295,13 @@ def test_rope_scores_depend_only_on_the_distance(implementation, rng):
 
     for distance in (0, 1, 7):
         near([score(i + distance, i) for i in (0, 3, 100)], [score(distance, 0)] * 3)
-    assert abs(score(3, 0) - score(7, 0)) > 0.01
+    assert abs(float(score(3, 0)) - float(score(7, 0))) > 0.01
 
 
 def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
     x = rng.normal(size=(1, 1, 1, 6))
-    turned = apply_rope(jnp.asarray(x, jnp.float32), jnp.array([5]), Rope(pairing="interleaved"))
+    turn = jax.jit(lambda x: apply_rope(x, jnp.array([5]), Rope(pairing="interleaved")))
+    turned = np.asarray(turn(x.astype(np.float32)))
     for k in range(3):
         angle = 5 * 10000 ** (-2 * k / 6)
         rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -297,21 +312,22 @@ def test_rope_turns_the_pairs_by_the_angle_of_the_lecture(rng):
 @pytest.mark.slow_except("xla")
 def test_scaling_brings_the_variance_of_scores_from_d_to_one(implementation, rng):
     d, count = 61, 20_011
-    query, key = (jnp.asarray(rng.normal(size=(count, 1, 1, d)), jnp.float32) for _ in range(2))
-    raw, scaled = (
-        dot_product_attention(
-            query, key, key, scale=scale, return_lse=True, implementation=implementation
-        )[1]
-        for scale in (1.0, None)
-    )
-    assert abs(float(raw.var()) / d - 1) < 0.05
-    assert abs(float(scaled.var()) - 1) < 0.05
+    query, key = (rng.normal(size=(count, 1, 1, d)).astype(np.float32) for _ in range(2))
+
+    @jax.jit
+    def scores(query, key):
+        attend = partial(dot_product_attention, query, key, key, implementation=implementation)
+        return [attend(scale=scale, return_lse=True)[1] for scale in (1.0, None)]
+
+    raw, scaled = jax.device_get(scores(query, key))
+    assert abs(raw.var() / d - 1) < 0.05
+    assert abs(scaled.var() - 1) < 0.05
 
 
 @pytest.mark.slow_except("xla")
 def test_causal_window_of_fifty_frames(implementation):
-    frames = jnp.zeros((1, 100, 1, 1))
-    values = jnp.eye(100)[None, :, None, :]
+    frames = jax.device_put(np.zeros((1, 100, 1, 1), np.float32))
+    values = jax.device_put(np.eye(100, dtype=np.float32)[None, :, None, :])
     mask = Causal() & Window(50)
     out = dot_product_attention(frames, frames, values, mask=mask, implementation=implementation)
     weights = np.asarray(out)[0, :, 0]
@@ -319,7 +335,8 @@ def test_causal_window_of_fifty_frames(implementation):
         seen = range(max(0, frame - 49), frame + 1)
         assert np.flatnonzero(weights[frame]).tolist() == list(seen)
         near(weights[frame, frame], 1 / len(seen), 6)
-    near(dot_product_attention_weights(frames, frames, mask=mask)[0, 0], weights, 6)
+    found = np.asarray(dot_product_attention_weights(frames, frames, mask=mask))
+    near(found[0, 0], weights, 6)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def random_weights(*shape: int, seed: int = 3) -> np.ndarray:
 def test_scores_are_the_means_of_the_formulas():
     P, length = 5, 13
     weights = random_weights(2, 3, 4, length, length)
-    found = head_scores(weights, P)
+    found = jax.jit(partial(head_scores, period=P))(weights)
     wanted = np.zeros((3, 3, 4))
     for i in range(3):
         for n in range(4):
@@ -45,7 +45,8 @@ def test_scores_are_the_means_of_the_formulas():
 
 def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
     P = 5
-    tokens = np.asarray(repeated_tokens(jax.random.key(3), 7, rows=3, period=P))
+    draw = jax.jit(lambda: repeated_tokens(jax.random.key(3), 7, rows=3, period=P))
+    tokens = np.asarray(draw())
     assert tokens.shape == (3, 2 * P) and tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens[:, :P], tokens[:, P:])
     assert all(len(set(row)) == P for row in tokens), "a token comes once in each half"
@@ -57,13 +58,13 @@ def test_heads_that_attend_to_one_kind_of_token_have_a_score_of_1():
             earlier = [s for s in range(t) if row[s] == row[t]]
             weights[b, 0, 1, t, earlier[0] if earlier else t] = 1
             weights[b, 0, 2, t, earlier[0] + 1 if earlier else t] = 1
-    found = np.stack(head_scores(weights, P))[:, 0]
+    found = np.stack(jax.jit(partial(head_scores, period=P))(weights))[:, 0]
     np.testing.assert_array_equal(found, np.eye(3, dtype=np.float32))
 
 
 def test_a_rollout_multiplies_the_layers_and_its_rows_sum_to_1():
     weights = random_weights(2, 3, 5, 7, 7)
-    found = jax.jit(attention_rollout)(weights)
+    found = np.asarray(jax.jit(attention_rollout)(weights))
     for b in range(2):
         rolled = np.eye(7)
         for i in range(3):
@@ -80,7 +81,7 @@ def test_entropy_is_ln_n_of_n_equal_weights_and_0_of_one_with_slopes():
     weights = random_weights(3, 7, 7).astype(np.float64)
     wanted = -(weights * np.log(weights, where=weights > 0, out=np.zeros_like(weights))).sum(-1)
     assert_near(entropy(weights.astype(np.float32)), wanted, NEAR)
-    slope = jax.jit(jax.grad(lambda x: attention_entropy(x).sum()))(rows)
+    slope = np.asarray(jax.jit(jax.grad(lambda x: attention_entropy(x).sum()))(rows))
     assert_near(slope[2], np.full(5, -math.log(0.2) - 1), NEAR)
     assert np.isfinite(slope).all()
 

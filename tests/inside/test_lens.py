@@ -112,14 +112,19 @@ def test_each_part_has_the_share_of_the_formula(shape, scanned):
 def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
     model, params = model_of(shape, scanned=shape == "llama")
     target, other = draw(3), draw(4)
-    logits = np.asarray(jax.jit(model.apply)({"params": params}, draw(), **more(shape))[0])
+
+    @jax.jit
+    def run(params, rest):
+        logits, _ = model.apply({"params": params}, draw(), **rest)
+        one = logit_attribution(model, params, draw(), target, **rest)
+        both = logit_attribution(model, params, draw(), target, other, **rest)
+        return logits, one, one.total(), both.total()
+
+    logits, one, total, difference = jax.device_get(run(params, more(shape)))
     take = partial(np.take_along_axis, logits, axis=-1)
-    run = jax.jit(partial(logit_attribution, model))
-    one = run(params, draw(), target, **more(shape))
-    assert_near(one.total(), take(target[..., None])[..., 0], 1e-5)
-    both = run(params, draw(), target, other, **more(shape))
+    assert_near(total, take(target[..., None])[..., 0], 1e-5)
     wanted = (take(target[..., None]) - take(other[..., None]))[..., 0]
-    assert_near(both.total(), wanted, 1e-5)
+    assert_near(difference, wanted, 1e-5)
     assert (one.cross_heads is None) == (shape != "t5")
     assert (one.feed_forward is None) == (shape == "attention alone")
 

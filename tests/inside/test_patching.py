@@ -47,6 +47,14 @@ def streams_of(prompt: str) -> list[np.ndarray]:  # of each layer [B, T, D]
     return [np.stack([row[i] for row in hidden]) for i in range(L)]
 
 
+@cache
+def logits_of(scanned: bool) -> list[np.ndarray]:
+    """Return those of GPT-2's shape for the clean prompts and for the others."""
+    model, params = model_of("gpt2", scanned=scanned)
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
+    return [np.asarray(apply(x), np.float64) for x in (CLEAN, CORRUPTED)]
+
+
 STREAMS = ("embedding", "block_0/residual")  # what stands before block 0, and before block 1
 
 
@@ -99,8 +107,7 @@ def test_a_table_of_heads_is_one_edit_after_the_other(shape, scanned):
 @pytest.mark.parametrize("scanned", [False, True])
 def test_all_put_in_gives_the_other_run_and_a_prompt_into_itself_changes_nothing(scanned):
     model, params = model_of("gpt2", scanned=scanned)
-    apply = jax.jit(model.apply)
-    clean, corrupted = (metric(apply({"params": params}, x)[0]) for x in (CLEAN, CORRUPTED))
+    clean, corrupted = (metric(x) for x in logits_of(scanned))
     places = ("embedding", "block_*/residual", "final_norm", "logits")
     whole = jax.jit(lambda own, x, y: patch(model, own, x, y, places, metric, each=()))
     assert_near(whole(params, CLEAN, CORRUPTED), np.full(L + 3, clean), NEAR)
@@ -153,15 +160,16 @@ def test_attribution_is_the_slope_of_patching(scanned):
 
 def test_one_token_of_the_logits_put_in_is_that_token_of_the_other_run():
     """A metric that is linear in the logits of every token, each with a weight of its own."""
-    model, params = model_of("gpt2")
-    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens)[0])
-    clean, corrupted = (np.asarray(apply(x), np.float64)[..., 3] for x in (CLEAN, CORRUPTED))
+    model, params = model_of("gpt2", scanned=True)
+    clean, corrupted = (x[..., 3] for x in logits_of(True))
     weights = np.arange(1.0, T + 1)[None]
-    given = model, params, CLEAN, CORRUPTED, "logits", lambda y: (y[..., 3] * weights).sum()
+    given = CLEAN, CORRUPTED, "logits", lambda y: (y[..., 3] * weights).sum()
+    tables = jax.jit(lambda own: [x(model, own, *given) for x in (patch, attribution_patching)])
+    exact, first = (x[0] for x in jax.device_get(tables(params)))
     wanted = ((clean - corrupted) * weights).sum(axis=0)
     assert np.abs(wanted).min() > 1e-3
-    assert_near(patch(*given)[0], (corrupted * weights).sum() + wanted, NEAR)
-    assert_near(attribution_patching(*given)[0], wanted, NEAR)
+    assert_near(exact, (corrupted * weights).sum() + wanted, NEAR)
+    assert_near(first, wanted, NEAR)
 
 
 @pytest.mark.slow

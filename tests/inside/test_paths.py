@@ -195,11 +195,14 @@ def test_rows_of_a_metric_and_a_map_over_prompts_have_their_own_tables():
         (dict(receivers="block_1/attention/output"), "receivers has block_1/attention/output"),
         (dict(receivers=()), "receivers is empty: 'logits' has the direct effect"),
         (dict(recomputed="block_0/attention/key"), "recomputed has block_0/attention/key: must"),
-        (dict(receivers={"block_1/attention/query": 4}), r"heads is 4: must be in 0..3"),
+        pytest.param(
+            dict(receivers={"block_1/attention/query": 4}), r"heads is 4: must be in 0..3",
+            marks=pytest.mark.slow,
+        ),
         (dict(senders="block_0/attention/output"), r"block_0/attention/output has no heads"),
         (dict(edit={}), "path_patching takes no edit"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_path_is_refused_by_name(arguments, message):
     model, params = model_of("llama")
     given = dict(clean=CLEAN, corrupted=CORRUPTED, senders=HEADS, receivers="logits", metric=metric)

@@ -15,7 +15,7 @@ NEAR = 5 * FORWARD_F32
 @pytest.mark.parametrize("over", ["last", "all"])
 def test_a_vector_of_the_embedding_is_that_of_the_tables(over):
     model, params = model_of("gpt2")
-    positive, negative = [[3, 5, 7, 11], [2, 19]], [[13], [17, 23, 29]]
+    positive, negative = [[3, 5, 7, 11], [2, 19]], [[13], [17, 23, 29, 5]]
     found = steering_vector(model, params, positive, negative, "embedding", over=over)
     tables = [np.asarray(params["embed"][name], np.float64) for name in ("tokens", "positions")]
 
@@ -76,4 +76,4 @@ def test_what_gives_no_vector_is_refused_by_name(arguments, message):
     model, params = model_of("llama")
     given = dict(positive=draw(3), negative=draw(4), place="block_0/residual") | arguments
     with pytest.raises(ValueError, match=message):
-        steering_vector(model, params, **given)
+        jax.eval_shape(lambda own: steering_vector(model, own, **given), params)

@@ -45,8 +45,8 @@ def test_the_identity_is_the_logit_lens_to_the_bit(shape, scanned):
 def test_logits_and_divergence_are_those_of_translated_streams():
     model, params = model_of("llama", scanned=True)
     own, tokens = random_translators(), draw()
-    found = jax.jit(lambda p, t, x: tuned_lens(model, p, t, x))(params, own, tokens)
-    apart = jax.jit(lambda p, t, x: lens_divergence(model, p, t, x))(params, own, tokens)
+    both = lambda *given: (tuned_lens(model, *given), lens_divergence(model, *given))  # noqa: E731
+    found, apart = jax.device_get(jax.jit(both)(params, own, tokens))
     streams: list[np.ndarray] = []
     logits = oracle.forward(SHAPES["llama"], params_of("llama"), tokens, hidden=streams)
     x = np.stack([np.stack(row[:L]) for row in streams])  # [B, L, T, D]

@@ -53,16 +53,30 @@ SHAPES = {
 
 @cache
 def params_of(shape: str) -> Any:
-    params, rng = init_params(SHAPES[shape], jax.random.key(3)), np.random.default_rng(5)
-    return jax.tree.map(
-        lambda x: np.asarray(x + 0.2 * rng.standard_normal(x.shape), np.float32), params
-    )
+    """Draw parameters by NumPy, of which no program is compiled."""
+    config, rng = SHAPES[shape], np.random.default_rng(5)
+
+    def leaf(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> np.ndarray:
+        name, noise = path[-1].key, rng.standard_normal(x.shape)
+        if name == "scale":
+            noise = 0.2 * noise + (not config.norm_unit_offset)
+        else:
+            noise *= 0.2 if name == "bias" else 0.36
+        return noise.astype(np.float32)
+
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(3)))
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+@cache
+def stacked_params_of(shape: str) -> Any:
+    return jax.device_get(jax.jit(stack_layers)(params_of(shape)))
 
 
 def model_of(shape: str, *, scanned: bool = False) -> tuple[Any, Any]:
     """Return a model and its parameters."""
-    config, params = dataclasses.replace(SHAPES[shape], scan_layers=scanned), params_of(shape)
-    return build(config), stack_layers(params) if scanned else params
+    config = dataclasses.replace(SHAPES[shape], scan_layers=scanned)
+    return build(config), stacked_params_of(shape) if scanned else params_of(shape)
 
 
 def draw(seed: int = 17, rows: int = B) -> np.ndarray:
