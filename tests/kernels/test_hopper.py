@@ -165,8 +165,8 @@ def test_a_tanh_of_eleven_bits_costs_no_more_than_bfloat16_does(monkeypatch):
 )  # fmt: skip
 def test_tanh_is_the_hardwares_where_inputs_err_by_more(dtype, softcap, hardware, monkeypatch):
     monkeypatch.setattr(scores, "_hardware_tanh", lambda x: jnp.full_like(x, 2))
-    raw = jnp.linspace(-1000, 1000, 701, dtype=jnp.float32)
-    tanh = scores._softcap_tanh(0.125, softcap, raw, jnp.dtype(dtype))
+    raw = np.linspace(-1000, 1000, 701, dtype=np.float32)
+    tanh = jax.jit(lambda x: scores._softcap_tanh(0.125, softcap, x, jnp.dtype(dtype)))(raw)
     expected = 2 if hardware else np.tanh(np.asarray(raw, np.float64) * 0.125 / softcap)
     np.testing.assert_allclose(tanh, np.broadcast_to(expected, raw.shape), atol=5e-7)
 
@@ -343,14 +343,14 @@ def test_the_number_of_programs_changes_no_bit(monkeypatch):
 
 
 def causal_lists(rows):
-    seen = jnp.arange(1, rows + 1, dtype=jnp.int32)[None, None]
-    return TileLists(jnp.zeros((1, 1, rows, rows), jnp.int32), seen - 1, seen)
+    seen = np.arange(1, rows + 1, dtype=np.int32)[None, None]
+    return TileLists(np.zeros((1, 1, rows, rows), np.int32), seen - 1, seen)
 
 
 def in_order(items, lists, group=1):
     """All items as flat indices of [batch, heads, rows], in their order."""
-    rows = np.asarray(schedule.prepare(lists).rows)
-    b, head, turn = (np.asarray(x) for x in jax.vmap(items.turn)(jnp.arange(items.number)))
+    prepared = jax.jit(lambda: schedule.prepare(lists).rows), jax.jit(jax.vmap(items.turn))
+    rows, (b, head, turn) = jax.device_get((prepared[0](), prepared[1](np.arange(items.number))))
     found = rows[b % rows.shape[0], head * group % rows.shape[1], turn]
     return np.ravel_multi_index((b, head, found), items)
 
@@ -366,7 +366,7 @@ def test_heavy_items_come_first_and_those_of_one_level_by_head():
 def test_every_item_comes_once_in_the_order_of_its_own_list(rows):
     rng = np.random.default_rng(rows)
     seen = rng.integers(0, 9, (3, 4, rows)).astype(np.int32)
-    lists = TileLists(jnp.zeros((3, 4, rows, 9), jnp.int32), jnp.asarray(seen), jnp.asarray(seen))
+    lists = TileLists(np.zeros((3, 4, rows, 9), np.int32), seen, seen)
     order = in_order(schedule.Items(3, 2, rows), lists, group=2)
     assert sorted(order) == list(range(3 * 2 * rows))
     for owner in range(6):
@@ -384,7 +384,7 @@ def test_items_are_dealt_back_and_forth_and_each_once(items):
     def runs(_):
         return programs.each_item(items, lambda i, found: found + jnp.asarray(one)[i], one[0] * 0)
 
-    found = np.asarray(jax.vmap(runs, axis_name="program")(jnp.arange(number)))
+    found = np.asarray(jax.jit(jax.vmap(runs, axis_name="program"))(np.arange(number)))
     turns, places = np.divmod(np.arange(items), number)
     wanted = np.zeros_like(found)
     wanted[np.where(turns % 2 == 0, places, number - 1 - places), np.arange(items)] = 1

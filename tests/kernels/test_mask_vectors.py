@@ -28,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def masks_of_vectors(rng: np.random.Generator) -> dict:
-    valid, lengths = jnp.asarray(rng.random((2, 19)) < 0.7), jnp.array([0, 6])
-    q_ids, k_ids = (jnp.asarray(rng.integers(0, 3, (2, n))) for n in (13, 19))
-    short = jnp.asarray(rng.integers(0, 2, (2, 5)))
-    matrix, other = (Dense(jnp.asarray(rng.random(n) < 0.6)) for n in ((13, 19), (2, 1, 29, 31)))
+    valid, lengths = jax.device_put((rng.random((2, 19)) < 0.7, np.array([0, 6])))
+    q_ids, k_ids = (jax.device_put(rng.integers(0, 3, (2, n))) for n in (13, 19))
+    short = jax.device_put(rng.integers(0, 2, (2, 5)))
+    matrix, other = (Dense(jax.device_put(rng.random(n) < 0.6)) for n in ((13, 19), (2, 1, 29, 31)))
     return {
         "everything": Everything(),
         "causal": Causal(),

@@ -26,7 +26,7 @@ def exact(x, scale, bias, centred):
 
 
 def draw(rng, *shape):
-    return jnp.array(2 + rng.normal(size=shape), jnp.float32)
+    return jax.device_put((2 + rng.normal(size=shape)).astype(np.float32))
 
 
 @pytest.mark.slow_except("neon-*")

@@ -53,8 +53,8 @@ class TestPortable(NonfiniteSuite):
 
 OPTIONS = {
     "causal": dict(),
-    "capped": dict(softcap=2.0, sinks=jnp.array([0.5, -1.0, 0.0, 2.0])),
-    "slopes": dict(bias=ALiBi(jnp.array([0.5, 0.25, 0.1, 0.0]))),
+    "capped": dict(softcap=2.0, sinks=np.float32([0.5, -1.0, 0.0, 2.0])),
+    "slopes": dict(bias=ALiBi(np.float32([0.5, 0.25, 0.1, 0.0]))),
 }
 
 
@@ -107,7 +107,7 @@ def test_a_program_for_another_platform_calls_no_library(platform):
 @compiled
 @pytest.mark.parametrize("target", [Target("tpu", chip="TPU v5e"), Target("hopper")])
 def test_a_target_that_is_no_cpu_never_gets_the_kernels_of_one(target):
-    x = jnp.zeros((1, 256, 2, 64))
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
     with using(target):
         explained = explain_attention(x, x, x)
     assert explained.chosen != "native" and "needs a CPU" in explained["native"]

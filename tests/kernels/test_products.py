@@ -22,10 +22,10 @@ SIZES = [(1, 1), (3, 7), (31, 64), (67, 131), (257, 769), (1031, 300)]
 def weights_of(rng, dtype, *shape):
     """Draw weights; return them as they are held and as exact numbers."""
     if dtype == "int8":
-        held = jnp.array(rng.integers(-127, 128, shape), jnp.int8)
+        held = rng.integers(-127, 128, shape).astype(np.int8)
     else:
-        held = jnp.array(rng.normal(size=shape), dtype)
-    return held, np.asarray(held.astype(jnp.float32), np.float64)
+        held = rng.normal(size=shape).astype(jnp.dtype(dtype))
+    return jax.device_put(held), held.astype(np.float64)
 
 
 @pytest.mark.slow_except("neon-bfloat16-*", "neon-float32-False", "neon-int8-True")
@@ -77,24 +77,25 @@ def check_products(rng, dtype, turned):
 
 @needs_kernels
 def test_few_rows_are_multiplied_by_the_kernel_and_many_are_not(rng):
-    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.float32)
+    kernel = rng.normal(size=(256, 96)).astype(np.float32)
 
     def program(rows, weights=kernel, dtype=jnp.float32):
-        x = jnp.zeros((rows, 256), dtype)
-        return jax.jit(lambda x: project(x, weights)).lower(x).as_text()
+        x = jax.ShapeDtypeStruct((rows, 256), dtype)
+        return jax.jit(project).lower(x, weights).as_text()
 
     assert "weight_product" in program(1) and "weight_product" in program(16)
     assert "weight_product" not in program(17)
     assert "weight_product" not in program(1, kernel[:, :8])  # too few weights
     assert "weight_product" not in program(1, dtype=jnp.float16)
-    table = jax.jit(lambda x: logits(x, kernel.T, None)).lower(jnp.zeros((2, 3, 256)))
+    x = jax.ShapeDtypeStruct((2, 3, 256), jnp.float32)
+    table = jax.jit(lambda x, kernel: logits(x, kernel.T, None)).lower(x, kernel)
     assert "weight_product" in table.as_text()
 
 
 @needs_kernels
 def test_an_exported_product_has_no_call_of_the_kernel_and_the_same_numbers(rng):
-    kernel = jnp.array(rng.normal(size=(256, 96)), jnp.bfloat16)
-    x = jnp.array(rng.normal(size=(2, 256)), jnp.float32)
+    kernel = rng.normal(size=(256, 96)).astype(jnp.bfloat16)
+    x = rng.normal(size=(2, 256)).astype(np.float32)
     function = jax.jit(lambda x: project(x, kernel))
     again = export.deserialize(export.export(function)(x).serialize())
     assert_near(again.call(x), function(x), FORWARD_F32)
@@ -121,8 +122,8 @@ def test_a_product_of_few_rows_has_derivatives_and_maps_over_rows(rng):
 
 @needs_kernels
 def test_sums_do_not_depend_on_who_computes_a_part(rng):
-    kernel = jnp.array(rng.normal(size=(3072, 768)), jnp.float32)
-    x = jnp.array(rng.normal(size=(1, 3072)), jnp.float32)
+    kernel = jax.device_put(rng.normal(size=(3072, 768)).astype(np.float32))
+    x = jax.device_put(rng.normal(size=(1, 3072)).astype(np.float32))
     first = products.product(x, kernel)
     for _ in range(20):
         assert_same_bits(products.product(x, kernel), first)
@@ -136,7 +137,7 @@ def test_one_large_number_takes_no_more_than_a_24th_bit_of_it(rng, turned, instr
     exact = exact.T if turned else exact
     x = rng.normal(size=(4, 200)).astype(np.float32)
     x[0, 17], x[1], x[2], x[3] = 1e4, 0, x[2] * np.float32(1e-33), x[3] * np.float32(1e33)
-    found = np.asarray(products.product(jnp.array(x), held, turned=turned), np.float64)
+    found = np.asarray(products.product(jax.device_put(x), held, turned=turned), np.float64)
     limit = FORWARD_F32 * (np.abs(x).astype(np.float64) @ np.abs(exact))
     limit += 2**-24 * np.abs(x).max(1)[:, None].astype(np.float64) * np.abs(exact).sum(0)
     assert (np.abs(found - x.astype(np.float64) @ exact) <= limit).all()
@@ -154,9 +155,9 @@ def test_what_is_not_finite_stays_so_and_in_its_row(rng, dtype, turned, bad, ins
     x[1, 33] = bad
     with np.errstate(invalid="ignore"):
         wanted = x.astype(np.float64) @ exact
-    found = products.product(jnp.array(x), held, turned=turned)
+    found = np.asarray(products.product(jax.device_put(x), held, turned=turned))
     np.testing.assert_array_equal(found[1], wanted[1])
-    assert_near(found[jnp.array([0, 2])], clean[[0, 2]], 1e-5)
+    assert_near(found[[0, 2]], clean[[0, 2]], 1e-5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.support.attention_suite import draw
@@ -112,7 +113,7 @@ def test_each_multiprocessor_runs_one_program(where, programs):
     assert found == {str(programs)}
 
 
-PARITY = jnp.arange(17) % 2
+PARITY = jax.device_put(np.arange(17, dtype=np.int32) % 2)
 
 
 @pytest.mark.slow_except("predicate", "scale")
