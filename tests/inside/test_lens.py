@@ -161,7 +161,7 @@ def test_a_capped_logit_and_models_without_logits_are_refused_by_name():
     capped = build(ModelConfig(vocab_size=VOCAB, num_layers=1, logit_softcap=5.0))
     with pytest.raises(ValueError, match=r"logit_softcap is 5.0: a capped logit is no sum"):
         logit_attribution(capped, {}, draw(), 3)
-    with pytest.raises(ValueError, match="logit_lens of a RecurrentLM: a Decoder, Encoder or"):
+    with pytest.raises(ValueError, match="logit_lens of a RecurrentLM: must be a Decoder, Enc"):
         logit_lens(build(RecurrentConfig(vocab_size=VOCAB)), {}, draw())
     vectors = build(ModelConfig(kind="encoder", inputs=Vectors(width=3)))
     with pytest.raises(ValueError, match="such an encoder has no logits"):

@@ -317,7 +317,7 @@ def _one_way(arguments: argparse.Namespace) -> None:
     if arguments.beams is not None:
         for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "seed"):
             if getattr(arguments, name) is not None:
-                rule = "a beam search draws nothing and stops at no text"
+                rule = "a beam search takes none"
                 raise ConfigError(f"{name} with beams: {rule}")
     if arguments.prompts is not None and arguments.prompt is not None:
         raise ConfigError("prompt and prompts: give one of them")

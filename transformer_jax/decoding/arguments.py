@@ -110,7 +110,9 @@ def check_arguments(
         raise ValueError(f"capture is {capture!r}: {name} has no `look`")
     if capture:
         if attention:
-            raise ValueError("attention with capture: capture 'block_*/attention/weights' too")
+            raise ValueError(
+                "attention with capture: give one; 'block_*/attention/weights' captures weights"
+            )
         step.check_look(cast(tuple[str, ...], capture))
     if sampler is not None:
         check_sampler(sampler)

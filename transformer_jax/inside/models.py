@@ -24,7 +24,7 @@ def check_model(
     `key` would turn dropout on, and `sets` names more arguments that the tool sets.
     """
     if not isinstance(model, Decoder | Encoder | EncoderDecoder):
-        rule = "a Decoder, Encoder or EncoderDecoder has blocks and logits"
+        rule = "must be a Decoder, Encoder or EncoderDecoder, as build(config) makes"
         raise ValueError(f"{tool} of a {type(model).__name__}: {rule}")
     if not model.config.has_logits:
         name = "embedding_dim" if model.config.inputs is None else "inputs"

@@ -38,7 +38,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
-from transformer_jax.shown import short_repr
+from transformer_jax.shown import shape_text, short_repr
 
 Edit = Callable[[jax.Array], jax.Array]
 Captured = dict[str, jax.Array]
@@ -225,7 +225,8 @@ class Places:
         changes: dict[str, Edit] = {}
         for one, function in edit_items(edit):
             if not callable(function):
-                raise ValueError(f"edit[{one!r}] is {function!r}: must be a function of the value")
+                given = shape_text(function) if hasattr(function, "shape") else repr(function)
+                raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
             for name in _expand(one, known):
                 if name in changes:
                     raise ValueError(f"edit has {name} twice: {one!r} names it again")

@@ -95,7 +95,7 @@ class FrozenBase:
         old = flatten_dict(given, sep="/")
         for name, leaf in flatten_dict(params, sep="/").items():
             if name not in whole and (name not in old or old[name].shape != leaf.shape):
-                rule = "it is new, at least in part, and would stay as it was drawn"
+                rule = f"it is new, at least in part: add it, trained={name}"
                 raise ConfigError(f"lora.trained lacks {name!r}: {rule}")
         return found
 

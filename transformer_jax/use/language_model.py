@@ -236,7 +236,7 @@ class LanguageModel(Looker, Scorer):
         if beams is not None:
             self._refuse(
                 {"sampler": sampler, "samples": samples, "stop": stop, "stream": stream},
-                "a beam search draws nothing and stops at no text",
+                "a beam search takes none",
             )
             best = [
                 self.search(text, num_tokens, beams=beams, processors=processors,

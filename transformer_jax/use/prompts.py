@@ -110,7 +110,7 @@ def token_id(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
         raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
     if len(ids) != 1:
         parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
-        rule = "must be one, which has a vector"
+        rule = "must be one token"
         raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): {rule}")
     if ids[0] >= known:
         raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")

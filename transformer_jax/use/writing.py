@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_key
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
@@ -87,6 +87,10 @@ class Writer(Reader):
         """Return what writes with the model; without a sampler it takes the likeliest tokens."""
         if sampler is not None and not isinstance(sampler, Greedy | Sample):
             raise ValueError(f"sampler is {sampler!r:.80}: must be Greedy() or a Sample(...)")
+        if key is not None:
+            check_key("key", key)
+            if sampler is None and self.kind != "masks":
+                raise ValueError("key is given without a sampler: nothing is drawn, give Sample()")
         if sampler is None or isinstance(sampler, Greedy):
             if samples is not None:
                 rule = "needs a sampler that draws, such as Sample(), and a key"

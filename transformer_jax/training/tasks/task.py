@@ -158,11 +158,11 @@ class RowsTask(TrainingTask):
     def described(self) -> str:
         """Return how many rows there are, and how long they are."""
         parts = ", ".join(
-            f"{count:,} of {bucket.tokens.shape[1]}"
+            f"{count:,} of {bucket.tokens.shape[1]} tokens"
             for count, bucket in zip(self.train.counts, self.train.buckets, strict=True)
         )
         held_out = sum(self.val.counts)
-        return f"rows by length: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
+        return f"rows: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
 
     def documents(self) -> list[np.ndarray]:
         """Return the sequences of all rows: what is read, and the label of its end."""
