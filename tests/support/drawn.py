@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.models.factory import init_params
@@ -20,5 +19,5 @@ def drawn(config, seed=0):
     """Normal numbers of NumPy in the shapes that `init_params` gives a model's parameters."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape).astype(x.dtype)), shapes_of(config)
+        lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype)), shapes_of(config)
     )
