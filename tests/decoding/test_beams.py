@@ -339,7 +339,6 @@ def test_beams_whose_tokens_are_all_excluded_give_no_hypothesis():
     assert (np.asarray(got.scores)[:, 2:] == -np.inf).all()
 
 
-@pytest.mark.slow
 def test_one_beam_is_greedy():
     """Also where texts stop: without a penalty, what goes on can only be less likely."""
     params, prompt, stop = automaton(8, 7), prompts(7), (0, 3)
