@@ -852,7 +852,7 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--beams 0", "beams is 0: must be at least 1", 2),
         ("--beams 2 --lookup 2", "beams and lookup: give one of them", 2),
         ("--beams 2 --samples 3", "samples is 3: must be at most beams, 2", 2),
-        ("--beams 2 --top-k 3", "top_k with beams: a beam search draws nothing", 2),
+        ("--beams 2 --top-k 3", "top_k with beams: a beam search takes none", 2),
         ("--length-penalty 1", "length_penalty is 1.0: needs beams", 2),
         ("--samples 2 --tokens 400", "tokens is 400: ", 2),
         ("--prompts /nonexistent", "/nonexistent", 1),

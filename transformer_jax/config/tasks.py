@@ -196,8 +196,7 @@ class _PairFilesTask(_Task):
         super().__post_init__()
         positive(self, "beams")
         below_int32(self, "beams", "judged")
-        if self.judged < 0:
-            fail("judged", self.judged, "must not be negative")
+        non_negative(self, "judged")
 
 
 @short_repr
@@ -311,8 +310,7 @@ class _GeneratedTask(_Task):
         super().__post_init__()
         positive(self, "examples", *self.sizes)
         below_int32(self, "examples", "judged", *self.sizes)
-        if self.judged < 0:
-            fail("judged", self.judged, "must not be negative")
+        non_negative(self, "judged")
 
     @property
     def sizes(self) -> tuple[str, ...]:
