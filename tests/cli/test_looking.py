@@ -100,6 +100,13 @@ def test_a_run_may_be_named_as_a_model(monkeypatch, tmp_path):
     assert command.load_either("inside", Namespace(**named)).config == CONFIG
 
 
+def test_a_run_that_saved_nothing_is_refused_for_that(tmp_path):
+    (tmp_path / "lock").touch()
+    named = dict(run=None, model=str(tmp_path), checkpoint=None, init_from=None)
+    with pytest.raises(ValueError, match="no run here"):
+        command.load_either("inside", Namespace(**named))
+
+
 @pytest.mark.slow
 def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
     found = masked().candidates("b_d", count=2)[0]

@@ -398,6 +398,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
     "asked5-edit\\\\['logits'\\\\] is 3.0: must be a function",
     "asked6-edit is a list: must be a dict",
     "asked8-can be captured, not edited",
+    "*float64*",
 )
 @pytest.mark.parametrize(
     ("asked", "message"),
@@ -421,6 +422,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
         (dict(edit={"logits": lambda x: x.astype(jnp.bfloat16)}), "returns bfloat16"),
         (dict(edit={"logits": lambda x: None}), r"edit of logits returns None: must be float32\["),
         (dict(capture=("encoder/embedding",)), "no place is named 'encoder/embedding'"),
+        (dict(edit={"logits": np.zeros((2, 3))}), r"edit\['logits'\] is float64\[2,3\]: must be a"),
     ],
 )
 def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):

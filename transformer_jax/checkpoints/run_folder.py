@@ -24,12 +24,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast, get_args, get_type_hints
+from typing import TypeVar, cast, get_args
 
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.fields import Dataclass, FieldValue, Hint, is_function, kind_name
+from transformer_jax.config.fields import (
+    Dataclass,
+    FieldValue,
+    Hint,
+    field_hints,
+    is_function,
+    kind_name,
+)
 from transformer_jax.config.own import found_again, name_of
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
@@ -235,7 +242,7 @@ def config_to_json(config: TrainConfig) -> str:
 
 def _plain(config: FieldValue) -> JsonObject:
     """Return the fields of a config as JSON holds them; one of several classes has a `kind`."""
-    hints, content = get_type_hints(type(config)), {}
+    hints, content = field_hints(type(config)), {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -265,7 +272,7 @@ def config_from_json(text: str | bytes) -> TrainConfig:
 def _build(cls: type[C], content: Json, path: str) -> C:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.rstrip('.') or 'the config'} is {content!r}: must be an object")
-    hints = get_type_hints(cls)
+    hints = field_hints(cls)
     arguments = {}
     for key, value in content.items():
         if key not in hints:
@@ -316,7 +323,7 @@ def _kinds(hint: Hint) -> dict[str, FieldValue]:
     found: dict[str, FieldValue] = {}
     for cls in get_args(hint):
         if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-            own = get_args(get_type_hints(cls).get("kind"))
+            own = get_args(field_hints(cls).get("kind"))
             found |= dict.fromkeys(own or (kind_name(cls),), cls)
     return found
 

@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import architecture_names
-from transformer_jax.config.fields import FieldValue, Hint, kind_name, nearest
+from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -229,7 +229,7 @@ def _chosen(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -
 
 def _walk(config: type, path: Path) -> Iterator[Field]:
     """Yield every field of a config class and of the configs within it."""
-    hints = get_type_hints(config)
+    hints = field_hints(config)
     for field in fields(config):
         hint, here = hints[field.name], (*path, field.name)
         if is_dataclass(hint):

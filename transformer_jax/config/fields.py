@@ -82,7 +82,7 @@ def check_types(config: Dataclass) -> None:
     `jnp.bfloat16`, becomes its name. The name of one of several kinds, such as "chat" of a task,
     becomes that kind with its defaults.
     """
-    for name, hint in _hints(type(config)).items():
+    for name, hint in field_hints(type(config)).items():
         value = getattr(config, name)
         if name.endswith("dtype") and not isinstance(value, str | None):
             spelled = getattr(value, "name", getattr(value, "__name__", None))
@@ -105,8 +105,9 @@ def check_types(config: Dataclass) -> None:
             fail(name, value, f"must be {_spell(hint)}{near}")
 
 
-@functools.cache  # reading them takes longer than all checks
-def _hints(kind: type) -> dict[str, Hint]:
+@functools.cache  # reading them takes longer than all checks of a config
+def field_hints(kind: type) -> dict[str, Hint]:
+    """Return the type that each field of a class of configs is annotated with."""
     return get_type_hints(kind)
 
 

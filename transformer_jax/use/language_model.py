@@ -99,7 +99,7 @@ def load(
         raise ConfigError(f"path_or_id is {str(path_or_id)!r:.60}: {error.strerror}") from None
     if of_run or began:
         for name, value in dict(dtype=dtype, max_len=max_len).items():
-            if value is not None:
+            if of_run and value is not None:  # one that saved nothing is refused for that
                 raise ConfigError(f"{name} is {value!r}: a run has its own")
         model = load_run(path_or_id, checkpoint, init_from=init_from)
     else:
