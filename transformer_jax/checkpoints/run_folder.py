@@ -242,7 +242,8 @@ def config_to_json(config: TrainConfig) -> str:
 
 def _plain(config: FieldValue) -> JsonObject:
     """Return the fields of a config as JSON holds them; one of several classes has a `kind`."""
-    hints, content = field_hints(type(config)), {}
+    cls: type = type(config)
+    hints, content = field_hints(cls), {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
