@@ -310,6 +310,13 @@ def test_bleu_and_chrf_are_sacrebleu_s():
     assert 0 < other["bleu"] < 100
 
 
+def test_bleu_is_left_out_if_no_wanted_text_has_four_words():
+    pytest.importorskip("sacrebleu")
+    short = compare_texts(["the cat", "a dog"], ["the cat", "a dog"])
+    assert "bleu" not in short and short["chrf"] == pytest.approx(100)
+    assert compare_texts(["the cat", "a"], ["the cat", "a dog sat here"])["bleu"] == 0
+
+
 def test_f1_is_the_mean_over_classes_that_occur():
     said, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
     confusion = confusion_matrix(said, wanted, 4)

@@ -56,7 +56,7 @@ def summary(result: Result) -> str:
 
 def missing_metrics(scores: Mapping[str, float]) -> str | None:
     """Return what to install, where texts were compared without BLEU and chrF for want of it."""
-    if "exact_match" not in scores or "bleu" in scores:
+    if "exact_match" not in scores or "chrf" in scores:
         return None
     return "BLEU and chrF need sacrebleu: pip install sacrebleu"
 

@@ -16,7 +16,8 @@ def compare_texts(
     exact_match is the share of equal texts, spaces at their ends aside. word_error_rate is the
     words to insert, delete or replace, by those that were wanted. BLEU (Papineni et al. 2002) and
     chrF (Popović 2015) are sacrebleu's, of the corpus, with its usual settings; they are left out
-    where it is not installed.
+    if it is not installed. BLEU is also left out if no wanted text has four words: it counts
+    4-grams, and sacrebleu would give even a perfect copy 0.
 
     Args:
         written: n texts, at least one.
@@ -38,7 +39,8 @@ def compare_texts(
     import sacrebleu
 
     hypotheses, references = [one for one, _ in pairs], [[two for _, two in pairs]]
-    found["bleu"] = float(sacrebleu.corpus_bleu(hypotheses, references).score)
+    if sacrebleu.corpus_bleu(references[0], references).totals[3]:
+        found["bleu"] = float(sacrebleu.corpus_bleu(hypotheses, references).score)
     found["chrf"] = float(sacrebleu.corpus_chrf(hypotheses, references).score)
     return found
 
