@@ -51,6 +51,8 @@ class Softmax(NamedTuple):
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
         weights = self.exponentials / self.denominator[..., None]
+        # where there is no weight, the product of cotangent and value may overflow
+        weights = jnp.where(self.exponentials > 0, weights, 0.0)
         weights = weights if keep is None else weights * keep
         (B, N, T, _), K = weights.shape, value.shape[2]
         weights = rearrange(weights, "B (K G) T S -> B K (G T) S", K=K).astype(value.dtype)

@@ -235,6 +235,7 @@ class AppliedStep(Step[State]):
         valid: jax.Array | None,
         **more: object,
     ) -> Any:  # logits, the new state, and what else the model's method returns
+        check_not_consumed(state)
         given = self.arguments(tokens, state, valid) | more
         if self.edit:
             given["edit"] = dict(self.edit)
