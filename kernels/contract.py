@@ -34,6 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from transformer_jax.kernels.program import Program
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
@@ -60,6 +62,9 @@ class Problem:
     """Whether dq may be summed in the order in which programs finish: other bits in every run."""
     fixed_slopes: bool = False
     """Whether the gradient of slopes is left out, as where they are those of ALiBi's paper."""
+    wide: bool = False
+    """Whether the forward kernel returns its output in float32, of which a backward pass computes
+    D: that of an output rounded to 16 bits would be off in rows with few large weights."""
     packs: bool = False
     """Whether `transformer_jax.kernels.packed_queries` stands around every kernel but `decode`. The
     queries of the call are then not padded, and its lists have one tile of queries, which the heads
@@ -132,6 +137,11 @@ class Operands(NamedTuple):
 def learns_slopes(problem: Problem, operands: Operands) -> bool:
     """Return whether a backward kernel returns the rows that the slopes' gradient sums."""
     return operands.slopes is not None and not problem.fixed_slopes
+
+
+def out_dtype(problem: Problem, operands: Operands) -> DTypeLike:
+    """Return the dtype of a forward kernel's output."""
+    return jnp.float32 if problem.wide else operands.query.dtype
 
 
 class TileLists(NamedTuple):
@@ -241,6 +251,8 @@ class Backend:
     """Whether `decode` reads int8 with scales."""
     page: int = 0
     """The number of keys of which a page that `decode` reads in place is a multiple; 0: none."""
+    wide: bool = False
+    """Whether `forward` writes float32 where `Problem.wide` asks for it."""
     packs: bool = False
     """Whether few queries of several heads are packed as rows of one tile: `Problem.packs`."""
     prepare: Callable[[TileLists], TileLists] = lambda lists: lists

@@ -83,9 +83,10 @@ def _attend_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Return attention, and the results of the forward kernel."""
     operands, lists = tree
+    problem = dataclasses.replace(problem, wide=where.backend.wide)
     kernel = _kernel(problem, where, "forward", (QUERIES, ROWS, ROWS))
     out, row_max, log_sum = kernel(_wide(operands)[0], lists["forward"])
-    return (out, row_max + log_sum), (out, row_max, log_sum)
+    return (out.astype(operands.query.dtype), row_max + log_sum), (out, row_max, log_sum)
 
 
 def _attend_plainly(

@@ -25,6 +25,7 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
     learns_slopes,
+    out_dtype,
 )
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.kernels.sharding import vary
@@ -83,7 +84,7 @@ def forward(
         return out, row_max, log_sum
 
     out, row_max, log_sum = lax.map(of_queries, jnp.arange(tiles.rows, dtype=jnp.int32))
-    out = tiles.from_tiles(out).astype(operands.query.dtype)
+    out = tiles.from_tiles(out).astype(out_dtype(problem, operands))
     saved = [jnp.moveaxis(x, 0, 2).reshape(B, N, -1)[:, :, :T] for x in (row_max, log_sum)]
     return out, *saved
 

@@ -209,7 +209,7 @@ def test_an_editor_completes_every_public_name_and_no_other():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fit", ": from transformer_jax.training import fit"),
+        ("make_train_step", ": from transformer_jax.training import make_train_step"),
         ("fine_tuning", ": from transformer_jax.config import fine_tuning"),
         ("Rop", ", nearest: Rope"),
         ("laod", ", nearest: load"),

@@ -20,19 +20,19 @@ What is public by this name; the rest is imported from its module, such as `mode
     Models         build, init_params, num_params, places, quantize, Decoder, Encoder,
                    EncoderDecoder, StreamingEncoder
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
-                   KVCache, ModelCache, PagedCache
+                   fork, KVCache, ModelCache, PagedCache
     Decoding       make_step, generate, stream, prefill, beam_search, LengthPenalty, speculate,
                    Draft, PromptLookup, serve, Request
     Samplers       Greedy, Sample, Temperature, TopK, TopP, MinP
     Processors     Ban, BanSequences, Force, ForceLast, FrequencyPenalty, MinLength,
                    NoRepeatNGram, PresencePenalty, RepetitionPenalty
     Text           load
-    Losses         cross_entropy, chunked_cross_entropy
+    Training       fit, cross_entropy, chunked_cross_entropy
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora, export_decoder
 
-Training imports what it needs (optax and more) from `transformer_jax.training`, not from here, and
-what reads and writes runs and published models is imported when it is first asked for.
+Training has more in `transformer_jax.training`. `fit`, and what reads and writes runs and published
+models, is imported when it is first asked for.
 """
 
 import importlib
@@ -81,6 +81,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.fields import nearest
+from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
 from transformer_jax.decoding.generation import generate, prefill, stream
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.text.export import export_decoder
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+    from transformer_jax.training.loop import fit
     from transformer_jax.use.language_model import load
 
 __version__ = "0.1.0"
@@ -192,6 +194,8 @@ __all__ = [
     "dot_product_attention_weights",
     "explain_attention",
     "export_decoder",
+    "fit",
+    "fork",
     "generate",
     "init_cache",
     "init_decode_state",
@@ -221,6 +225,7 @@ remember()
 
 _LATER = {
     "export_decoder": "text.export",
+    "fit": "training.loop",
     "load": "use.language_model",
     "load_lora": "pretrained.peft",
     "load_pretrained": "pretrained.load",
@@ -233,7 +238,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that reads or writes published models when it is first asked for.
+    """Import a name that trains, or reads or writes published models, when it is first asked for.
 
     AttributeError for another one, which names the module where it stands, if that was imported, or
     the nearest name there is.

@@ -1,4 +1,4 @@
-"""Check single arguments: integers that must fit int32, counts, finite numbers, PRNG keys."""
+"""Check single arguments and rows: integers that must fit int32, counts, finite numbers, keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from transformer_jax.tracing import at_once, known_value
+from transformer_jax.tracing import at_once, known_value, traced
 
 Integers = TypeVar("Integers", bound=jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 INT32 = np.iinfo(np.int32)
@@ -128,3 +128,26 @@ def check_factor(name: str, value: float) -> None:
     """Raise ValueError unless products with this number, and quotients by it, fit float32."""
     if not isinstance(value, Real) or not 1e-30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite and above 0, from 1e-30 to 1e30")
+
+
+def check_not_consumed(state: object, name: str = "state") -> None:
+    """Raise ValueError if the memory of a state was given to the result of an earlier call."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
+            rule = f"fork({name}, 1) keeps a copy"
+            raise ValueError(f"{name} was consumed by an earlier call: {rule}")
+
+
+def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Array:
+    """Return the largest number along an axis, infinity if one is NaN, -infinity if there is none.
+
+    Wherever a NaN matters it is looked for with this function. XLA's maximum on a CPU loses a NaN
+    in rows of 1,000, and `lax.top_k` ranks one that arithmetic made, whose sign is set, last.
+    """
+    known = jnp.where(jnp.isnan(x), jnp.inf, x)
+    return jnp.max(known, axis=axis, keepdims=keepdims, initial=-jnp.inf)
+
+
+def has_finite_maximum(x: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
+    """Return whether the largest of a row is finite; it is not if one is NaN."""
+    return jnp.isfinite(largest(x))

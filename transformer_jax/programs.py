@@ -98,10 +98,23 @@ class Program(Generic[P, Result]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
         given = *args, *(kwargs[name] for name in self.names[len(args) :] if kwargs)
-        if self._by_value(given):
-            result: Result = self.by_value(*given)
-            return result
-        return self._traced_again(given)
+        result: Result
+        result = self.by_value(*given) if self._by_value(given) else self._traced_again(given)
+        if self.donate:
+            self._consume(given, result)
+        return result
+
+    def _consume(self, args: tuple[object, ...], result: Result) -> None:
+        """Delete what was donated, also memory that XLA did not take.
+
+        It leaves arrays that NumPy looks at, and those that no result has the shape of.
+        """
+        kept = {id(x) for x in jax.tree.leaves(result)}
+        for name, x in zip(self.names, args, strict=True):
+            for leaf in jax.tree.leaves(x) if name in self.donate else ():
+                known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+                if known and id(leaf) not in kept and not leaf.is_deleted():
+                    leaf.delete()
 
     def lower(self, *args: object) -> Lowered:
         """Lower the program of `jax.jit`."""

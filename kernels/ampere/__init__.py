@@ -56,5 +56,6 @@ BACKEND = Backend(
     decode_rows=ROWS,
     int8=True,
     page=ROWS,  # whole tiles
+    wide=True,
     packs=True,
 )

@@ -23,7 +23,15 @@ from transformer_jax.kernels.ampere.tiles import (
     product,
     slot,
 )
-from transformer_jax.kernels.contract import LOWEST, Blocks, Index, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import (
+    LOWEST,
+    Blocks,
+    Index,
+    Operands,
+    Problem,
+    TileLists,
+    out_dtype,
+)
 from transformer_jax.kernels.nvidia.memory import ROW, ROWS, Ref, across, at, f32, filled
 from transformer_jax.kernels.nvidia.schedule import each_tile, prepare, query_items
 from transformer_jax.kernels.nvidia.scores import (
@@ -50,7 +58,7 @@ def forward(
         problem,
         functools.partial(_forward, problem, blocks),
         query_items(operands, blocks).number,
-        out_type=(result((B, T, N, Hv), dtype, operands.query), rows, rows),
+        out_type=(result((B, T, N, Hv), out_dtype(problem, operands), operands.query), rows, rows),
         scratch_types=dict(
             q_tile=slot(ROWS, H, dtype),
             k_tile=slot(blocks.k, H, dtype),

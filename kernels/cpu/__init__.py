@@ -47,6 +47,7 @@ from transformer_jax.kernels.contract import (
     TileLists,
     Vectors,
     learns_slopes,
+    out_dtype,
 )
 from transformer_jax.kernels.dropout import threshold
 from transformer_jax.kernels.sharding import vary
@@ -137,7 +138,7 @@ def forward(
 ) -> tuple[jax.Array, ...]:
     """Return the output [B, T, N, Hv], m and log l, f32[B, N, T]."""
     B, T, N, _ = operands.query.shape
-    out = (B, T, N, operands.value.shape[3]), operands.query.dtype
+    out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
     if T * N // operands.key.shape[2] <= FEW_ROWS:
@@ -171,6 +172,7 @@ BACKEND = Backend(  # whose forward kernel takes few queries itself, and in a ti
     refuse=refuse,
     blocks=blocks,
     portable=portable.KERNELS,
+    wide=True,
 )
 
 

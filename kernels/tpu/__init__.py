@@ -58,6 +58,7 @@ BACKEND = Backend(
     sums_fit=sums_fit,
     list_bytes=TPU_LIST_BYTES,
     heads_first=True,
+    wide=True,
     shortest=TPU_LANES,  # no tile is narrower
     decode_rows=64,
     int8=True,

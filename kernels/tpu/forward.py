@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists
+from transformer_jax.kernels.contract import LOWEST, Blocks, Operands, Problem, TileLists, out_dtype
 from transformer_jax.kernels.tpu.grid import GridStep, Ref, by_queries
 from transformer_jax.kernels.tpu.inputs import TileInputs
 from transformer_jax.kernels.tpu.scores import dot, dropped, power, scores, unit
@@ -63,7 +63,7 @@ def forward(
     out, row_max, log_sum = by_queries(
         "attention_forward", kernel, problem, operands, None, lists, blocks,
         writes=[
-            ("query", (B, N, T, Hv), operands.query.dtype),
+            ("query", (B, N, T, Hv), out_dtype(problem, operands)),
             ("query row", (B, N, 1, T), jnp.float32),
             ("query row", (B, N, 1, T), jnp.float32),
         ],

@@ -37,9 +37,12 @@ from transformer_jax.attention.masks import (  # noqa: E402
     Padding,
     Predicate,
     Prefix,
+    Segments,
     Window,
 )
+from transformer_jax.config import ModelConfig  # noqa: E402
 from transformer_jax.kernels import cpu  # noqa: E402
+from transformer_jax.models.factory import build, init_params  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -219,6 +222,14 @@ def test_a_nonfinite_call_of_a_vmap_leaves_the_others_alone():
     out, query, *_ = run(arrays["key"].at[1, 0, 6].set(math.nan))
     assert np.isnan(out[1, 0, 6:]).all() and np.isfinite(out[1, 0, :6]).all()
     assert not query[1, 0, 6:].any()
+
+
+def test_a_vmap_of_tiles_on_several_devices_has_its_rows(monkeypatch):
+    """There a `vmap` has a rule of its own, which finds out whether it is empty."""
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    attend = partial(dot_product_attention, mask=Causal(), implementation="blockwise")
+    shapes = [jax.ShapeDtypeStruct((3, 1, 7, 2, 5), np.float32)] * 3
+    assert jax.eval_shape(jax.vmap(attend), *shapes).shape == (3, 1, 7, 2, 5)
 
 
 def test_the_oracle_gradients_are_central_differences(rng):
@@ -666,6 +677,96 @@ def test_illegal_arrays_are_refused_with_shapes_and_rule(case, implementation):
         )
     with pytest.raises(ValueError, match=re.compile(names, re.DOTALL)):
         explain_attention(*(zeros(*s) for s in shapes), **settings)
+
+
+def ids(length):
+    return zeros(2, length, dtype="int32")
+
+
+SHORT = {  # of 13 queries and 17 keys
+    "valid": (Padding(zeros(2, 16, dtype="bool")), "Padding: valid has length 16 for 17 keys"),
+    "q_ids": (Segments(ids(12), ids(17)), "Segments: q_ids has length 12 for 13 queries"),
+    "k_ids": (Segments(ids(13), ids(16)), "Segments: k_ids has length 16 for 17 keys"),
+    "both": (Segments(ids(13)), "q_ids, also of the keys, has length 13 for 17 keys"),
+    "queries": (Dense(zeros(12, 17, dtype="bool")), "array has length 12 for 13 queries"),
+    "keys": (Dense(zeros(1, 1, 1, 16, dtype="bool")), "array has length 16 for 17 keys"),
+    "inside": (Causal() | ~(Window(3) & Padding(zeros(2, 2, dtype="bool"))), "valid has length 2"),
+}
+
+
+@pytest.mark.parametrize("implementation", [*NAMES, None])
+@pytest.mark.parametrize("case", SHORT)
+def test_a_mask_without_an_entry_for_each_query_and_key_is_refused(case, implementation):
+    """Rows that it hid in silence would be zeros."""
+    mask, names = SHORT[case]
+    arrays = [zeros(*s) for s in (Q, K, K)]
+    with pytest.raises(ValueError, match=names):
+        dot_product_attention(*arrays, mask=mask, implementation=implementation)
+    if implementation is None:
+        with pytest.raises(ValueError, match=names):
+            explain_attention(*arrays, mask=mask)
+        with pytest.raises(ValueError, match=names):
+            dot_product_attention_weights(*arrays[:2], mask=mask)
+        with pytest.raises(ValueError, match=names):
+            jax.jit(partial(state_attention, mask=mask))(zeros(2, 13, 8), zeros(2, 17, 8))
+        at = dict(q_positions=np.arange(13, dtype=np.int32) % 2, k_positions=np.arange(17) % 2)
+        dot_product_attention(*arrays, mask=mask, **at)  # positions may ask for fewer
+
+
+def test_a_model_refuses_a_mask_without_an_entry_for_each_token():
+    config = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 13), np.int32)
+    for mask in (Padding(zeros(2, 12, dtype="bool")), Causal() & Segments(ids(12))):
+        with pytest.raises(ValueError, match=r"has length 12 for 13 (keys|queries)"):
+            jax.eval_shape(
+                lambda params, tokens, mask=mask: build(config).apply(
+                    {"params": params}, tokens, mask=mask
+                ),
+                params,
+                tokens,
+            )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_query_with_one_visible_key_has_no_gradient(implementation, dtype):
+    """By definition: its weight is 1, whatever the score is."""
+    H, tiny = (32, 0.0) if implementation == "xla" else (2, 0.0)
+    rng = np.random.default_rng(3)
+    query, key, value, cotangent = (
+        jnp.asarray(rng.normal(size=(1, 1, 1, H)), dtype) for _ in range(4)
+    )
+
+    @jax.jit
+    def gradients(query, key, bias, value):
+        def attend(query, key, bias):
+            return dot_product_attention(
+                query, key, value, bias=bias, implementation=implementation
+            )
+
+        return jax.vjp(attend, query, key, bias)[1](cotangent)
+
+    for found in gradients(query, key, jnp.zeros((1, 1, 1, 1), dtype), value):
+        assert np.abs(np.asarray(found, np.float64)).max() <= tiny
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (4, 1, 1)], ids=str)
+def test_a_scale_of_another_shape_is_refused(shape):
+    rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), by head"
+    for scale in (zeros(*shape), np.zeros(shape, np.float32), np.zeros(shape).tolist()):
+        with pytest.raises(ValueError, match=rule):
+            dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=scale)
+
+
+def test_an_explanation_names_who_takes_a_scale_by_head():
+    arrays = [zeros(*s) for s in (Q, K, K)]
+    reasons = explain_attention(*arrays, scale=np.ones(4, np.float32))
+    assert reasons["xla"] is reasons["blockwise"] is None
+    for name in NAMES:
+        if reasons[name] is not None:
+            with pytest.raises(NotImplementedError, match=re.escape(str(reasons[name]))):
+                dot_product_attention(*arrays, scale=np.ones(4, np.float32), implementation=name)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])

@@ -520,7 +520,8 @@ BAD = [
     (lambda: Window(True), "left is True: must be an integer of 0 or more"),
     (lambda: Window(jnp.float32(3)), r"left is Array\(3., .*: must be an integer of 0 or more"),
     (lambda: Window(None, np.array([3])), r"right is array\(\[3\]\): must be an integer"),
-    (lambda: jax.jit(Window)(3), r"left is JitTracer\(.*int32.*: must be an integer of 0 or more"),
+    (lambda: jax.jit(Window)(3), r"left is traced.*: make it static, or write Predicate\(lambda"),
+    (lambda: jax.jit(lambda w: Window(None, w))(3), "right is traced"),
     (lambda: Window(2, -3), "-3"),
     (lambda: Window(2.5), "2.5"),
     (lambda: Window(None, None), "None"),
@@ -563,6 +564,38 @@ def test_masks_combine_only_with_masks():
         Causal() & True
     with pytest.raises(TypeError):
         jax.device_put(np.ones((5, 7), bool)) | Causal()
+
+
+def test_a_traced_window_is_written_as_a_predicate():
+    @jax.jit
+    def seen(left):
+        mask = Causal() & Predicate(lambda q, k: q - k < left)
+        return mask.materialize(np.arange(5), np.arange(7))
+
+    want = (Causal() & Window(3)).materialize(np.arange(5), np.arange(7))
+    np.testing.assert_array_equal(seen(3), want)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 1), (1, 1), (2, 1, 1, 7), (1, 3, 5, 1)], ids=str)
+def test_an_axis_of_one_of_a_dense_mask_is_broadcast(shape, rng):
+    """As in jax.nn, for every position; a negative one is no query."""
+    array = rng.random(shape) < 0.5
+    array.flat[0] = True
+    full = (
+        np.broadcast_to(array, (2, 3, 5, 7)) if len(shape) == 4 else np.broadcast_to(array, (5, 7))
+    )
+    mask = Dense(array)
+    at = np.arange(5, dtype=np.int32), np.arange(7, dtype=np.int32)
+    found = np.broadcast_to(mask.materialize(*at), (2, 3, 5, 7))
+    np.testing.assert_array_equal(found, np.broadcast_to(full, (2, 3, 5, 7)))
+    plan = mask.block_plan(*at, block_q=2, block_k=3)
+    classes = np.broadcast_to(plan.classes, (2, 3, 3, 3))
+    whole = np.pad(found, [(0, 0), (0, 0), (0, 1), (0, 0)], "edge")
+    whole = np.pad(whole, [(0, 0), (0, 0), (0, 0), (0, 2)]).reshape(2, 3, 3, 2, 3, 3)
+    assert not whole.any(axis=(3, 5))[classes == SKIPPED].any()
+    assert whole.all(axis=(3, 5))[classes == FULL].all()
+    far = np.broadcast_to(mask.materialize(np.array([-1]), at[1]), (*found.shape[:2], 1, 7))
+    assert not far.any()
 
 
 @pytest.mark.slow

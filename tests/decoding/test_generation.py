@@ -26,6 +26,7 @@ from tests.decoding.test_decode import (
 )
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
+from transformer_jax.cache.model_cache import rewind_cache
 from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.batch_rows import (
     count_rows,
@@ -34,6 +35,7 @@ from transformer_jax.decoding.batch_rows import (
     select_rows,
     write_rows,
 )
+from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
@@ -322,16 +324,41 @@ def test_turns_of_a_chat_cost_only_what_is_new(rope):
     assert int(state.length[0]) == len(said) - 1
 
 
-@pytest.mark.slow
-def test_a_consumed_state_is_refused_by_name(rope):
+@pytest.mark.slow_except("eager, seen by NumPy")
+@pytest.mark.parametrize("made", ["empty", "jit", "eager", "eager, seen by NumPy"])
+def test_a_state_is_consumed_whatever_made_it_and_then_refused_by_name(rope, made):
+    """XLA takes no memory that NumPy looks at, and what it takes depends on the program."""
     step, params, empty = rope
-    state = empty()
+    state, model, given = empty(), build(ROPE), prompts()
+    read = lambda params, tokens, cache: model.apply({"params": params}, tokens, cache=cache)  # noqa: E731
+    if made != "empty":
+        read = jax.jit(read) if made == "jit" else read
+        _, state = read(params, given, state)
+    views = [np.asarray(x) for x in jax.tree.leaves(state)] if "NumPy" in made else []
+    before = [x.copy() for x in views]
     kept = fork(state, 1)
-    out = generate(step, params, prompts(), state, num_tokens=2)
-    for call in (generate, stream):
+    out = generate(step, params, given[:, :2], state, num_tokens=2)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    for view, wanted in zip(views, before, strict=True):
+        np.testing.assert_array_equal(view, wanted)
+    search = partial(beam_search, num_beams=2)
+    guess = partial(speculate, proposer=PromptLookup(2), num_draft=2)
+    for call in (generate, stream, search, guess):
         with pytest.raises(ValueError, match=r"state was consumed .* fork\(state, 1\) keeps"):
-            call(step, params, prompts(), state, num_tokens=2)
-    again = generate(step, params, prompts(), kept, num_tokens=2)
+            call(step, params, given, state, num_tokens=2)
+    rest = {
+        "prefill": lambda: prefill(step, params, given, state, [PROMPT] * len(given)),
+        "apply": lambda: model.apply({"params": params}, given, cache=state),
+        "step": lambda: step(params, given, state),
+        "rewind_cache": lambda: rewind_cache(state, jnp.zeros(len(given), jnp.int32)),
+        "fork": lambda: fork(state, 1),
+        "gather_rows": lambda: gather_rows(state, jnp.arange(2)),
+    }
+    for name, call in rest.items():
+        with pytest.raises(ValueError, match=r"was consumed by an earlier call: fork\("):
+            call()
+            pytest.fail(name)
+    again = generate(step, params, given[:, :2], kept, num_tokens=2)
     np.testing.assert_array_equal(again.tokens, out.tokens)
 
 

@@ -120,6 +120,19 @@ def test_dropout_is_on_what_a_reads_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_dropout_is_on_what_an_adapter_of_cross_attention_reads(name):
+    """The source's keys and values are computed once, from the encoder's output."""
+    config = dataclasses.replace(MODELS["encoder-decoder"], dropout=0.0, attention_dropout=0.0)
+    params = init_params(config, jax.random.key(0))
+    lora = LoraConfig(rank=2, targets=(f"cross_attention/{name}",), dropout=0.5)
+    adapters = drawn(params, lora=lora)
+    given = with_adapters(params, adapters, lora)
+    off, on = (logits(config, given, key=key) for key in (None, jax.random.key(2)))
+    assert float(jnp.abs(on - off).max()) > 1e-3
+
+
+@pytest.mark.slow
 def test_a_scanned_stack_draws_the_bits_of_a_looped_one():
     lora = dataclasses.replace(LORA, dropout=0.5)
     config = MODELS["decoder"]

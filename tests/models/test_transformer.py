@@ -524,6 +524,11 @@ REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
         dict(),
         (K <= Q) & ((Q - K < 2) | (K < 3)),
     ),
+    "window-and-prefix": (
+        dict(window=3),
+        dict(mask=Causal() | Prefix(np.array([6]))),
+        ((K <= Q) | (K < 6)) & (Q - K < 3),
+    ),
     "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
     "window-shaw-sinks": (
         dict(positions=Shaw(max_distance=17), window=4, attention_sinks=True),
@@ -587,6 +592,7 @@ def dependence(config, arguments, rng) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.long_except(
     "causal-learned",
+    "window-and-prefix",
     "encoder",
     "encoder-window-segments",
     "left-padding",

@@ -482,6 +482,30 @@ class AttentionSuite:
         by_hand = (expected["dquery"] * oracle.double(arrays["query"])).sum() / 0.7
         assert abs(slope - by_hand) < 1e-5 * np.abs(expected["dquery"]).sum()
 
+    def test_a_scale_by_head_is_that_of_its_queries_and_has_a_gradient(self):
+        arrays = self.draw(61)
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+        by_head = np.float32([0.2, 1.3, -0.4, 0.7])
+        mask, seen = self.causal_tail()
+
+        @jax.jit
+        def loss(scale, query):
+            out = self.attend(query, arrays["key"], arrays["value"], mask=mask, scale=scale)
+            return (out.astype(np.float32) * arrays["out_cotangent"]).sum(), out
+
+        (_, out), (slope, dquery) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+            jnp.asarray(by_head), arrays["query"]
+        )
+        # the same as queries that are multiplied beforehand
+        host = {name: oracle.double(x) for name, x in arrays.items()}
+        host["query"] = host["query"] * by_head[:, None]
+        expected = reference(host, seen, scale=1.0)
+        assert_near(out, expected["out"], 2 * self.forward_tolerance)
+        assert_near(dquery, expected["dquery"] * by_head[:, None], 2 * self.gradient_tolerance)
+        by_hand = (expected["dquery"] * oracle.double(arrays["query"])).sum(axis=(0, 1, 3))
+        most = np.abs(expected["dquery"]).sum() * (1 + self.gradient_tolerance / GRADIENT_F32)
+        assert np.abs(slope - by_hand).max() < 1e-5 * most
+
     # Bias.
 
     @pytest.mark.parametrize("axes", ["BNTS", "_N_S", "B_T_", "TS", ""])
@@ -803,6 +827,32 @@ class AttentionSuite:
             if name == "out":
                 limit = LOW_PRECISION_FORWARD * usual_error + LOW_PRECISION_FORWARD_FLOOR
             assert error <= limit, f"{name}: error {error:.3g}, plain {usual_error:.3g}"
+
+    @pytest.mark.parametrize("sharper", [1.0, 16.0])
+    def test_gradients_of_sharp_rows_are_as_exact_as_those_of_jax(self, sharper):
+        """A row with few large weights cancels, unless D is of an output that is not rounded."""
+        arrays = self.draw(62, queries=64, keys=64, dim=64, value_dim=64, dtype="bfloat16")
+        arrays["query"] = arrays["query"] * jnp.bfloat16(sharper)
+        arrays["lse_cotangent"] = jnp.zeros_like(arrays["lse_cotangent"])
+        expected = reference(arrays, np.tri(64, dtype=bool)[None, None])
+        result = self.evaluate(arrays, Causal())
+
+        @jax.jit
+        def usual(query, key, value, cotangent):
+            attend = functools.partial(
+                jax.nn.dot_product_attention, is_causal=True, implementation="xla"
+            )
+            return jax.vjp(attend, query, key, value)[1](cotangent)
+
+        names = "query", "key", "value"
+        found = usual(*(arrays[name] for name in names), arrays["out_cotangent"])
+        for name, theirs in zip(names, found, strict=True):
+            wanted = expected[f"d{name}"]
+            ours, theirs = (
+                np.linalg.norm(oracle.double(x) - wanted) / np.linalg.norm(wanted)
+                for x in (result[f"d{name}"], theirs)
+            )
+            assert ours <= 1.05 * theirs, f"d{name}: error {ours:.2g}, jax.nn {theirs:.2g}"
 
     # Runs and transformations.
 

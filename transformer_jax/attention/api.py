@@ -112,7 +112,7 @@ def dot_product_attention(
     *,
     mask: Mask | None = None,
     bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
+    scale: float | jax.Array | None = None,  # a number or [N]
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
     q_positions: jax.Array | None = None,  # i32[T] or [B, T]
@@ -160,7 +160,8 @@ def dot_product_attention(
         mask: which keys a query sees, as `Causal() & Window(32)`; None is all.
         bias: an array that broadcasts to [B, N, T, S], by index, or a value that is asked by
             position, such as `ALiBi`; None adds nothing.
-        scale: of q.k; None is 1 / sqrt(H).
+        scale: of q.k: one number, or [N] with one for each query head, which may be traced and
+            differentiated; None is 1 / sqrt(H).
         softcap: above 0; None leaves the scores as they are.
         sinks: [N]: a sink adds exp(sinks[n]) to the denominator of the softmax, and carries no
             value.
@@ -340,7 +341,7 @@ def dot_product_attention_weights(
     *,
     mask: Mask | None = None,
     bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
+    scale: float | jax.Array | None = None,  # a number or [N]
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
     q_positions: jax.Array | None = None,  # i32[T] or [B, T]
@@ -353,7 +354,7 @@ def dot_product_attention_weights(
         key: [B, S, K, H], K divides N.
         mask: which keys a query sees; None is all.
         bias: broadcasts to [B, N, T, S], or is asked by position; None adds nothing.
-        scale: of q.k; None is 1 / sqrt(H).
+        scale: of q.k: one number, or [N] with one for each query head; None is 1 / sqrt(H).
         softcap: above 0; None leaves the scores as they are.
         sinks: [N], logits that join the denominator of the softmax.
         q_positions: i32[T] or [B, T]; None is arange(T).

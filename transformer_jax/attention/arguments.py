@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.dropout import key_words
@@ -47,7 +48,7 @@ class AttentionCall:
     bias: jax.Array | Bias | None = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
     sinks: jax.Array | None = None  # [N]
     scale: float | None = None  # 1 / sqrt(H) where neither this nor `scale_array` is given
-    scale_array: jax.Array | None = None  # [], of a caller who differentiates or traces it
+    scale_array: jax.Array | None = None  # [] or [N], of a caller who differentiates or traces it
     softcap: float | None = None
     q_positions: jax.Array | None = None  # i32[T] or [B or 1, T]
     k_positions: jax.Array | None = None  # i32[S] or [B or 1, S]
@@ -248,7 +249,8 @@ def check_call(
     plan = None
     if isinstance(mask, PlannedMask):
         plan, mask = mask.plan, mask.mask
-    check_mask(mask, B, N)
+    lengths = T if q_positions is None else None, S if k_positions is None else None
+    check_mask(mask, B, N, *lengths)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
@@ -263,10 +265,13 @@ def check_call(
                 given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
+    if np.ndim(scale):  # a NumPy array or a list of one number a head
+        scale = jnp.asarray(scale)
     scale_array = scale if isinstance(scale, jax.Array) else None
     if isinstance(scale, jax.Array):
-        if scale.ndim:
-            raise ValueError(f"scale has shape {scale.shape}: must be one number")
+        if scale.shape not in ((), (N,)) or not jnp.issubdtype(scale.dtype, jnp.number):
+            rule = f"must be one number, or floating ({N},), by head"
+            raise ValueError(f"scale is {scale.dtype}{scale.shape}: {rule}")
         scale = None
     elif scale is not None:
         check_finite("scale", as_number("scale", scale))
@@ -400,7 +405,7 @@ def check_states(
     if query.shape[0] != keys.shape[0] or keys.shape[:2] != values.shape[:2]:
         shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
         raise ValueError(f"{shapes}: batch rows or lengths differ")
-    check_mask(mask, query.shape[0], 1)
+    check_mask(mask, query.shape[0], 1, query.shape[1], keys.shape[1])
 
 
 def _floating(x: Shaped) -> bool:

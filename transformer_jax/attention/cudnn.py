@@ -35,7 +35,7 @@ class Cudnn(Implementation):
             if getattr(call, name) is not None:
                 return f"takes no {name}"
         if call.scale_array is not None:
-            return "takes no scale that is an array"
+            return "takes no scale that is an array: it is part of the program"
         if call.softcap is not None:
             return "takes no softcap"
         if call.return_lse:

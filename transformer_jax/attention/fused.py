@@ -85,8 +85,13 @@ class Pallas(Implementation):
         query, key, value, bias = call.query, call.key, call.value, call.bias
         if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
             return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
-        if call.scale_array is not None:
-            return "takes no scale that is an array"
+        by_array = call.scale_array is not None
+        if by_array:  # then float32 is what the kernels get, as `attend` says
+            dtype = jnp.promote_types(query.dtype, jnp.float32)
+            query, key, value = (
+                as_array(jax.ShapeDtypeStruct(x.shape, dtype)) for x in (query, key, value)
+            )
+            call = dataclasses.replace(call, query=query, key=key, value=value, scale_array=None)
         if _is_evaluated(bias):
             return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
         if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
@@ -95,19 +100,21 @@ class Pallas(Implementation):
         if reason is None:
             problem = _problem(call, None, where, self.single_pass)
             reason = where.backend.refuse(problem, query, key, value)
+            if reason is not None and by_array:
+                reason += "; a scale that is an array multiplies the query in float32"
         return reason or _refuse_lists(call, where)
 
     def reads_int8(self, call: AttentionCall) -> bool:
         """Say whether the kernel for few queries takes a call, and reads int8."""
         where = self.environment()
         assert isinstance(where, Target)
-        return where.backend.int8 and _has_few_queries(call, where)
+        return where.backend.int8 and call.scale_array is None and _has_few_queries(call, where)
 
     def reads_pages(self, call: AttentionCall) -> bool:
         """Say whether the kernel for few queries takes a call, and reads pages of this size."""
         where, page = self.environment(), call.key.shape[1]
         assert isinstance(where, Target)
-        least = where.backend.page
+        least = where.backend.page if call.scale_array is None else 0
         fits = call.block_table is not None and least > 0 and page > 0 and page % least == 0
         return fits and _has_few_queries(call, where)
 
@@ -121,6 +128,12 @@ class Pallas(Implementation):
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
+        if call.scale_array is not None:  # the query takes it, before anything is rounded
+            key, value = (x.astype(jnp.float32) for x in (call.key, call.value))
+            query = scaled(call.query, call.scale_array)
+            wide = dict(query=query, key=key, value=value, scale=1.0, scale_array=None)
+            out, lse = self.attend(dataclasses.replace(call, **wide))
+            return out.astype(call.query.dtype), lse
         tiling, plan = self._tiling(call), call.plan
         if not isinstance(plan, FusedPlan) or plan.tiling != tiling:
             plan = _plan(call, tiling)
@@ -172,29 +185,17 @@ class Native(Pallas):
             return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
         if _is_evaluated(bias):
             call = dataclasses.replace(call, bias=bias.materialize(*call.positions()))
-        if call.scale_array is None:
-            return super().attend(call)
-        wide = dataclasses.replace(
-            call,
-            query=scaled(query, call.scale_array),
-            key=key.astype(jnp.float32),
-            value=value.astype(jnp.float32),
-            scale=1.0,
-            scale_array=None,
-        )
-        out, lse = super().attend(wide)
-        return out.astype(query.dtype), lse
+        return super().attend(call)
 
     def refuse(self, call: AttentionCall) -> str | None:
         """Return why the kernels would not run a call, or None."""
-        given = dataclasses.replace(call, scale_array=None)
         if _is_evaluated(call.bias):
             array = bias_shape(call.bias, *call.positions())
             if 4 * array.size > MOST_BIAS:
                 size = f"{4 * array.size / 2**30:.1f} GiB"
                 return f"makes an array of {type(call.bias).__name__}: {size}, at most 1"
-            given = dataclasses.replace(given, bias=as_array(array))
-        return super().refuse(given)
+            call = dataclasses.replace(call, bias=as_array(array))
+        return super().refuse(call)
 
 
 MOST_BIAS = 2**30

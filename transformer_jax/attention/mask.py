@@ -44,6 +44,7 @@ class Mask:
         comparison      vectors and program for a fused kernel; by default what `sees` traces to
         some_and_every  what is known of a tile, for "blockwise" alone; by default the bounds of the
                         program, which all fused kernels take
+        check_lengths   refuses arrays without an entry for each query or key; by default nothing
     """
 
     __slots__ = ()
@@ -104,6 +105,17 @@ class Mask:
     def comparison(self, vectors: MaskVectors) -> Program:
         """Append what a fused kernel reads of the mask; return the program that compares a pair."""
         return vectors.sees(self.sees)
+
+    def check_lengths(self, T: int | None, S: int | None) -> None:
+        """Raise ValueError if an array is too short to be asked by index.
+
+        Positions may ask for fewer: outside an array nothing is seen. But if there are none, a
+        query or key without an entry would be hidden in silence.
+
+        Args:
+            T: how many queries there are, at positions arange(T); None if positions are given.
+            S: how many keys there are.
+        """
 
     # What follows from these
 
@@ -410,8 +422,13 @@ class Not(Mask):
         return f"~{self.mask!r}"
 
 
-def check_mask(mask: Mask | None, B: int, N: int) -> None:
-    """Raise ValueError where a mask is none, is not a registered pytree, or does not fit."""
+def check_mask(
+    mask: Mask | None, B: int, N: int, T: int | None = None, S: int | None = None
+) -> None:
+    """Raise ValueError where a mask is none, is not a registered pytree, or does not fit.
+
+    T and S are the numbers of queries and keys; None if positions are given.
+    """
     if mask is None:
         return
     if not isinstance(mask, Mask):
@@ -424,6 +441,7 @@ def check_mask(mask: Mask | None, B: int, N: int) -> None:
     for node in nodes(mask):
         kind = type(node)
         if kind.__module__ in OURS:
+            node.check_lengths(T, S)
             continue
         parameters = vars(kind).get("__dataclass_params__")
         registered = not jax.tree_util.all_leaves([node])
@@ -437,6 +455,7 @@ def check_mask(mask: Mask | None, B: int, N: int) -> None:
         if (base := _base_with_other_pairs(kind)) is not None:
             rule = f"overrides {base}.sees and inherits the rest of {base}"
             raise ValueError(f"{kind.__name__} {rule}: derive it from Mask")
+        node.check_lengths(T, S)
     rows, heads = mask.lead
     if rows not in (1, B) or heads not in (1, N):
         raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, query {B} and {N}")

@@ -46,6 +46,7 @@ from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import TILES, AxisNames
 from transformer_jax.pytree import Array, register
 from transformer_jax.sharding import no_mesh
+from transformer_jax.tracing import known_sizes
 
 __all__ = [
     "And",
@@ -138,6 +139,11 @@ class Window(_Ours):
                 number = -1 if isinstance(value, bool) else operator.index(value)
             except TypeError:  # a float, several numbers, or one that is not known yet
                 number = -1
+            if isinstance(value, jax.core.Tracer):
+                raise ValueError(
+                    f"Window: {name} is traced, and a window is a part of the program: make it "
+                    "static, or write Predicate(lambda q, k: q - k < left), which may read arrays"
+                )
             if number < 0:
                 raise ValueError(f"Window: {name} is {value!r}: must be an integer of 0 or more")
             object.__setattr__(self, name, number)
@@ -178,6 +184,9 @@ class Padding(_Ours):
     @property
     def lead(self) -> tuple[int, int]:
         return self.valid.shape[0], 1
+
+    def check_lengths(self, T: int | None, S: int | None) -> None:
+        _check_length("Padding", "valid", self.valid, "keys", S)
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         valid, inside = look_up(self.valid, k)
@@ -223,6 +232,13 @@ class Segments(_Ours):
     @property
     def lead(self) -> tuple[int, int]:
         return self.q_ids.shape[0], 1
+
+    def check_lengths(self, T: int | None, S: int | None) -> None:
+        _check_length("Segments", "q_ids", self.q_ids, "queries", T)
+        if self.k_ids is None:
+            _check_length("Segments", "q_ids, also of the keys,", self.q_ids, "keys", S)
+        else:
+            _check_length("Segments", "k_ids", self.k_ids, "keys", S)
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         q_ids, q_inside = look_up(self.q_ids, q)
@@ -288,13 +304,15 @@ class Dense(_Ours):
     . . . #
 
     Attributes:
-        array: bool[B or 1, N or 1, T, S] or bool[T, S]; outside it nothing is seen.
+        array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 holds
+            for every row, head, query or key. Outside a longer one nothing is seen, and it is an
+            error if attention has more queries or keys and no positions.
 
     Raises:
         ValueError: if it is not such an array.
     """
 
-    array: jax.Array  # bool[B or 1, N or 1, T, S] or bool[T, S]
+    array: jax.Array  # bool[B or 1, N or 1, T or 1, S or 1], or its last two axes
     reads_pairs = True
     __hash__ = None  # type: ignore[assignment]
 
@@ -308,6 +326,11 @@ class Dense(_Ours):
     @property
     def leaf_axes(self) -> tuple[AxisNames, ...]:
         return (TILES if self.array.ndim == 4 else (None, None),)
+
+    def check_lengths(self, T: int | None, S: int | None) -> None:
+        for axis, (what, count) in enumerate((("queries", T), ("keys", S)), start=-2):
+            if self.array.shape[axis] != 1:
+                _check_length("Dense", "array", self.array, what, count, axis)
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         array = self.array if self.array.ndim == 4 else self.array[None, None]
@@ -440,7 +463,10 @@ def _look_up_pairs(
     k: jax.Array,  # i32[B or 1, S]
 ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
     """Return array[b, n, q, k], False outside, by two takes: faster than a gather of elements."""
-    q_inside, k_inside = (q >= 0) & (q < array.shape[2]), (k >= 0) & (k < array.shape[3])
+    q_inside, k_inside = (
+        (at >= 0) & ((at < length) | (length == 1))
+        for at, length in zip((q, k), array.shape[2:], strict=True)
+    )
     inside = q_inside[:, None, :, None] & k_inside[:, None, None, :]
     if 0 in array.shape[2:]:
         return inside
@@ -456,6 +482,20 @@ def _look_up_pairs(
     if array.shape[0] == 1:
         return jax.vmap(take, (None, 0, 0))(array[0], *index) & inside
     return jax.vmap(take)(array, *index) & inside
+
+
+def _check_length(
+    mask: str, name: str, array: Array, what: str, count: int | None, axis: int = -1
+) -> None:
+    """Raise ValueError if an array has fewer entries than there are queries or keys."""
+    given = array.shape[axis]
+    if count is None or not known_sizes(given, count) or given >= count:
+        return
+    axis_name, positions = {"queries": ("T", "q_positions"), "keys": ("S", "k_positions")}[what]
+    raise ValueError(
+        f"{mask}: {name} has length {given} for {count} {what}: {axis_name} must be at least "
+        f"{count}, unless {positions} say where the {what} are"
+    )
 
 
 def _check(

@@ -6,7 +6,10 @@ With x_ij = q_i . k_j for the pairs that the mask lets see each other:
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
-The division follows the product with v, so neither pass reads the scores to normalise them.
+The division follows the product with v, so the forward pass does not read the scores to normalise
+them. Derivatives are those of normalised weights, with one rounding of what meets v. If JAX took the
+product and the division one by one, a cotangent that is rounded to 16 bits would meet a
+denominator's that is not, and a query with one visible key would have a gradient.
 
 A product with a masked weight is 0 only while the other factor is finite, and a softcap or an
 exponential makes some of inf finite. Rows of query, key or value that hold NaN or inf are therefore
@@ -27,6 +30,7 @@ from einops import rearrange
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import Bias
+from transformer_jax.checks import largest
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.shown import short_repr
 
@@ -47,12 +51,38 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        weights = self.exponentials if keep is None else self.exponentials * keep
-        (B, N, T, _), K = weights.shape, value.shape[2]
-        weights = rearrange(weights, "B (K G) T S -> B K (G T) S", K=K).astype(value.dtype)
-        out = einsum("BKRS,BSKH->BKRH", weights, value).reshape(B, N, T, value.shape[3])
-        out = jnp.where(self.broken[..., None], jnp.nan, out / self.denominator[..., None])
-        return out.swapaxes(1, 2)
+        out = _average(self.exponentials, self.denominator, keep, value)
+        return jnp.where(self.broken[..., None], jnp.nan, out).swapaxes(1, 2)
+
+
+@jax.custom_jvp
+def _average(
+    exponentials: jax.Array,  # [B, N, T, S]
+    denominator: jax.Array,  # [B, N, T]
+    keep: jax.Array | None,  # [B, N, T, S]
+    value: jax.Array,  # [B, S, K, Hv]
+) -> jax.Array:  # [B, N, T, Hv]
+    return _weigh(exponentials, keep, value) / denominator[..., None]
+
+
+@_average.defjvp
+def _average_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    exponentials, denominator, keep, value = primals
+    d_exponentials, d_denominator, _, d_value = tangents
+    weights = exponentials / denominator[..., None]
+    d_weights = (d_exponentials - weights * d_denominator[..., None]) / denominator[..., None]
+    # where there is no weight, the product of cotangent and value may overflow
+    d_weights = jnp.where(exponentials > 0, d_weights, 0.0)
+    d_out = _weigh(d_weights, keep, value) + _weigh(weights, keep, d_value)
+    return _average(*primals), d_out
+
+
+def _weigh(weights: jax.Array, keep: jax.Array | None, value: jax.Array) -> jax.Array:
+    """Return sum_j weights_ij keep_ij value_j, with one rounding to the value's dtype."""
+    weights = weights if keep is None else weights * keep
+    (B, N, T, _), K = weights.shape, value.shape[2]
+    weights = rearrange(weights, "B (K G) T S -> B K (G T) S", K=K).astype(value.dtype)
+    return einsum("BKRS,BSKH->BKRH", weights, value).reshape(B, N, T, value.shape[3])
 
 
 @short_repr
@@ -93,7 +123,8 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     # a hidden score that overflows is 0, or its slope, 0 * inf, would be NaN
     masked = (lambda s: s) if visible is None else lambda s: jnp.where(visible, s, 0.0)
     if call.scale_array is not None:
-        scores = masked(scores) * call.scale_array.astype(scores.dtype)
+        by_head = call.scale_array.astype(scores.dtype).reshape(1, -1, 1, 1)  # [1, N or 1, 1, 1]
+        scores = masked(scores) * by_head
     else:
         scores = scores * (H**-0.5 if call.scale is None else call.scale)
     if call.softcap is not None:
@@ -155,9 +186,7 @@ def softmax(
     if visible is not None:
         assert nonfinite.keys is not None
         scores = jnp.where(visible, scores + nonfinite.keys.astype(scores.dtype), -jnp.inf)
-    top = jax.lax.stop_gradient(scores)
-    top = jnp.where(jnp.isnan(top), jnp.inf, top)  # XLA's maximum loses a NaN at some lengths
-    row_max = top.max(axis=-1, initial=-jnp.inf)  # [B, N, T]
+    row_max = largest(jax.lax.stop_gradient(scores))  # [B, N, T]
     fully_masked = jnp.isneginf(row_max)
     broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
     dead, sink = fully_masked | broken, None

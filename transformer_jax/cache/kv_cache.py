@@ -20,7 +20,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import as_int32, at_most, check_array, check_count
+from transformer_jax.checks import (
+    as_int32,
+    at_most,
+    check_array,
+    check_count,
+    check_not_consumed,
+    largest,
+)
 from transformer_jax.kernels.caches import dequantise as dequantise
 from transformer_jax.pytree import Tree, exportable
 from transformer_jax.sharding import by_compiler, split
@@ -149,6 +156,7 @@ def update(
         ValueError: if a shape is not that of the cache, or a position is known and does not fit
             int32.
     """
+    check_not_consumed(cache, "cache")
     rows, _, heads, dim = cache.k.shape
     check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
     positions = as_int32("positions", positions)
@@ -258,6 +266,7 @@ def rewind(
     Raises:
         ValueError: if `length` is not integers [B].
     """
+    check_not_consumed(cache, "cache")
     if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
         given = f"{length.dtype}{list(length.shape)}"
         raise ValueError(f"length is {given}: must be integers {list(cache.length.shape)}")
@@ -273,7 +282,7 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
     reads as NaN.
     """
     x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(x).max(axis=-1) / 127, jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(largest(jnp.abs(x)) / 127, jnp.finfo(jnp.float32).tiny)
     finite = jnp.isfinite(scale)[..., None]
     q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)
     return q.astype(jnp.int8), scale

@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import ModelConfig
 from transformer_jax.pytree import exportable
 from transformer_jax.shown import short_repr
@@ -108,6 +108,7 @@ def share_cache(
     Raises:
         ValueError: if the cache has no pages, or has a source.
     """
+    check_is_cache(cache)
     if cache.exhausted is None or cache.cross is not None:
         raise ValueError("cache has no pages that rows may share: make it with init_paged_cache")
     layers: Any = cache.layers
@@ -212,6 +213,7 @@ def check_is_cache(cache: object) -> None:
     if not isinstance(cache, ModelCache):
         rule = "must be a ModelCache, as init_cache(config, rows, capacity) makes one"
         raise ValueError(f"cache is a {type(cache).__name__}: {rule}")
+    check_not_consumed(cache, "cache")
 
 
 def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, crossed: bool) -> None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.checks import as_int32, check_count
+from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.kernels.caches import rows_of_pages
 from transformer_jax.pytree import Tree, exportable
 from transformer_jax.shown import short_repr
@@ -138,6 +138,7 @@ def update(
             (under a trace such a row is left as it was, and marked in `exhausted`), or if axes of a
             mesh are explicit.
     """
+    check_not_consumed(cache, "cache")
     rows, (_, _, heads, dim) = len(cache.block_table), cache.k.shape
     kv.check_update((rows, heads, dim, cache.v.shape[-1]), k, v, positions)
     positions = as_int32("positions", positions)
@@ -287,6 +288,7 @@ def share(
     Raises:
         ValueError: if `rows` or `length` are not integers [R], or a known row is none.
     """
+    check_not_consumed(cache, "cache")
     rows = jnp.asarray(rows)
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}: must be integers [R]")

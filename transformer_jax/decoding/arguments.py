@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import INT32, as_int32, check_count, check_key
+from transformer_jax.checks import INT32, as_int32, check_count, check_key, check_not_consumed
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.logit_processors import (
     HistoryProcessor,
@@ -249,13 +249,6 @@ def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
         return ()
     ids = as_tuple("stop", stop)
     return as_token_ids("stop", ids) if ids else ()
-
-
-def check_not_consumed(state: State) -> None:
-    """Raise ValueError where the memory of a state was given to the result of an earlier call."""
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
-            raise ValueError("state was consumed by an earlier call: fork(state, 1) keeps a copy")
 
 
 def make_donatable(state: State) -> State:

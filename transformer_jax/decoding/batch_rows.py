@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.cache.model_cache import refuse_pages
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.sharding import by_compiler, split
 
 State = TypeVar("State")
@@ -43,6 +43,7 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
     trace it cannot be refused.
     """
     refuse_pages(state, "gather_rows")
+    check_not_consumed(state)
 
     def gather(state: State, rows: jax.Array) -> State:
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
@@ -67,6 +68,7 @@ def fork(state: State, copies: int) -> State:
         ValueError: if `copies` is not an integer of at least 1, or above 1 of a cache with pages.
     """
     check_count("copies", copies, 1)
+    check_not_consumed(state)
     if copies > 1:
         refuse_pages(state, "fork into several rows")
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import INT32, check_count, check_finite
+from transformer_jax.checks import INT32, check_count, check_finite, has_finite_maximum
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     PerRow,
@@ -40,7 +40,6 @@ from transformer_jax.decoding.logit_processors import (
     apply_processors,
     check_processors,
 )
-from transformer_jax.decoding.samplers import has_finite_maximum
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows

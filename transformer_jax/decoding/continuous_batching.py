@@ -29,14 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from transformer_jax.checks import check_count, check_key
+from transformer_jax.checks import check_count, check_key, check_not_consumed
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
     PerRow,
     Prompt,
     Prompts,
-    check_not_consumed,
     check_sampler,
     check_stop,
     row_keys,

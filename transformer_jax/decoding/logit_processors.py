@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count, check_factor, check_finite
+from transformer_jax.checks import check_count, check_factor, check_finite, has_finite_maximum
 from transformer_jax.shown import short_repr
 
 
@@ -352,11 +352,17 @@ def apply_processors(
     history: History | None,
     logits: jax.Array,  # f32[B, V]
 ) -> jax.Array:  # f32[B, V]
-    """Apply the processors from left to right; with none, `history` may be None."""
+    """Apply the processors from left to right; with none, `history` may be None.
+
+    A row without a finite maximum becomes NaN, also if a processor would exclude what is wrong.
+    """
+    processed = logits
     for processor in processors:
         assert history is not None
-        logits = processor(history, logits)
-    return logits
+        processed = processor(history, processed)
+    if not processors:
+        return logits
+    return jnp.where(has_finite_maximum(logits)[:, None], processed, jnp.nan)
 
 
 def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryProcessor, ...]:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count
-from transformer_jax.decoding.arguments import Array, check_not_consumed
+from transformer_jax.checks import check_count, check_not_consumed
+from transformer_jax.decoding.arguments import Array
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.logit_processors import History

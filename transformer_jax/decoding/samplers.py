@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count, check_key
+from transformer_jax.checks import check_count, check_key, has_finite_maximum, largest
 from transformer_jax.models import ops
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
@@ -74,7 +74,7 @@ class Temperature:
         _check_between("t", self.t, 0.0, math.inf)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         top = jnp.max(x, axis=-1, keepdims=True)
         if self.t == 0:
             return _keep_best(x, top, 1)
@@ -112,7 +112,7 @@ class TopK:
         check_count("k", self.k, 1)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         k = min(int(self.k), x.shape[-1])
         # min, not [..., -1:], with which XLA on CPU sorts all of V: several times slower at 50257
         return _keep_best(x, jnp.min(jax.lax.top_k(x, k)[0], axis=-1, keepdims=True), k)
@@ -138,7 +138,7 @@ class TopP:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         if self.p == 1:  # a token whose probability is below float32 stays too
             return x
         best_first = jnp.sort(x, axis=-1, descending=True)
@@ -165,7 +165,7 @@ class RowSampling:
     top_p: jax.Array  # f32[B]
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [B, V] -> f32[B, V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         top = jnp.max(x, axis=-1, keepdims=True)
         t, p = self.temperature[:, None], self.top_p[:, None]
         m, e = jnp.frexp(jnp.where(t > 0, t, 1.0))
@@ -198,7 +198,7 @@ class MinP:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         least = math.log(self.p) if self.p else -math.inf
         return jnp.where(x - jnp.max(x, axis=-1, keepdims=True) >= least, x, -jnp.inf)
 
@@ -223,7 +223,7 @@ class Typical:
         _check_between("p", self.p, 0.0, 1.0)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         if self.p == 1:
             return x
         q = jax.nn.softmax(x, axis=-1)
@@ -256,12 +256,12 @@ class Greedy:
         """
         _check_order(key, logits)
         x = _as_float32(logits)
-        top = _largest(x)
+        top = largest(x)
         return jnp.where(jnp.isfinite(top), ops.argmax(x, top), -1).astype(jnp.int32)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return -inf for all but the best token: the softmax gives it probability 1."""
-        x = _as_float32(logits)
+        x = _rows_of(logits)
         return _keep_best(x, jnp.max(x, axis=-1, keepdims=True), 1)
 
 
@@ -312,7 +312,7 @@ class Sample:
         given = processed = _as_float32(logits)
         for processor in self.processors:
             processed = processor(processed)
-        finite = jnp.isfinite(jnp.max(given, axis=-1, keepdims=True))
+        finite = has_finite_maximum(given)[..., None]
         return jnp.where(finite, _as_float32(processed), jnp.nan)
 
 
@@ -412,19 +412,18 @@ def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     return x
 
 
+def _rows_of(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
+    """Return what a processor reads: float32, all NaN in a row without a finite maximum.
+
+    A cut of such a row would otherwise exclude the NaN, and the rest would look like logits.
+    """
+    x = _as_float32(logits)
+    return jnp.where(has_finite_maximum(x)[..., None], x, jnp.nan)
+
+
 def _mark_nonfinite(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
     """Return the tokens, -1 where the largest logit is not finite."""
     return jnp.where(has_finite_maximum(logits), tokens, -1).astype(jnp.int32)
-
-
-def has_finite_maximum(logits: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
-    """Return whether the largest logit is finite; it is not where a logit is NaN."""
-    return jnp.isfinite(_largest(logits))
-
-
-def _largest(logits: jax.Array) -> jax.Array:  # [..., V] -> [...]
-    """Return the largest logit, infinity where one is NaN: XLA's maximum may lose a NaN."""
-    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def _keep_best(

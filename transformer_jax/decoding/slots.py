@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.decoding.arguments import (
     Array,
     DecodeOptions,
@@ -18,7 +18,6 @@ from transformer_jax.decoding.arguments import (
     Prompt,
     Prompts,
     bucket,
-    check_not_consumed,
     check_prompt,
     check_with_step,
     row_keys,

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, has_finite_maximum
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
@@ -410,7 +410,7 @@ def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bo
     usable = (tokens >= 0) & (tokens < vocab)
     usable &= jnp.arange(tokens.shape[1])[None] < room[:, None]
     if proposal.logits is not None:
-        usable &= jnp.isfinite(proposal.logits.max(axis=-1))
+        usable &= has_finite_maximum(proposal.logits)
     return jnp.cumprod(usable, axis=1).astype(bool)
 
 

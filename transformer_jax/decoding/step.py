@@ -17,6 +17,7 @@ from flax import linen as nn
 
 from transformer_jax.cache.kv_cache import KVCache, next_positions
 from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
+from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
@@ -234,6 +235,7 @@ class AppliedStep(Step[State]):
         valid: jax.Array | None,
         **more: object,
     ) -> Any:  # logits, the new state, and what else the model's method returns
+        check_not_consumed(state)
         given = self.arguments(tokens, state, valid) | more
         if self.edit:
             given["edit"] = dict(self.edit)
@@ -467,6 +469,7 @@ def check_given(params: object, state: object) -> None:
     if isinstance(state, nn.Module | str | type) or hasattr(state, "vocab_size"):
         rule = "must be a state, as init_cache(config, rows, capacity) makes one"
         raise ValueError(f"state is {_named(state)}: {rule}")
+    check_not_consumed(state)
 
 
 def _named(value: object) -> str:

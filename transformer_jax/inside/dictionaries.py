@@ -77,7 +77,7 @@ class Dictionary:
         if self.active is None:
             return f
         least = jax.lax.top_k(f, self.active)[0][..., -1:]
-        return jnp.where(f >= least, f, 0)
+        return jnp.where(f < least, 0, f)  # NaN stays NaN
 
     def decode(self, features: jax.Array) -> jax.Array:  # [..., F] -> f32[..., D']
         """Return the values that features stand for."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.attention.mask import check_mask
 from transformer_jax.attention.masks import (
     And,
     Mask,
@@ -86,6 +87,8 @@ def positions_and_masks(
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if known_sizes(shape[1]) and shape[1] > config.max_len:
             raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
+    if mask is not None and positions is None:
+        check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
     token_positions = jnp.arange(shape[1]) if positions is None else positions
     sinks: Mask | None = None
     if config.sink_tokens:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import largest
 from transformer_jax.config import ConfigError
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
@@ -201,8 +202,8 @@ def _checked(path: str, weights: Parameter) -> jax.Array:
 
 def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
     """Check that the largest weight, scale (2^(bits - 1) - 1), is finite after rounding, too."""
-    largest = 2 ** (bits - 1) - 1
-    if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * largest).all()):
+    most = 2 ** (bits - 1) - 1
+    if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
         raise ConfigError(f"{path} has weights at the end of float32: cannot be quantised")
 
 
@@ -232,11 +233,11 @@ def _rounded(
     grouped: jax.Array,  # [..., groups, inputs of a group, outputs]
     bits: int,
 ) -> tuple[jax.Array, jax.Array]:
-    largest = 2 ** (bits - 1) - 1
+    most = 2 ** (bits - 1) - 1
     grouped = grouped.astype(jnp.float32)
-    scale = jnp.abs(grouped).max(axis=-2) / largest
+    scale = largest(jnp.abs(grouped), axis=-2) / most
     divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
-    values = jnp.clip(jnp.round(grouped / divisor), -largest, largest).astype(jnp.int8)
+    values = jnp.clip(jnp.round(grouped / divisor), -most, most).astype(jnp.int8)
     values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
     if bits == 4:
         pairs = (values + 8).astype(jnp.uint8)

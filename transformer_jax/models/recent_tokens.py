@@ -13,7 +13,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.packing import (
     check_segments,
@@ -76,6 +76,7 @@ def check_recent_tokens(
     """Raise ValueError unless the state has the tokens' rows and the model's context."""
     if not isinstance(state, RecentTokens):
         raise ValueError(f"state is a {type(state).__name__}: must be RecentTokens")
+    check_not_consumed(state)
     held, width = state.tokens.shape
     if held != rows:
         raise ValueError(f"{said} {rows} rows, the state {held}")

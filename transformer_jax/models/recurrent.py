@@ -31,7 +31,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import RecurrentConfig
 from transformer_jax.models.arguments import check_tokens, gather_tokens
 from transformer_jax.models.functional import dropout, split_key
@@ -409,6 +409,7 @@ def check_recurrent_state(
     """Raise ValueError unless the state has the tokens' rows and the model's cells and memory."""
     if not isinstance(state, RecurrentState):
         raise ValueError(f"state is a {type(state).__name__}: must be a RecurrentState")
+    check_not_consumed(state)
     held = state.length.shape[0]
     if held != rows:
         raise ValueError(f"{said} {rows} rows, the state {held}")

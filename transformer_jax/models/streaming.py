@@ -35,7 +35,7 @@ from transformer_jax.cache.model_cache import (
     refuse_pages,
     refuse_past_int32,
 )
-from transformer_jax.checks import as_int32, check_count
+from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.config import Learned, ModelConfig, OwnPositions, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
 from transformer_jax.models.arguments import check_cache_room, positions_and_masks
@@ -421,6 +421,7 @@ def _check_attention(
     if len(query.shape) != 4:
         raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
     _check_positions("queries", query.shape, positions)
+    check_not_consumed(state)
     if state is None and window is None:
         raise ValueError("window is None without a state: give one of them")
     if window is not None and window < 1:

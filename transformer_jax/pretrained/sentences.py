@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import largest
 from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.factory import build
@@ -89,7 +90,8 @@ def pool_sentences(
             last = valid.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)[:, None, None]
             pooled = jnp.take_along_axis(kept, last, axis=1)[:, 0]
         case "max":
-            pooled = jnp.where(valid[:, :, None], kept, -jnp.inf).max(axis=1, initial=-jnp.inf)
+            seen = jnp.where(valid[:, :, None], kept, -jnp.inf)
+            pooled = jnp.where(jnp.isnan(kept).any(axis=1), jnp.nan, largest(seen, axis=1))
             pooled = jnp.where(some, pooled, 0.0)
     if normalise:  # a root has no gradient at 0
         square = (pooled * pooled).sum(axis=1, keepdims=True)

@@ -222,9 +222,13 @@ static void finish_row(const Call& call, int64_t b, int64_t n, int64_t i, float*
     m = now;
   }
   const bool nan = !masked && (lost || !(m < INF) || l != l);
-  T* to = (T*)call.out + ((b * call.T + i) * call.N + n) * call.Hv;
+  const int64_t start = ((b * call.T + i) * call.N + n) * call.Hv;
   if (nan) std::fill(row, row + call.Hv, NAN);
-  write_row(row, call.Hv, nan ? 1.0f : masked ? 0.0f : factor / l, to);
+  factor = nan ? 1.0f : masked ? 0.0f : factor / l;
+  if (call.out_is_wide)
+    write_row(row, call.Hv, factor, (float*)call.out + start);
+  else
+    write_row(row, call.Hv, factor, (T*)call.out + start);
   const int64_t at = (b * call.N + n) * call.T + i;
   call.row_max[at] = nan ? NAN : m;
   call.log_sum[at] = nan ? NAN : masked ? 0.0f : std::log(l);

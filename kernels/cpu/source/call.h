@@ -70,6 +70,7 @@ struct Call {
 
   // forward
   void* out;
+  bool out_is_wide;  // float32, else of `dtype`
   float *row_max, *log_sum;  // [B][N][T]
 
   // backward

@@ -92,7 +92,7 @@ ffi::Error called(int kind, ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::
     run(pool, count, work, kind == 3);
   };
   if (kind == 0 || kind == 3) {
-    call.out = out[0].untyped_data();
+    call.out = out[0].untyped_data(), call.out_is_wide = out[0].element_type() == ffi::F32;
     call.row_max = (float*)out[1].untyped_data(), call.log_sum = (float*)out[2].untyped_data();
     (kind == 0 ? kernels().forward : kernels().few_queries)(call, parallel);
     return ffi::Error::Success();

@@ -145,10 +145,14 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
-    """Return the query times an array, unrounded; a row that is not finite has no slope in it."""
+    """Return the query times a scale [] or [N], unrounded.
+
+    A row that is not finite has no slope in it.
+    """
     wide = query.astype(jnp.float32)
     finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)
-    return jnp.where(finite, jnp.where(finite, wide, 0) * scale.astype(jnp.float32), wide)
+    by_head = scale.astype(jnp.float32).reshape(1, 1, -1, 1)  # [1, 1, N or 1, 1]
+    return jnp.where(finite, jnp.where(finite, wide, 0) * by_head, wide)
 
 
 def _precision(call: AttentionCall) -> lax.Precision | None:
@@ -243,7 +247,8 @@ def _attend_forward(
     call: AttentionCall,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     out, row_max, log_sum, repaired = by_compiler(_forward, FORWARD, call)
-    return (out, row_max + log_sum), (out, row_max, log_sum, repaired)
+    saved = out, row_max, log_sum, repaired  # float32: D of a rounded output would be off
+    return (out.astype(call.query.dtype), row_max + log_sum), saved
 
 
 def _attend_plainly(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
@@ -266,7 +271,7 @@ def _attend_backward(
     dout, dlse = cotangents
     dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
     dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
-    D = jnp.where(dead, 0, (dout * out.astype(jnp.float32)).sum(axis=-1) - dlse)
+    D = jnp.where(dead, 0, (dout * out).sum(axis=-1) - dlse)
     row_max, log_sum = jnp.where(dead, jnp.inf, row_max), jnp.where(dead, 0, log_sum)
     dsinks = None
     if call.sinks is not None:
@@ -348,7 +353,7 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
     _, repaired, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, row_max, log_sum = (x[:, : sizes.T] for x in results)
     repaired = jnp.broadcast_to(repaired, (sizes.B, sizes.N))  # so that it is split as all else
-    return out.astype(call.query.dtype), row_max[..., 0], log_sum[..., 0], repaired
+    return out, row_max[..., 0], log_sum[..., 0], repaired
 
 
 def _forward_queries(

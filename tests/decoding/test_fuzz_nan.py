@@ -1,0 +1,21 @@
+"""A NaN in a long row is noticed; `python -m tests.decoding.fuzz_nan` draws more cases."""
+
+import pytest
+
+from tests.decoding.fuzz_nan import MADE, PLACES, check, fuzz
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.slow_except("TopK*-inf - inf", "speculation-inf - inf", "pooling-inf - inf")
+@pytest.mark.parametrize("made", ["inf - inf", "-nan"])
+@pytest.mark.parametrize("name", PLACES)
+def test_a_nan_in_a_long_row_is_noticed(name, made):
+    assert check(name, 1000, 3, "float32", made, mapped=False, seed=0) is None
+
+
+@pytest.mark.long
+def test_random_nans_are_noticed():
+    ran, failed = fuzz(5, cases=4 * len(PLACES))
+    assert not failed, "\n".join(failed)
+    assert ran == 4 * len(PLACES) and len(MADE) == 5
