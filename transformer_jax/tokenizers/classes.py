@@ -77,7 +77,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
             bos="[CLS]", eos="[SEP]", unk="<unk>", sep="[SEP]", pad="<pad>", cls="[CLS]",
             mask="[MASK]",
         ),
-        options=_SPACE | dict(do_lower_case=True, keep_accents=False),
+        options=_SPACE | dict(do_lower_case=True, keep_accents=False), frame=(("cls",), ("sep",)),
     ),
     "T5": TokenizerClass(
         roles=dict(eos="</s>", unk="<unk>", pad="<pad>"), frame=((), ("eos",)),

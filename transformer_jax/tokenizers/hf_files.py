@@ -181,7 +181,7 @@ def _frame(
     """Return the tokens that the class puts before a text and after it; None if it puts none."""
     if kind.frame is None:
         return None
-    frame, tokens = kind.frame, dict(roles)
+    frame, tokens = kind.frame, {**kind.roles, **roles}
     if options.get("legacy_behaviour"):  # of NLLB, whose tokenizer.json is from before
         frame = CLASSES["MBart"].frame or frame
     if (language := options.get("src_lang")) is not None:
