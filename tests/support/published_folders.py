@@ -184,7 +184,10 @@ def folder_of(layout: Layout, folder: Path) -> Path:
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if layout.mapped:
-        mapped = {f"{role}_token": token for role, token in layout.mapped.items()}
+        mapped: dict[str, Any] = {f"{role}_token": t for role, t in layout.mapped.items()}
+        if "mask" in layout.mapped:  # as transformers 4 saves it
+            flags = dict(lstrip=True, rstrip=False, normalized=False, single_word=False)
+            mapped["mask_token"] = flags | dict(content=layout.mapped["mask"])
         (folder / "special_tokens_map.json").write_text(json.dumps(mapped))
     return folder
 

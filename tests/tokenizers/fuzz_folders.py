@@ -30,7 +30,6 @@ from transformer_jax.tokenizers.utf8 import DataError
 
 NEEDS_SENTENCEPIECE = {"marian", "m2m_100"}
 """Families whose class needs a package, so that transformers has another one without it."""
-LISTED = {"MBart50", "Nllb"}  # whose classes add a <mask> with flags of its own
 MADE_OF_FILES = {"Bert", "MPNet", "GPT2", "Roberta"}
 ENDS = dict(add_bos_token=(True, False), add_eos_token=(True, False))
 LETTERS = [*"abcthe THE12.,'", "\u00e9", "e\u0301", "\u4e2d", "\n", "  ", "the ", "``"]
@@ -67,7 +66,7 @@ def draw(rng):
         some(rng, OPTIONS.get(kind, {})), roles, mapped,
         decoder=decoder,
         whole=kind not in MADE_OF_FILES or bool(rng.integers(3)),
-        framed=bool(rng.integers(4)), listed=kind in LISTED or bool(rng.integers(4)),
+        framed=bool(rng.integers(4)), listed=bool(rng.integers(4)),
         model_names_it=rng.integers(3) == 0,
     )  # fmt: skip
 

@@ -30,6 +30,8 @@ class TokenizerClass:
     `add_bos_token` and `add_eos_token` say."""
     special: str | None = None
     """Pattern of more special tokens, among those that the vocabulary has."""
+    mask_strips: bool = False
+    """Whether a mask token that no file lists takes the space before it."""
     built_from: Literal["bytes", "words"] | None = None
     """The files that the class makes a tokenizer of: vocab.json and merges.txt, or vocab.txt."""
 
@@ -56,7 +58,7 @@ FILE = TokenizerClass()
 
 CLASSES: Mapping[str, TokenizerClass] = {
     **dict.fromkeys(("Bert", "DistilBert", "Electra"), _WORDS),
-    "MPNet": replace(_WORDS, roles=_MASKED | dict(unk="[UNK]")),
+    "MPNet": replace(_WORDS, roles=_MASKED | dict(unk="[UNK]"), mask_strips=True),
     **dict.fromkeys(("GPT2", "CodeGen"), _BYTES),
     **dict.fromkeys(("Roberta", "Bart", "Longformer", "LED"), _WRAPPED),
     "Qwen2": TokenizerClass(
@@ -71,7 +73,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
         options=_NO_SPACE,
     ),
     "XLMRoberta": _PIECES,
-    "Camembert": replace(_PIECES, special=r"(<s>|</s>|<unk>)NOTUSED"),
+    "Camembert": replace(_PIECES, special=r"(<s>|</s>|<unk>)NOTUSED", mask_strips=True),
     "Albert": TokenizerClass(
         roles=dict(
             bos="[CLS]", eos="[SEP]", unk="<unk>", sep="[SEP]", pad="<pad>", cls="[CLS]",
@@ -90,15 +92,16 @@ CLASSES: Mapping[str, TokenizerClass] = {
     "Marian": TokenizerClass(roles=dict(eos="</s>", unk="<unk>", pad="<pad>")),
     "MBart": TokenizerClass(
         roles=_MASKED, options=dict(src_lang="en_XX"), frame=((), ("eos", "lang")),
-        special=_LANGUAGES,
+        special=_LANGUAGES, mask_strips=True,
     ),
     "MBart50": TokenizerClass(
         roles={role: token for role, token in _MASKED.items() if role != "bos"},
         options=dict(src_lang="en_XX"), frame=(("lang",), ("eos",)), special=_LANGUAGES,
+        mask_strips=True,
     ),
     "Nllb": TokenizerClass(
         roles=_MASKED, options=dict(src_lang="eng_Latn", legacy_behaviour=False),
-        frame=(("lang",), ("eos",)), special=r"[a-z]{3}_[A-Z][a-z]{3}",
+        frame=(("lang",), ("eos",)), special=r"[a-z]{3}_[A-Z][a-z]{3}", mask_strips=True,
     ),
     "M2M100": TokenizerClass(
         roles={role: token for role, token in _ANGLES.items() if role != "cls"},

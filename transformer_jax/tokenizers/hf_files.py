@@ -95,8 +95,8 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     generation = _json(folder, "generation_config.json") or {}
     try:
         added, vocabulary = _listed(folder, config, definition), _vocabulary(definition)
-        roles, extra, named = _roles(folder, config, kind, added, vocabulary)
-        definition["added_tokens"] = _added(added, vocabulary, roles, extra)
+        roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
+        definition["added_tokens"] = _added(added, vocabulary, roles, extra, flags)
         ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
         if name != "tokenizer.json":
             _set_ends(config, definition, roles)
@@ -255,8 +255,8 @@ def _roles(
     kind: TokenizerClass,
     added: Mapping[str, JsonObject],
     vocabulary: Mapping[str, int],
-) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Return each role's token, more special tokens, and more names that templates have for them.
+) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
+    """Return each role's token, more special tokens, names that templates have, and tokens' flags.
 
     special_tokens_map.json comes first if the config has no `added_tokens_decoder`, since such
     folders are older. A role that is null has no token; one that is not there has its class's.
@@ -275,6 +275,7 @@ def _roles(
         files = [files[2], files[0], files[1]]
     files.append(("", {} if mask is None else {"mask_token": mask}))
     found: dict[str, str] = {}
+    flags: dict[str, JsonObject] = {}
     for file, content in files:
         for name, value in content.items():
             token = _token(value)
@@ -288,6 +289,7 @@ def _roles(
             if token is not None and not isinstance(token, str):
                 raise DataError(f"{folder / file}: {role}_token is {shown(value)}: must be text")
             found[role] = token or ""
+            flags.setdefault(found[role], _flags(value, folder / file))
         for key in ("additional_special_tokens", "extra_special_tokens"):
             value = content.get(key) or []
             items = list(value.values()) if isinstance(value, dict) else value
@@ -301,12 +303,15 @@ def _roles(
                 if not isinstance(token, str) or not token:
                     raise DataError(f"{folder / file}: {key} has {shown(item)}: must be text")
                 extra.append(token)
+                flags.setdefault(token, _flags(item, folder / file))
+    if kind.mask_strips:
+        flags[found.get("mask", "")] = {"lstrip": True} | flags.get(found.get("mask", ""), {})
     if kind.special:
         extra += [t for t in (*added, *vocabulary) if re.fullmatch(kind.special, t)]
     named = {
         name: token for name, token in named.items() if name.removesuffix("_token") not in ROLES
     }
-    return {role: found[role] for role in ROLES if found.get(role)}, extra, named
+    return {role: found[role] for role in ROLES if found.get(role)}, extra, named, flags
 
 
 def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
@@ -338,11 +343,16 @@ def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[st
         if taken.setdefault(i, text) != text or (known and known["id"] != i):
             other = f"id {known['id']}" if known else shown(taken[i])
             raise DataError(f"{where}: {shown(text)} has id {i}: but {other} is there already")
-        said = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
-        if not all(isinstance(value, bool) for value in said.values()):
-            raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
-        found[text] = {"id": i, "content": text} | (known or {}) | said
+        found[text] = {"id": i, "content": text} | (known or {}) | _flags(token, where)
     return found
+
+
+def _flags(token: Json, where: str | Path) -> JsonObject:
+    """Return the flags that a file gives a token: how it is found in a text."""
+    said = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
+    if not all(isinstance(value, bool) for value in said.values()):
+        raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
+    return said
 
 
 def _vocabulary(definition: JsonObject) -> dict[str, int]:
@@ -360,8 +370,12 @@ def _added(
     vocabulary: Mapping[str, int],
     roles: Mapping[str, str],
     extra: Sequence[str],
+    flags: Mapping[str, JsonObject],
 ) -> list[JsonObject]:
-    """Return the added tokens with all their flags, and all special ones among them."""
+    """Return the added tokens with all their flags, and all special ones among them.
+
+    `flags` are those of tokens that are not added.
+    """
     special = {*roles.values(), *extra}
     found: dict[str, JsonObject] = {}
     taken = {token["id"]: text for text, token in added.items()}
@@ -371,7 +385,8 @@ def _added(
                 rule = "not in the vocabulary"
                 raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
             continue  # a role's: refused where the roles are checked
-        given = added.get(text, {"id": vocabulary.get(text), "content": text})
+        new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
+        given = added.get(text, new | {"special": True})
         if taken.setdefault(given["id"], text) != text or type(given["id"]) is not int:
             other = shown(taken[given["id"]])
             raise DataError(f"vocabulary: {shown(text)} has id {given['id']}: but {other} has it")
