@@ -7,7 +7,8 @@ tokenizer_config.json      roles of special tokens, added tokens, chat templates
 special_tokens_map.json    roles that tokenizer_config.json does not name
 added_tokens.json          ids of tokens that were added
 generation_config.json     the tokens that end a text; or else
-config.json                those that the model names; or else the <eos> of the roles
+config.json                those that the model names; or else the <eos> of the roles;
+                           and `model_type`, which means a class of tokenizers (`classes`)
 chat_template.jinja        instead of the config's (chat_template.json: if it has none)
 additional_chat_templates  NAME.jinja, in addition to either
 
