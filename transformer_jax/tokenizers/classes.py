@@ -171,29 +171,30 @@ def overruled(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject
     def steps(part: Json) -> Json:
         if not isinstance(part, dict):
             return part
-        inner: Json = None
         for below in ("pretokenizers", "decoders", "normalizers"):
             if isinstance(inner := part.get(below), list):
                 told = [(step, steps(step)) for step in inner]
                 part = part | {below: [new for old, new in told if new is not None or old is None]}
+        parts = part.get("normalizers")
         match kind(part):
             case "BertNormalizer" if "tokenize_chinese_chars" in options:
                 return part | dict(
                     lowercase=lower, strip_accents=options["strip_accents"],
                     handle_chinese_chars=options["tokenize_chinese_chars"],
                 )  # fmt: skip
-            case "Sequence" if "keep_accents" in options and isinstance(inner, list):
-                kept = [s for s in part["normalizers"] if kind(s) not in cased]
-                wanted = [] if options["keep_accents"] else ["NFKD", "StripAccents"]
-                wanted += ["Lowercase"] if lower else []
-                quotes = sum(kind(s) == "Replace" for s in kept[:2])
-                new = [*kept[:quotes], *({"type": name} for name in wanted), *kept[quotes:]]
-                return part | {"normalizers": new}
+            case "Sequence" if "keep_accents" in options and isinstance(parts, list):
+                kept = [step for step in parts if kind(step) not in cased]
+                names = [] if options["keep_accents"] else ["NFKD", "StripAccents"]
+                names += ["Lowercase"] if lower else []
+                wanted: list[Json] = [{"type": name} for name in names]
+                quotes = sum(kind(step) == "Replace" for step in kept[:2])
+                return part | {"normalizers": kept[:quotes] + wanted + kept[quotes:]}
             case "ByteLevel" if space is not None:
                 return part | {"add_prefix_space": space}
             case "Metaspace" if space is not None:
-                kept = {name: value for name, value in part.items() if name != "add_prefix_space"}
-                return kept | {"prepend_scheme": "always" if space else "never"}
+                scheme = "always" if space else "never"
+                other = {name: value for name, value in part.items() if name != "add_prefix_space"}
+                return other | {"prepend_scheme": scheme}
             case "Prepend" if space is False:
                 return None
             case "Strip" if space is False and "content" in part:  # the decoder of Prepend

@@ -185,7 +185,7 @@ def _frame(
     frame, tokens = kind.frame, {**kind.roles, **roles}
     if options.get("legacy_behaviour"):  # of NLLB, whose tokenizer.json is from before
         frame = CLASSES["MBart"].frame or frame
-    if (language := options.get("src_lang")) is not None:
+    if isinstance(language := options.get("src_lang"), str):
         known = [name for name in (language, f"__{language}__") if name in ids]
         if not known and language_given:
             raise DataError(f"src_lang is {shown(language)}: must be the token of a language")
@@ -330,10 +330,10 @@ def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[st
     for token in listed:
         tokens.append(("added_tokens", token, token.get("id") if isinstance(token, dict) else None))
     for key, token in decoder.items():
-        i = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
-        tokens.append(("added_tokens_decoder of tokenizer_config.json", token, i))
-    for token, i in (_json(folder, "added_tokens.json") or {}).items():
-        tokens.append(("added_tokens.json", token, i))
+        number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+        tokens.append(("added_tokens_decoder of tokenizer_config.json", token, number))
+    beside = _json(folder, "added_tokens.json") or {}
+    tokens += [("added_tokens.json", token, i) for token, i in beside.items()]
     found: dict[str, JsonObject] = {}
     taken: dict[int, str] = {}
     for where, token, i in tokens:
