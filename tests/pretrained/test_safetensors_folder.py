@@ -23,6 +23,8 @@ import safetensors.numpy
 from tests.support import hostile_weights as hostile
 from tests.support.hostile_weights import EIGHT, FILES, GOOD, entry, lay, raw
 from tests.support.killed import Killed, killed_after
+from transformer_jax import load as load_model
+from transformer_jax import load_sentence_encoder
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
@@ -655,6 +657,16 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
         open_folder(tmp_path)
     with pytest.raises(CheckpointError, match="a revision 'main' is of a repository"):
         open_folder(tmp_path, revision="main")
+
+
+def test_folder_of_an_adapter_names_its_base_model(tmp_path):
+    for base, said in (("org/base", ", 'org/base',"), (None, "")):
+        content = json.dumps({"peft_type": "LORA", "base_model_name_or_path": base})
+        (tmp_path / "adapter_config.json").write_text(content)
+        rule = f"no model: load its base model{said} and then load_lora\\(path, params, names\\)"
+        for load in (open_folder, load_model, load_sentence_encoder):
+            with pytest.raises(CheckpointError, match=rule):
+                load(tmp_path)
 
 
 def test_a_repository_is_downloaded_without_pickles_and_opened(tmp_path, monkeypatch):

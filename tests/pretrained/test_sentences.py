@@ -215,6 +215,19 @@ def test_a_folder_says_how_sentences_are_made(folder, encoder):
     assert found.encode(tokens).dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
+)
+def test_limits_are_read_from_the_config_of_each_kind_of_encoder(name, folder):
+    """The names and their order are those of `Transformer.load_config` in sentence-transformers."""
+    (folder / "sentence_bert_config.json").unlink()
+    lay(folder, {f"sentence_{name}_config.json": {"max_seq_length": 8, "do_lower_case": True}})
+    if name != "xlnet":  # the last one that is looked for
+        lay(folder, {"sentence_xlnet_config.json": {"max_seq_length": 9}})
+    found = load_sentence_encoder(folder)
+    assert (found.max_len, found.lower_case) == (8, True)
+
+
 def test_newer_keys_of_sentence_transformers_are_read(folder):
     kinds = (
         "sentence_transformers.base.modules.transformer.Transformer",

@@ -170,6 +170,19 @@ def by_hand(text: str, metadata: dict[str, object], prefix: bool) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("name", ["phi3", "Phi 3 Mini 4k Instruct", "Phi 3.5 Mini", None])
+def test_special_tokens_of_phi3_strip_a_space_whatever_the_model_is_called(name):
+    """In Phi-3's tokenizer.json all but <unk>, <s> and <|endoftext|> have `rstrip`."""
+    metadata = pieces() | {"general.architecture": "phi3"}
+    metadata |= {} if name is None else {"general.name": name}
+    own = tokenizer_of_metadata(metadata, "m.gguf")
+    turn, space = own.encode("<turn>")[0], own.encode(" ")
+    assert own.encode("<turn> \n<turn>").tolist() == [turn, turn]
+    assert own.encode("<s> <turn>").tolist() == [1, *space, turn]
+    other = tokenizer_of_metadata(metadata | {"general.architecture": "llama"}, "m.gguf")
+    assert other.encode("<turn> <turn>").tolist() == [turn, *space, turn]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_are_merged_by_their_scores(prefix):

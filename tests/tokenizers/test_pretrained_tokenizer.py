@@ -21,8 +21,9 @@ from transformer_jax import load_tokenizer_folder
 from transformer_jax.checkpoints.run_folder import RunFolder, tokenizer_sha256
 from transformer_jax.text.completion import read_prompt
 from transformer_jax.text.writer import pieces
+from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import tokenizer_from_json
+from transformer_jax.tokenizers.special import target_of, tokenizer_from_json
 from transformer_jax.tokenizers.utf8 import byte_letters
 from transformer_jax.training.data import DataError
 
@@ -734,3 +735,133 @@ def test_a_pattern_that_never_ends_is_an_error_of_its_text(tmp_path, capfd):
 def test_a_run_folder_s_file_that_was_changed_is_refused(gpt2, changes):
     with pytest.raises(DataError):
         tokenizer_from_json(json.dumps(json.loads(gpt2.to_json()) | changes))
+
+
+def listed(*tokens: tuple[int, str]) -> list[dict]:
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    return [dict(id=i, content=token, **flags) for i, token in tokens]
+
+
+ANGLES = dict(bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>")
+
+
+class TestClass:
+    """A folder means a class by its `model_type`; ids and roles were read from transformers 5."""
+
+    def roberta(self, folder: Path, **files) -> PretrainedTokenizer:
+        tokens = ["<s>", "<pad>", "</s>", "<unk>", *(LETTERS[b] for b in range(256)), "<mask>"]
+        files["vocab_json"] = {token: i for i, token in enumerate(tokens)}
+        return load_tokenizer_folder(write(folder, merges_txt="#version: 0.2\n", **files))
+
+    @pytest.mark.parametrize("model_type", ["roberta", "bart"])
+    def test_vocabulary_of_bytes_is_wrapped_for_roberta_and_bart(self, model_type, tmp_path):
+        found = self.roberta(tmp_path / "m", config_json=dict(model_type=model_type))
+        assert found.encode("ab", special_tokens=True).tolist() == [0, 101, 102, 2]
+        assert found.encode("<mask>").tolist() == [260]
+        roles = {**ANGLES, "mask": "<mask>"}
+        assert dict(found.roles) == roles
+        spaced = self.roberta(
+            tmp_path / "m", config_json=dict(model_type=model_type),
+            tokenizer_config_json=dict(add_prefix_space=True),
+        )  # fmt: skip
+        assert spaced.encode("ab").tolist() == [36, 101, 102]
+        gpt2 = self.roberta(
+            tmp_path / "m", config_json=dict(model_type="gpt2"), tokenizer_config_json={}
+        )
+        assert gpt2.encode("ab", special_tokens=True).tolist() == [101, 102] and not gpt2.roles
+
+    def test_words_of_mpnet_stand_between_its_own_tokens(self, tmp_path):
+        words = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>", "the", "cat"]
+        files = dict(vocab_txt="\n".join(words) + "\n", config_json=dict(model_type="mpnet"))
+        found = load_tokenizer_folder(write(tmp_path / "m", **files))
+        assert found.encode("The <mask> ?", special_tokens=True).tolist() == [0, 5, 4, 3, 2]
+        assert dict(found.roles) == {**ANGLES, "unk": "[UNK]", "mask": "<mask>"}
+
+    @pytest.mark.parametrize("model_type", ["bert", "distilbert", "electra", "nomic_bert"])
+    def test_tokenizer_json_of_bert_needs_no_roles_and_obeys_its_case(self, model_type, tmp_path):
+        bert = load_tokenizer_folder(write(tmp_path / "b", vocab_txt="\n".join(BERT) + "\n"))
+        definition = json.loads(bert.definition)
+        definition["normalizer"]["lowercase"] = False
+        files = dict(tokenizer_json=definition, config_json=dict(model_type=model_type))
+        for lower, ids in ((None, [17]), (True, [17]), (False, [1])):
+            config = dict(model_max_length=512) | (
+                {} if lower is None else {"do_lower_case": lower}
+            )
+            folder = write(tmp_path / "m", tokenizer_config_json=config, **files)
+            found = load_tokenizer_folder(folder)
+            assert found.encode("Résumé").tolist() == ids
+            assert found.special_ids == bert.special_ids and found.special_ids["mask"] == 4
+        config = dict(mask_token=None, pad_token="[UNK]")
+        found = load_tokenizer_folder(write(tmp_path / "m", tokenizer_config_json=config, **files))
+        assert found.special_ids == {"unk": 1, "sep": 3, "pad": 1, "cls": 2}
+
+    @pytest.mark.parametrize("mask", ["[MASK]", "<mask>"])
+    def test_added_token_of_that_name_is_the_mask_where_no_class_says_one(self, mask, tmp_path):
+        definition = llama()
+        definition["model"]["vocab"][mask] = 272
+        definition["added_tokens"] += listed((272, mask))
+        files = dict(tokenizer_json=definition, config_json=dict(model_type="modernbert"))
+        assert load_tokenizer_folder(write(tmp_path / "m", **files)).special_ids == {"mask": 272}
+
+    def test_class_that_a_folder_names_counts_unless_its_model_type_overrules_it(self, tmp_path):
+        cases = (
+            ("llama", "LlamaTokenizerFast", {"bos": 1, "eos": 2, "unk": 0}),
+            ("llama", None, {}),
+            ("mistral", "LlamaTokenizer", {}),
+            ("bert", "LlamaTokenizer", {"bos": 1, "eos": 2, "unk": 0}),
+            ("qwen2", "LlamaTokenizer", {}),
+        )
+        for model_type, name, roles in cases:
+            files = dict(tokenizer_json=llama(), config_json=dict(model_type=model_type))
+            files["tokenizer_config_json"] = {} if name is None else dict(tokenizer_class=name)
+            found = load_tokenizer_folder(write(tmp_path / "m", **files))
+            assert found.special_ids == roles, (model_type, name)
+
+    def test_vocabulary_that_the_model_type_does_not_explain_is_refused(self, tmp_path):
+        for model_type in ("llama", "t5", "bert", "qwen2"):
+            with pytest.raises(DataError, match=f"model_type is '{model_type}': it does not say"):
+                self.roberta(tmp_path / "m", config_json=dict(model_type=model_type))
+
+    def test_targets_of_an_mbart_without_roles_end_with_their_own_language(self, tmp_path):
+        definition = t5()
+        size = len(definition["model"]["vocab"])
+        definition["model"]["vocab"] += [["en_XX", 0.0], ["ro_RO", 0.0]]  # special by their class
+        files = dict(tokenizer_json=definition, config_json=dict(model_type="mbart"))
+        found = load_tokenizer_folder(write(tmp_path / "m", **files))
+        assert found.encode("", special_tokens=True).tolist() == [1, size]
+        assert dict(found.languages) == {"en_XX": size, "ro_RO": size + 1}
+        found = replace(found, target_ids=(("decoder_start_token_id", size + 1),))
+        assert target_of(found).labels == ((), (1, size + 1))
+
+    def test_language_stands_where_nllb_puts_it_and_not_where_its_file_does(self, tmp_path):
+        definition = t5()
+        tokens = ["eng_Latn", "fra_Latn"]
+        size = len(definition["model"]["vocab"])
+        definition["model"]["vocab"] += [[token, 0.0] for token in tokens]
+        definition["added_tokens"] += listed(*enumerate(tokens, size))
+        plain = [i for i in load_tokenizer_folder(
+            write(tmp_path / "t5", tokenizer_json=definition)
+        ).encode("the do").tolist()]  # fmt: skip
+        config = dict(tokenizer_class="NllbTokenizer", eos_token="</s>")
+        cases = (
+            ({}, [size, *plain, 1]),
+            (dict(src_lang="fra_Latn"), [size + 1, *plain, 1]),
+            (dict(legacy_behaviour=True), [*plain, 1, size]),
+        )
+        for options, ids in cases:
+            files = dict(tokenizer_json=definition, config_json=dict(model_type="m2m_100"))
+            folder = write(tmp_path / "m", tokenizer_config_json=config | options, **files)
+            found = load_tokenizer_folder(folder)
+            assert found.encode("the do", special_tokens=True).tolist() == ids, options
+            found = replace(found, target_ids=(("decoder_start_token_id", 1),))
+            other = with_languages(found, "fra_Latn", "eng_Latn")
+            moved = [size + 1 if i == found.languages[options.get("src_lang", "eng_Latn")] else i
+                     for i in ids]  # fmt: skip
+            assert other.encode("the do", special_tokens=True).tolist() == moved
+            labels = target_of(other).labels
+            assert labels == (
+                ((), (1, size)) if options.get("legacy_behaviour") else ((size,), (1,))
+            )
+        with pytest.raises(DataError, match="src_lang is 'xx': must be the token of a language"):
+            wrong = dict(tokenizer_config_json=config | dict(src_lang="xx"))
+            load_tokenizer_folder(write(tmp_path / "m", tokenizer_json=definition, **wrong))

@@ -33,6 +33,7 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
+from transformer_jax.pretrained.safetensors_folder import ADAPTER
 from transformer_jax.pytree import Array, Params
 from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
@@ -61,7 +62,7 @@ class InTurn(tuple[str, ...]):
 Pair = tuple[np.ndarray, np.ndarray]
 """A f32[r, inputs] and B f32[outputs, r] of a module, as PEFT lays them out."""
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 CONFIG_LIMIT = 2**20
 """Largest adapter_config.json that is read, in bytes."""
 

@@ -39,6 +39,8 @@ from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, brief, is_plain, shown
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+"""What PEFT writes instead of CONFIG."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -152,6 +154,12 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
     CheckpointError names the file, and the tensor if one is wrong.
     """
     folder = _located(path_or_id, revision)
+    if _FILES.there(folder, ADAPTER) and not any(_FILES.there(folder, n) for n in (SINGLE, INDEX)):
+        adapter = _FILES.json_object(_FILES.inside(folder, ADAPTER), CONFIG_LIMIT)
+        base = adapter.get("base_model_name_or_path")
+        base = f", {shown(base)}," if isinstance(base, str) else ""
+        rule = f"load its base model{base} and then load_lora(path, params, names)"
+        raise CheckpointError(f"{folder}: is an adapter of PEFT ({ADAPTER}), and no model: {rule}")
     path = _FILES.inside(folder, CONFIG)
     config = _FILES.json_object(path, CONFIG_LIMIT)
     listed = _listed(folder)

@@ -4,7 +4,7 @@ A folder of sentence-transformers holds
 
     modules.json                the parts: Transformer, Pooling and perhaps Normalize
     config.json, model*         the encoder, or a decoder, as Qwen 3's models of vectors are
-    sentence_bert_config.json   how many tokens are read, and whether in lower case
+    sentence_*_config.json      how many tokens are read, and whether in lower case
     1_Pooling/config.json       how the tokens' vectors become one
     config_sentence_transformers.json    prompts to put before texts
 
@@ -38,6 +38,10 @@ from transformer_jax.shown import short_repr
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
 """Kinds of pooling by the names that sentence-transformers has for them."""
+_CONFIG_NAMES = (
+    "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
+)  # fmt: skip
+"""NAME of sentence_NAME_config.json, in the order in which sentence-transformers looks for it."""
 
 
 class TextTokenizer(Protocol):
@@ -349,7 +353,7 @@ def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:
 def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
     """Return how many tokens of a text are read, and whether in lower case."""
     longest, lower = None, False
-    for name in ("bert", "roberta", "distilbert", "xlm-roberta", "camembert"):
+    for name in _CONFIG_NAMES:
         keys = _object(folder, f"sentence_{name}_config.json")
         if keys is None:
             continue

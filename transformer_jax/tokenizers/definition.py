@@ -49,12 +49,14 @@ def check_model(content: JsonObject) -> None:
         merges = model.get("merges")
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if isinstance(merges, list) and not model.get("unk_token"):
-            if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in _kinds(content):
+            if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in step_kinds(
+                content
+            ):
                 rule = "must be byte-level, or fall back to bytes, or have an unk_token"
                 raise DataError(f"model: would leave out what it does not know: {rule}")
 
 
-def _kinds(content: JsonObject) -> set[str]:
+def step_kinds(content: JsonObject) -> set[str]:
     """Return the types of the steps before the model."""
     parts = [content.get("pre_tokenizer"), content.get("normalizer")]
     found = set()

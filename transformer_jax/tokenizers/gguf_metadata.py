@@ -110,11 +110,11 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     roles = {role: tokens[i] for role, i in held.items() if i is not None and tokens[i] in ids}
     special = {ids[token] for role, token in roles.items() if role != "unk"}
     special |= {i for i in ids.values() if kinds[i] in (_CONTROL, _UNKNOWN)}
-    phi3 = any(name in str(metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    phi3 = metadata.get("general.architecture") == "phi3"  # whose tokens strip a space after them
     definition["added_tokens"] = [
         dict(
             id=i, content=token, single_word=False, lstrip=False,
-            rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>", "<|endofprompt|>"),
             normalized=i not in special and "▁" in token, special=i in special,
         )
         for token, i in ids.items()

@@ -7,7 +7,8 @@ tokenizer_config.json      roles of special tokens, added tokens, chat templates
 special_tokens_map.json    roles that tokenizer_config.json does not name
 added_tokens.json          ids of tokens that were added
 generation_config.json     the tokens that end a text; or else
-config.json                those that the model names; or else the <eos> of the roles
+config.json                those that the model names; or else the <eos> of the roles;
+                           and `model_type`, which means a class of tokenizers (`classes`)
 chat_template.jinja        instead of the config's (chat_template.json: if it has none)
 additional_chat_templates  NAME.jinja, in addition to either
 
@@ -18,10 +19,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.tokenizers.classes import (
+    CLASSES,
+    FILE,
+    TokenizerClass,
+    class_name,
+    overruled,
+)
+from transformer_jax.tokenizers.definition import read_definition, step_kinds
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
@@ -46,12 +57,11 @@ LIMITS = {
 VALUES = 2**22
 """Most values in a JSON; a vocabulary of half a million tokens has two million."""
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _FILES = Untrusted(DataError)
 
-_WRAPPED = frozenset({"Roberta", "Bart", "Longformer", "LED"})
-"""Models that put byte-level text between <s> and </s>."""
-_BYTE_LEVEL = frozenset({"GPT2", "CodeGen"}) | _WRAPPED
-_WORD_PIECE = frozenset({"Bert", "DistilBert", "Electra"})
+_BARE = {"vocab.json": "GPT2", "encoder.json": "GPT2", "vocab.txt": "Bert"}
+"""What a vocabulary means where neither a class nor a model is named."""
 
 
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
@@ -71,101 +81,119 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     if (code := config.get("auto_map")) is not None:
         rule = "it names Python code, which is never run; remove the key if the rest says it all"
         raise DataError(f"{folder / 'tokenizer_config.json'}: auto_map is {shown(code)}: {rule}")
-    if _flag(folder, config, "split_special_tokens", False):
-        rule = "encode(text, written='text') reads special tokens as text"
-        where = f"{folder / 'tokenizer_config.json'}: split_special_tokens is true"
-        raise DataError(f"{where}: must be false: {rule}")
-    name, definition, usual = _definition(folder, config)
-    roles, extra, named = _roles(folder, config, usual)
+    if (split := config.get("split_special_tokens", False)) is not False:
+        rule = "must be false: encode(text, written='text') reads special tokens as text"
+        said = f"split_special_tokens is {json.dumps(split):.80}"
+        raise DataError(f"{folder / 'tokenizer_config.json'}: {said}: {rule}")
+    model = _json(folder, "config.json") or {}
+    name, definition, kind = _definition(folder, config, model)
+    options = _options(folder, config, kind)
+    definition = overruled(definition, options)
     sources = dict(_usual_templates(folder, config))
     for file in more_templates(folder):
         sources[Path(file).stem] = _read(folder, file, LIMITS["chat_template.jinja"]) or ""
     templates = tuple(sources.items())
     generation = _json(folder, "generation_config.json") or {}
-    model = _json(folder, "config.json") or {}
     try:
-        definition["added_tokens"] = _added(folder, config, definition, roles, extra)
-        if name != "tokenizer.json" and definition.get("post_processor") is None:
+        added, vocabulary = _listed(folder, config, definition), _vocabulary(definition)
+        roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
+        definition["added_tokens"] = _added(added, vocabulary, roles, extra, flags)
+        ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
+        if name != "tokenizer.json":
             _set_ends(config, definition, roles)
-        ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
         stop = generation.get("eos_token_id")
         if stop is None:
-            stop = _known(model.get("eos_token_id"), definition)
+            stop = _known(model.get("eos_token_id"), ids)
         if stop is None:
             stop = ids.get(roles.get("eos", ""))
-        return PretrainedTokenizer(
+        tokenizer = PretrainedTokenizer(
             canonical(definition | {"truncation": None, "padding": None}),
             tuple(roles.items()),
             tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
             templates,
             named_tokens=tuple(named.items()),
         )
+        wanted = _frame(kind, options, roles, ids, "src_lang" in config)
+        if wanted is None or tokenizer.frame == tuple(tuple(ids[t] for t in w) for w in wanted):
+            return tokenizer
+        framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *wanted)}
+        return replace(tokenizer, definition=canonical(framed))
     except DataError as error:
+        if str(error).startswith(str(folder)):
+            raise
         name = "generation_config.json" if str(error).startswith("eos_token_id") else name
         raise DataError(f"{folder / name}: {error}") from None
 
 
-def _definition(folder: Path, config: JsonObject) -> tuple[str, JsonObject, dict[str, str]]:
-    """Return the file with the vocabulary, the library's JSON, and the roles' usual tokens."""
+def _definition(
+    folder: Path, config: JsonObject, model: JsonObject
+) -> tuple[str, JsonObject, TokenizerClass]:
+    """Return the file with the vocabulary, the library's JSON, and the tokenizer's class."""
+    name, said = class_name(config, model)
+    kind = CLASSES.get(name, FILE)
     found = _json(folder, "tokenizer.json")
-    kind = str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
     if found is not None:
-        return "tokenizer.json", _overruled(folder, config, kind, found), {}
+        if name == "Llama" and "ByteLevel" in step_kinds(found):
+            kind = FILE  # Llama 3 names the class of Llama 2
+        return "tokenizer.json", found, kind
+
+    def meant(file: str) -> TokenizerClass:
+        """Return the class if it says what a vocabulary means."""
+        usual = CLASSES[_BARE[file]]
+        if said and kind.built_from != usual.built_from:
+            rule = f"it does not say what {file} means, and there is no tokenizer.json"
+            raise DataError(f"{folder}: {said}: {rule}")
+        return kind if said else usual
+
     for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         content, rules = _json(folder, vocabulary), _read(folder, merges)
         if content is not None and rules is not None:
-            if kind and kind not in _BYTE_LEVEL:
-                raise _other_class(folder, config, vocabulary)
-            return vocabulary, *_byte_level_bpe(
-                folder, vocabulary, content, merges, rules, config, kind
-            )
+            kind = meant(vocabulary)
+            return vocabulary, _byte_level_bpe(folder, vocabulary, content, merges, rules), kind
     words = _read(folder, "vocab.txt")
     if words is not None:
-        if kind and kind not in _WORD_PIECE:
-            raise _other_class(folder, config, "vocab.txt")
-        return "vocab.txt", *_word_piece(folder, words, config)
+        kind = meant("vocab.txt")
+        return "vocab.txt", _word_piece(folder, words, config, kind), kind
     rule = "must have tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
     raise DataError(f"{folder}: no tokenizer here: {rule}")
 
 
-def _overruled(folder: Path, config: JsonObject, kind: str, definition: JsonObject) -> JsonObject:
-    """Return the library's JSON, changed by the keys of tokenizer_config.json that overrule it.
-
-    Which keys do depends on the tokenizer's class. `add_bos_token` and `add_eos_token` are never
-    among them: what the JSON puts around a text stays, as in transformers 5.
-    """
-    normalizer, splitter = definition.get("normalizer"), definition.get("pre_tokenizer")
-    if kind in _WORD_PIECE and isinstance(normalizer, dict):
-        names = dict(
-            do_lower_case="lowercase",
-            strip_accents="strip_accents",
-            tokenize_chinese_chars="handle_chinese_chars",
-        )
-        if normalizer.get("type") == "BertNormalizer":
-            said = {
-                theirs: _flag(folder, config, name, False)
-                for name, theirs in names.items()
-                if config.get(name) is not None
-            }
-            definition = definition | {"normalizer": normalizer | said}
-    if kind in _BYTE_LEVEL | {"Qwen2"} and config.get("add_prefix_space") is not None:
-        prefix = {"add_prefix_space": _flag(folder, config, "add_prefix_space", False)}
-
-        def told(part: Json) -> Json:
-            if not isinstance(part, dict):
-                return part
-            if isinstance(below := part.get("pretokenizers"), list):
-                return part | {"pretokenizers": [told(item) for item in below]}
-            return part | prefix if part.get("type") == "ByteLevel" else part
-
-        definition = definition | {"pre_tokenizer": told(splitter)}
-    return definition
+def _options(folder: Path, config: JsonObject, kind: TokenizerClass) -> dict[str, Json]:
+    """Return the value of each option that the class obeys; null stands for the default."""
+    found = dict[str, Json]()
+    for name, usual in kind.options.items():
+        value = config.get(name)
+        text = name == "src_lang"
+        if value is not None and not isinstance(value, str if text else bool):
+            rule = "must be text" if text else "must be true or false"
+            where = folder / "tokenizer_config.json"
+            raise DataError(f"{where}: {name} is {shown(value)}: {rule}")
+        found[name] = usual if value is None else value
+    return found
 
 
-def _other_class(folder: Path, config: JsonObject, file: str) -> DataError:
-    name = shown(config["tokenizer_class"])
-    rule = f"it does not say what {file} means, and there is no tokenizer.json"
-    return DataError(f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}: {rule}")
+def _frame(
+    kind: TokenizerClass,
+    options: Mapping[str, Json],
+    roles: Mapping[str, str],
+    ids: Mapping[str, int],
+    language_given: bool,
+) -> tuple[list[str], list[str]] | None:
+    """Return the tokens that the class puts before a text and after it; None if it puts none."""
+    if kind.frame is None:
+        return None
+    frame, tokens = kind.frame, {**kind.roles, **roles}
+    if options.get("legacy_behaviour"):  # of NLLB, whose tokenizer.json is from before
+        frame = CLASSES["MBart"].frame or frame
+    if isinstance(language := options.get("src_lang"), str):
+        known = [name for name in (language, f"__{language}__") if name in ids]
+        if not known and language_given:
+            raise DataError(f"src_lang is {shown(language)}: must be the token of a language")
+        tokens |= {"lang": known[0]} if known else {}
+    if any(tokens.get(role) not in ids for part in frame for role in part):
+        return None
+    first, last = ([tokens[role] for role in part] for part in frame)
+    return first, last
 
 
 def _byte_level_bpe(
@@ -174,9 +202,7 @@ def _byte_level_bpe(
     vocabulary: JsonObject,
     merges_file: str,
     merges: str,
-    config: JsonObject,
-    kind: str,
-) -> tuple[JsonObject, dict[str, str]]:
+) -> JsonObject:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -196,21 +222,13 @@ def _byte_level_bpe(
                 raise DataError(f"{where} names {shown(token)}: not in {file}")
         pairs.append((parts[0], parts[1]))
     library = Library(_made(folder / file, models.BPE, vocab=vocabulary, merges=pairs))
-    prefix = _flag(folder, config, "add_prefix_space", False)
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    definition = json.loads(library.to_str())
-    if kind in _WRAPPED:
-        roles = dict(
-            bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>", mask="<mask>"
-        )
-        definition["post_processor"] = around(vocabulary, ("<s>",), ("</s>",))
-    else:
-        roles = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
-    return definition, {role: token for role, token in roles.items() if token in vocabulary}
+    definition: JsonObject = json.loads(library.to_str())
+    return definition
 
 
-def _word_piece(folder: Path, words: str, config: JsonObject) -> tuple[JsonObject, dict[str, str]]:
+def _word_piece(folder: Path, words: str, config: JsonObject, kind: TokenizerClass) -> JsonObject:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -219,55 +237,60 @@ def _word_piece(folder: Path, words: str, config: JsonObject) -> tuple[JsonObjec
         if vocabulary.setdefault(word, i) != i:
             first = vocabulary[word] + 1
             raise DataError(f"{folder / 'vocab.txt'}: line {i + 1} is that of line {first} again")
-    roles = dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
-    unknown = _token(config.get("unk_token")) or roles["unk"]
+    unknown = _token(config.get("unk_token")) or kind.roles["unk"]
     if not isinstance(unknown, str) or unknown not in vocabulary:
         raise DataError(f"{folder / 'vocab.txt'}: must have {shown(unknown)}, the unk_token")
     library = Library(
         _made(folder / "vocab.txt", models.WordPiece, vocab=vocabulary, unk_token=unknown)
     )
-    strip = config.get("strip_accents")
-    library.normalizer = normalizers.BertNormalizer(
-        lowercase=_flag(folder, config, "do_lower_case", True),
-        strip_accents=None if strip is None else _flag(folder, config, "strip_accents", False),
-        handle_chinese_chars=_flag(folder, config, "tokenize_chinese_chars", True),
-    )
+    library.normalizer = normalizers.BertNormalizer()
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.decoder = decoders.WordPiece(prefix="##")
-    definition = json.loads(library.to_str())
-    roles = {role: token for role, token in roles.items() if token in vocabulary}
-    if {"cls", "sep"} <= roles.keys():
-        definition["post_processor"] = around(vocabulary, (roles["cls"],), (roles["sep"],))
-    return definition, roles
+    definition: JsonObject = json.loads(library.to_str())
+    return definition
 
 
 def _roles(
-    folder: Path, config: JsonObject, usual: Mapping[str, str]
-) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """Return each role's token, more special tokens, and more names that templates have for them.
+    folder: Path,
+    config: JsonObject,
+    kind: TokenizerClass,
+    added: Mapping[str, JsonObject],
+    vocabulary: Mapping[str, int],
+) -> tuple[dict[str, str], list[str], dict[str, str], dict[str, JsonObject]]:
+    """Return each role's token, more special tokens, names that templates have, and tokens' flags.
 
     special_tokens_map.json comes first if the config has no `added_tokens_decoder`, since such
-    folders are older.
+    folders are older. A role that is null has no token; one that is not there has its class's.
     """
-    roles: dict[str, str] = {}
     extra: list[str] = []
     named: dict[str, str] = {}
     beside = _json(folder, "special_tokens_map.json") or {}
-    files = [("tokenizer_config.json", config), ("special_tokens_map.json", beside)]
+    usual = {
+        f"{role}_token": token
+        for role, token in kind.roles.items()
+        if token in added or token in vocabulary
+    }
+    mask = next((token for token in ("[MASK]", "<mask>") if token in added), None)
+    files = [("tokenizer_config.json", config), ("", usual), ("special_tokens_map.json", beside)]
     if config.get("added_tokens_decoder") is None:
-        files.reverse()
+        files = [files[2], files[0], files[1]]
+    files.append(("", {} if mask is None else {"mask_token": mask}))
+    found: dict[str, str] = {}
+    flags: dict[str, JsonObject] = {}
     for file, content in files:
         for name, value in content.items():
             token = _token(value)
             if name.endswith("_token") and isinstance(token, str) and token:
                 named.setdefault(name, token)
         for role in ROLES:
-            value = content.get(f"{role}_token")
+            if role in found or f"{role}_token" not in content:
+                continue
+            value = content[f"{role}_token"]
             token = _token(value)
             if token is not None and not isinstance(token, str):
                 raise DataError(f"{folder / file}: {role}_token is {shown(value)}: must be text")
-            if token:
-                roles.setdefault(role, token)
+            found[role] = token or ""
+            flags.setdefault(found[role], _flags(value, folder / file))
         for key in ("additional_special_tokens", "extra_special_tokens"):
             value = content.get(key) or []
             items = list(value.values()) if isinstance(value, dict) else value
@@ -281,28 +304,39 @@ def _roles(
                 if not isinstance(token, str) or not token:
                     raise DataError(f"{folder / file}: {key} has {shown(item)}: must be text")
                 extra.append(token)
+                flags.setdefault(token, _flags(item, folder / file))
+    if kind.mask_strips:
+        flags[found.get("mask", "")] = {"lstrip": True} | flags.get(found.get("mask", ""), {})
+    if kind.special:
+        extra += [t for t in (*added, *vocabulary) if re.fullmatch(kind.special, t)]
     named = {
         name: token for name, token in named.items() if name.removesuffix("_token") not in ROLES
     }
-    return {r: token for r in ROLES if (token := roles.get(r, usual.get(r)))}, extra, named
+    return {role: found[role] for role in ROLES if found.get(role)}, extra, named, flags
 
 
-def _added(
-    folder: Path,
-    config: JsonObject,
-    definition: JsonObject,
-    roles: Mapping[str, str],
-    extra: Sequence[str],
-) -> list[JsonObject]:
-    """Return the added tokens of the definition and of the other files, and all special ones."""
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[str, JsonObject]:
+    """Return the added tokens of the definition and of the other files, with the flags they have.
+
+    A token of added_tokens.json has none.
+    """
     listed = definition.get("added_tokens") or []
+    decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, list):
         raise DataError("added_tokens: must be a list")
+    if not isinstance(decoder, dict):
+        raise DataError("added_tokens_decoder of tokenizer_config.json: must be an object")
+    tokens: list[tuple[str, Json, Json]] = []
+    for token in listed:
+        tokens.append(("added_tokens", token, token.get("id") if isinstance(token, dict) else None))
+    for key, token in decoder.items():
+        number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+        tokens.append(("added_tokens_decoder of tokenizer_config.json", token, number))
+    beside = _json(folder, "added_tokens.json") or {}
+    tokens += [("added_tokens.json", token, i) for token, i in beside.items()]
     found: dict[str, JsonObject] = {}
     taken: dict[int, str] = {}
-
-    def add(token: Json, i: Json, where: str) -> None:
+    for where, token, i in tokens:
         text = _token(token)
         if not isinstance(text, str) or not text or type(i) is not int or i < 0:
             raise DataError(f"{where}: {shown(token)} with id {shown(i)}: no token with its id")
@@ -310,50 +344,63 @@ def _added(
         if taken.setdefault(i, text) != text or (known and known["id"] != i):
             other = f"id {known['id']}" if known else shown(taken[i])
             raise DataError(f"{where}: {shown(text)} has id {i}: but {other} is there already")
-        said = {flag: token[flag] for flag in flags if isinstance(token, dict) and flag in token}
-        if not all(isinstance(value, bool) for value in said.values()):
-            raise DataError(f"{where}: {shown(token)}: {', '.join(flags)} must be true or false")
-        special = said.get("special", text in special_tokens)
-        base = dict.fromkeys(flags, False) | {"normalized": not special, "special": special}
-        found[text] = {"id": i, "content": text} | (known or base) | said
+        found[text] = {"id": i, "content": text} | (known or {}) | _flags(token, where)
+    return found
 
-    special_tokens = {*roles.values(), *extra}
-    for token in listed:
-        add(token, token.get("id") if isinstance(token, dict) else None, "added_tokens")
-    decoder = config.get("added_tokens_decoder") or {}
-    beside = _json(folder, "added_tokens.json") or {}
-    if not isinstance(decoder, dict):
-        raise DataError("added_tokens_decoder of tokenizer_config.json: must be an object")
-    for key, token in decoder.items():
-        i = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
-        add(token, i, "added_tokens_decoder of tokenizer_config.json")
-    for token, i in beside.items():
-        add(token, i, "added_tokens.json")
+
+def _flags(token: Json, where: str | Path) -> JsonObject:
+    """Return the flags that a file gives a token: how it is found in a text."""
+    said = {flag: token[flag] for flag in _FLAGS if isinstance(token, dict) and flag in token}
+    if not all(isinstance(value, bool) for value in said.values()):
+        raise DataError(f"{where}: {shown(token)}: {', '.join(_FLAGS)} must be true or false")
+    return said
+
+
+def _vocabulary(definition: JsonObject) -> dict[str, int]:
+    """Return the ids of the model's own tokens."""
     model = definition.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):
-        pieces = [item[0] for item in vocabulary if isinstance(item, list) and item]
-        vocabulary = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, str)}
-    for token in dict.fromkeys([*roles.values(), *extra]):
-        if token in found:
-            found[token]["special"] |= token in roles.values()
-        elif isinstance(vocabulary, dict) and token in vocabulary:
-            add(token, vocabulary[token], "vocabulary")
-        elif token in extra:
-            raise DataError(f"additional_special_tokens has {shown(token)}: not in the vocabulary")
+    found = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(found, list):
+        pieces = [item[0] for item in found if isinstance(item, list) and item]
+        found = {piece: i for i, piece in enumerate(pieces) if isinstance(piece, str)}
+    return found if isinstance(found, dict) else {}
+
+
+def _added(
+    added: Mapping[str, JsonObject],
+    vocabulary: Mapping[str, int],
+    roles: Mapping[str, str],
+    extra: Sequence[str],
+    flags: Mapping[str, JsonObject],
+) -> list[JsonObject]:
+    """Return the added tokens with all their flags, and all special ones among them.
+
+    `flags` are those of tokens that are not added.
+    """
+    special = {*roles.values(), *extra}
+    found: dict[str, JsonObject] = {}
+    taken = {token["id"]: text for text, token in added.items()}
+    for text in [*added, *(t for t in dict.fromkeys([*roles.values(), *extra]) if t not in added)]:
+        if text not in added and text not in vocabulary:
+            if text in extra:
+                rule = "not in the vocabulary"
+                raise DataError(f"additional_special_tokens has {shown(text)}: {rule}")
+            continue  # a role's: refused where the roles are checked
+        new = {"id": vocabulary.get(text), "content": text} | flags.get(text, {})
+        given = added.get(text, new | {"special": True})
+        if taken.setdefault(given["id"], text) != text or type(given["id"]) is not int:
+            other = shown(taken[given["id"]])
+            raise DataError(f"vocabulary: {shown(text)} has id {given['id']}: but {other} has it")
+        is_special = given.get("special", text in special)
+        base = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
+        found[text] = base | given | {"special": is_special or text in roles.values()}
     return sorted(found.values(), key=lambda token: token["id"])
 
 
-def _known(value: Json, definition: JsonObject) -> list[int] | None:
+def _known(value: Json, ids: Mapping[str, int]) -> list[int] | None:
     """Return what a model's config names as ends, without ids that the tokenizer has not."""
-    model = definition.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = [token["id"] for token in definition["added_tokens"]]
-    if isinstance(vocabulary, dict):
-        ids += [i for i in vocabulary.values() if isinstance(i, int)]
-    elif isinstance(vocabulary, list):
-        ids.append(len(vocabulary) - 1)
-    last, given = max(ids, default=-1), value if isinstance(value, list) else [value]
+    last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
+    given = value if isinstance(value, list) else [value]
     return [i for i in given if type(i) is int and 0 <= i <= last] or None
 
 
@@ -363,7 +410,10 @@ def _token(value: Json) -> Json:
 
 
 def _set_ends(config: JsonObject, definition: JsonObject, roles: Mapping[str, str]) -> None:
-    """Put around a text what `add_bos_token` and `add_eos_token` say, if they are given."""
+    """Put around a text what `add_bos_token` and `add_eos_token` say, if they are given.
+
+    They say nothing beside a tokenizer.json, as in transformers 5.
+    """
     wanted = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
     for name, value in zip(("add_bos_token", "add_eos_token"), wanted, strict=True):
         if value not in (None, True, False):
@@ -449,14 +499,6 @@ def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:
         return model(**arguments)
     except Exception as error:  # the Rust library raises plain Exception
         raise DataError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-
-
-def _flag(folder: Path, config: JsonObject, name: str, default: bool) -> bool:
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        rule = "must be true or false"
-        raise DataError(f"{folder / 'tokenizer_config.json'}: {name} is {shown(value)}: {rule}")
-    return value
 
 
 def _json(folder: Path, name: str) -> JsonObject | None:

@@ -227,7 +227,9 @@ class PretrainedTokenizer:
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = False, begins: bool = True
     ) -> str:
-        """Return ids as a text; bytes that are no UTF-8 become U+FFFD.
+        """Return ids as a text; bytes that are not UTF-8 become U+FFFD.
+
+        Hugging Face's library replaces a whole run of byte tokens if one of them is wrong.
 
         Args:
             ids: integers below `vocab_size`.

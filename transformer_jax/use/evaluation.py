@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
 )
 from transformer_jax.models.places import NO_EDIT, Edit, edit_items
 from transformer_jax.pytree import Params
+from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_scores
 from transformer_jax.training.data import ShortText
@@ -33,7 +34,7 @@ from transformer_jax.training.step import make_eval_step
 from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.continuous import Signals
 from transformer_jax.training.tasks.signals import read_signals
-from transformer_jax.training.tasks.task import Report, TrainingTask
+from transformer_jax.training.tasks.task import Report, TrainingTask, check_has
 from transformer_jax.use.reading import Reader, published_run
 
 
@@ -201,6 +202,8 @@ def judge_file(
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
+    if isinstance(own := task.tokenizers.tokenizer, SpecialTokens):
+        check_has(tokenizers.tokenizer, *own.names)  # a token that is added now is not trained
     return judge(task, params, report, edit)
 
 

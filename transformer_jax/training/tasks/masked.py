@@ -33,6 +33,7 @@ from transformer_jax.training.tasks.task import (
     Report,
     Tokenizers,
     TrainingTask,
+    check_has,
     check_known,
     with_vocabulary,
 )
@@ -141,10 +142,7 @@ class Masking:
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
-        ids = special_ids(tokenizer)
-        if "mask" not in ids:
-            raise DataError("tokenizer has no mask token: task 'masked' needs one")
-        self.task, self.seed, self.mask = config.task, config.seed, ids["mask"]
+        self.task, self.seed, self.mask = config.task, config.seed, special_ids(tokenizer)["mask"]
         own = plain(tokenizer)
         # a random token is one that stands for text, and that the model has
         self.kinds = min(own.vocab_size, config.model.vocab_size)
@@ -260,6 +258,7 @@ def _read(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
     """Return the tokens of a text, which are masks, and the logits there; DataError without any."""
     tokenizer = tokenizers.tokenizer
+    check_has(tokenizer, "mask")
     tokens = masked_ids(tokenizer, text)
     masks = tokens == special_ids(tokenizer)["mask"]
     if not masks.any():

@@ -16,8 +16,8 @@ from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.shown import short_repr
-from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text
+from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer
+from transformer_jax.tokenizers.special import encode_text, special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Loss, Params, as_given
@@ -253,6 +253,15 @@ def check_known(known: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray
             i = int(ids[np.argmax(ids >= known)])
             text = shown(tokenizer.to_bytes([i]).decode(errors="replace"))
             raise DataError(f"{where}: has token {i}, {text}: the model has {known} tokens")
+
+
+def check_has(tokenizer: Tokenizer, *names: str) -> None:
+    """Raise DataError for the first of these special tokens that a tokenizer does not have."""
+    for name in names:
+        if name not in special_ids(tokenizer):
+            known = f"name it as {name}_token in tokenizer_config.json, if there is one"
+            rule = known if name in ROLES else "the model was not trained with one"
+            raise DataError(f"the tokenizer has no {name} token: {rule}")
 
 
 def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]

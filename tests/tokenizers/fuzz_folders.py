@@ -1,0 +1,117 @@
+"""Draw folders of published tokenizers, and compare what is read of them with `transformers`.
+
+    python -m tests.tokenizers.fuzz_folders --minutes 1 --seed 0
+
+A case is a family, the files that its folder has, and what they say: the class, roles, options.
+Ids and roles are equal, or the folder is refused by name.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from tests.support.published_folders import (
+    OPTIONS,
+    USUAL,
+    Layout,
+    NotReadByTransformers,
+    differences,
+    folder_of,
+)
+from tests.support.published_text import transformers
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.tokenizers.classes import CLASSES
+from transformer_jax.tokenizers.utf8 import DataError
+
+NEEDS_SENTENCEPIECE = {"marian", "m2m_100"}
+"""Families whose class needs a package, so that transformers has another one without it."""
+MADE_OF_FILES = {"Bert", "MPNet", "GPT2", "Roberta"}
+ENDS = dict(add_bos_token=(True, False), add_eos_token=(True, False))
+LETTERS = [*"abcthe THE12.,'", "\u00e9", "e\u0301", "\u4e2d", "\n", "  ", "the ", "``"]
+
+
+def some(rng, options):
+    """Draw some of the options, each with one of its values."""
+    return {n: v[rng.integers(len(v))] for n, v in options.items() if rng.integers(2)}
+
+
+def draw(rng):
+    kinds = sorted(FAMILIES)
+    model_type = kinds[rng.integers(len(kinds))]
+    kind = USUAL[model_type]
+    if model_type == "mbart" and rng.integers(2):
+        kind = "MBart50"
+    names = [None, None, kind + "Tokenizer", kind + "TokenizerFast", "PreTrainedTokenizerFast"]
+    named = names[rng.integers(len(names))]
+    if kind == "MBart50" or (model_type in NEEDS_SENTENCEPIECE and kind == "Nllb"):
+        named = kind + "Tokenizer"
+    usual = dict(CLASSES[kind].roles)
+    tokens = sorted(set(usual.values()))
+    roles = {r: t for r, t in usual.items() if rng.integers(3) == 0}
+    mapped = {r: t for r, t in usual.items() if rng.integers(2)} if rng.integers(3) == 0 else {}
+    if rng.integers(4) == 0:
+        framing = {role for part in CLASSES[kind].frame or () for role in part}
+        free = sorted({"bos", "eos", "pad", "mask"} - framing)
+        role = free[rng.integers(len(free))]
+        roles[role] = [None, *tokens][rng.integers(len(tokens) + 1)]
+    decoder = not mapped and bool(rng.integers(2))  # with it transformers leaves the map unread
+    ends = some(rng, ENDS) if rng.integers(3) == 0 else {}
+    return Layout(
+        model_type, kind, named, some(rng, OPTIONS.get(kind, {})) | ends,
+        some(rng, OPTIONS.get(kind, {})), roles, mapped,
+        decoder=decoder,
+        whole=kind not in MADE_OF_FILES or bool(rng.integers(3)),
+        framed=bool(rng.integers(4)), listed=bool(rng.integers(4)),
+        model_names_it=rng.integers(3) == 0,
+    )  # fmt: skip
+
+
+def case(seed, texts=9):
+    """Check one folder; AssertionError shows what differs. Return the family and what was said."""
+    rng = np.random.default_rng(seed)
+    layout = draw(rng)
+    drawn = tuple("".join(rng.choice(LETTERS, rng.integers(0, 17))) for _ in range(texts))
+    with tempfile.TemporaryDirectory() as name:
+        folder = folder_of(layout, Path(name, "model"))
+        try:
+            found = differences(folder, drawn)
+        except DataError as error:
+            return layout.model_type, f"refused: {str(error).removeprefix(str(folder))}"
+        except NotReadByTransformers as error:
+            return layout.model_type, f"not read by transformers: {error}"
+        assert not found, (layout, found[:3])
+    return layout.model_type, "equal"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    end, seed, failed, seen = time.perf_counter() + given.minutes * 60, given.seed, [], Counter()
+    refused = Counter()
+    while time.perf_counter() < end:
+        try:
+            family, outcome = case(seed)
+            seen[family] += outcome == "equal"
+            refused[outcome] += outcome != "equal"
+        except Exception as error:  # also of transformers: it reads what is published
+            failed.append(f"seed {seed}: {type(error).__name__}: {error}")
+            print(failed[-1], flush=True)
+        seed += 1
+    print(f"{seed - given.seed} folders from seed {given.seed} on: {len(failed)} wrong")
+    print("equal:", ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
+    for why, count in refused.most_common():
+        if count:
+            print(count, why)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Tokenizer classes of published models: what a folder does not say because its class does.
+
+A class gives tokens their roles, obeys some keys of tokenizer_config.json, and puts tokens around a
+text. These are the classes of transformers 5, by name without "Tokenizer" and "Fast".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from transformer_jax.untrusted_files import Json, JsonObject, shown
+
+Frame: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]
+"""Roles of the tokens before a text and after it; "lang" is the language of `src_lang`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerClass:
+    """What a class adds to the files of a folder."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """The token of each role, unless the folder names another one."""
+    options: Mapping[str, Json] = field(default_factory=dict)
+    """Keys of tokenizer_config.json that the class obeys beside a tokenizer.json, and their
+    defaults; `add_prefix_space` of None leaves the file as it is."""
+    frame: Frame | None = None
+    """What the class puts around a text; None is what the file puts there, or else what
+    `add_bos_token` and `add_eos_token` say."""
+    special: str | None = None
+    """Pattern of more special tokens, among those that the vocabulary has."""
+    mask_strips: bool = False
+    """Whether a mask token that no file lists takes the space before it."""
+    built_from: Literal["bytes", "words"] | None = None
+    """The files that the class makes a tokenizer of: vocab.json and merges.txt, or vocab.txt."""
+
+
+_BERT = dict(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
+_ANGLES = dict(bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>")
+_MASKED = _ANGLES | dict(mask="<mask>")
+_END_OF_TEXT = dict.fromkeys(("bos", "eos", "unk"), "<|endoftext|>")
+_CASE: dict[str, Json] = dict(do_lower_case=True, strip_accents=None, tokenize_chinese_chars=True)
+_NO_SPACE: dict[str, Json] = dict(add_prefix_space=False)
+_SPACE: dict[str, Json] = dict(add_prefix_space=True)
+
+_WORDS = TokenizerClass(roles=_BERT, options=_CASE, frame=(("cls",), ("sep",)), built_from="words")
+_BYTES = TokenizerClass(roles=_END_OF_TEXT, options=_NO_SPACE, built_from="bytes")
+_WRAPPED = replace(_BYTES, roles=_MASKED, frame=(("cls",), ("sep",)))
+_PIECES = TokenizerClass(roles=_MASKED, options=_SPACE, frame=(("bos",), ("eos",)))
+_LANGUAGES = r"[a-z]{2}_[A-Z]{2}"
+_LLAMA = TokenizerClass(
+    roles=dict(bos="<s>", eos="</s>", unk="<unk>"), options=dict(add_prefix_space=None)
+)
+
+FILE = TokenizerClass()
+"""The class that takes all from the files: PreTrainedTokenizerFast, TokenizersBackend."""
+
+CLASSES: Mapping[str, TokenizerClass] = {
+    **dict.fromkeys(("Bert", "DistilBert", "Electra"), _WORDS),
+    "MPNet": replace(_WORDS, roles=_MASKED | dict(unk="[UNK]"), mask_strips=True),
+    **dict.fromkeys(("GPT2", "CodeGen"), _BYTES),
+    **dict.fromkeys(("Roberta", "Bart", "Longformer", "LED"), _WRAPPED),
+    "Qwen2": TokenizerClass(
+        roles=dict.fromkeys(("eos", "unk", "pad"), "<|endoftext|>"), options=_NO_SPACE
+    ),
+    "GPTNeoX": TokenizerClass(roles=_END_OF_TEXT | dict(pad="<|padding|>"), options=_NO_SPACE),
+    "Cohere": TokenizerClass(
+        roles=dict(
+            bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>", unk="<UNK>", sep="<SEP>", pad="<PAD>",
+            cls="<CLS>", mask="<MASK_TOKEN>",
+        ),
+        options=_NO_SPACE,
+    ),
+    "XLMRoberta": _PIECES,
+    "Camembert": replace(_PIECES, special=r"(<s>|</s>|<unk>)NOTUSED", mask_strips=True),
+    "Albert": TokenizerClass(
+        roles=dict(
+            bos="[CLS]", eos="[SEP]", unk="<unk>", sep="[SEP]", pad="<pad>", cls="[CLS]",
+            mask="[MASK]",
+        ),
+        options=_SPACE | dict(do_lower_case=True, keep_accents=False), frame=(("cls",), ("sep",)),
+    ),
+    "T5": TokenizerClass(
+        roles=dict(eos="</s>", unk="<unk>", pad="<pad>"), frame=((), ("eos",)),
+        special=r"<extra_id_\d+>",
+    ),
+    "Pegasus": TokenizerClass(
+        roles=dict(eos="</s>", unk="<unk>", pad="<pad>", mask="<mask_2>"), frame=((), ("eos",)),
+        special=r"<mask_1>|<unk_\d+>",
+    ),
+    "Marian": TokenizerClass(roles=dict(eos="</s>", unk="<unk>", pad="<pad>")),
+    "MBart": TokenizerClass(
+        roles=_MASKED, options=dict(src_lang="en_XX"), frame=((), ("eos", "lang")),
+        special=_LANGUAGES, mask_strips=True,
+    ),
+    "MBart50": TokenizerClass(
+        roles={role: token for role, token in _MASKED.items() if role != "bos"},
+        options=dict(src_lang="en_XX"), frame=(("lang",), ("eos",)), special=_LANGUAGES,
+        mask_strips=True,
+    ),
+    "Nllb": TokenizerClass(
+        roles=_MASKED, options=dict(src_lang="eng_Latn", legacy_behaviour=False),
+        frame=(("lang",), ("eos",)), special=r"[a-z]{3}_[A-Z][a-z]{3}", mask_strips=True,
+    ),
+    "M2M100": TokenizerClass(
+        roles={role: token for role, token in _ANGLES.items() if role != "cls"},
+        options=dict(src_lang="en"), frame=(("lang",), ("eos",)), special=r"__[a-z]{2,3}__",
+    ),
+    "Llama": _LLAMA,
+    "CodeLlama": _LLAMA,
+    "Gemma": TokenizerClass(
+        roles=dict(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>")
+    ),
+}  # fmt: skip
+"""Each class that is more than its files."""
+
+OF_MODEL_TYPE: Mapping[str, str] = {
+    **dict.fromkeys(("gpt2", "gptj", "phi", "starcoder2", "opt"), "GPT2"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2"),
+    **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoX"),
+    **dict.fromkeys(("cohere", "cohere2"), "Cohere"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3"), "Gemma"),
+    **dict.fromkeys(("bert", "distilbert", "electra", "nomic_bert"), "Bert"),
+    **dict.fromkeys(("roberta", "bart"), "Roberta"),
+    **dict.fromkeys(("t5", "mt5"), "T5"),
+    "xlm-roberta": "XLMRoberta",
+    "camembert": "Camembert",
+    "mpnet": "MPNet",
+    "albert": "Albert",
+    "mbart": "MBart",
+    "pegasus": "Pegasus",
+    "m2m_100": "M2M100",
+    "marian": "Marian",
+    **dict.fromkeys(
+        ("mistral", "mixtral", "phi3", "granite", "stablelm", "olmo2", "olmo3", "modernbert"),
+        "TokenizersBackend",
+    ),
+    **dict.fromkeys(("llama", "smollm3", "bloom", "falcon", "gpt_oss"), ""),
+}
+"""The class that each `model_type` means; "" is `FILE`, unless the folder names another class."""
+
+_OVERRULES = frozenset({"qwen2"})
+"""Models whose class stands whatever the folder names, as for all with "TokenizersBackend"."""
+
+
+def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:
+    """Return the name of a folder's class, and the key and value that say it; "" if none does.
+
+    Args:
+        config: tokenizer_config.json.
+        model: config.json.
+    """
+    kind = model.get("model_type")
+    usual = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    given = config.get("tokenizer_class") or model.get("tokenizer_class")
+    if isinstance(given, str) and kind not in _OVERRULES and usual != "TokenizersBackend":
+        name = given.removesuffix("Fast").removesuffix("Tokenizer")
+        return name, f"tokenizer_class is {shown(given)}"
+    return ("", "") if usual is None else (usual, f"model_type is {shown(kind)}")
+
+
+def overruled(definition: JsonObject, options: Mapping[str, Json]) -> JsonObject:
+    """Return the library's JSON, changed as the options of a class say."""
+    space = options.get("add_prefix_space")
+    lower, cased = options.get("do_lower_case"), ("NFKD", "StripAccents", "Lowercase")
+
+    def kind(part: Json) -> Json:
+        return part.get("type") if isinstance(part, dict) else None
+
+    def steps(part: Json) -> Json:
+        if not isinstance(part, dict):
+            return part
+        for below in ("pretokenizers", "decoders", "normalizers"):
+            if isinstance(inner := part.get(below), list):
+                told = [(step, steps(step)) for step in inner]
+                part = part | {below: [new for old, new in told if new is not None or old is None]}
+        parts = part.get("normalizers")
+        match kind(part):
+            case "BertNormalizer" if "tokenize_chinese_chars" in options:
+                return part | dict(
+                    lowercase=lower, strip_accents=options["strip_accents"],
+                    handle_chinese_chars=options["tokenize_chinese_chars"],
+                )  # fmt: skip
+            case "Sequence" if "keep_accents" in options and isinstance(parts, list):
+                kept = [step for step in parts if kind(step) not in cased]
+                names = [] if options["keep_accents"] else ["NFKD", "StripAccents"]
+                names += ["Lowercase"] if lower else []
+                wanted: list[Json] = [{"type": name} for name in names]
+                quotes = sum(kind(step) == "Replace" for step in kept[:2])
+                return part | {"normalizers": kept[:quotes] + wanted + kept[quotes:]}
+            case "ByteLevel" if space is not None:
+                return part | {"add_prefix_space": space}
+            case "Metaspace" if space is not None:
+                scheme = "always" if space else "never"
+                other = {name: value for name, value in part.items() if name != "add_prefix_space"}
+                return other | {"prepend_scheme": scheme}
+            case "Prepend" if space is False:
+                return None
+            case "Strip" if space is False and "content" in part:  # the decoder of Prepend
+                return None
+        return part
+
+    places = "normalizer", "pre_tokenizer", "decoder"
+    return definition | {place: steps(definition.get(place)) for place in places}
