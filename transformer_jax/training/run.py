@@ -126,16 +126,22 @@ class Run:
         return own if self.base is None else self.base.rejoined(own)
 
     def described(self, done: int) -> list[str]:
-        """Return two lines: the model and its device, and what it is trained on."""
+        """Return lines: the model and its device, what it is trained on, and a dropout of DPO."""
         total, trained = count(self.template.params), ""
         if self.config.lora is not None:
             trained, total = f" ({total:,} of them trained)", total + count(self.frozen)
         start = f", from step {done} on" if done else ""
-        return [
+        lines = [
             f"model: {total:,} parameters{trained}, "
             f"vocabulary of {self.config.model.vocab_size:,}, on {self.placement.described()}",
             f"{self.task.described()}{start}",
         ]
+        if isinstance(self.config.task, PreferenceTask):
+            for name in ("dropout", "attention_dropout"):
+                if rate := getattr(self.config.model, name):
+                    rule = "the model that answers are compared with has none: the loss starts"
+                    lines.append(f"{name} is {rate:g}: {rule} away from log 2")
+        return lines
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint, while other steps are computed."""
