@@ -104,8 +104,8 @@ class Run:
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
-    def restored(self, found: checkpoint.Manifest, start: StartModel | None) -> TrainState:
-        """Return the state of a checkpoint; what stays as it is comes from the model to start."""
+    def load_base(self, found: checkpoint.Manifest, start: StartModel | None) -> None:
+        """Load what stays as it is from the model to start, for the state of a checkpoint."""
         if found.step > self.config.steps:
             rule = f"the run is at step {found.step} already"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
@@ -113,7 +113,6 @@ class Run:
             assert start is not None
             key = split_seed(np.uint32(self.config.seed))[0]
             self.base.load(start, key, found.metadata)
-        return checkpoint.restore(found.path, self.template, verified=True)
 
     def step(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
         """Take a step."""
@@ -126,22 +125,16 @@ class Run:
         return own if self.base is None else self.base.rejoined(own)
 
     def described(self, done: int) -> list[str]:
-        """Return lines: the model and its device, what it is trained on, and a dropout of DPO."""
+        """Return two lines: the model and its device, and what it is trained on."""
         total, trained = count(self.template.params), ""
         if self.config.lora is not None:
             trained, total = f" ({total:,} of them trained)", total + count(self.frozen)
         start = f", from step {done} on" if done else ""
-        lines = [
+        return [
             f"model: {total:,} parameters{trained}, "
             f"vocabulary of {self.config.model.vocab_size:,}, on {self.placement.described()}",
             f"{self.task.described()}{start}",
         ]
-        if isinstance(self.config.task, PreferenceTask):
-            for name in ("dropout", "attention_dropout"):
-                if rate := getattr(self.config.model, name):
-                    rule = "the model that answers are compared with has none: the loss starts"
-                    lines.append(f"{name} is {rate:g}: {rule} away from log 2")
-        return lines
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint, while other steps are computed."""
@@ -149,6 +142,7 @@ class Run:
             state = replace(state, average=state.used_params)  # for those who use the model
         metadata = {
             "val_loss": val_loss,
+            "eval_batches": self.config.eval_batches,
             "data_sha256": self.task.sha256,
             "tokenizer_sha256": tokenizer_sha256(self.task.tokenizers.tokenizer),
         }
