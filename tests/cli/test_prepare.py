@@ -1,10 +1,12 @@
 """The command prepare: what it writes, of which files, and how it goes on once it was killed."""
 
+import dataclasses
 import errno
 import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,6 +201,37 @@ def test_what_cannot_be_read_is_named(name, content, said, tmp_path):
     with pytest.raises(DataError, match=said):
         prepare(config(str(tmp_path / name), documents=None), tmp_path / "out")
     assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fraction", "tokenizer"),
+    [(7, 0.01, "byte"), (2, 0.01, "byte"), (2, 0.9999, "word"), (1, 0.01, "byte"), (1, 0.9, "bpe")],
+)
+def test_documents_that_are_all_in_one_part_are_counted_with_a_fraction_that_divides_them(
+    kinds, fraction, tokenizer, tmp_path
+):
+    file = tmp_path / "a.txt"
+    lines = [f"line {number % kinds}" for number in range(60 * kinds)]
+    file.write_text("\n".join(lines))
+    usual = dict(documents="lines", tokenizer=tokenizer)
+    usual |= dict(bpe_vocab_size=300) if tokenizer == "bpe" else {}
+    given = PrepareConfig(data=(str(file),), val_fraction=fraction, **usual)
+    with pytest.raises(DataError) as caught:
+        prepare(given, tmp_path / "out")
+    held = len(lines) if fraction > 0.5 else 0
+    said = f"of {len(lines)} documents ({kinds} distinct) {held} are held out: both parts need one"
+    assert said in str(caught.value)
+    if kinds == 1:
+        assert str(caught.value).endswith("(add a different document)")
+        return
+    share = float(re.search(r"--val-fraction (\S+) divides", str(caught.value))[1])
+    corpus = prepare(dataclasses.replace(given, val_fraction=share), tmp_path / "out")
+    assert (
+        0
+        < len({*documents(corpus, "train")})
+        < kinds
+        == len({*documents(corpus, "train"), *documents(corpus, "val")})
+    )
 
 
 class Killed(BaseException):

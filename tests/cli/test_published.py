@@ -323,6 +323,52 @@ def test_what_contradicts_the_published_model_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.fixture(scope="module")
+def dropping(published, tmp_path_factory) -> Path:
+    """The same model, whose config.json has dropout."""
+    folder = tmp_path_factory.mktemp("dropping") / "llama"
+    shutil.copytree(published, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(attention_dropout=0.5)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "rates"),
+    [
+        ("", (0.0, 0.5)),
+        ("--dropout 0", (0.0, 0.0)),
+        ("--dropout 0.25", (0.25, 0.5)),
+        ("--dropout 0 --attention-dropout 0.25", (0.0, 0.25)),
+        ("--task preference", (0.0, 0.0)),
+        ("--task preference --attention-dropout 0.25", (0.0, 0.25)),
+    ],
+)
+def test_dropout_is_that_of_the_model_the_task_and_the_flags(dropping, text, tmp_path, more, rates):
+    config, _ = configure(parse(flags(dropping, text, tmp_path, *more.split()), None))
+    assert (config.model.dropout, config.model.attention_dropout) == rates
+
+
+def test_dropout_0_leaves_no_dropout_of_a_preset():
+    config, _ = configure(parse("--preset gpt2 --data x --dropout 0".split(), None))
+    assert config.model.attention_dropout == config.model.dropout == 0
+
+
+@pytest.mark.slow
+def test_preferences_begin_at_log_2_whatever_dropout_the_folder_has(dropping, tmp_path, capsys):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"prompt": "ab", "chosen": "cde", "rejected": "fg"}\n' * 3)
+    more = ["--val-data", str(data), "--task", "preference"]
+    first = []
+    for number, rate in enumerate(([], ["--attention-dropout", "0.5"])):
+        out = tmp_path / f"run{number}"
+        assert train.main([*flags(dropping, data, out, *more, *rate), "--steps", "1"]) == 0
+        first.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+        said = "attention_dropout is 0.5: the model that answers are compared with has none"
+        assert (said in "".join(capsys.readouterr())) == bool(rate)
+    assert abs(first[0] - np.log(2)) < 1e-6 < 1e-4 < abs(first[1] - np.log(2))
+
+
 def test_how_it_is_run_may_change(published, text, tmp_path):
     more = "--dropout 0.1 --remat dots --scan-layers True --dtype bfloat16"
     config, _ = configure(parse(flags(published, text, tmp_path, *more.split()), None))

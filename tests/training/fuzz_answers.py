@@ -4,14 +4,16 @@
 
 A prompt has the tokens of transformers; an answer has those of the whole after them, or, where
 these do not begin with the prompt's, other ones of the same text. What transformers cannot render,
-or does not write after the prompt, is refused.
+does not write after the prompt, or changes, is refused; what it cuts is learnt whole.
 """
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
+from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +28,12 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
+from tests.tokenizers.test_chat_template import LAYOUTS
+from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.data import IGNORE
+from transformer_jax.training.tasks.chat import _examples
 from transformer_jax.training.tasks.turns import (
     source_ids,
     talk_turns,
@@ -72,7 +78,31 @@ TEMPLATES = {
     "plain, with a space": PLAIN,
     "plain, without one": PLAIN.replace(": ", ":"),
     "plain, with eos": PLAIN.replace("m.content }}\n", "m.content + eos_token }}\n"),
+    "ChatML that shouts": CHATML.replace("m.content }}", "m.content | upper }}"),
+    "ChatML that escapes": CHATML.replace("m.content }}", "m.content | e }}"),
+    "ChatML of one line": CHATML.replace("m.content }}", "m.content | replace('\n', ' ') }}"),
+    "ChatML without answers": CHATML.replace("m.content }}", "m.content if m.role[0] != 'a' }}"),
+    "ChatML without a system": "{% set messages = messages | rejectattr('role', 'equalto', "
+    "'system') | list %}" + CHATML,
+    "Qwen 3": CHATML.replace(
+        "{{ m.content", "{% set c = m.content.split('</think>') %}{% if m.role[0] == 'a' and "
+        "loop.last %}{{ '<think>\n' + (c[0].split('<think>')[-1].strip('\n') if c[1:] else '') + "
+        "'\n</think>\n\n' + c[-1].lstrip('\n') }}{% elif m.role[0] == 'a' %}{{ "
+        "c[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}{{ ''"
+    ),
 }  # fmt: skip
+TEMPLATES |= {f"layout of {name}": template for name, (template, _) in LAYOUTS.items()}
+CUT = "(m.content if loop.last and whole or m.role[0] != 'a' else m.content"
+for title, cut in {
+    "DeepSeek": ".split('</think>')[-1])",
+    "QwQ": ".split('</think>')[-1].lstrip('\n'))",
+    "short": "[:7])",
+}.items():
+    template = CHATML.replace("m.content", CUT + cut)
+    TEMPLATES[title] = template
+    TEMPLATES[f"{title}, thinking"] = template.replace(
+        "assistant\n{% endif", "assistant\n<think>\n{% endif"
+    )
 
 
 def draw_library(rng):
@@ -132,6 +162,20 @@ def words(rng):
     return ends[0] + " ".join(str(w) for w in rng.choice(WORDS, rng.integers(1, 5))) + ends[1]
 
 
+def said(rng):
+    """Return an answer, which may begin with its reasoning."""
+    if rng.random() < 0.5:
+        return words(rng)
+    begin, space = (str(rng.choice(ends)) for ends in (["", "\n", "a "], ["", "\n", "\n\n", " "]))
+    begin = str(rng.choice(["<think>", "", "a <think>"])) + begin
+    return f"{begin}{words(rng)}{space}</think>{space}{words(rng)}"
+
+
+def loose(text):
+    """Return a text without the spaces around it and around its reasoning."""
+    return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
+
+
 def same(what, found, wanted):
     if list(map(int, found)) != list(map(int, wanted)):
         raise AssertionError(f"{what}: {list(map(int, found))}, transformers has {list(wanted)}")
@@ -161,18 +205,29 @@ def check(rng, folder):
         return other.decode([int(i) for i in found])
 
     roles = ["system"] * int(rng.random() < 0.3) + ["user", "assistant"] * int(rng.integers(1, 3))
-    talk = [dict(role=role, content=words(rng)) for role in roles]
+    talk = [dict(role=r, content=said(rng) if r == "assistant" else words(rng)) for r in roles]
     wanted, refused = [], False
     for at, role in enumerate(roles):
         if role != "assistant":
             continue
         try:
             given = dict(tokenize=False)
+            base = other.apply_chat_template(talk[:at], **given)
             prompt = other.apply_chat_template(talk[:at], add_generation_prompt=True, **given)
-            wanted.append((prompt, other.apply_chat_template(talk[: at + 1], **given)))
+            for cut in (dict(), dict(whole=True)):  # which a template that cuts asks for
+                whole = other.apply_chat_template(talk[: at + 1], **given, **cut)
+                tail = whole[len(commonprefix([base, whole])) :]  # noqa: RUF071
+                if is_there := loose(talk[at]["content"]) in loose(tail):
+                    break
+            if name == "ChatML without answers":  # "a" is in "assistant"
+                is_there = not loose(talk[at]["content"])
         except Exception:  # the template's own
             refused = True
-    refused = refused or any(not whole.startswith(prompt) for prompt, whole in wanted)
+            continue
+        wanted.append((prompt, whole))
+        read_before = [m for m in talk[:at] if m["role"] != "assistant"]
+        refused |= not whole.startswith(prompt) or not is_there
+        refused |= any(loose(m["content"]) not in loose(prompt) for m in read_before)
     try:
         trained, _ = tokenizer_of_talks(own, "line 1", talk)
         turns = talk_turns(trained, "line 1", talk)
@@ -182,6 +237,12 @@ def check(rng, folder):
         turns = []
     else:
         assert not refused, f"{case}: {talk}: must be refused"
+        model = ModelConfig(vocab_size=400, max_len=2048, d_model=8, num_layers=1, num_heads=1)
+        labels = [
+            row.labels for row in _examples(TrainConfig(model=model), trained, "line 1", talk)
+        ]
+        learnt = sum(len(turn.answer) for turn in turns)
+        assert sum((row != IGNORE).sum() for row in labels) == learnt, f"{case}: labels are lost"
     for turn, (prompt, whole) in zip(turns, wanted, strict=False):
         before, everything = ids(prompt), ids(whole)
         what = f"{case}: {talk}"
@@ -196,8 +257,8 @@ def check(rng, folder):
             found, text = read([*before, *answer]), read(everything)
             if any(mark.lstrip or mark.rstrip for mark in marks):  # of the prompt's spaces too
                 found, text = ("".join(one.split()) for one in (found, text))
-            loose = f"{what}: {found!r}, transformers has {text!r}"
-            assert text in (found, found.removesuffix("</s>")), loose
+            rule = f"{what}: {found!r}, transformers has {text!r}"
+            assert text in (found, found.removesuffix("</s>")), rule
     prompt, answer = words(rng), words(rng)
     turn = text_turn(own, prompt, answer)
     same(f"{case}: {prompt!r}", turn.prompt, other(prompt).input_ids)

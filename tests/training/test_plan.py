@@ -1,5 +1,6 @@
 """Plans of steps: what is counted, against closed forms, and programs of devices not attached."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,17 +10,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from transformer_jax.config import (
     AdamW,
     ConfigError,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     TrainConfig,
     preset,
 )
-from transformer_jax.models.factory import cache_bytes, num_params
+from transformer_jax.models import flops
+from transformer_jax.models.factory import build, cache_bytes, init_params, num_params
 from transformer_jax.models.flops import forward_flops, training_flops
+from transformer_jax.models.lora import frozen_part, rejoined, trained_part
+from transformer_jax.training.optimizers import is_frozen
+from transformer_jax.training.phases import flops_utilisation
 from transformer_jax.training.planning import memory
 from transformer_jax.training.planning.hardware import Hardware, find_hardware
 from transformer_jax.training.planning.network import network_traffic
@@ -108,6 +115,110 @@ def brute(config, length, source=0):
 def test_operations_of_every_kind_are_counted_one_by_one(config):
     source = 7 if config.kind == "encoder-decoder" else 0
     assert forward_flops(config, 11, source) == brute(config, 11, source)
+
+
+def traced_products(jaxpr):
+    """Count the multiplications and additions of the products of matrices in a jaxpr."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general" and min(v.aval.ndim for v in eqn.invars) > 1:
+            contracted = eqn.params["dimension_numbers"][0][0]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(
+            tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            total += times * traced_products(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+KERNELS = tuple(f"decoder/block_{i}/{b}" for i in range(2) for b in ("attention", "feed_forward"))
+QUERY = "decoder/block_0/attention/query", "decoder/block_0/norm_attention"
+FROZEN = dict(
+    all_trained={},
+    kernels=dict(frozen=KERNELS),
+    embedding=dict(frozen=("embed",)),
+    first_block=dict(frozen=("embed", "decoder/block_0")),
+    part_of_a_block=dict(
+        frozen=("embed", "decoder/block_0/attention/query", "decoder/block_0/norm_attention")
+    ),
+    adapters=dict(lora=LoraConfig(rank=3)),
+    adapters_of_values=dict(lora=LoraConfig(rank=3, targets=("value",))),
+    adapters_of_all=dict(lora=LoraConfig(rank=3, targets="all-linear")),
+    adapters_of_one_block=dict(lora=LoraConfig(rank=3, targets=("up",), layers=(1,))),
+    adapters_and_embedding=dict(lora=LoraConfig(rank=3, targets=("down",), trained=("embed",))),
+)
+OF_MODEL = dict(
+    decoder=dict(),
+    parallel=dict(norm_order="parallel", glu=True, tie_embeddings=False),
+    post=dict(kind="encoder", norm_order="post"),
+    pairs=dict(kind="encoder-decoder"),
+    shared=dict(kind="encoder", share_layers=True),
+)
+
+
+@pytest.mark.slow_except("decoder-kernels")
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("decoder", what) for what in FROZEN]
+    + [
+        (kind, what)
+        for kind in OF_MODEL
+        for what in ("all_trained", "part_of_a_block", "adapters_of_values")
+        if kind != "decoder" and (kind, what) != ("shared", "adapters_of_values")
+    ],
+)
+def test_what_is_frozen_takes_the_products_that_a_step_takes(monkeypatch, kind, what):
+    """They are counted in the program of value and gradient, in which every pair is multiplied."""
+    config = replace(SMALL, implementation="xla", **OF_MODEL[kind])
+    stack = "encoder" if kind in ("post", "shared") else "decoder"
+    given = {
+        name: tuple(part.replace("decoder", stack) for part in value)
+        if name == "frozen" else value for name, value in FROZEN[what].items()
+    }  # fmt: skip
+    monkeypatch.setattr(flops, "_pairs", lambda window, length, *_: length**2)
+    tokens, source = jnp.ones((1, 7), int), jnp.ones((1, 5), int)
+    read = dict(source=source) if kind == "pairs" else {}
+    lora, names = given.get("lora"), given.get("frozen", ())
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    base = None if lora is None else jax.eval_shape(lambda p: frozen_part(p, lora), params)
+
+    def loss(own, base):
+        if lora is not None:
+            own = rejoined(base, own, lora)
+        elif names:
+            marked = is_frozen(names, own)
+            own = jax.tree.map(lambda x, m: jax.lax.stop_gradient(x) if m else x, own, marked)
+        found = build(config).apply({"params": own}, tokens, **read)
+        return jnp.sum(found[0] if isinstance(found, tuple) else found)
+
+    own = params
+    if lora is not None:
+        own = jax.eval_shape(lambda p: trained_part(p, lora, jax.random.key(0)), params)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(own, base).jaxpr
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    length = 5 if kind == "pairs" else 0
+    found = training_flops(config, 7, length, **given)
+    assert found == pytest.approx(traced_products(used), rel=1e-12)
+
+
+def test_a_plan_counts_no_gradients_of_what_is_frozen():
+    model = ModelConfig(vocab_size=65, d_model=256, num_layers=4, num_heads=4, max_len=128)
+    names = tuple(f"decoder/block_{i}/{b}" for i in range(4) for b in ("attention", "feed_forward"))
+    run = TrainConfig(model=model, batch_size=4)
+    adapted = replace(run, lora=LoraConfig(rank=8), init_from="x", tokenizer="pretrained")
+    whole, frozen, lora = (
+        plan_training(config, CPU, compiled=False)
+        for config in (run, replace(run, frozen=names), adapted)
+    )
+    kernels = 4 * (4 + 8) * 256**2  # whose gradients are a product more for each token
+    assert (whole.flops - frozen.flops) / whole.tokens == pytest.approx(2 * kernels, rel=0.01)
+    assert lora.flops < frozen.flops  # also the first block's own input has no gradient
+    assert flops_utilisation(adapted, 1e6, "NVIDIA H200", 1) == pytest.approx(
+        1e6 * lora.flops / lora.tokens / CHIPS["h200"].flops
+    )
 
 
 HLO = """

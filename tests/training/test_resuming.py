@@ -7,12 +7,27 @@ import jax
 import pytest
 
 from tests.training.test_training import assert_same_state
+from transformer_jax.checkpoints import checkpoint
+from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, ContinuousTask, GeneratedTask, PreferenceTask
+from transformer_jax.text.text_model import load_run
 from transformer_jax.training.loop import fit
+from transformer_jax.training.progress import Silent
 
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+
+
+class Said(Silent):
+    """Keeps the lines of a run."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
 
 LINES = [f"{a} {b}" for a in ("to be", "or not", "that is") for b in ("a sea", "of troubles")]
 
@@ -61,3 +76,38 @@ def test_a_task_goes_on_bit_for_bit(tmp_path, name):
     assert (again.val_loss, again.accuracy) == (whole.val_loss, whole.accuracy)
     begun, done = (jax.tree.leaves(result.state.params) for result in (half, whole))
     assert any(bool((a != b).any()) for a, b in zip(begun, done, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, None), (None, 1)])
+def test_the_best_is_chosen_among_losses_that_were_measured_alike(tmp_path, before, after):
+    """The oracle is a run that was never resumed, whose parameters have the same bits."""
+    recipe = task_recipe(TASKS["language"]())
+    config = dataclasses.replace(
+        recipe, model=dataclasses.replace(recipe.model, d_model=16, num_layers=1, num_heads=2),
+        steps=8, batch_size=2, eval_every=2, checkpoint_every=2, warmup_steps=0, keep=9,
+        learning_rate=0.3, sample_tokens=0, data=written(tmp_path, "language"),
+        eval_batches=after, out=str(tmp_path / "whole"),
+    )  # fmt: skip
+    whole = fit(config)
+    wanted = {m["step"]: m["val_loss"] for m in RunFolder(tmp_path / "whole").read_metrics()
+              if "val_loss" in m}  # fmt: skip
+    out = tmp_path / "parts"
+    parts = dataclasses.replace(config, eval_batches=before, out=str(out))
+    calls = iter(range(100))
+    assert fit(parts, stop=lambda: next(calls) == 4).step == 5
+    folder, said = RunFolder(out), Said()
+    first = {m["step"]: m["val_loss"] for m in folder.read_metrics() if "val_loss" in m}
+    assert [*first] == [2, 4] and all(first[step] != wanted[step] for step in first)
+    again = fit(dataclasses.replace(parts, eval_batches=after), resume=True, progress=said)
+    line = f"eval_batches was {before} and is {after}: evaluated again, held-out loss"
+    assert [f"step {step}: {line} {wanted[step]:.4f}, was {first[step]:.4f}" for step in first] == [
+        text for text in said.lines if "evaluated again" in text
+    ]
+    kept = checkpoint.saved_steps(folder.checkpoints)
+    found = {step: checkpoint.read_manifest(checkpoint.step_path(folder.checkpoints, step)).metadata
+             for step in kept}  # fmt: skip
+    assert {step: m["val_loss"] for step, m in found.items() if step != 5} == wanted
+    assert again.best_step == whole.best_step == load_run(out).step == min(wanted, key=wanted.get)
+    same = Said()  # evaluations that are the same are not repeated
+    fit(dataclasses.replace(parts, eval_batches=after, steps=9), resume=True, progress=same)
+    assert not any("evaluated again" in text for text in same.lines)

@@ -34,6 +34,7 @@ from transformer_jax.config import (
     Adafactor,
     AdamW,
     ConfigError,
+    Experts,
     Lion,
     ModelConfig,
     Muon,
@@ -46,6 +47,7 @@ from transformer_jax.config import (
 from transformer_jax.config.architectures import ARCHITECTURES
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask
+from transformer_jax.models.experts import route
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.text.text_model import load_run
@@ -59,7 +61,7 @@ from transformer_jax.training.data import (
     random_starts,
 )
 from transformer_jax.training.evaluation import Scores
-from transformer_jax.training.loop import fit
+from transformer_jax.training.loop import _doubts, fit
 from transformer_jax.training.optimizers import (
     decays,
     learning_rate_schedule,
@@ -407,6 +409,18 @@ def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog)
     assert [
         record.getMessage() for record in caplog.records if "warmup" in record.name + record.msg
     ] == [said]
+
+
+@pytest.mark.parametrize(
+    "experts", [{}, dict(score="sigmoid"), dict(normalize=False), dict(top_k=2), dict(count=1)]
+)
+def test_a_router_without_a_gradient_is_said(config, experts):
+    own = Experts(**dict(count=3, top_k=1) | experts)
+    weights = lambda logits: (route(own, logits)[1] @ jnp.arange(1.0, own.top_k + 1)).sum()  # noqa: E731
+    moved = np.abs(jax.grad(weights)(jnp.arange(2.0 * own.count).reshape(2, -1))).max() > 1e-9
+    said = [*_doubts(replace(config, model=replace(config.model, experts=own)))]
+    assert bool(said) == (not moved and own.count > 1) == (experts.keys() <= {"score"})
+    assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in said)
 
 
 def test_the_rate_warms_up_and_falls_as_a_cosine(config):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from datetime import datetime
 
 import jax
@@ -48,6 +49,9 @@ ENDLESS = (
 )
 FORGETS = CHATML.replace(
     "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}"
+)
+CUTS = CHATML.replace(
+    "m.content", "(m.content.split('</think>')[-1] if m.role == 'assistant' else m.content)"
 )
 DATED = "{{ strftime_now('%d %b %Y') }} " + CHATML
 
@@ -329,6 +333,93 @@ def test_the_date_of_a_template_is_that_of_the_run_s_start(tmp_path, monkeypatch
     assert plain.tokenizers.tokenizer.now is None
     with pytest.raises(DataError, match="now is 'today': must be a time"):
         dataclasses.replace(own, now="today")
+
+
+REASONED = "<think>\nlong reasoning</think>42"
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_that_a_template_cuts_is_learnt_whole(tmp_path, thinks):
+    template = CUTS
+    if thinks:  # and asks for the reasoning
+        template = CUTS.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    tokenizer = folder(tmp_path, template)
+    messages = talk("a", REASONED, "b", REASONED.replace("42", "43"))
+    task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
+    found = sorted((tokenizer.to_bytes(ids).decode() for ids, _ in rows(task)), key=len)
+    learnt = [tokenizer.to_bytes(ids).decode() for _, ids in rows(task)]
+    begun = "<think>\n" if thinks else ""
+    assert sorted(learnt) == sorted(
+        m["content"].removeprefix(begun) + "<|im_end|>\n" for m in messages[1::2]
+    )
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert found[0] == asked.format("a") + f"{REASONED}<|im_end|>\n"
+    # what was said before is read as it is when the model is used: without its reasoning
+    before = asked.format("a") + "42<|im_end|>\n" + asked.format("b")
+    assert found[1] == before + f"{messages[-1]['content']}<|im_end|>\n"
+    pair = dict(prompt=talk("a"), chosen=messages[1:2], rejected=messages[3:])
+    task = task_of(tmp_path, tokenizer, PreferenceTask(), pair)
+    labels = task.train.buckets[0].labels[0].reshape(2, -1)
+    for half, message in zip(labels, messages[1::2], strict=True):
+        said = tokenizer.to_bytes(half[half != IGNORE].tolist()).decode()
+        assert said == message["content"].removeprefix(begun) + "<|im_end|>\n"
+
+
+@pytest.mark.slow
+def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
+    tokenizer = folder(tmp_path, CUTS)
+    config = ModelConfig(vocab_size=265, d_model=8, num_layers=1, num_heads=1, max_len=97)
+    params = init_params(config, jax.random.key(0))
+    score = LanguageModel(TextModel(config, params, tokenizer), "here").score(talk("a", REASONED))
+    assert "".join(score.tokens) == f"{REASONED}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("m.content | upper", "writes its content 'Be <b>' as 'BE <B>'"),
+        ("m.content | e", "writes its content 'Be <b>' as 'Be &lt;b&gt;'"),
+        ("m.content | replace(' ', '_')", "writes its content 'Be <b>' as 'Be_<b>'"),
+        ("m.content if m.role == 'user'", "writes its content 'Be <b>' as ''"),
+        ("m.content if m.role != 'system'", "does not write message 1, 'Rule', as the file has it"),
+        ("m.content if m.role != 'user'", "does not write message 2, 'Ask', as the file has it"),
+    ],
+)
+def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written, reason):
+    tokenizer = folder(tmp_path, CHATML.replace("m.content", written))
+    messages = [dict(role="system", content="Rule"), *talk("Ask", "Be <b>")]
+    remedy = "change the file, or the chat_template of the tokenizer"
+    where = r"data.jsonl, line 1: message 3: the chat template "
+    with pytest.raises(DataError, match=where + re.escape(f"{reason}: {remedy}")):
+        task_of(tmp_path, tokenizer, ChatTask(), dict(messages=messages))
+    pair = dict(prompt=messages[:2], chosen=messages[2:], rejected=talk("", "c")[1:])
+    with pytest.raises(DataError, match="line 1: chosen: the chat template " + re.escape(reason)):
+        task_of(tmp_path, tokenizer, PreferenceTask(), pair)
+
+
+def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):
+    thought = CHATML.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content")
+    answer = dict(role="assistant", content="b", reasoning_content="so")
+    line = dict(messages=[*talk("a"), answer])
+    task = task_of(tmp_path, folder(tmp_path, thought), ChatTask(packed=False), line)
+    assert task.tokenizers.tokenizer.to_bytes(rows(task)[0][1]) == b"sob<|im_end|>\n"
+    shout = folder(tmp_path, thought.replace("content }}{{", "content | upper }}{{"))
+    for tokenizer, field, value in (
+        (shout, "reasoning_content", "so"),
+        (folder(tmp_path), "thinking", "so"),
+        (folder(tmp_path), "tool_calls", [dict(function=dict(name="f", arguments="{}"))]),
+    ):
+        line = dict(messages=[*talk("a"), dict(role="assistant", content="b") | {field: value}])
+        rule = f"line 1: message 2: the chat template does not write its {field} as the file has it"
+        with pytest.raises(DataError, match=rule):
+            task_of(tmp_path, tokenizer, ChatTask(), line)
+        with pytest.raises(DataError, match=f"line 1: message 2: has {field}, which is not read"):
+            task_of(tmp_path, folder(tmp_path, None), ChatTask(), line)
+        line["messages"][1][field] = None
+        task_of(tmp_path, folder(tmp_path), ChatTask(), line)
+    line["messages"][1]["weight"] = 0
+    with pytest.raises(DataError, match="line 1: message 2 has weight 0: must be 1, since every"):
+        task_of(tmp_path, folder(tmp_path), ChatTask(), line)
 
 
 def test_a_template_s_own_error_names_the_line(tmp_path):

@@ -46,9 +46,9 @@ from transformer_jax.checkpoints.manifest import (
     sealed,
 )
 from transformer_jax.checkpoints.manifest import verify as verify
-from transformer_jax.durable_files import sync, write_synced
+from transformer_jax.durable_files import sync, write_file, write_synced
 from transformer_jax.pytree import Array, PyTree
-from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.untrusted_files import Json, JsonObject
 
 READ_BACK_BYTES = 2**28
 """Bytes that are read back at once of what was saved."""
@@ -212,6 +212,16 @@ def saved_steps(folder: str | Path) -> list[int]:
 def step_path(folder: str | Path, step: int) -> Path:
     """Return the path of the checkpoint of a step."""
     return Path(folder) / f"step-{step:08d}"
+
+
+def set_metadata(path: str | Path, **changes: Json) -> None:
+    """Write other values of a checkpoint's metadata; its arrays stay as they are."""
+    manifest = Path(path) / MANIFEST
+    read_manifest(path)  # CheckpointError where it is damaged
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    content["metadata"] |= changes
+    write_file(manifest, sealed(content))
 
 
 def best_step(folder: str | Path) -> int | None:

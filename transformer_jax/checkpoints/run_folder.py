@@ -383,7 +383,8 @@ def plot_losses(folder: RunFolder) -> None:
 
     lines = folder.read_metrics()
     train = [(m["step"], m["loss"]) for m in lines if m.get("loss") is not None]
-    held_out = [(m["step"], m["val_loss"]) for m in lines if m.get("val_loss") is not None]
+    evaluated = [m for m in lines if m.get("val_loss") is not None]
+    held_out = [(m["step"], m["val_loss"]) for m in evaluated]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -395,7 +396,8 @@ def plot_losses(folder: RunFolder) -> None:
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
-        step, best = min(held_out, key=lambda point: point[1])
+        alike = [m for m in evaluated if m.get("eval_batches") == evaluated[-1].get("eval_batches")]
+        best, step = min((m["val_loss"], m["step"]) for m in alike)
         axes.annotate(
             f"{best:.3f}", (step, best), xytext=(0, 8), textcoords="offset points",
             ha="center", color=orange, fontweight="bold",

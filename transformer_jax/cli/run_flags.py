@@ -215,6 +215,8 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
     else:
         base = flags.start()
     given = flags.changes(base)
+    if given.get(("model", "dropout")) == 0 and isinstance(base.model, ModelConfig):
+        given.setdefault(("model", "attention_dropout"), 0.0)
     return changed(base, given), given.get(("model", "vocab_size"))
 
 

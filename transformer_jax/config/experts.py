@@ -37,7 +37,8 @@ class Experts:
     (DeepSeek-AI 2024)."""
     normalize: bool = True
     """Divide the k weights by their sum. With softmax this is the softmax of the k logits
-    (Mixtral)."""
+    (Mixtral). With top_k 1 the weight is always 1, and the router has no gradient of the task's
+    loss: False trains it (Fedus et al. 2021)."""
     scale: float = 1.0
     """Multiply the weights by it, after they are normalised."""
     selection_bias: bool = False

@@ -176,7 +176,8 @@ class ModelConfig:
     """encoder: BERT's transform (dense, activation, norm) before the output matrix."""
 
     dropout: float = 0.0
-    """Rate on embeddings and on each branch's output."""
+    """Rate on embeddings and on each branch's output. The flag --dropout 0 sets attention_dropout
+    to 0 too, unless that is given."""
     attention_dropout: float = 0.0
     """Rate on attention weights."""
     init_std: float = 0.02

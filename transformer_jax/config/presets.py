@@ -16,6 +16,7 @@ from transformer_jax.config.tasks import (
     GeneratedTask,
     LanguageTask,
     MaskedTask,
+    PreferenceTask,
     RecallTask,
     Task,
     usual_task,
@@ -128,7 +129,8 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
     """Return the model with the heads that the task asks of it, and no other."""
     task = TASKS[task]() if isinstance(task, str) and task in TASKS else task
-    return task.fit_model(model) if isinstance(task, MaskedTask | ClassifyTask) else model
+    fits = isinstance(task, MaskedTask | ClassifyTask | PreferenceTask)
+    return task.fit_model(model) if fits else model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:

@@ -296,6 +296,12 @@ class PreferenceTask(_Task):
             kind = kind_name(type(model)).removesuffix("config")
             fail("task", self.kind, f"is for transformers, the model is {kind}")
 
+    def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
+        """Return a model without dropout, which the model that it is compared with has not."""
+        if isinstance(model, ModelConfig):
+            return replace(model, dropout=0.0, attention_dropout=0.0)
+        return model
+
 
 @dataclass(frozen=True, kw_only=True)
 class _GeneratedTask(_Task):

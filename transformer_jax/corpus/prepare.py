@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import signal
 import threading
@@ -205,8 +206,15 @@ class _Encoder:
 
 def part_of(text: str, val_fraction: float) -> str:
     """Return "val" for a share of all texts, by their hash: the same text is never in both."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return "val" if int.from_bytes(digest, "little") < val_fraction * 2**64 else "train"
+    return "val" if _hash(text) < val_fraction * 2**64 else "train"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _hashes(reader: Reader, chunk: Chunk) -> list[int]:
+    return [_hash(text) for text in reader.documents(chunk)]
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -272,11 +280,29 @@ class _Work:
         texts = self.pool.map(read, chosen)
         text = "".join(_counted("sample", texts, _sizes(chosen), self.report))
         if not text:
-            raise _empty(config)
+            raise self._undivided()
         self.report(Progress("tokenizer", 0, 0, 0))
         if config.tokenizer == "word":
             return WordTokenizer.train(text, config.word_count)
         return BPETokenizer.train(text, config.bpe_vocab_size)
+
+    def _undivided(self) -> DataError:
+        """Return an error for documents that are all in one part, with a fraction that helps."""
+        lists = self.pool.map(partial(_hashes, self.reader), self.chunks)
+        hashes = [own for part in lists for own in part]
+        if not hashes:
+            return _empty(self.config)
+        kinds, limit = sorted({*hashes}), self.config.val_fraction * 2**64
+        held = sum(own < limit for own in hashes)
+        rule = f"of {len(hashes)} documents ({len(kinds)} distinct) {held} are held out"
+        remedy = "add a different document"
+        if len(kinds) > 1:  # any fraction between two neighbours divides them
+            low, high = kinds[-2:] if held else kinds[:2]
+            tries = (math.ceil(low / 2**64 * 10**n) / 10**n for n in range(1, 21))
+            enough = next((share for share in tries if low < share * 2**64 <= high), None)
+            remedy = f"--val-fraction {enough} divides them" if enough else remedy
+        found = f"val_fraction is {self.config.val_fraction}: {rule}"
+        return DataError(f"{found}: both parts need one ({remedy})")
 
     def encode(self) -> None:
         """Append the tokens of all chunks that are not yet written."""
@@ -311,10 +337,7 @@ class _Work:
         said = {part: recorded.get(part, {"documents": 0}) for part in PARTS}
         counts = [said[part]["documents"] for part in PARTS]
         if 0 in counts:
-            if not any(counts):
-                raise _empty(self.config)
-            rule = f"of {sum(counts)} documents {counts[1]} are held out: both parts need one"
-            raise DataError(f"val_fraction is {self.config.val_fraction}: {rule}")
+            raise self._undivided()
         tokenizer = _tokenizer_in(self.folder)
         dtype = token_dtype(tokenizer)
         capacity = self.config.shard_mb * 10**6 // dtype.itemsize

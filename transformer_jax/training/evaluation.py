@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import json_text
+from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Params
-from transformer_jax.training.processes import gathered_here, is_first
+from transformer_jax.training.processes import by_first, gathered_here, is_first
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.run import Run
 from transformer_jax.training.step import TrainState
@@ -67,6 +71,30 @@ def evaluate_run(run: Run, state: TrainState) -> Scores:
         return run.placement.settled(run.programs.eval_step(*arguments, **named))
 
     return evaluate(step, run.used_params(state), run.held_out, batches)
+
+
+def measure_alike(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
+    """Evaluate the checkpoints up to step `last` again whose loss is of other `eval_batches`.
+
+    The best one is chosen by these losses. `before` is the run's config of the last call, which
+    says how those were measured that do not say it.
+    """
+    now, folder = run.config.eval_batches, run.folder.checkpoints
+    for step in checkpoint.saved_steps(folder):
+        path = checkpoint.step_path(folder, step)
+        try:
+            metadata = checkpoint.read_manifest(path).metadata
+            was, old = metadata.get("eval_batches", before.eval_batches), metadata["val_loss"]
+            if step > last or old is None or was == now:
+                continue
+            loss = evaluate_run(run, checkpoint.restore(path, run.template)).loss
+        except checkpoint.CheckpointError as error:  # a damaged one cannot be the best
+            progress.say(f"{error}; not evaluated")
+            continue
+        found = loss if math.isfinite(loss) else None
+        by_first(partial(checkpoint.set_metadata, path, val_loss=found, eval_batches=now))
+        line = f"eval_batches was {was} and is {now}: evaluated again, held-out loss {loss:.4f}"
+        progress.say(f"step {step}: {line}, was {old:.4f}")
 
 
 def decode_held_out(

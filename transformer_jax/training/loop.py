@@ -28,13 +28,13 @@ from transformer_jax.checkpoints.run_folder import (
     locked,
     plot_losses,
 )
-from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import naming_run
-from transformer_jax.training.evaluation import decode_held_out, evaluate_run
+from transformer_jax.training.evaluation import decode_held_out, evaluate_run, measure_alike
 from transformer_jax.training.initial import check_model, start_model
 from transformer_jax.training.processes import any_process, by_first, is_first, wait_for_all
 from transformer_jax.training.progress import Progress, Silent, progress_for_notebook
@@ -164,7 +164,12 @@ def fit(
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
             by_first(lambda: stack.enter_context(_claimed(folder.path)))
-        state = run.restored(found, start) if found else run.first_state(start, progress)
+        if found is None:
+            state = run.first_state(start, progress)
+        else:
+            run.load_base(found, start)
+            measure_alike(run, found.step, stored, progress)
+            state = checkpoint.restore(found.path, run.template, verified=True)
         done = int(state.step)
         if found is not None:
             by_first(lambda: checkpoint.set_aside(folder.checkpoints, done))
@@ -173,9 +178,7 @@ def fit(
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(done):
             progress.say(line)
-        if config.warmup >= config.steps:
-            rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
-            line = f"warmup_steps is {config.warmup}: {rule}"
+        for line in _doubts(run.config):
             progress.say(line)
             if isinstance(progress, Silent) and is_first():
                 logging.getLogger(__name__).warning(line)
@@ -183,6 +186,23 @@ def fit(
         report = stack.enter_context(closing(Report(run, progress)))
         with run.saver:
             return _train(run, report, state, first, stop)
+
+
+def _doubts(config: TrainConfig) -> Iterator[str]:
+    """Yield a line about each setting that may be meant, and seldom is."""
+    model = config.model
+    if config.warmup >= config.steps:
+        rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
+        yield f"warmup_steps is {config.warmup}: {rule}"
+    if isinstance(config.task, PreferenceTask) and isinstance(model, ModelConfig):
+        for name in ("dropout", "attention_dropout"):
+            if rate := getattr(model, name):
+                rule = "the model that answers are compared with has none"
+                yield f"{name} is {rate:g}: {rule}, so the loss does not start at log 2"
+    experts = model.experts if isinstance(model, ModelConfig) else None
+    if experts is not None and experts.top_k == 1 < experts.count and experts.normalize:
+        rule = "each token's only weight is 1, so the router learns nothing from the task's loss"
+        yield f"experts have top_k=1 and normalize=True: {rule} (it does with normalize=False)"
 
 
 def _write_folder(folder: RunFolder, config: TrainConfig, tokenizers: Tokenizers) -> None:

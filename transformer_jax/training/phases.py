@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.models.flops import training_flops
+from transformer_jax.models.flops import step_flops
 from transformer_jax.training.planning.peaks import chip_of
 
 Phase = Literal["data", "step", "evaluation", "checkpoint"]
@@ -61,15 +61,14 @@ def flops_utilisation(
 ) -> float | None:
     """Return the share of the chips' peak that training uses (MFU; Chowdhery et al. 2022, B).
 
-    The operations are those of learning from rows of `config.sequence_len` tokens, by all
-    parameters; the peak is that of dense bfloat16 products, whatever the run computes in. None
-    where no peak is published here, as of a CPU, or the model is no transformer.
+    The operations are those of `step_flops`; the peak is that of dense bfloat16 products, whatever
+    the run computes in. None where no peak is published here, as of a CPU, or the model is no
+    transformer.
     """
     found = jax.devices()
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)
     if chip is None or not isinstance(config.model, ModelConfig):
         return None
-    length = config.sequence_len
-    each = training_flops(config.model, length, length) / length
+    each = step_flops(config) / config.sequence_len
     count = len(found) if devices is None else devices
     return tokens_per_second * each / (chip.flops * count)

@@ -98,6 +98,8 @@ class Report:
         config, step, held_out = self.run.config, numbers.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
+            if config.eval_batches is not None:  # of which the loss is, and not of the whole part
+                held_out["eval_batches"] = config.eval_batches
             perplexity = ""
             of_tokens = self.run.task.learner is None
             if of_tokens and not isinstance(config.task, PreferenceTask):

@@ -104,8 +104,8 @@ class Run:
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
-    def restored(self, found: checkpoint.Manifest, start: StartModel | None) -> TrainState:
-        """Return the state of a checkpoint; what stays as it is comes from the model to start."""
+    def load_base(self, found: checkpoint.Manifest, start: StartModel | None) -> None:
+        """Load what stays as it is from the model to start, for the state of a checkpoint."""
         if found.step > self.config.steps:
             rule = f"the run is at step {found.step} already"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
@@ -113,7 +113,6 @@ class Run:
             assert start is not None
             key = split_seed(np.uint32(self.config.seed))[0]
             self.base.load(start, key, found.metadata)
-        return checkpoint.restore(found.path, self.template, verified=True)
 
     def step(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
         """Take a step."""
@@ -143,6 +142,7 @@ class Run:
             state = replace(state, average=state.used_params)  # for those who use the model
         metadata = {
             "val_loss": val_loss,
+            "eval_batches": self.config.eval_batches,
             "data_sha256": self.task.sha256,
             "tokenizer_sha256": tokenizer_sha256(self.task.tokenizers.tokenizer),
         }

@@ -25,7 +25,13 @@ from transformer_jax.training.batch import Batch, token_nats
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.tasks.chat import check_messages
 from transformer_jax.training.tasks.pairs import Pair, pair_example
-from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn
+from transformer_jax.training.tasks.task import located
+from transformer_jax.training.tasks.turns import (
+    Turn,
+    message_turn,
+    text_turn,
+    tokenizer_of_talks,
+)
 from transformer_jax.use.reading import Reader, checked_messages
 
 Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
@@ -116,8 +122,10 @@ def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
         if has_template or model.kind == "chat":
             if not has_template:
                 messages = [*check_messages("messages", messages)]
-            used: Any = own if has_template else model.tokenizer
-            return message_turn(used, messages), str(messages[-1]["content"])
+            # of a published folder, what ends a turn need not be among the ends of a text
+            used = tokenizer_of_talks(own, "messages", messages)[0] if has_template else None
+            turn = located("messages[-1]", message_turn, used or model.tokenizer, messages)
+            return turn, str(messages[-1]["content"])
     rule = {"chat": "messages, the last of them the assistant's"}.get(model.kind, "a text")
     raise DataError(f"text is {text!r:.80}: must be {rule}")
 

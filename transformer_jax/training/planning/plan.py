@@ -24,7 +24,7 @@ from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.optimizers import Adafactor
 from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask, PreferenceTask
 from transformer_jax.models.factory import build, init_cache, init_params
-from transformer_jax.models.flops import forward_flops, training_flops
+from transformer_jax.models.flops import forward_flops, step_flops
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.pytree import Params, PyTree, cast_floats
 from transformer_jax.training.adapting import FrozenBase
@@ -121,7 +121,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
     config = replace(config, mesh=mesh)
     rows, length = config.batch_size, config.sequence_len
-    flops = config.accumulation * rows * training_flops(model, length, length)
+    flops = config.accumulation * rows * step_flops(config)
     tokens = config.accumulation * rows * length
     abstract = _placement(mesh, hardware, None)
     programs = make_programs(config)

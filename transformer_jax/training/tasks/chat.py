@@ -190,5 +190,8 @@ def check_messages(where: str, messages: Sequence[object]) -> Messages:
         if given.get("role") not in ROLES or not isinstance(given.get("content"), str):
             rule = f"must have a role, {', '.join(ROLES)}, and a content"
             raise DataError(f"{where}: message {number} is {message!r:.60}: {rule}")
+        if given.get("weight", 1) != 1:
+            rule = "must be 1, since every answer is learnt alike (remove the message, or weight)"
+            raise DataError(f"{where}: message {number} has weight {given['weight']!r:.60}: {rule}")
         found.append(given)
     return found

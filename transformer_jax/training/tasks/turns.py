@@ -6,6 +6,7 @@ prompt, as they are without an answer, and then those of the answer, all of whic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,11 @@ from transformer_jax.training.tasks.task import located
 from transformer_jax.untrusted_files import shown
 
 ROLES = "system", "user", "assistant"
+
+BESIDE_CONTENT = "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"
+"""Fields of a message in which an assistant says more than its content."""
+
+_REMEDY = "change the file, or the chat_template of the tokenizer"
 
 Messages: TypeAlias = Sequence[Message]
 
@@ -84,37 +90,85 @@ def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
     """Return messages, and the last of them, the assistant's, as the answer to the others.
 
     By a chat template, the answer is all that it writes after what it asks for one with, and <eos>
-    where that ends with no token that ends a text.
+    where that ends with no token that ends a text. Some templates cut an answer, as those that
+    drop its reasoning: its content is learnt whole.
 
     Args:
         tokenizer: with a chat template, or with the special tokens of messages.
         messages: `{"role": ..., "content": ...}`, at least one.
 
     Raises:
-        DataError: if the template does not write the answer after the others.
+        DataError: if the template does not write the answer after the others, or changes it or
+            the messages that it answers.
     """
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        own = encode_text(tokenizer, messages[-1]["content"], begins=False)
-        return Turn(
-            prompt_ids(tokenizer, messages[:-1]), _ids(own, [special_ids(tokenizer)["eos"]])
-        )
-    prompt, answer = _templated(tokenizer, messages)
-    ended = _last(tokenizer, answer) in tokenizer.stop_ids
-    return Turn(prompt, answer if ended else _ids(answer, [special_ids(tokenizer)["eos"]]))
+    if isinstance(tokenizer, PretrainedTokenizer):
+        prompt, answer = _templated(tokenizer, messages)
+        ended = _last(tokenizer, answer) in tokenizer.stop_ids
+        return Turn(prompt, answer if ended else _ids(answer, [special_ids(tokenizer)["eos"]]))
+    for field in BESIDE_CONTENT:
+        if messages[-1].get(field):
+            raise DataError(f"has {field}, which is not read without a chat template: remove it")
+    own = encode_text(tokenizer, messages[-1]["content"], begins=False)
+    return Turn(prompt_ids(tokenizer, messages[:-1]), _ids(own, [special_ids(tokenizer)["eos"]]))
 
 
 def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
-    if len(messages) == 1:
+    *before, last = messages
+    if not before:
         raise DataError("is the assistant's: a chat template needs one before it, to be answered")
-    prompt = tokenizer.chat(messages[:-1], add_generation_prompt=True)
-    whole = tokenizer.chat(messages, add_generation_prompt=False)
+    prompt = tokenizer.chat(before, add_generation_prompt=True)
+    write = partial(tokenizer.chat, add_generation_prompt=False)
+    written = whole = write(messages)
+    given: str = last["content"]
+    # a letter that is nowhere else shows where the content goes, and what stands around it
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in written + given)
+    marked = write([*before, {**last, "content": mark}])
+    around = marked.split(mark)
+    if len(around) == 1 or written != given.join(around):
+        start = _shared(written, marked)
+        end = len(written) - _shared(written[start:][::-1], marked[start:][::-1])
+        places = (found.span() for found in _loosely(given).finditer(written))
+        if not any(first <= start and end <= stop for first, stop in places):
+            found, letters = written[len(around[0]) : len(written) - len(around[-1])], iter(given)
+            is_cut = len(around) == 2 and written == found.join(around)
+            if not is_cut or not all(letter in letters for letter in found):  # in this order
+                rule = f"writes its content {shown(given)} as {shown(found)}"
+                raise DataError(f"the chat template {rule}: {_REMEDY}")
+            whole = given.join(around)
+    for field in BESIDE_CONTENT:
+        if not (value := last.get(field)):
+            continue
+        lost = write([*before, {k: v for k, v in last.items() if k != field}]) == written
+        if lost or (isinstance(value, str) and not _loosely(value).search(written)):
+            rule = f"does not write its {field} as the file has it"
+            raise DataError(f"the chat template {rule}: {_REMEDY}")
+    for number in range(len(before), 0, -1):
+        role, content = before[number - 1]["role"], before[number - 1].get("content")
+        if role == "assistant":
+            break
+        asks = role in ("system", "user") and isinstance(content, str)
+        if asks and not _loosely(content).search(prompt):
+            rule = f"does not write message {number}, {shown(content)}, as the file has it"
+            raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
-        pairs = enumerate(zip(prompt, whole, strict=False))
-        at = next((n for n, (one, two) in pairs if one != two), len(whole))
+        at = _shared(prompt, whole)
         rule = f"the chat template asks for it with {shown(prompt[at:])}, and writes it after "
-        raise DataError(f"{rule}{shown(whole[at:])}: must write it after what it asks with")
+        rule += f"{shown(whole[at:])}: must write it after what it asks with"
+        raise DataError(f"{rule} (let the content begin with that, or change the template)")
     encode = partial(tokenizer.encode, special_tokens=False)
     return Turn(*encode_answer(encode, prompt, whole))
+
+
+def _shared(one: str, two: str) -> int:
+    """Return how many letters two texts begin with alike."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(two)))
+
+
+def _loosely(content: str) -> re.Pattern[str]:
+    """Return a pattern of a content: templates set spaces around it, and around its reasoning."""
+    parts = ["", *re.split("(</?think>)", content), ""]
+    return re.compile(r"\s*".join(re.escape(part.strip()) for part in parts))
 
 
 def _last(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
@@ -150,17 +204,17 @@ def tokenizer_of_talks(
         "strftime_now" in text for _, text in tokenizer.chat_templates
     ):
         tokenizer = replace(tokenizer, now=time_of_first())
-    first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
-    probe = [*messages[:first], {"role": "assistant", "content": "a"}]  # is no token of its own
+    last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    probe = [*messages[:last], {"role": "assistant", "content": "a"}]  # is no token of its own
     chat_ids = partial(tokenizer.chat_ids, add_generation_prompt=False, written="parse")
-    whole = located(f"{where}: message {first + 1}", chat_ids, probe)
-    last, end = _last(tokenizer, whole), special_ids(tokenizer).get("eos")
+    whole = located(f"{where}: message {last + 1}", chat_ids, probe)
+    learnt, end = _last(tokenizer, whole), special_ids(tokenizer).get("eos")
     lines = []
     if any("endgeneration" in text for _, text in tokenizer.chat_templates):
         rule = "are not read: all of an answer and its end is learnt"
         lines.append(f"the chat template's marks {{% generation %}} {rule}")
-    if last is not None and tokenizer.is_added(last):
-        return with_end(tokenizer, last), "; ".join(lines) or None
+    if learnt is not None and tokenizer.is_added(learnt):
+        return with_end(tokenizer, learnt), "; ".join(lines) or None
     if end is None:
         rule = "ends no turn of the assistant, and tokenizer_config.json has no eos_token"
         raise DataError(f"the chat template {rule}: nothing would end an answer")
