@@ -81,16 +81,22 @@ def router_losses(
 
     Experts are counted as the logits order them, before any `selection_bias`.
     """
-    chosen, _ = route(experts, logits)
-    taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
-    probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
-    if valid is None:
-        used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
-    else:
-        share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)
-        used, mean = (jnp.einsum("BT,BTE->E", share, x) for x in (taken, probabilities))
-        z = (share * z).sum()
-    return experts.count * (used * mean).sum(), z
+
+    def both(
+        logits: jax.Array, valid: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+        chosen, _ = route(experts, logits)
+        taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
+        probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
+        if valid is None:
+            used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
+        else:
+            share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)
+            used, mean = (jnp.einsum("BT,BTE->E", share, x) for x in (taken, probabilities))
+            z = (share * z).sum()
+        return experts.count * (used * mean).sum(), z
+
+    return by_compiler(both, [logits, valid], PartitionSpec())
 
 
 def router_loss(
