@@ -167,7 +167,7 @@ def place_params(params: Any, layout: str, mesh: Any) -> Any:
 
     def place(path, x):
         names, axes = [part.key for part in path], [None] * x.ndim
-        axis_of = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2)
+        axis_of = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2, router=-1)
         if layout == LAYOUTS[1]:
             axis = max((i for i, n in enumerate(x.shape) if n % 2 == 0), default=None)
             if axis is not None:

@@ -269,7 +269,8 @@ class ExpertFeedForward(nn.Module):
         bias = None
         if experts.selection_bias:
             bias = parameter(self, "selection_bias", nn.initializers.zeros, (experts.count,))
-        chosen, weights = route(experts, logits, bias)
+        by_row = split(logits, slice(2))
+        chosen, weights = by_compiler(partial(route, experts), [logits, bias], by_row)
 
         wide, narrow = (experts.count, cfg.d_model, cfg.expert_dim), branch_std(cfg, self.depth)
         up = ExpertMatrix(cfg, wide, cfg.init_std, name="up")()
