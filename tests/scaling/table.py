@@ -4,8 +4,8 @@
     python -m tests.scaling --results cells.jsonl --only task    # a part at a time
     python -m tests.scaling --results cells.jsonl --write docs/reference/scaling_matrix.md
 
-Cells that the file of results has already are not run again; on the page, a cell that was never run
-says so.
+Cells that the file of results has already are not run again. The page leaves out rows of
+which nothing was run, and says of a cell that it was not.
 """
 
 from __future__ import annotations
@@ -232,6 +232,7 @@ def page(cells: dict[tuple[str, str], str]) -> str:
         + " | ".join(short(cells.get((name, column), "not run")) for column in COLUMNS)
         + " |"
         for name in CASES
+        if any(cells.get((name, column)) == "yes" for column in COLUMNS)
     ]
     head = "| | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (len(COLUMNS) + 1)
     intro = (Path(__file__).parent / "page.md").read_text()
