@@ -50,21 +50,33 @@ Params: TypeAlias = Mapping[str, Any]
 arrays or other `Parameter`s, or of shapes where nothing is computed."""
 
 
+def stacked_axes(names: Sequence[str], ndim: int) -> int:
+    """Return how many leading axes of a parameter count parameters: layers, then experts.
+
+    The layers of a scanned stack come first, then the experts of a block: [L, E, D, F].
+
+    Args:
+        names: the path of the parameter, as ("decoder", "blocks", "feed_forward", "up", "kernel").
+        ndim: its axes.
+    """
+    layers = 1 if "blocks" in names else 0
+    if len(names) < 3 or names[-3] != "feed_forward":
+        return layers
+    own = 1 if names[-1] == "bias" else 2  # a kernel's, or an adapter's, of one expert
+    return layers + 1 if ndim == layers + own + 1 else layers
+
+
 def kernel_axes(names: Sequence[str], ndim: int) -> tuple[int, int]:
     """Return how many axes of a block's kernel count matrices, and how many are their inputs.
 
-    The layers of a scanned stack and experts come first: [L, E, D, F]. What remains are inputs and
-    outputs: query [D, N, H], an attention's out [N, Hv, D], up [D, F].
+    After `stacked_axes` come inputs and outputs: query [D, N, H], an attention's out [N, Hv, D],
+    up [D, F].
 
     Args:
         names: the path of the kernel, as ("decoder", "block_0", "feed_forward", "up", "kernel").
         ndim: its axes.
     """
-    first = 1 if "blocks" in names else 0
-    inputs = 2 if names[-2] == "out" else 1
-    if len(names) > 2 and names[-3] == "feed_forward" and ndim == first + 3:
-        first += 1
-    return first, inputs
+    return stacked_axes(names, ndim), 2 if names[-2] == "out" else 1
 
 
 def sha256_of(tree: PyTree) -> str:

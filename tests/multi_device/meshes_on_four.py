@@ -48,6 +48,7 @@ from transformer_jax.config import Experts, MeshConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.kernels import using
 from transformer_jax.training.batch import Batch, batch_loss
+from transformer_jax.training.data import IGNORE
 from transformer_jax.training.placement import make_placement
 
 SMALL = ModelConfig(vocab_size=24, max_len=32, num_layers=2, num_heads=4, d_model=16)
@@ -166,7 +167,7 @@ def place_params(params: Any, layout: str, mesh: Any) -> Any:
 
     def place(path, x):
         names, axes = [part.key for part in path], [None] * x.ndim
-        axis_of = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2)
+        axis_of = dict(query=-2, key=-2, value=-2, up=-1, gate=-1, out=-3, down=-2, router=-1)
         if layout == LAYOUTS[1]:
             axis = max((i for i, n in enumerate(x.shape) if n % 2 == 0), default=None)
             if axis is not None:
@@ -209,14 +210,20 @@ def training(name: str, layout: str, context: bool) -> dict[str, Any]:
 
 
 def experts_of_devices(scan: bool, length: int, **sizes: int) -> dict[str, Any]:
-    """The losses of training, their gradients, and hidden layers, with experts on other devices."""
+    """The losses of training of padded rows, their gradients, and hidden layers.
+
+    The experts are on other devices.
+    """
     config = replace(
         MODELS["experts"], scan_layers=scan, max_len=length, implementation="xla",
         experts=Experts(count=4, top_k=2, d_ff=8, balance_loss=0.1),
     )  # fmt: skip
     model, params = build(config), init_params(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 24, (4, length + 1)).astype(np.int32)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:])
+    real = np.arange(length) < np.array([[1], [2], [length], [length // 2 + 1]])
+    packed = dict(segments=real.astype(np.int32)) if scan else dict(valid=real)
+    labels = np.where(real, tokens[:, 1:], IGNORE)
+    batch = Batch(tokens[:, :-1], labels, **packed)
 
     def results(params, batch, whole):
         loss = lambda params: batch_loss(config)(params, batch, None)[0]  # noqa: E731

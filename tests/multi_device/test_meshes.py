@@ -177,3 +177,5 @@ def test_an_axis_that_its_devices_do_not_divide_is_whole():
     assert parameter_spec(experts, (3, 12, 32), sizes) == P(None, "tensor", "fsdp")
     # the row sums of Adafactor stand at the path of their parameter
     assert parameter_spec(("v_row", "block_0", "up", "kernel"), (32,), sizes) == P()
+    sums = ("v_row", "block_0", "feed_forward", "up", "kernel")  # of experts
+    assert parameter_spec(sums, (8, 32), sizes) == P()

@@ -96,27 +96,29 @@ def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
     jax.tree.map(lambda a, b: assert_near(a, b, 2e-6), ours, wanted)
 
 
+def adafactor_step(g, n, memory, smallest):
+    """Return algorithm 4 of Shazeer and Stern 2018 for one parameter, clipped at 0.5."""
+    weight = 1 - (n + 1.0) ** -0.7
+    square = g**2 + 1e-30
+    if g.ndim >= 2 and sorted(g.shape)[-2] >= smallest:
+        # the two longest axes, the longest last; the mean of what both leave
+        longest = np.argsort(g.shape, kind="stable")[-2:]
+        d1, d0 = int(longest[0]), int(longest[1])
+        row = weight * memory.get("row", 0.0) + (1 - weight) * square.mean(axis=d0, keepdims=True)
+        column = weight * memory.get("column", 0.0)
+        column = column + (1 - weight) * square.mean(axis=d1, keepdims=True)
+        memory.update(row=row, column=column)
+        moment = row * column / row.mean(axis=d1, keepdims=True)
+    else:
+        moment = memory["all"] = weight * memory.get("all", 0.0) + (1 - weight) * square
+    step = g / np.sqrt(moment)
+    return step / max(1.0, np.sqrt((step**2).mean()) / 0.5)
+
+
 @pytest.mark.slow
 def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_step(rng):
     def oracle(name, p, g, n, memory):
-        weight = 1 - (n + 1.0) ** -0.7
-        square = g**2 + 1e-30
-        if g.ndim >= 2 and sorted(g.shape)[-2] >= 3:
-            # the two longest axes, the longest last; the mean of what both leave
-            longest = np.argsort(g.shape, kind="stable")[-2:]
-            d1, d0 = int(longest[0]), int(longest[1])
-            row = weight * memory.get("row", 0.0) + (1 - weight) * square.mean(
-                axis=d0, keepdims=True
-            )
-            column = weight * memory.get("column", 0.0)
-            column = column + (1 - weight) * square.mean(axis=d1, keepdims=True)
-            memory.update(row=row, column=column)
-            moment = row * column / row.mean(axis=d1, keepdims=True)
-        else:
-            moment = memory["all"] = weight * memory.get("all", 0.0) + (1 - weight) * square
-        step = g / np.sqrt(moment)
-        step = step / max(1.0, np.sqrt((step**2).mean()) / 0.5)
-        return p - RATE * (step + decayed(name) * p)
+        return p - RATE * (adafactor_step(g, n, memory, 3) + decayed(name) * p)
 
     own = Adafactor(decay_rate=0.7, smallest_factored=3, clipping=0.5, weight_decay=0.3)
     ours, _, wanted, memory = followed(own, rng, oracle)
@@ -124,6 +126,87 @@ def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_ste
     assert {name for name, kept in memory.items() if "row" in kept} == {
         "block_0/query/kernel", "block_0/out/kernel", "tokens"
     }  # fmt: skip
+
+
+BLOCK = {
+    "attention": {"query": {"kernel": (11, 2, 3), "bias": (2, 3)}, "own_gain": (11,)},
+    "feed_forward": {
+        "router": {"kernel": (11, 5)},
+        "up": {"kernel": (5, 11, 7), "bias": (5, 7), "a": (5, 11, 3), "b": (5, 3, 7)},
+    },
+    "norm": {"scale": (11,)},
+}
+
+
+def layers_of(rng, scale=1.0):
+    """Return arrays of three looped blocks; those of the first are 50 times as large."""
+
+    def drawn(size):
+        draw = lambda shape: np.float32(size * rng.standard_normal(shape))  # noqa: E731
+        return jax.tree.map(draw, BLOCK, **LEAF)
+
+    return {f"block_{i}": drawn(50 * scale if i == 0 else scale) for i in range(3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Adafactor(smallest_factored=4, clipping=0.5),
+        Adafactor(smallest_factored=999, clipping=0.5),
+        AdamW(),
+        SGD(momentum=0.7),
+        Lion(),
+        Muon(),
+        ScheduleFree(),
+    ],
+    ids=lambda own: f"{type(own).__name__} {getattr(own, 'smallest_factored', '')}".strip(),
+)
+def test_a_scanned_stack_is_stepped_as_a_looped_one(optimizer, rng):
+    """Also where the gradient of one layer is far larger, and for a vector of an own block."""
+    chain = make_optimizer(replace(BASE, optimizer=optimizer))
+    update, looped = jax.jit(chain.update), layers_of(rng, scale=0.1)
+    scanned = stack_layers(looped)
+    states = [chain.init(looped), chain.init(scanned)]
+    for _ in range(3):
+        grads = layers_of(rng)
+        one, states[0] = update(grads, states[0], looped)
+        two, states[1] = update(stack_layers(grads), states[1], scanned)
+        jax.tree.map(lambda a, b: assert_near(a, b, 2e-6), two, stack_layers(one))
+        add = lambda p, step: p + np.asarray(step)  # noqa: E731
+        looped, scanned = jax.tree.map(add, looped, one), jax.tree.map(add, scanned, two)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(one))
+
+
+@pytest.mark.parametrize("blocks", ["block_0", "blocks"])
+def test_adafactor_takes_each_expert_of_each_layer_as_a_parameter_of_its_own(blocks, rng):
+    shapes = {"kernel": (5, 11, 7), "bias": (5, 7), "a": (5, 11, 3)}
+    layers = (3,) if blocks == "blocks" else ()
+    chain = make_optimizer(
+        replace(BASE, optimizer=Adafactor(
+            decay_rate=0.7, smallest_factored=4, clipping=0.5, weight_decay=0.0
+        ))
+    )  # fmt: skip
+
+    def drawn():  # the first expert of the first layer has a far larger gradient
+        found = {name: rng.standard_normal(layers + shape) for name, shape in shapes.items()}
+        for leaf in found.values():
+            leaf[(0,) * (len(layers) + 1)] *= 50
+        return found
+
+    nest = lambda tree: {blocks: {"feed_forward": {"up": jax.tree.map(np.float32, tree)}}}  # noqa: E731
+    params = nest(drawn())
+    state, memory = chain.init(params), {}
+    for n in range(3):
+        grads = drawn()
+        step, state = jax.jit(chain.update)(nest(grads), state, params)
+        for name, grad in grads.items():
+            found = np.asarray(step[blocks]["feed_forward"]["up"][name])
+            for at in np.ndindex(*layers, 5):
+                own = memory.setdefault((name, at), {})
+                wanted = -RATE * adafactor_step(grad[at], n, own, 4)
+                assert_near(found[at], wanted, 5e-6, f"{name} {at}")
+    assert {name for (name, _), own in memory.items() if "row" in own} == {"kernel"}
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])

@@ -81,16 +81,22 @@ def router_losses(
 
     Experts are counted as the logits order them, before any `selection_bias`.
     """
-    chosen, _ = route(experts, logits)
-    taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
-    probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
-    if valid is None:
-        used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
-    else:
-        share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)
-        used, mean = (jnp.einsum("BT,BTE->E", share, x) for x in (taken, probabilities))
-        z = (share * z).sum()
-    return experts.count * (used * mean).sum(), z
+
+    def both(
+        logits: jax.Array, valid: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
+        chosen, _ = route(experts, logits)
+        taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
+        probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
+        if valid is None:
+            used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()
+        else:
+            share = valid.astype(F32) / jnp.maximum(valid.sum(), 1)
+            used, mean = (jnp.einsum("BT,BTE->E", share, x) for x in (taken, probabilities))
+            z = (share * z).sum()
+        return experts.count * (used * mean).sum(), z
+
+    return by_compiler(both, [logits, valid], PartitionSpec())
 
 
 def router_loss(
@@ -263,7 +269,8 @@ class ExpertFeedForward(nn.Module):
         bias = None
         if experts.selection_bias:
             bias = parameter(self, "selection_bias", nn.initializers.zeros, (experts.count,))
-        chosen, weights = route(experts, logits, bias)
+        by_row = split(logits, slice(2))
+        chosen, weights = by_compiler(partial(route, experts), [logits, bias], by_row)
 
         wide, narrow = (experts.count, cfg.d_model, cfg.expert_dim), branch_std(cfg, self.depth)
         up = ExpertMatrix(cfg, wide, cfg.init_std, name="up")()

@@ -10,13 +10,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers, ScheduleFreeState, muon, schedule_free
 
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.optimizers import SGD, Adafactor, AdamW, Lion, Muon, ScheduleFree
-from transformer_jax.pytree import kernel_axes
+from transformer_jax.pytree import kernel_axes, path_name, stacked_axes
 from transformer_jax.training.batch import Batch, Loss, Params
 
 
@@ -78,10 +79,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             steps = optax.lion(rate, beta1, beta2, weight_decay=decay, mask=decays)
         case Adafactor() as own:
             steps = optax.chain(
-                optax.scale_by_factored_rms(
-                    decay_rate=own.decay_rate, min_dim_size_to_factor=own.smallest_factored
-                ),
-                optax.clip_by_block_rms(own.clipping),
+                scale_by_adafactor(own),
                 optax.add_decayed_weights(own.weight_decay, decays),
                 optax.scale_by_learning_rate(rate),
             )
@@ -103,6 +101,68 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             steps = schedule_free(optax.chain(adamw, *last), rate, beta1)
     clipped = optax.chain(*last, optax.clip_by_global_norm(config.clip_norm))
     return optax.chain(clipped, steps, *last)
+
+
+def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
+    """Scale by a factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
+
+    Optax's parts take an array as one parameter: in a scanned stack, the layers would share the
+    root mean square of the clipping. Here each layer is a parameter of its own, and so is each
+    expert. The state is that of `optax.scale_by_factored_rms`.
+    """
+
+    def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
+        """Return how many axes lead, and the second longest and the longest of the others.
+
+        None instead of the two if the parameter has one second moment for each element.
+        """
+        first = stacked_axes(path_name(path).split("/"), leaf.ndim)
+        longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]
+        if len(longest) < 2 or leaf.shape[longest[0]] < own.smallest_factored:
+            return first, None
+        return first, (longest[0], longest[1])
+
+    def zeros(path: KeyPath, leaf: jax.Array) -> tuple[jax.Array, ...]:
+        factored, none = axes(path, leaf)[1], jnp.zeros(1, leaf.dtype)
+        if factored is None:
+            return none, none, jnp.zeros_like(leaf)
+        shorter, longer = factored
+        return jnp.zeros_like(leaf.sum(longer)), jnp.zeros_like(leaf.sum(shorter)), none
+
+    def init(params: Params) -> optax.FactoredState:
+        found = jax.tree_util.tree_map_with_path(zeros, params)
+        parts = (jax.tree.map(lambda _, own, i=i: own[i], params, found) for i in range(3))
+        return optax.FactoredState(jnp.zeros((), jnp.int32), *parts)
+
+    def update(
+        grads: Params, state: optax.FactoredState, params: Params | None = None
+    ) -> tuple[Params, optax.FactoredState]:
+        past = 1 - jnp.float32(state.count + 1) ** -own.decay_rate
+
+        def one(
+            path: KeyPath, grad: jax.Array, row: jax.Array, column: jax.Array, moment: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            first, factored = axes(path, grad)
+            square = jnp.square(grad) + 1e-30
+            if factored is None:
+                moment = past * moment + (1 - past) * square
+                step = grad * moment**-0.5
+            else:
+                shorter, longer = factored
+                row = past * row + (1 - past) * square.mean(longer)
+                column = past * column + (1 - past) * square.mean(shorter)
+                of_rows = jnp.expand_dims(row, longer)
+                of_rows = of_rows / of_rows.mean(shorter, keepdims=True)
+                step = grad * of_rows**-0.5 * jnp.expand_dims(column**-0.5, shorter)
+            of_one = tuple(range(first, grad.ndim))
+            size = jnp.sqrt(jnp.mean(jnp.square(step), axis=of_one, keepdims=True))
+            return step / jnp.maximum(1.0, size / own.clipping), row, column, moment
+
+        found = jax.tree_util.tree_map_with_path(one, grads, state.v_row, state.v_col, state.v)
+        parts = [jax.tree.map(lambda _, own, i=i: own[i], grads, found) for i in range(4)]
+        return parts[0], optax.FactoredState(state.count + 1, *parts[1:])
+
+    return optax.GradientTransformation(init, update)
 
 
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
@@ -146,12 +206,14 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
 def decays(params: Params) -> Params:
     """Mark the parameters that weight decay shrinks: all but biases, norm scales and sinks.
 
-    By name, not by rank: a bias of heads has two axes, and stacked layers add one to everything.
+    By name, since a bias of heads has two axes, and by the rank in one layer: stacked layers add
+    an axis to a vector.
     """
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return leaf.ndim >= 2 and not name.endswith(("bias", "scale", "sinks"))
+        names = path_name(path).split("/")
+        layers = 1 if "blocks" in names else 0
+        return leaf.ndim - layers >= 2 and not names[-1].endswith(("bias", "scale", "sinks"))
 
     return jax.tree_util.tree_map_with_path(decay, params)
 

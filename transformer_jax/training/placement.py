@@ -67,6 +67,8 @@ def parameter_spec(
     sizes: dict[str, int],  # of the axes of the mesh
 ) -> PartitionSpec:
     """Return how a parameter is split, or an array of the optimizer with the same path."""
+    if {"v_row", "v_col"} & set(names):  # Adafactor's, which lack an axis of their parameter
+        return PartitionSpec()
     first = 1 if "blocks" in names else 0  # the layers of a scanned stack
     module = names[-2] if len(names) > 1 else ""
     wanted: tuple[str | None, ...] = ()
@@ -77,7 +79,7 @@ def parameter_spec(
         wanted = _BIASES.get(module, ())
     elif module == "embed":
         wanted = _TABLES.get(names[-1], ())
-    if len(wanted) != len(shape) - first:  # such as the row sums of Adafactor
+    if len(wanted) != len(shape) - first:
         return PartitionSpec()
     axes = [
         axis if axis is not None and size % sizes[axis] == 0 else None

@@ -1,0 +1,244 @@
+"""Train everything scanned and over meshes of eight devices, and compare with one device.
+
+    python -m tests.scaling                                      # prints the table
+    python -m tests.scaling --results cells.jsonl --only task    # a part at a time
+    python -m tests.scaling --results cells.jsonl --write docs/reference/scaling_matrix.md
+
+Cells that the file of results has already are not run again. The page leaves out rows of
+which nothing was run, and says of a cell that it was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from tests.scaling.cases import CASES, Case, run, write_data
+from transformer_jax.checkpoints.run_folder import RunFolder
+from transformer_jax.config import ConfigError, TrainConfig
+from transformer_jax.config.mesh import MeshConfig
+from transformer_jax.models.stack import stack_layers, unstack_layers
+from transformer_jax.training.evaluation import evaluate_run
+from transformer_jax.training.initial import start_model
+from transformer_jax.training.optimizers import make_optimizer
+from transformer_jax.training.progress import Silent
+from transformer_jax.training.run import Run
+from transformer_jax.training.step import TrainState, make_train_step, split_seed
+from transformer_jax.training.tasks import load_task
+
+NEAR = 1e-5
+STEPS = 2
+COLUMNS: dict[str, tuple[bool, dict[str, int] | None]] = {
+    "scanned": (True, None),
+    "data=2,fsdp=2,tensor=2": (False, dict(data=2, fsdp=2, tensor=2)),
+    "scanned, data=2,tensor=2,expert=2": (True, dict(data=2, tensor=2, expert=2)),
+}
+"""Whether layers are scanned, and the mesh."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run came to."""
+
+    start: dict[str, np.ndarray]
+    """The parameters of step 0, by the names of a looped stack."""
+    numbers: dict[str, list[float]]
+    params: dict[str, np.ndarray]
+    """The parameters after the last step that is compared."""
+
+
+def by_name(params: Any) -> dict[str, np.ndarray]:
+    found = unstack_layers(jax.tree.map(np.asarray, params))
+    return {"/".join(path): leaf for path, leaf in flatten_dict(found).items()}
+
+
+def measured(case: Case, config: TrainConfig, given: Any = None) -> tuple[Measured, Any]:
+    """Take the steps of a run from `given` parameters of a looped stack, or from fresh ones."""
+    start = None if config.init_from is None else start_model(config.init_from)
+    data = load_task(config, None if start is None else start.tokenizers)
+    own = Run(data, RunFolder(Path(config.out)))
+    if given is None or start is not None:
+        state = own.first_state(start, Silent())
+    else:
+        params = stack_layers(given) if config.model.scan_layers else given
+        shardings = own.placement.shardings(own.template)
+        key = split_seed(np.uint32(config.seed))[1]
+        if shardings is not None:
+            params, key = jax.device_put((params, key), (shardings.params, shardings.key))
+        state = jax.jit(own.programs.state_of, out_shardings=shardings)(params, key=key)
+    tree = jax.tree.map(np.array, state.params)
+    if case.updates:
+        return with_drawn_gradients(own, state, tree), tree
+    numbers: dict[str, list[float]] = {"losses": [], "gradient norms": []}
+    for step in range(1 if case.rounded else STEPS):
+        state, metrics = own.step(state, own.inputs(step))
+        numbers["losses"].append(float(metrics.loss))
+        numbers["gradient norms"].append(float(metrics.grad_norm))
+        numbers.setdefault("labels", []).append(float(metrics.weight))
+    used = by_name(state.used_params)
+    if case.evaluated:
+        numbers["held-out loss"] = [evaluate_run(own, state).loss]
+    return Measured(by_name(tree), numbers, {} if case.rounded else used), tree
+
+
+def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
+    """Take real steps for their losses, and others whose gradients are drawn for their updates."""
+    numbers: dict[str, list[float]] = {"losses": [], "gradient norms": []}
+    fresh = jax.tree.map(jnp.copy, state)
+    for step in range(STEPS):
+        state, metrics = own.step(state, own.inputs(step))
+        numbers["losses"].append(float(metrics.loss))
+        numbers["gradient norms"].append(float(metrics.grad_norm))
+    looped = by_name(tree)
+
+    def drawn(step: int) -> dict[str, np.ndarray]:
+        rng, size = np.random.default_rng(step), [0.1, 1.0, 5.0][step]
+        found = {}
+        for name, leaf in looped.items():  # one layer's gradient is far larger in the last step
+            outlier = 50 if step == 2 and "/block_0/" in name else 1
+            found[name] = size * outlier * rng.standard_normal(leaf.shape).astype(np.float32)
+        return found
+
+    def like(named: dict[str, np.ndarray], path: tuple[str, ...], leaf: Any) -> np.ndarray:
+        if "blocks" not in path:
+            return named["/".join(path)]
+        at = path.index("blocks")
+        names = ["/".join((*path[:at], f"block_{i}", *path[at + 1 :])) for i in range(len(leaf))]
+        return np.stack([named[name] for name in names])
+
+    def linear(params: Any, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch)
+        return sum(jax.tree.leaves(parts)), jnp.float32(1)
+
+    config = own.config
+    step = make_train_step(linear, make_optimizer(config), ema_decay=config.ema_decay)
+    for n in range(3):
+        named, flat = drawn(n), flatten_dict(fresh.params)
+        batch = unflatten_dict(
+            {path: jax.device_put(like(named, path, leaf)) for path, leaf in flat.items()}
+        )
+        if own.placement.mesh is not None:
+            batch = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), batch, fresh.params)
+        batch = jax.tree.map(lambda leaf: leaf[None], batch)
+        fresh, _ = step(fresh, batch)
+    return Measured(looped, numbers, by_name(fresh.used_params))
+
+
+def compare(found: Measured, wanted: Measured) -> None:
+    """Assert that two runs came to the same, to 1e-5; updates, of the largest of all."""
+    for what, numbers in wanted.numbers.items():
+        np.testing.assert_allclose(found.numbers[what], numbers, rtol=NEAR, err_msg=what)
+        assert np.isfinite(numbers).all() and min(numbers) > 0, (what, numbers)
+    updates = {name: leaf - wanted.start[name] for name, leaf in wanted.params.items()}
+    largest = max((float(np.abs(x).max()) for x in updates.values()), default=0.0)
+    for name, update in updates.items():
+        error = np.abs(found.params[name] - found.start[name] - update).max()
+        spacing = np.spacing(np.abs(wanted.params[name]).max())  # of what the update is taken from
+        assert error <= NEAR * largest + 2 * spacing, (
+            f"update of {name}: {error:.3g} of {largest:.3g}"
+        )
+
+
+@cache
+def looped(name: str, folder: Path) -> tuple[Measured, Any]:
+    """Return what a case comes to on one device, in a loop."""
+    case = CASES[name]
+    return measured(case, run(folder, case, scan=False))
+
+
+def cell(name: str, column: str, folder: Path) -> str:
+    """Return "yes", or "no: " and the message with which the run is refused."""
+    case, (scan, sizes) = CASES[name], COLUMNS[column]
+    try:
+        config = run(folder, case, scan)
+        if sizes is not None:
+            config = replace(config, mesh=MeshConfig(**sizes))
+    except ConfigError as error:
+        return f"no: {error}"
+    wanted, params = looped(name, folder)
+    compare(measured(case, config, params)[0], wanted)
+    return "yes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, help="JSON lines: cells of earlier runs, and these")
+    parser.add_argument("--write", type=Path, help="write the page of the table to this file")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="only rows whose name has one of these"
+    )
+    parser.add_argument("--case", help="only the row of this name")
+    parser.add_argument("--column", default="", help="only columns whose name contains this")
+    parser.add_argument("--traceback", action="store_true", help="print where a cell fails")
+    parser.add_argument("--json", action="store_true", help="print the cells as JSON on the output")
+    arguments = parser.parse_args()
+    cells: dict[tuple[str, str], str] = {}
+    if arguments.results and arguments.results.exists():
+        for line in arguments.results.read_text().splitlines():
+            *key, said = json.loads(line)
+            cells[key[0], key[1]] = said
+    failed, folder = 0, Path(tempfile.mkdtemp())
+    write_data(folder)
+    tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    for name in CASES:
+        if name != (arguments.case or name) or not any(x in name for x in arguments.only):
+            continue
+        for column in COLUMNS:
+            if arguments.column not in column or (name, column) in cells:
+                continue
+            try:
+                said = cells[name, column] = cell(name, column, folder)
+            except Exception as error:  # a cell says so, and the rest goes on
+                failed += 1
+                tell(f"{name}, {column}: {type(error).__name__}: {str(error)[:600]}")
+                if arguments.traceback:
+                    traceback.print_exc()
+                continue
+            if arguments.results:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps([name, column, said]) + "\n")
+        tell(f"{name}: {[cells.get((name, column), '?')[:3] for column in COLUMNS]}")
+        jax.clear_caches()
+        looped.cache_clear()
+    if arguments.json:
+        print(json.dumps([[*key, said] for key, said in cells.items()]))
+    if arguments.write:
+        arguments.write.write_text(page(cells))
+    raise SystemExit(1 if failed else 0)
+
+
+def page(cells: dict[tuple[str, str], str]) -> str:
+    """Return the page of the table."""
+    notes: dict[str, int] = {}
+
+    def short(said: str) -> str:
+        mark, _, reason = said.partition(": ")
+        return f"{mark} [{notes.setdefault(reason, len(notes) + 1)}]" if reason else mark
+
+    rows = [
+        f"| {name} | "
+        + " | ".join(short(cells.get((name, column), "not run")) for column in COLUMNS)
+        + " |"
+        for name in CASES
+        if any(cells.get((name, column)) == "yes" for column in COLUMNS)
+    ]
+    head = "| | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (len(COLUMNS) + 1)
+    intro = (Path(__file__).parent / "page.md").read_text()
+    listed = "\n".join(f"{number}. `{reason}`" for reason, number in notes.items())
+    setting = (
+        "Printed by `python -m tests.scaling --write docs/reference/scaling_matrix.md`, "
+        f"with jax {jax.__version__} on eight devices of a CPU."
+    )
+    return f"{intro.rstrip()}\n\n{head}\n" + "\n".join(rows) + f"\n\n{listed}\n\n{setting}\n"
