@@ -122,7 +122,7 @@ def _form(arguments: argparse.Namespace) -> Options:
     content = Path(given).read_bytes()
     if name == "grammar":
         return {name: Source(given, content).text()}
-    return {name: Untrusted(DataError).json(content, given)}
+    return {name: Untrusted(DataError).json(content, given, decimals=True)}
 
 
 _FORMS = "schema", "regex", "grammar"

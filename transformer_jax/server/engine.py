@@ -368,7 +368,7 @@ class Engine:
             self._held, self.model.params, number, ticket.ids[None, shared:], state,
             limits=ticket.num_tokens, key=first_key(jax.random.key(seed))[None],
             sampling=RowSampling(
-                jnp.array([asked.temperature], jnp.float32), jnp.array([asked.top_p], jnp.float32)
+                *jnp.array([[asked.temperature], [asked.top_p], [1 - asked.top_p]], jnp.float32)
             ),
             top=MOST_TOP if asked.top else 0,
             allowed=None if matcher is None else matcher.allowed[None],
