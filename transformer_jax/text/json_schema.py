@@ -45,6 +45,7 @@ _INSTEAD = {
     "x-guidance": "is read at the top of a schema only",
 }
 _LARGEST = 2**53 - 1
+_MOST_UNITS = 4096
 
 
 def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -57,9 +58,13 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
     multiples = [Decimal(str(abs(value))) for value in seen.get("multipleOf", ())]
+    places = max(map(_decimals, multiples), default=0)
+    units = sorted({int(value.scaleb(places)) for value in multiples})
+    if units and units[-1] > _MOST_UNITS and seen.keys() & {*_BOUNDS}:
+        # the parser has a state for each remainder and each digit of a bound, and gives up
+        rule = f"beside a bound, must be at most {_MOST_UNITS} in the last of its places"
+        raise ValueError(f"{name}: multipleOf is {max(multiples)}: {rule}")
     if len(multiples) > 1 and seen.keys() & _MEETING:
-        places = max(map(_decimals, multiples))
-        units = sorted({int(value.scaleb(places)) for value in multiples})
         # llguidance computes least common multiples in 32 bits, and does not see an overflow
         if math.prod(units) * (units[-1] if len(units) < len(multiples) else 1) >= 2**32:
             given = " and ".join(str(value) for value in multiples[:4])
@@ -128,6 +133,8 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             ):
                 raise ValueError(f"{at} is {value!r:.80}: must be a number")
             found[key] = value if flag else _exact(value, at)
+            if key == "multipleOf" and not found[key]:
+                raise ValueError(f"{at} is {value}: must not be 0")
     # which llguidance reads in one of two ways, each without the other's key
     old = "additionalItems" in found, isinstance(found.get("items"), list)
     if "prefixItems" in found and any(old):
