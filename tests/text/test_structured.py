@@ -326,7 +326,7 @@ def test_number_of_a_schema_is_written_as_it_is_or_refused():
         assert written({"const": number}) == written({"enum": [number]}) == want
     for number in (*ROUNDED, *map(Decimal, ROUNDED_WRITTEN)):
         for schema in ({"const": number}, {"enum": [number]}, {"minimum": number}):
-            with pytest.raises(ValueError, match="or it is rounded"):
+            with pytest.raises(ValueError, match="or the parser would round it"):
                 Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
@@ -402,6 +402,20 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"prefixItems": [{}], "additionalItems": False}), "give one of them"),
         (dict(schema={"enum": []}), "schema: Unsatisfiable"),
         (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
+        (
+            dict(grammar='start: %json {"const": -9223372036854775808}'),
+            "grammar: %json.const is -9223372036854775808: must be from",
+        ),
+        (
+            dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
+            "json.items.nullable: is",
+        ),
+        (dict(schema={"if": {"maxlength": 3}}), "schema.if.maxlength: is no keyword"),
+        (
+            dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
+            "Schemas.a.minlength: is no k",
+        ),
+        (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a text"),
         (dict(grammar="x: /a/"), "grammar: no start rule"),
         (dict(regex="[a&&b]"), "regex: no text has this form"),
         (dict(regex="a(b&&c)[a&&b]"), "regex: no text has this form"),

@@ -15,28 +15,39 @@ from typing import Any
 from transformer_jax.config.fields import nearest
 from transformer_jax.untrusted_files import DEPTH_LIMIT, shown
 
-_SCHEMA = "additionalProperties", "additionalItems"
+_SCHEMA = (
+    "additionalProperties", "additionalItems", "contains", "else", "if", "not", "propertyNames",
+    "then", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
 _LISTS = "allOf", "anyOf", "oneOf", "prefixItems"
-_NAMED = "properties", "patternProperties", "$defs", "definitions"
+_NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
 _BOUNDS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
-_COUNTS = "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"
-_TEXTS = "$ref", "$id", "id", "$anchor", "pattern", "format"
-_NOTES = ("$schema", "$comment", "title", "description", "default", "examples", "deprecated",
-          "readOnly", "writeOnly", "$vocabulary", "discriminator")  # fmt: skip
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+    "minContains", "maxContains",
+)  # fmt: skip
+_TEXTS = (
+    "$ref", "$id", "id", "$anchor", "pattern", "format", "$schema", "$comment", "title",
+    "description",
+)  # fmt: skip
+_VALUES = (
+    "const", "enum", "type", "required", "dependencies", "dependentRequired", "uniqueItems",
+    "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
+)  # fmt: skip
+_NOTES = (
+    "$schema", "$comment", "$vocabulary", "title", "description", "default", "examples",
+    "deprecated", "readOnly", "writeOnly", "discriminator",
+)  # fmt: skip
 """Keys that say nothing about the text; `discriminator` repeats a `const` that pydantic writes."""
-_PARSERS = ("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
-            "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems",
-            "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$dynamicAnchor",
-            "$recursiveRef", "$recursiveAnchor")  # fmt: skip
-"""Keywords of JSON Schema that llguidance refuses by itself."""
+_KNOWN = {
+    *_SCHEMA, *_LISTS, *_NAMED, *_BOUNDS, *_COUNTS, *_TEXTS, *_VALUES, *_NOTES, "items",
+    "multipleOf",
+}  # fmt: skip
+_FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+)  # fmt: skip
 _MEETING = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 """Keywords by which several schemas are of one value."""
-_KNOWN = {
-    *_SCHEMA, *_LISTS, *_NAMED, *_BOUNDS, *_COUNTS, *_TEXTS, *_NOTES, *_PARSERS,
-    "items", "const", "enum", "multipleOf", "type", "required",
-}  # fmt: skip
-_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
-            "uri")  # fmt: skip
 _INSTEAD = {
     "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
     "contentEncoding": "is not supported: the text would be written without it",
@@ -99,7 +110,9 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             raise ValueError(f"{at}: {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
             raise ValueError(f"{at}: is no keyword of JSON Schema{nearest(key, _KNOWN)}")
-        if key in _NOTES or key.startswith("x-"):
+        if key in _TEXTS and not isinstance(value, str):
+            raise ValueError(f"{at} is {value!r:.80}: must be a text")
+        if key in _NOTES or key.startswith("x-") or (key == "uniqueItems" and value is False):
             continue
         seen.setdefault(key, []).append(value)
         if key in _NAMED:
@@ -115,13 +128,11 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             found[key] = [inner(one, f"{at}[{n}]") for n, one in enumerate(value)]
         elif key in _SCHEMA or key == "items":
             found[key] = inner(value, at)
-        elif key in ("const", "enum", *_PARSERS, "required", "type"):
+        elif key in _VALUES:
             if key in ("enum", "required") and not isinstance(value, list | tuple):
                 raise ValueError(f"{at} is {value!r:.80}: must be a list")
             found[key] = _plain(value, at, depth)
         elif key in _TEXTS:
-            if not isinstance(value, str):
-                raise ValueError(f"{at} is {value!r:.80}: must be a text")
             if key == "format" and value not in _FORMATS:
                 known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
                 raise ValueError(f"{at} is {shown(value)}: is not known{known}")
@@ -148,7 +159,10 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if depth > DEPTH_LIMIT:
         raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
     if isinstance(value, Mapping):
-        return {key: _plain(one, f"{where}.{key!s:.80}", depth + 1) for key, one in value.items()}
+        return {
+            key: _plain(one, f"{where}.{shown(str(key))[1:-1]}", depth + 1)
+            for key, one in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(one, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)]
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
@@ -170,13 +184,13 @@ def _exact(value: float | Decimal, where: str) -> float:
         return -0.0 if number.is_signed() else 0
     places, digits = _decimals(number), "".join(map(str, number.as_tuple().digits)).strip("0")
     if number.adjusted() > 15 or (not places and abs(number) > _LARGEST):
-        rule = f"must be from -{_LARGEST} to {_LARGEST}, or it is rounded"
+        rule = f"must be from -{_LARGEST} to {_LARGEST}, or the parser would round it"
     elif not places:
         return int(number)
     elif len(digits) <= 15 and places <= 22:
         return float(number)
     else:
-        rule = "must have at most 15 digits, and 22 after the point, or it is rounded"
+        rule = "must have at most 15 digits, and 22 after the point, or the parser would round it"
     raise ValueError(f"{where} is {str(number) if len(digits) < 40 else f'{number:.5e}'}: {rule}")
 
 

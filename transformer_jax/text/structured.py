@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import ByteTokenizer, Tokenizer
 from transformer_jax.tokenizers.utf8 import utf8
+from transformer_jax.untrusted_files import brief
 
 Form = Literal["schema", "regex", "grammar"]
 """Names the kinds of description: a JSON schema, a regular expression, a Lark grammar."""
@@ -33,6 +35,8 @@ Form = Literal["schema", "regex", "grammar"]
 _BLANKS = r"[ ]|\n{1,2}[ \t]{0,20}"
 """Matches the blanks between the parts of JSON, as llama.cpp allows them: a model cannot write
 blanks without end. A schema's own "x-guidance" may say otherwise."""
+
+_JSON = json.JSONDecoder(parse_float=Decimal)
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Allows every way of cutting a text into tokens, not the tokenizer's own alone."""
@@ -103,6 +107,14 @@ class Grammar:
             own = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
             return {"name": "text", "json_schema": {**schema, "x-guidance": own}}
         if self.form == "grammar":
+            for match in re.finditer(r"%json\s*(?={)", content):
+                try:
+                    schema, _ = _JSON.raw_decode(content, match.end())
+                except json.JSONDecodeError:  # the parser says what is wrong
+                    continue
+                except (ArithmeticError, RecursionError) as error:
+                    raise ValueError(f"{self.name}: %json: {brief(error)}") from None
+                checked_schema(schema, f"{self.name}: %json")
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
