@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypedDict
 
@@ -97,14 +98,22 @@ class Untrusted:
                 raise self.error(f"{path}: has {size} bytes: at most {limit} are read")
             return stream.read(limit)
 
-    def json(self, data: bytes, where: str, values: int = VALUE_LIMIT) -> Json:
-        """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits."""
+    def json(
+        self, data: bytes, where: str, values: int = VALUE_LIMIT, *, decimals: bool = False
+    ) -> Json:
+        """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits.
+
+        With `decimals`, a number that is no integer is a `Decimal`, as it is written.
+        """
         self._check_limits(data, where, values)
 
-        def number(text: str) -> float:
+        def number(text: str) -> Any:
             if not math.isfinite(value := float(text)):
                 raise self.error(f"{where}: {shown(text)} is not a finite number")
-            return value
+            try:
+                return Decimal(text) if decimals else value
+            except ArithmeticError:  # an exponent of twenty digits
+                raise self.error(f"{where}: {shown(text)} is too small a number") from None
 
         return self.parse(data, where, parse_float=number, parse_constant=number)
 

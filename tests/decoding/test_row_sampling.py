@@ -1,5 +1,7 @@
 """Rows that are drawn each in its own way share one program, and say what else was likely."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,41 @@ def test_a_row_gets_the_logits_that_its_own_temperature_and_mass_make(rng):
         np.testing.assert_array_equal(np.flatnonzero(np.isfinite(got[row])), np.sort(kept))
         if t:
             np.testing.assert_allclose(got[row][kept], want[kept], rtol=2e-6, atol=1e-6)
+
+
+def test_share_of_equal_tokens_keeps_so_many_of_them():
+    """k of n equal tokens have the share k / n, as a value and as rows, with a rest or without."""
+    n, k = (x.ravel() for x in np.meshgrid(np.arange(1, 33), np.arange(1, 33)))
+    n, k = n[k <= n], k[k <= n]
+    logits = np.where(np.arange(32) < n[:, None], np.float32(1.7), -np.inf).astype(np.float32)
+    p, ones = k / n, np.ones(len(n), np.float32)
+    for rest in (None, (1 - p).astype(np.float32)):
+        rows = RowSampling(ones, p.astype(np.float32), rest)
+        got = np.isfinite(np.asarray(jax.jit(rows.__call__)(logits)))
+        np.testing.assert_array_equal(got, np.arange(32) < k[:, None])
+    for of, share in ((5, 0.6), (10, 0.8), (7, 3 / 7)):
+        got = np.asarray(TopP(share)(logits[(n == of) & (k == 1)]))
+        assert np.isfinite(got).sum() == round(of * share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.6, 0.95, 1 - 1e-6])
+def test_value_and_rows_keep_the_smallest_set_that_reaches_the_share(rng, p):
+    """The exact sum of the weights in float32 reaches p, but for a part in 2^22, and not before."""
+    logits = np.round(rng.normal(0, rng.uniform(0.1, 4, (200, 1)), (200, 97)), 1).astype(np.float32)
+    full = np.full(200, p)
+    rows = RowSampling(*np.array([full**0, full, 1 - full], np.float32))
+    value, each = (np.isfinite(np.asarray(f(logits))) for f in (TopP(p), rows))
+    np.testing.assert_array_equal(value, each)
+    for row, kept in zip(logits, value, strict=True):
+        best_first = np.sort(row)[::-1]
+        w = [Fraction(float(x)) for x in np.asarray(jnp.exp(best_first - best_first[0]))]
+        count, total = int(kept.sum()), sum(w)
+        slack = Fraction(1, 2**20)  # of the sum's own rounding, in 97 terms
+        near = min(p, 1 - p)
+        assert sum(w[:count]) >= Fraction(p) * total - slack * Fraction(near) * total
+        assert sum(w[: count - 1]) < Fraction(p) * total + slack * Fraction(near) * total
+        assert set(np.flatnonzero(kept)) == set(np.argsort(-row, kind="stable")[:count])
 
 
 @pytest.mark.slow

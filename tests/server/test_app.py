@@ -298,7 +298,11 @@ def test_log_probabilities_of_a_form_are_those_of_all_tokens(client, forms):
         (dict(structured_outputs={"grammar": "start: x"}), "structured_outputs.grammar",
          "unknown name"),
         (dict(structured_outputs={"regex": "a(b&&c)[a&&b]"}), "structured_outputs.regex",
-         "cannot go on"),
+         "no text has this form"),
+        (dict(structured_outputs={"json": {"properties": {"a": {"nullable": True}}}}),
+         "structured_outputs.json", "json.properties.a.nullable: is OpenAPI's"),
+        (dict(structured_outputs={"json": {"const": 9007199254740993}}), "structured_outputs.json",
+         "const is 9007199254740993: must be from"),
     ],
 )  # fmt: skip
 def test_what_is_no_form_is_refused_by_the_name_of_its_parameter(client, forms, given, param, why):

@@ -45,6 +45,26 @@ def test_all_that_is_asked_for_is_read():
     assert read("chat", TALK | {"messages": said}).prompt[0]["content"] == "ab"
 
 
+def test_answer_can_be_sent_back():
+    """As OpenAI's client has it, whole or without what was not set, and as other servers do."""
+    chat = pytest.importorskip("openai.types.chat")
+    params = pytest.importorskip("openai.types.chat.completion_create_params")
+    transform = pytest.importorskip("openai._utils").maybe_transform
+    answered = protocol.answer(Asked("chat", "", top=1), STAMP, Part("a", TOKENS[:1], 1, "stop"), 5)
+    read_back = chat.ChatCompletion.model_validate(answered).choices[0].message
+    parsed = chat.ParsedChatCompletionMessage(role="assistant", content="a", parsed={"a": 1.5})
+    sent = transform({"messages": [read_back, parsed]}, params.CompletionCreateParams)["messages"]
+    assert sent[0]["refusal"] is None and sent[1]["parsed"] == {"a": 1.5}
+    own = answered["choices"][0]["message"]
+    nothing = dict.fromkeys(("name", "reasoning", "tool_call_id", "parsed", "audio"))
+    lists = {"tool_calls": [], "annotations": [], "reasoning_content": ""}
+    parts = {"content": [{"type": "text", "text": "a"}]}
+    forms = [own, read_back.model_dump(), read_back.to_dict(), parsed.model_dump(), *sent]
+    for message in [*forms, own | nothing, own | lists, own | parts]:
+        asked = read("chat", TALK | {"messages": [*TALK["messages"], message]})
+        assert asked.prompt[1] == {"role": "assistant", "content": "a"}
+
+
 def test_a_form_is_read_from_each_parameter_that_names_one():
     schema = {"type": "array"}
     of_schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -89,8 +109,21 @@ WRONG = {
     "two": ("chat", TALK | {"n": 2}, "must be 1", "n"),
     "true is not 1": ("chat", TALK | {"n": True}, "must be 1", "n"),
     "a penalty": ("chat", TALK | {"presence_penalty": 0.5}, "must be 0", "presence_penalty"),
-    "bias": ("chat", TALK | {"logit_bias": {"5": 1}}, "not a parameter", "logit_bias.5"),
-    "tools": ("chat", TALK | {"tools": [{}]}, "at most 0", "tools"),
+    "bias": ("chat", TALK | {"logit_bias": {"5": 1}}, "logit_bias is not supp", "logit_bias"),
+    "tools": ("chat", TALK | {"tools": [{}]}, "tools are not supported by this server", "tools"),
+    "tools of a text": ("completion", HI | {"tools": [{}]}, "tools are not supported", "tools"),
+    "a choice of tools": ("chat", TALK | {"tool_choice": "auto"}, "is not supp", "tool_choice"),
+    "sound": ("chat", TALK | {"modalities": ["text", "audio"]}, "are not supp", "modalities"),
+    "stored": ("chat", TALK | {"store": True}, "store is not supported by this", "store"),
+    "one is not true": ("chat", TALK | {"store": 0}, "store is not supported by this", "store"),
+    "a call of a tool": (
+        "chat", TALK | {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "tool_calls are not supported by this server", "messages[0].tool_calls",
+    ),
+    "a name": (
+        "chat", TALK | {"messages": [{"role": "user", "content": "hi", "name": "ann"}]},
+        "name is not supported by this server", "messages[0].name",
+    ),
     "no schema": (
         "chat", TALK | {"response_format": {"type": "json_schema", "json_schema": {}}},
         "schema: is missing", "response_format.json_schema.schema",
@@ -157,6 +190,25 @@ def test_values_are_checked_as_json_schema_says(name):
         assert mine == wanted, given
         seen[mine] += 1
     assert seen[True] > 100 and seen[False] > 1000
+
+
+def test_event_is_one_line_to_every_reader_of_lines():
+    text = "a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é\U0001f600"
+    assert len(text.splitlines()) == 11
+    refused = RequestError(text).body()
+    (chunk, *_) = protocol.chunks(Asked("completion", ""), STAMP, Part(text), 5, first=True)
+    for data in (chunk, refused):
+        sent = protocol.event(data).decode()
+        assert sent.splitlines() == [sent[:-2], ""] and "é\U0001f600" in sent
+        assert json.loads(sent.removeprefix("data: ")) == data
+
+
+def test_tokens_of_one_text_are_all_listed():
+    top = ((b"a", -1.0), (b"", -2.0), (b"a", -3.0), (b"", -4.0), (b"a #2", -5.0), (b"a", -6.0))
+    asked = Asked("completion", "", top=6)
+    (choice,) = protocol.answer(asked, STAMP, Part("a", (Token(b"a", -1.0, 0, top),)), 1)["choices"]
+    named = {"a": -1.0, "": -2.0, "a #2": -3.0, " #2": -4.0, "a #2 #2": -5.0, "a #3": -6.0}
+    assert choice["logprobs"]["top_logprobs"] == [named]
 
 
 PARTS = (b"\xc3", -1), (b"\xe6\xbc", -2)  # two parts of characters

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+from decimal import Decimal
 
 import jax
 import numpy as np
@@ -254,6 +255,81 @@ def test_a_grammar_of_lark_is_followed():
         assert re.fullmatch(rf"\({{{depth}}}[0-9]{{2}}\){{{depth}}}", text)
 
 
+def takes(form, content, text: str) -> bool:
+    """Whether a whole text is of the form, for a model of bytes."""
+    own = Grammar(form, content, ByteTokenizer(), 257, (256,)).start()
+    for byte in text.encode():
+        if not own.allowed[byte]:
+            return False
+        own.read(byte)
+    return bool(own.allowed[256])
+
+
+def test_classes_of_posix_are_unicode_s():
+    for name, of, not_of in (
+        ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
+        ("alnum", "é1", "_"),
+        ("punct", "!«+", "a1"), ("space", "\u2003\n", "a"), ("digit", "7", "٣a"),
+    ):  # fmt: skip
+        for letter in of + not_of:
+            assert takes("regex", f"[[:{name}:]]", letter) == (letter in of), (name, letter)
+            assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in not_of + "_")
+    assert takes("regex", r"\[[:alpha]+", "[:alp"), "no class of POSIX"
+
+
+def test_names_and_values_that_spell_as_keys_are_no_keys():
+    """Names of properties, constants, and keys that say nothing about the text."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#", "$id": "a", "title": "b",
+        "default": {"maxlength": float("nan")}, "examples": [1e308], "x-own": 2**70,
+        "deprecated": True,
+        "type": "object", "additionalProperties": False, "required": ["nullable", "const", "list"],
+        "properties": {
+            "nullable": {"$ref": "#/definitions/maxlength"},
+            "const": {"const": {"maxlength": None}},
+            "list": {"prefixItems": [{"enum": [{"nullable": 5}]}], "items": False, "minItems": 1.0},
+        },
+        "definitions": {"maxlength": {"type": "string", "maxLength": 1, "description": ""}},
+    }  # fmt: skip
+    whole = '{"nullable":"a","const":{"maxlength":null},"list":[{"nullable":5}]}'
+    assert takes("schema", schema, whole) and not takes("schema", schema, whole.replace("5", "6"))
+    assert not takes("schema", schema, whole.replace('"a"', '"aa"')), "the draft is of no account"
+
+
+EXACT = 2**53 - 1, -(2**53) + 1, 0, -0.0, 1.0, 0.1, 1e15, 1e-7, 123456789.123456, 1.5e-10, 1e-22
+EXACT_WRITTEN = "0.1000", "1E+3", "-12e-1", "9007199254740991.0"
+ROUNDED = (
+    2**53,
+    10**30,
+    -(2**63),
+    2**64 - 1,
+    0.1 + 0.2,
+    1e16,
+    1e308,
+    5e-324,
+    1e-23,
+    123456789.12345679,
+)
+ROUNDED_WRITTEN = "0.1000000000000000055", "1.00000000000000000001", "1e-400", "9007199254740992.0"
+
+
+def test_number_of_a_schema_is_written_as_it_is_or_refused():
+    def written(schema) -> Decimal:
+        own, text = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start(), bytearray()
+        while not own.ended and not own.allowed[256]:
+            text.append(int(own.allowed[:256].argmax()))
+            own.read(text[-1])
+        return Decimal(text.decode())
+
+    for number in (*EXACT, *map(Decimal, EXACT_WRITTEN)):
+        want = Decimal(repr(number)) if isinstance(number, float) else Decimal(number)
+        assert written({"const": number}) == written({"enum": [number]}) == want
+    for number in (*ROUNDED, *map(Decimal, ROUNDED_WRITTEN)):
+        for schema in ({"const": number}, {"enum": [number]}, {"minimum": number}):
+            with pytest.raises(ValueError, match="or the parser would round it"):
+                Grammar("schema", schema, ByteTokenizer(), 257, (256,))
+
+
 def test_a_special_token_is_no_text_of_a_form():
     pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):
@@ -281,10 +357,68 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"type": "object", "not": {}}), r'schema: Unimplemented keys: \["not"\]'),
         (dict(schema='{"type": "object"}'), "schema is .*: must be an object"),
         (dict(schema={"const": {1}}), "schema: is no JSON"),
+        (
+            dict(schema={"const": 123456789.12345679}),
+            r"schema.const is 123456789.1.*at most 15 dig",
+        ),
+        (
+            dict(schema={"const": [{"a": 2**53}]}),
+            r"schema.const\[0\].a is 9007199254740992: must be",
+        ),
+        (
+            dict(schema={"enum": [1, -(2**63)]}),
+            r"schema.enum\[1\] is -9223372036854775808: must be",
+        ),
+        (
+            dict(schema={"type": "integer", "minimum": -1e400}),
+            "schema.minimum is -inf: must be a fi",
+        ),
+        (dict(schema={"multipleOf": 1e-320}), "schema.multipleOf is 1E-320: must have at most 15"),
+        (
+            dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
+            "schema: multipleOf is 65537 and 65539: too large to combine",
+        ),
+        (dict(schema={"maxlength": 3}), "schema.maxlength: is no keyword.*, nearest: maxLength"),
+        (
+            dict(schema={"anyOf": [{"items": {"aditionalProperties": False}}]}),
+            r"schema.anyOf\[0\].items.aditionalProperties: is no.*nearest: additionalProperties",
+        ),
+        (
+            dict(schema={"$defs": {"title": {"nullable": True}}}),
+            r"schema.\$defs.title.nullable: is OpenAPI's.*\[\"string\", \"null\"\]",
+        ),
+        (
+            dict(schema={"type": "integer", "format": "int32"}),
+            "schema.format is 'int32': is not kn",
+        ),
+        (dict(schema={"type": "string", "format": "datetime"}), "nearest: date-time"),
+        (dict(schema={"contentEncoding": "base64"}), "schema.contentEncoding: is not supported"),
+        (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance: is read at the top"),
+        (dict(schema={"x-guidance": []}), r"schema.x-guidance is \[\]: must be an object"),
+        (dict(schema={"properties": ["a"]}), r"schema.properties is \['a'\]: must be an object of"),
+        (dict(schema={"properties": {"a": []}}), r"schema.properties.a is \[\]: must be an object"),
+        (dict(schema={"anyOf": {}}), "schema.anyOf is {}: must be a list of schemas"),
+        (dict(schema={"minimum": True}), "schema.minimum is True: must be a number"),
+        (dict(schema={"prefixItems": [{}], "additionalItems": False}), "give one of them"),
         (dict(schema={"enum": []}), "schema: Unsatisfiable"),
         (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
+        (
+            dict(grammar='start: %json {"const": -9223372036854775808}'),
+            "grammar: %json.const is -9223372036854775808: must be from",
+        ),
+        (
+            dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
+            "json.items.nullable: is",
+        ),
+        (dict(schema={"if": {"maxlength": 3}}), "schema.if.maxlength: is no keyword"),
+        (
+            dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
+            "Schemas.a.minlength: is no k",
+        ),
+        (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a text"),
         (dict(grammar="x: /a/"), "grammar: no start rule"),
-        (dict(regex="[a&&b]"), "regex: the text cannot go on: the tokenizer has no token"),
+        (dict(regex="[a&&b]"), "regex: no text has this form"),
+        (dict(regex="a(b&&c)[a&&b]"), "regex: no text has this form"),
         (dict(regex="a", schema={}), "schema and regex: give one of them"),
         (dict(regex="a", beams=2), "regex is 'a': .*a beam search finds"),
     ],

@@ -122,7 +122,7 @@ def _form(arguments: argparse.Namespace) -> Options:
     content = Path(given).read_bytes()
     if name == "grammar":
         return {name: Source(given, content).text()}
-    return {name: Untrusted(DataError).json(content, given)}
+    return {name: Untrusted(DataError).json(content, given, decimals=True)}
 
 
 _FORMS = "schema", "regex", "grammar"
@@ -173,7 +173,9 @@ def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str
         beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
         found = model.generate(texts, arguments.tokens, beams=arguments.beams or beams)
     for text in found:
-        print(text.replace("\n", "\\n") if arguments.prompts else text, flush=True)
+        if arguments.prompts:  # an answer is one line to every reader of lines
+            text = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in text)
+        print(text, flush=True)
     if model.kind == "masks" and arguments.prompts is None:
         from transformer_jax.tokenizers.pieces import marked
 

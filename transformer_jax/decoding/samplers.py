@@ -34,6 +34,9 @@ from transformer_jax.tracing import known_value
 
 _THREEFRY = "threefry2x32"
 
+_ROUNDING = 2.0**-22
+"""The part of a sum in float32 that may be due to its rounding."""
+
 
 class Processor(Protocol):
     """Exclude tokens by setting their logits to -inf; hashable."""
@@ -123,7 +126,8 @@ class TopP:
     """Keep the fewest best tokens whose probabilities sum to p or more.
 
     A token stays while those better than it sum to less than p, so the one that crosses p stays
-    (Holtzman et al. 2020, section 3.1).
+    (Holtzman et al. 2020, section 3.1). A sum that is below p by no more than its rounding in
+    float32, a part in 2^22, reaches p: of five equal tokens `TopP(0.6)` keeps three.
 
     Attributes:
         p: from 0, which keeps the best token alone, to 1, which keeps all.
@@ -141,9 +145,7 @@ class TopP:
         x = _rows_of(logits)
         if self.p == 1:  # a token whose probability is below float32 stays too
             return x
-        best_first = jnp.sort(x, axis=-1, descending=True)
-        kept = _count_to_reach(jax.nn.softmax(best_first, axis=-1), self.p)
-        return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
+        return _keep_share(x, self.p, 1 - self.p)
 
 
 @short_repr
@@ -159,24 +161,28 @@ class RowSampling:
     Attributes:
         temperature: f32[B], at least 0; 0 keeps the best token alone.
         top_p: f32[B], from 0 to 1, which keeps all tokens.
+        rest: f32[B], 1 - top_p, which float32 has more exactly if it is computed in float64. None
+            is 1 - top_p and half a unit in the last place of top_p.
     """
 
     temperature: jax.Array  # f32[B]
     top_p: jax.Array  # f32[B]
+    rest: jax.Array | None = None  # f32[B]
+
+    def __post_init__(self) -> None:
+        if self.rest is None and isinstance(self.top_p, jax.Array | np.ndarray):
+            object.__setattr__(self, "rest", 1 - jnp.asarray(self.top_p) + 2.0**-25)
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [B, V] -> f32[B, V]
         x = _rows_of(logits)
         top = jnp.max(x, axis=-1, keepdims=True)
-        t, p = self.temperature[:, None], self.top_p[:, None]
+        assert self.rest is not None
+        t, p, rest = self.temperature[:, None], self.top_p[:, None], self.rest[:, None]
         m, e = jnp.frexp(jnp.where(t > 0, t, 1.0))
         x = jnp.where(t > 0, jnp.ldexp(x - top, -e) / m, _keep_best(x, top, 1))
 
         def cut(x: jax.Array) -> jax.Array:
-            best_first = jnp.sort(x, axis=-1, descending=True)
-            q = jax.nn.softmax(best_first, axis=-1)
-            kept = jnp.where(p <= 0.5, _count_below(q, p), _count_above(q, p))
-            least = jnp.take_along_axis(best_first, kept - 1, axis=-1)
-            return jnp.where(p < 1, _keep_best(x, least, kept), x)
+            return jnp.where(p < 1, _keep_share(x, p, rest), x)
 
         return jax.lax.cond((p < 1).any(), cut, lambda x: x, x)
 
@@ -232,7 +238,7 @@ class Typical:
         mean = jnp.sum(jnp.where(q > 0, q * below, 0.0), axis=-1, keepdims=True)
         nearness = jnp.where(jnp.isneginf(x), -jnp.inf, -jnp.abs(below - mean))
         order = jnp.argsort(nearness, axis=-1, descending=True)
-        kept = _count_to_reach(jnp.take_along_axis(q, order, axis=-1), self.p)
+        kept = _count_to_reach(jnp.take_along_axis(q, order, axis=-1), self.p, 1 - self.p)
         cut = jnp.take_along_axis(nearness, jnp.take_along_axis(order, kept - 1, axis=-1), axis=-1)
         return jnp.where(jnp.isneginf(_keep_best(nearness, cut, kept)), -jnp.inf, x)
 
@@ -366,22 +372,34 @@ def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i3
     return block[..., 0] * size + token
 
 
-def _count_to_reach(q: jax.Array, p: float) -> jax.Array:  # [..., V] -> i32[..., 1]
-    """Return how many probabilities, from the first on, sum to p or more; at least 1.
+def _keep_share(
+    x: jax.Array,  # f32[..., V]
+    p: jax.Array | float,  # [..., 1]
+    rest: jax.Array | float,  # [..., 1], 1 - p
+) -> jax.Array:  # f32[..., V]
+    """Keep the fewest best tokens that have the share p of all probability."""
+    best_first = jnp.sort(x, axis=-1, descending=True)
+    kept = _count_to_reach(jnp.exp(best_first - best_first[..., :1]), p, rest)
+    return _keep_best(x, jnp.take_along_axis(best_first, kept - 1, axis=-1), kept)
+
+
+def _count_to_reach(
+    weights: jax.Array,  # f32[..., V]
+    p: jax.Array | float,  # [..., 1]
+    rest: jax.Array | float,  # [..., 1], 1 - p
+) -> jax.Array:  # i32[..., 1]
+    """Return how many weights, from the first on, sum to the share p of all; at least 1.
 
     Above 1/2 what is left is summed, from the last on: float32 has few numbers near 1, many near 0.
     """
-    return _count_below(q, p) if p <= 0.5 else _count_above(q, p)
-
-
-def _count_below(q: jax.Array, p: jax.Array | float) -> jax.Array:  # [..., V] -> i32[..., 1]
-    before = jnp.cumsum(q, axis=-1)[..., :-1]
-    return 1 + jnp.sum(before < p, axis=-1, keepdims=True)
-
-
-def _count_above(q: jax.Array, p: jax.Array | float) -> jax.Array:  # [..., V] -> i32[..., 1]
-    left = jax.lax.cumsum(q, axis=q.ndim - 1, reverse=True)[..., 1:]
-    return 1 + jnp.sum(left > 1 - p, axis=-1, keepdims=True)
+    before = jnp.cumsum(weights, axis=-1)
+    left = jax.lax.cumsum(weights, axis=weights.ndim - 1, reverse=True)
+    short = jnp.where(
+        p <= 0.5,
+        before[..., :-1] < p * before[..., -1:] * (1 - _ROUNDING),
+        left[..., 1:] > rest * left[..., :1] * (1 + _ROUNDING),
+    )
+    return 1 + jnp.sum(short, axis=-1, keepdims=True)
 
 
 def _times_two_to_the_hundred(x: jax.Array) -> jax.Array:

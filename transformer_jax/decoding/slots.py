@@ -88,7 +88,7 @@ def check_sampling(slots: Slots[State], sampling: RowSampling | None, rows: int)
         rule = "needed by these slots" if sampling is None else "init_slots(sampling=True) takes it"
         raise ValueError(f"sampling is {sampling!r:.80}: {rule}")
     if sampling is not None:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "rest"):
             value = getattr(sampling, name)
             if value.shape != (rows,) or value.dtype != jnp.float32:
                 given = f"{value.dtype}{list(value.shape)}"

@@ -177,7 +177,14 @@ class SentenceEncoder:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: must be at least 1")
         before = self.prompt if prompt is None else prompt
-        ids = [self._ids(before + text, tokenizer) for text in texts]
+        return self.encode_ids(
+            [self._ids(before + text, tokenizer) for text in texts], batch_size=batch_size
+        )
+
+    def encode_ids(
+        self, ids: Sequence[np.ndarray], *, batch_size: int = 32
+    ) -> np.ndarray:  # f32[n, D]
+        """Return a vector for each list of ids i32[1..max_len], as `encode_texts` has it."""
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):

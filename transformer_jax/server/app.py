@@ -18,6 +18,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.server import protocol
+from transformer_jax.server.embedder import Embedder
 from transformer_jax.server.engine import Engine, Ticket
 from transformer_jax.server.openapi import describe
 from transformer_jax.server.protocol import Asked, Endpoint, Part, RequestError, Stamp
@@ -34,12 +35,12 @@ MOST_BYTES = 2**20
 
 
 def make_app(
-    engine: Engine, name: str, *, timeout: float = 600.0, most_bytes: int = MOST_BYTES
+    engine: Engine | Embedder, name: str, *, timeout: float = 600.0, most_bytes: int = MOST_BYTES
 ) -> Starlette:
     """Return the application; the engine is started by the caller, and stopped at its end.
 
     Args:
-        engine: what decodes.
+        engine: what decodes texts, or makes vectors of them.
         name: of the model, which requests must give.
         timeout: most seconds from a request's arrival to the end of its answer.
         most_bytes: of a request's body.
@@ -89,11 +90,14 @@ def make_app(
         return JSONResponse({"status": "ok", **counts})
 
     def openapi(request: Request) -> Response:
-        return JSONResponse(describe(name))
+        return JSONResponse(describe(name, embeds=isinstance(engine, Embedder)))
 
     def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             until = asyncio.get_running_loop().time() + timeout
+            if isinstance(engine, Embedder):
+                message = f"{request.url.path}: {name!r} makes vectors of texts, /v1/embeddings"
+                raise RequestError(message, param="model")
             try:
                 async with asyncio.timeout_at(until):
                     body = await _body(request, most_bytes)
@@ -125,6 +129,26 @@ def make_app(
 
         return answer
 
+    async def embeddings(request: Request) -> Response:
+        if not isinstance(engine, Embedder):
+            rule = "serve the folder of a sentence encoder, with modules.json"
+            raise RequestError(f"{name!r} writes texts, and no vectors: {rule}", param="model")
+        until = asyncio.get_running_loop().time() + timeout
+        try:
+            async with asyncio.timeout_at(until):
+                body = await _body(request, most_bytes)
+        except TimeoutError:
+            raise RequestError("the request took too long", 408, code="timeout") from None
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
+        asked = protocol.read_embedding_request(body, name)
+        try:
+            async with asyncio.timeout_at(until):
+                vectors, count = await asyncio.to_thread(engine.embed, asked)
+        except TimeoutError:
+            raise RequestError("the answer took too long", 503, code="timeout") from None
+        return JSONResponse(protocol.embedding_answer(asked, name, vectors, count))
+
     def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
@@ -152,6 +176,7 @@ def make_app(
             Route("/v1/models/{model:path}", one_model),
             Route("/v1/completions", answering("completion"), methods=["POST"]),
             Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
         ],
         exception_handlers={RequestError: refuse, HTTPException: refuse_http, Exception: fail},
         lifespan=lifespan,

@@ -53,6 +53,7 @@ from transformer_jax.text.writer import NO_TOKEN, TextWriter
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.untrusted_files import brief
 from transformer_jax.use.language_model import LanguageModel
 
 CONTEXT = 2048
@@ -302,7 +303,7 @@ class Engine:
             try:
                 self._turn()
             except Exception as error:  # such as too little memory: the next requests go on
-                print(f"serve: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
                 self._fail("the server could not go on with this request")
                 self._held = self._free_slots()
                 self._texts = [[] for _ in self._rows]
@@ -368,7 +369,7 @@ class Engine:
             self._held, self.model.params, number, ticket.ids[None, shared:], state,
             limits=ticket.num_tokens, key=first_key(jax.random.key(seed))[None],
             sampling=RowSampling(
-                jnp.array([asked.temperature], jnp.float32), jnp.array([asked.top_p], jnp.float32)
+                *jnp.array([[asked.temperature], [asked.top_p], [1 - asked.top_p]], jnp.float32)
             ),
             top=MOST_TOP if asked.top else 0,
             allowed=None if matcher is None else matcher.allowed[None],

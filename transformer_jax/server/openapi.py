@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from transformer_jax.server.schemas import CHAT, COMPLETION, Schema
+from transformer_jax.server.schemas import CHAT, COMPLETION, EMBEDDING, Schema
 
 _ERROR: Schema = {
     "type": "object",
@@ -61,6 +61,35 @@ _HEALTH: Schema = {
     },
 }
 
+_VECTORS: Schema = {
+    "type": "object",
+    "required": ["object", "data", "model", "usage"],
+    "properties": {
+        "object": {"enum": ["list"]},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["object", "index", "embedding"],
+                "properties": {
+                    "object": {"enum": ["embedding"]},
+                    "index": {"type": "integer"},
+                    "embedding": {"type": ["array", "string"], "items": {"type": "number"}},
+                },
+            },
+        },
+        "model": {"type": "string"},
+        "usage": {
+            "type": "object",
+            "required": ["prompt_tokens", "total_tokens"],
+            "properties": {
+                "prompt_tokens": {"type": "integer"},
+                "total_tokens": {"type": "integer"},
+            },
+        },
+    },
+}
+
 _REFUSED = {
     400: "the request is wrong", 404: "there is no such model", 408: "the body came too slowly",
     413: "the body is too large", 415: "the body is no JSON", 429: "too many requests wait",
@@ -68,9 +97,16 @@ _REFUSED = {
 }  # fmt: skip
 
 
-def describe(name: str) -> Schema:
-    """Return the description, which /openapi.json serves, with the name of the model."""
+def describe(name: str, *, embeds: bool = False) -> Schema:
+    """Return the description, which /openapi.json serves, of a model that writes or `embeds`."""
     of_model = {"type": "string", "enum": [name]}
+    answered = {
+        "/v1/completions": _posted("Go on with a prompt.", COMPLETION, of_model, "text"),
+        "/v1/chat/completions": _posted("Answer messages.", CHAT, of_model, "message"),
+    }
+    if embeds:
+        found = _got("Make vectors of texts.", _VECTORS, *_REFUSED)
+        answered = {"/v1/embeddings": _with_body(found, EMBEDDING, of_model)}
     model = {"name": "model", "in": "path", "required": True, "schema": of_model}
     return {
         "openapi": "3.1.0",
@@ -81,12 +117,7 @@ def describe(name: str) -> Schema:
             "/v1/models/{model}": {
                 "get": {**_got("Describe the model.", _MODEL, 404), "parameters": [model]}
             },
-            "/v1/completions": {
-                "post": _posted("Go on with a prompt.", COMPLETION, of_model, "text")
-            },
-            "/v1/chat/completions": {
-                "post": _posted("Answer messages.", CHAT, of_model, "message")
-            },
+            **answered,
         },
     }
 
@@ -105,7 +136,6 @@ def _got(does: str, schema: Schema, *refused: int) -> Schema:
 
 def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
     kind = "text_completion" if said == "text" else "chat.completion"
-    asked = asked | {"properties": asked["properties"] | {"model": of_model}}
     answer = {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices", "usage"],
@@ -129,4 +159,9 @@ def _posted(does: str, asked: Schema, of_model: Schema, said: str) -> Schema:
     # in OpenAPI 3.1 the schema of a stream is that of each event
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     found["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
-    return {**found, "requestBody": {"required": True, "content": _json(asked)}}
+    return _with_body(found, asked, of_model)
+
+
+def _with_body(found: Schema, asked: Schema, of_model: Schema) -> Schema:
+    asked = asked | {"properties": asked["properties"] | {"model": of_model}}
+    return {"post": {**found, "requestBody": {"required": True, "content": _json(asked)}}}

@@ -7,11 +7,14 @@ Pure functions of bytes, values and dicts. What a client sent and the server ref
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
+import numpy as np
+
+from transformer_jax.server.schemas import CHAT, COMPLETION, EMBEDDING, Misfit, Schema, check
 from transformer_jax.text.structured import Form
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 
@@ -99,15 +102,7 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int | float):
         message = f"prompt has {len(prompt)} texts: must be one, or token ids"
         raise RequestError(message, param="prompt")
-    try:
-        check(given, CHAT if endpoint == "chat" else COMPLETION)
-    except Misfit as error:
-        raise RequestError(str(error), param=error.param) from None
-    assert isinstance(given, dict)
-    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if asked["model"] != model:
-        message = f"model is {asked['model'][:80]!r}: this server has {model!r}"
-        raise RequestError(message, 404, param="model", code="model_not_found")
+    asked = _checked(given, CHAT if endpoint == "chat" else COMPLETION, model)
     if "max_tokens" in asked and "max_completion_tokens" in asked:
         message = "max_tokens and max_completion_tokens: give one of them"
         raise RequestError(message, param="max_tokens")
@@ -133,12 +128,77 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
         top=None if top is None else int(top),
         stream=asked.get("stream", False),
         include_usage=bool(asked.get("stream_options", {}).get("include_usage")),
-        form=_form(asked.get("response_format", {}), asked.get("structured_outputs", {})),
+        form=_form(body, asked),
     )
 
 
-def _form(response_format: JsonObject, structured_outputs: JsonObject) -> AskedForm | None:
+def _checked(given: Json, schema: Schema, model: str) -> dict[str, Any]:
+    """Return what a body says, nulls left out; RequestError where it does not fit its schema."""
+    try:
+        check(given, schema)
+    except Misfit as error:
+        raise RequestError(str(error), param=error.param) from None
+    assert isinstance(given, dict)
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if asked["model"] != model:
+        message = f"model is {asked['model'][:80]!r}: this server has {model!r}"
+        raise RequestError(message, 404, param="model", code="model_not_found")
+    return asked
+
+
+class EmbeddingRequest(NamedTuple):
+    """A checked request for vectors.
+
+    Attributes:
+        inputs: each a string or token ids.
+        base64: whether vectors are sent as bytes in base64, little-endian float32.
+        dimensions: the width that the vectors must have; None is the model's.
+    """
+
+    inputs: tuple[str | tuple[int, ...], ...]
+    base64: bool
+    dimensions: int | None
+
+
+def read_embedding_request(body: bytes, model: str) -> EmbeddingRequest:
+    """Return a request for vectors; RequestError says what is wrong with it."""
+    asked = _checked(read_json(body), EMBEDDING, model)
+    given = asked["input"]
+    if isinstance(given, str) or not isinstance(given[0], str | list):
+        given = [given]
+    inputs = (one if isinstance(one, str) else tuple(map(int, one)) for one in given)
+    dimensions = asked.get("dimensions")
+    return EmbeddingRequest(
+        tuple(inputs),
+        asked.get("encoding_format") == "base64",
+        None if dimensions is None else int(dimensions),
+    )
+
+
+def embedding_answer(
+    asked: EmbeddingRequest,
+    model: str,
+    vectors: np.ndarray,  # f32[n, D]
+    num_tokens: int,
+) -> JsonObject:
+    """Return the JSON of vectors."""
+    rows = vectors.astype("<f4")
+    sent = [b64encode(row.tobytes()).decode() if asked.base64 else row.tolist() for row in rows]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": n, "embedding": e} for n, e in enumerate(sent)],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _form(body: bytes, asked: JsonObject) -> AskedForm | None:
     """Return the one form that a request names; RequestError where it names two."""
+    if not asked.keys() & {"response_format", "structured_outputs"}:
+        return None
+    asked = read_json(body, decimals=True)  # type: ignore[assignment]
+    response_format = asked.get("response_format") or {}
+    structured_outputs = asked.get("structured_outputs") or {}
     found: list[AskedForm] = []
     kind, described = response_format.get("type"), response_format.get("json_schema")
     name = "response_format.json_schema"
@@ -163,11 +223,11 @@ class _BodyError(ValueError):
     pass
 
 
-def read_json(body: bytes) -> Json:
+def read_json(body: bytes, *, decimals: bool = False) -> Json:
     """Return strict JSON, whose texts are Unicode; RequestError says what is wrong with it."""
     try:
-        found = Untrusted(_BodyError).json(body, "the body")
-        json.dumps(found, ensure_ascii=False).encode()
+        found = Untrusted(_BodyError).json(body, "the body", decimals=decimals)
+        json.dumps(found, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RequestError("the body: a text has half of a surrogate pair") from None
     except _BodyError as error:
@@ -328,10 +388,7 @@ def _log_probs(asked: Asked, tokens: Sequence[Token]) -> JsonObject | None:
     return {
         "tokens": [_named(token.piece) for token in tokens],
         "token_logprobs": [token.log_prob for token in tokens],
-        "top_logprobs": [
-            {_named(piece): log_prob for piece, log_prob in token.top[: asked.top][::-1]}
-            for token in tokens
-        ],
+        "top_logprobs": [_by_name(token.top[: asked.top]) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -352,7 +409,23 @@ def _named(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
+def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
+    """Return log-probabilities by the texts of tokens, numbered where several share a text."""
+    found: JsonObject = {}
+    for piece, log_prob in top:
+        name, n = _named(piece), 1
+        while name in found:
+            n += 1
+            name = f"{_named(piece)} #{n}"
+        found[name] = log_prob
+    return found
+
+
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Escapes for the ends of lines, as `str.splitlines` has them, that `json` leaves as they are."""
+
+
 def event(data: JsonObject | str) -> bytes:
-    """Return one server-sent event."""
+    """Return one server-sent event, which is one line to every reader of lines."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return f"data: {text}\n\n".encode()
+    return f"data: {text.translate(_LINE_ENDS)}\n\n".encode()

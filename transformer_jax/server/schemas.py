@@ -20,8 +20,23 @@ MOST_TOP = 20
 """The most tokens whose log-probabilities are returned beside that of the chosen one."""
 
 
+_KINDS: dict[type, str] = {
+    str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
+
+
 def _number(kind: str, low: float, high: float) -> Schema:
     return {"type": [kind, "null"], "minimum": low, "maximum": high}
+
+
+def _unsupported(verb: str, *neutral: Json) -> Schema:
+    """Describe a field of OpenAI's API that this server has no use for.
+
+    It may be left out, null, or one of the values that request nothing. The error is of the form
+    "tools are not supported by this server", with this verb.
+    """
+    kinds = dict.fromkeys(_KINDS[type(value)] for value in (*neutral, None))
+    return {"type": [*kinds], "enum": [*neutral, None], "x-unsupported": verb}
 
 
 def _only(*values: Json, kind: str) -> Schema:
@@ -30,6 +45,7 @@ def _only(*values: Json, kind: str) -> Schema:
 
 
 _FLAG: Schema = {"type": ["boolean", "null"]}
+_TEXT: Schema = {"type": ["string", "null"]}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
 
 _COMMON: dict[str, Schema] = {
@@ -48,7 +64,6 @@ _COMMON: dict[str, Schema] = {
     "n": _only(1, kind="integer"),
     "presence_penalty": _only(0, kind="number"),
     "frequency_penalty": _only(0, kind="number"),
-    "logit_bias": {"type": ["object", "null"], "properties": {}, "additionalProperties": False},
     "response_format": {
         "type": ["object", "null"],
         "required": ["type"],
@@ -77,7 +92,26 @@ _COMMON: dict[str, Schema] = {
         },
         "additionalProperties": False,
     },
-    "user": {"type": ["string", "null"]},
+    "user": _TEXT,
+    "safety_identifier": _TEXT,
+    "prompt_cache_key": _TEXT,
+    "audio": _unsupported("is"),
+    "function_call": _unsupported("is", "none"),
+    "functions": _unsupported("are", []),
+    "logit_bias": _unsupported("is", {}),
+    "modalities": _unsupported("are", ["text"]),
+    "moderation": _unsupported("is"),
+    "parallel_tool_calls": _unsupported("are"),
+    "prediction": _unsupported("is"),
+    "prompt_cache_options": _unsupported("are"),
+    "prompt_cache_retention": _unsupported("is"),
+    "reasoning_effort": _unsupported("is", "none"),
+    "service_tier": _unsupported("is", "auto", "default"),
+    "store": _unsupported("is", False),
+    "tool_choice": _unsupported("is", "none"),
+    "tools": _unsupported("are", []),
+    "verbosity": _unsupported("is"),
+    "web_search_options": _unsupported("are"),
 }
 
 COMPLETION: Schema = {
@@ -125,6 +159,17 @@ CHAT: Schema = {
                 "properties": {
                     "role": {"type": "string", "enum": ["system", "user", "assistant"]},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+                    # what a client sends back of an answer, by OpenAI's client and others
+                    "annotations": _unsupported("are", []),
+                    "audio": _unsupported("is"),
+                    "function_call": _unsupported("is"),
+                    "name": _unsupported("is"),
+                    "parsed": {"type": ["string", "number", "boolean", "array", "object", "null"]},
+                    "reasoning": _unsupported("is", ""),
+                    "reasoning_content": _unsupported("is", ""),
+                    "refusal": _unsupported("is"),
+                    "tool_call_id": _unsupported("is"),
+                    "tool_calls": _unsupported("are", []),
                 },
                 "additionalProperties": False,
             },
@@ -132,8 +177,33 @@ CHAT: Schema = {
         "max_completion_tokens": _number("integer", 1, 2**31 - 1),
         "logprobs": _FLAG,
         "top_logprobs": _number("integer", 0, MOST_TOP),
-        "tools": {"type": ["array", "null"], "items": {"type": "object"}, "maxItems": 0},
         "metadata": {"type": ["object", "null"]},
+    },
+    "additionalProperties": False,
+}
+
+_IDS: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    "minItems": 1,
+}
+
+EMBEDDING: Schema = {
+    "type": "object",
+    "required": ["model", "input"],
+    "properties": {
+        "model": {"type": "string"},
+        "input": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2048},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": 2048},
+            ]
+        },
+        "encoding_format": {"type": ["string", "null"], "enum": ["float", "base64", None]},
+        "dimensions": _number("integer", 1, 2**31 - 1),
+        "user": _TEXT,
     },
     "additionalProperties": False,
 }
@@ -163,17 +233,22 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
     def refuse(rule: str, given: object = value) -> Misfit:
         return Misfit(name or None, f"{name or 'the body'} is {shown(given)}: must be {rule}")
 
+    fits_kind = _is_kind(value, schema)
+    if "x-unsupported" in schema and not (fits_kind and value in schema["enum"]):
+        raise Misfit(name, f"{name} {schema['x-unsupported']} not supported by this server")
     if "anyOf" in schema:
-        if not any(_is_kind(value, kind) for kind in schema["anyOf"]):
+        if not fits_kind:
             raise refuse(_says(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
+        if isinstance(value, list) and value:  # an error is then one of the list that was meant
+            fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:
             try:
                 return check(value, kind, name)
             except Misfit:
                 if kind is fits[-1]:
                     raise
-    if not _is_kind(value, schema) or value not in schema.get("enum", [value]):
+    if not fits_kind or value not in schema.get("enum", [value]):
         raise refuse(_says(schema))
     if isinstance(value, bool) or value is None:
         return
@@ -201,6 +276,9 @@ def _check_object(value: dict[str, Json], schema: Schema, name: str) -> None:
             hint = nearest(key, known) if known else ""
             message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
             raise Misfit(before + key[:80], message)
+    for key in value:
+        if "x-unsupported" in known.get(key, {}):  # a call of tools lacks the content that is due
+            check(value[key], known[key], before + key)
     for key in schema.get("required", ()):
         if key not in value:
             raise Misfit(before + key, f"{before}{key}: is missing")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -21,10 +22,12 @@ from typing import Any, Literal
 import numpy as np
 
 from transformer_jax.config import ConfigError
+from transformer_jax.text.json_schema import checked_schema
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
-from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.trained import ByteTokenizer, Tokenizer
 from transformer_jax.tokenizers.utf8 import utf8
+from transformer_jax.untrusted_files import brief
 
 Form = Literal["schema", "regex", "grammar"]
 """Names the kinds of description: a JSON schema, a regular expression, a Lark grammar."""
@@ -32,6 +35,8 @@ Form = Literal["schema", "regex", "grammar"]
 _BLANKS = r"[ ]|\n{1,2}[ \t]{0,20}"
 """Matches the blanks between the parts of JSON, as llama.cpp allows them: a model cannot write
 blanks without end. A schema's own "x-guidance" may say otherwise."""
+
+_JSON = json.JSONDecoder(parse_float=Decimal)
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Allows every way of cutting a text into tokens, not the tokenizer's own alone."""
@@ -43,7 +48,7 @@ class Grammar:
     Args:
         form: "schema", of JSON; "regex", in Rust's syntax, which is to match a whole text;
             "grammar", in llguidance's variant of Lark's syntax, whose rule `start` is the text.
-        content: the schema as a mapping, else a text.
+        content: the schema as a mapping, whose numbers may be `Decimal`; else a text.
         tokenizer: of the model's texts.
         vocab_size: V of the model.
         stop_ids: tokens that end a text.
@@ -75,15 +80,22 @@ class Grammar:
 
         given = {"grammars": [{"name": "main", "lark_grammar": _HEAD}, self._described(content)]}
         try:
-            definition = json.dumps(given, allow_nan=False)
-        except (TypeError, ValueError) as error:
+            definition = json.dumps(given)
+        except TypeError as error:
             raise ValueError(f"{self.name}: is no JSON: {error}") from None
         known: Any = tokenizer
         tokens = _tokens(known, vocab_size, stop_ids)
         self._own = LLMatcher(tokens, definition, log_level=0)
         if self._own.is_error():
             raise ValueError(f"{self.name}: {_in_a_line(self._own.get_error())}")
-        self.start()
+        try:
+            self.start()
+        except ValueError:
+            with_bytes = LLMatcher(_tokens(ByteTokenizer(), 256, ()), definition, log_level=0)
+            with_bytes.compute_bitmask()
+            if with_bytes.is_error():  # so the model's tokens are not to blame
+                raise ValueError(f"{self.name}: no text has this form") from None
+            raise
 
     def __repr__(self) -> str:
         return f"Grammar({self.name!r}, {self.vocab_size} tokens)"
@@ -91,15 +103,23 @@ class Grammar:
     def _described(self, content: Any) -> dict[str, Any]:
         """Return the description as llguidance has it, by the name `text`."""
         if self.form == "schema":
-            own = content.get("x-guidance", {})
-            if isinstance(own, Mapping):
-                own = {"whitespace_pattern": _BLANKS, **own}
-            return {"name": "text", "json_schema": {**content, "x-guidance": own}}
+            schema = checked_schema(content, self.name)
+            own = {"whitespace_pattern": _BLANKS, **schema.get("x-guidance", {})}
+            return {"name": "text", "json_schema": {**schema, "x-guidance": own}}
         if self.form == "grammar":
+            for match in re.finditer(r"%json\s*(?={)", content):
+                try:
+                    schema, _ = _JSON.raw_decode(content, match.end())
+                except json.JSONDecodeError:  # the parser says what is wrong
+                    continue
+                except (ArithmeticError, RecursionError) as error:
+                    raise ValueError(f"{self.name}: %json: {brief(error)}") from None
+                checked_schema(schema, f"{self.name}: %json")
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        (only,) = json.loads(LLMatcher.grammar_from_regex(content))["grammars"]
+        regex = _with_unicode_classes(content)
+        (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": only["lark_grammar"]}
 
     def start(self) -> Matcher:
@@ -177,6 +197,34 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
             return []  # it cuts no text: see _HEAD
 
     return LLTokenizer(TokenizerWrapper(Table()))
+
+
+_CLASSES = {
+    "alpha": r"\p{Alphabetic}", "lower": r"\p{Lowercase}", "upper": r"\p{Uppercase}",
+    "alnum": r"\p{Alphabetic}\p{Nd}", "space": r"\s", "blank": r"\p{Zs}\t", "word": r"\w",
+    "punct": r"\p{P}\p{S}",
+}  # fmt: skip
+"""Classes of POSIX as Unicode has them (UTS #18, annex C). `digit` and `xdigit` stay ASCII's."""
+
+
+def _with_unicode_classes(regex: str) -> str:
+    r"""Return an expression whose `[[:alpha:]]` is of all letters, as `\w` and `\p{L}` are."""
+    depth = 0
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal depth
+        if match["name"] is not None and depth:
+            return f"[{match['not']}{_CLASSES[match['name']]}]"
+        if match[0].startswith("["):
+            depth += 1
+        elif match[0] == "]":
+            depth = max(0, depth - 1)
+        return match[0]
+
+    names = "|".join(_CLASSES)
+    return re.sub(
+        rf"\\.|\[:(?P<not>\^?)(?P<name>{names}):\]|\[\^?\]?|\]", replaced, regex, flags=re.DOTALL
+    )
 
 
 def _in_a_line(error: str) -> str:

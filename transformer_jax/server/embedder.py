@@ -1,0 +1,105 @@
+"""Answer requests for vectors with a sentence encoder: one request at a time, its texts in batches.
+
+A vector is that of `SentenceEncoder.encode_texts`, but a text that is too long is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from transformer_jax.checks import check_count
+from transformer_jax.pretrained.sentences import SentenceEncoder, TextTokenizer
+from transformer_jax.server.protocol import EmbeddingRequest, RequestError
+
+
+class Embedder:
+    """Encode the texts of many clients.
+
+    Args:
+        encoder: of the texts.
+        tokenizer: of the encoder's folder.
+        slots: the most texts of a batch.
+        queue: how many requests may wait.
+
+    Raises:
+        ValueError: if a count is not an integer of at least 1.
+    """
+
+    def __init__(
+        self, encoder: SentenceEncoder, tokenizer: TextTokenizer, *, slots: int = 8, queue: int = 64
+    ) -> None:
+        for name, count in dict(slots=slots, queue=queue).items():
+            check_count(name, count, 1)
+        self.encoder, self.tokenizer, self.slots, self.queue = encoder, tokenizer, slots, queue
+        self.context = encoder.max_len
+        self.alive = True
+        self._present = 0
+        """Requests that wait or are encoded."""
+        self._counting, self._encoding = threading.Lock(), threading.Lock()
+
+    @property
+    def running(self) -> int:
+        """How many requests are encoded."""
+        return int(self._encoding.locked())
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return max(0, self._present - 1)
+
+    def start(self) -> None:
+        """Compile the program of one short text."""
+        self.embed(EmbeddingRequest(((0,),), False, None))
+
+    def stop(self) -> None:
+        """Refuse all requests from now on, once the present one has its vectors."""
+        self.alive = False
+        with self._encoding:
+            pass
+
+    def embed(self, asked: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
+        """Return a vector for each input, and how many tokens were read; RequestError if it cannot.
+
+        It may be called from any thread, and waits for the requests before it.
+        """
+        width = self.encoder.config.d_model
+        if asked.dimensions not in (None, width):
+            message = f"dimensions is {asked.dimensions}: the vectors of this model have {width}"
+            raise RequestError(message, param="dimensions")
+        ids = [self._ids(one, n) for n, one in enumerate(asked.inputs)]
+        with self._counting:
+            if self._present > self.queue:
+                message = f"{self.queue} requests wait already: try again later"
+                raise RequestError(message, 429, code="queue_full")
+            self._present += 1
+        try:
+            with self._encoding:
+                if not self.alive:
+                    raise RequestError("the server is stopping", 503, code="stopping")
+                vectors = self.encoder.encode_ids(ids, batch_size=self.slots)
+        finally:
+            with self._counting:
+                self._present -= 1
+        if not np.isfinite(vectors).all():
+            raise RequestError("the model's vectors are not finite", 500)
+        return vectors, sum(map(len, ids))
+
+    def _ids(self, given: str | tuple[int, ...], n: int) -> np.ndarray:  # i32[1..max_len]
+        """Return the tokens of the n-th input; token ids are taken as they are."""
+        encoder, name = self.encoder, f"input[{n}]"
+        if isinstance(given, str):
+            text = encoder.prompt + given
+            text = text.lower() if encoder.lower_case else text
+            ids = np.asarray(self.tokenizer.encode(text, special_tokens=True), np.int32)
+        else:
+            ids = np.array(given, np.int32)
+            size = encoder.config.vocab_size
+            if ids.max() >= size:
+                message = f"{name} has id {ids.max()}: the model has {size} tokens"
+                raise RequestError(message, param="input")
+        if not 1 <= len(ids) <= encoder.max_len:
+            message = f"{name} has {len(ids)} tokens: must have from 1 to {encoder.max_len}"
+            raise RequestError(message, param="input", code="context_length_exceeded")
+        return ids

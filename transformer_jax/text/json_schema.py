@@ -1,0 +1,202 @@
+"""Check a JSON schema before its parser reads it.
+
+llguidance ignores keys that JSON Schema does not have, and reads numbers in ways that round some of
+them (version 1.9.1). Such schemas are refused here, with the path of the key. Keywords of JSON
+Schema that llguidance does not implement are left to its own error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from transformer_jax.config.fields import nearest
+from transformer_jax.untrusted_files import DEPTH_LIMIT, shown
+
+_SCHEMA = (
+    "additionalProperties", "additionalItems", "contains", "else", "if", "not", "propertyNames",
+    "then", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_LISTS = "allOf", "anyOf", "oneOf", "prefixItems"
+_NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
+_BOUNDS = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+    "minContains", "maxContains",
+)  # fmt: skip
+_TEXTS = (
+    "$ref", "$id", "id", "$anchor", "pattern", "format", "$schema", "$comment", "title",
+    "description",
+)  # fmt: skip
+_VALUES = (
+    "const", "enum", "type", "required", "dependencies", "dependentRequired", "uniqueItems",
+    "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
+)  # fmt: skip
+_NOTES = (
+    "$schema", "$comment", "$vocabulary", "title", "description", "default", "examples",
+    "deprecated", "readOnly", "writeOnly", "discriminator",
+)  # fmt: skip
+"""Keys that say nothing about the text; `discriminator` repeats a `const` that pydantic writes."""
+_KNOWN = {
+    *_SCHEMA, *_LISTS, *_NAMED, *_BOUNDS, *_COUNTS, *_TEXTS, *_VALUES, *_NOTES, "items",
+    "multipleOf",
+}  # fmt: skip
+_FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+)  # fmt: skip
+_MEETING = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
+"""Keywords by which several schemas are of one value."""
+_INSTEAD = {
+    "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
+    "contentEncoding": "is not supported: the text would be written without it",
+    "contentMediaType": "is not supported: the text would be written without it",
+    "contentSchema": "is not supported: the text would be written without it",
+    "x-guidance": "is read at the top of a schema only",
+}
+_LARGEST = 2**53 - 1
+_MOST_UNITS = 4096
+
+
+def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a schema as plain JSON, without its annotations; ValueError says what is wrong.
+
+    Args:
+        schema: its numbers may be `Decimal`, which are read as they are written.
+        name: what errors call it.
+    """
+    seen: dict[str, list[Any]] = {}
+    found = _checked(schema, name, seen, 0)
+    multiples = [Decimal(str(abs(value))) for value in seen.get("multipleOf", ())]
+    places = max(map(_decimals, multiples), default=0)
+    units = sorted({int(value.scaleb(places)) for value in multiples})
+    if units and units[-1] > _MOST_UNITS and seen.keys() & {*_BOUNDS}:
+        # the parser has a state for each remainder and each digit of a bound, and gives up
+        rule = f"beside a bound, must be at most {_MOST_UNITS} in the last of its places"
+        raise ValueError(f"{name}: multipleOf is {max(multiples)}: {rule}")
+    if len(multiples) > 1 and seen.keys() & _MEETING:
+        # llguidance computes least common multiples in 32 bits, and does not see an overflow
+        if math.prod(units) * (units[-1] if len(units) < len(multiples) else 1) >= 2**32:
+            given = " and ".join(str(value) for value in multiples[:4])
+            rule = "too large to combine: use one of them, or smaller ones"
+            raise ValueError(f"{name}: multipleOf is {given}: {rule}")
+    return found
+
+
+def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) -> Any:
+    """Return a subschema as the parser is to read it; `seen` collects the values of each key."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{where} is {schema!r:.80}: must be an object")
+    if depth > DEPTH_LIMIT:
+        raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
+    found: dict[str, Any] = {}
+
+    def inner(given: Any, of: str) -> Any:
+        return _checked(given, of, seen, depth + 1)
+
+    for key, value in schema.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{where} has the key {key!r:.80}: must be a text")
+        at = f"{where}.{shown(key)[1:-1]}"
+        if key == "x-guidance" and not depth:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{at} is {value!r:.80}: must be an object")
+            found[key] = _plain(value, at, 0)
+            continue
+        if key in _INSTEAD:
+            raise ValueError(f"{at}: {_INSTEAD[key]}")
+        if key not in _KNOWN and not key.startswith("x-"):
+            raise ValueError(f"{at}: is no keyword of JSON Schema{nearest(key, _KNOWN)}")
+        if key in _TEXTS and not isinstance(value, str):
+            raise ValueError(f"{at} is {value!r:.80}: must be a text")
+        if key in _NOTES or key.startswith("x-") or (key == "uniqueItems" and value is False):
+            continue
+        seen.setdefault(key, []).append(value)
+        if key in _NAMED:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{at} is {value!r:.80}: must be an object of schemas")
+            for own in value:
+                if not isinstance(own, str):
+                    raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
+            found[key] = {own: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()}
+        elif key in _LISTS or (key == "items" and isinstance(value, list | tuple)):
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{at} is {value!r:.80}: must be a list of schemas")
+            found[key] = [inner(one, f"{at}[{n}]") for n, one in enumerate(value)]
+        elif key in _SCHEMA or key == "items":
+            found[key] = inner(value, at)
+        elif key in _VALUES:
+            if key in ("enum", "required") and not isinstance(value, list | tuple):
+                raise ValueError(f"{at} is {value!r:.80}: must be a list")
+            found[key] = _plain(value, at, depth)
+        elif key in _TEXTS:
+            if key == "format" and value not in _FORMATS:
+                known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
+                raise ValueError(f"{at} is {shown(value)}: is not known{known}")
+            found[key] = value
+        else:  # a number, but `exclusiveMinimum`, which draft 4 has as a flag
+            flag = isinstance(value, bool)
+            if flag != (flag and key.startswith("exclusive")) or not isinstance(
+                value, int | float | Decimal
+            ):
+                raise ValueError(f"{at} is {value!r:.80}: must be a number")
+            found[key] = value if flag else _exact(value, at)
+            if key == "multipleOf" and not found[key]:
+                raise ValueError(f"{at} is {value}: must not be 0")
+    # which llguidance reads in one of two ways, each without the other's key
+    old = "additionalItems" in found, isinstance(found.get("items"), list)
+    if "prefixItems" in found and any(old):
+        other = "additionalItems" if old[0] else "a list of items"
+        raise ValueError(f"{where}: prefixItems and {other}: give one of them")
+    return found
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """Return a value of JSON whose numbers the parser reads as they are."""
+    if depth > DEPTH_LIMIT:
+        raise ValueError(f"{where}: is nested deeper than {DEPTH_LIMIT}")
+    if isinstance(value, Mapping):
+        return {
+            key: _plain(one, f"{where}.{shown(str(key))[1:-1]}", depth + 1)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(one, f"{where}[{n}]", depth + 1) for n, one in enumerate(value)]
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return _exact(value, where)
+    return value
+
+
+def _exact(value: float | Decimal, where: str) -> float:
+    """Return a number that the parser reads as it is; ValueError for others.
+
+    The parser holds float64, made of the digits by one multiplication or division: this is exact
+    for integers below 2^53, and the nearest number for 15 digits with at most 22 decimals. From
+    2^63 on, it can end the process.
+    """
+    number = Decimal(float.__repr__(value)) if isinstance(value, float) else Decimal(value)
+    if not number.is_finite():
+        raise ValueError(f"{where} is {value}: must be a finite number")
+    if not number:
+        return -0.0 if number.is_signed() else 0
+    places, digits = _decimals(number), "".join(map(str, number.as_tuple().digits)).strip("0")
+    if number.adjusted() > 15 or (not places and abs(number) > _LARGEST):
+        rule = f"must be from -{_LARGEST} to {_LARGEST}, or the parser would round it"
+    elif not places:
+        return int(number)
+    elif len(digits) <= 15 and places <= 22:
+        return float(number)
+    else:
+        rule = "must have at most 15 digits, and 22 after the point, or the parser would round it"
+    raise ValueError(f"{where} is {str(number) if len(digits) < 40 else f'{number:.5e}'}: {rule}")
+
+
+def _decimals(number: Decimal) -> int:
+    """Return how many digits after the point a number needs."""
+    exponent = number.as_tuple().exponent
+    digits = "".join(map(str, number.as_tuple().digits))
+    assert isinstance(exponent, int)
+    return max(0, -exponent - (len(digits) - len(digits.rstrip("0"))))
