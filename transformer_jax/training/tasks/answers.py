@@ -158,7 +158,7 @@ def _start(
     stop: tuple[int, ...] = ()
     built: Any = build(model)  # one that writes: `make_step` refuses the others
     of_source, edit = split_edit(model, edit)
-    step: Any = make_step(built, edit=edit)
+    step: Any = make_step(built, edit=edit).told(apart=True)  # rows are filled up
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)
