@@ -12,6 +12,7 @@ from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.inside import add, mean, resample, zero
+from transformer_jax.models.editing import Call
 from transformer_jax.models.factory import init_cache
 from transformer_jax.models.places import places
 from transformer_jax.models.stack import stack_layers
@@ -154,11 +155,18 @@ def test_a_traced_index_that_is_none_makes_the_value_nan(name):
     for index in (0, size - 1, np.array([0, size - 1])):
         found = np.asarray(edited(index))
         assert np.isfinite(found).all() and (found == 0).any()
-    token = value[
-        :, :1, :, 0
-    ]  # read alone, while tokens are made: another index is of another call
-    later = jax.jit(lambda at: zero("block_0/residual", at=at)["block_0/residual"](token))
-    np.testing.assert_array_equal(later(5), token)
+
+
+def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
+    token, call = np.ones((B, 1, D), np.float32), Call(whole=False, starts=None, padded=None)
+
+    @jax.jit
+    def later(at, positions):  # of a token that is read by itself
+        return zero("block_0/residual", at=at)["block_0/residual"](token, positions, call)
+
+    for at, positions in ((5, [[5], [6]]), (0, [[0], [-1]]), (9, [[2], [3]])):
+        wanted = np.where(np.array(positions)[..., None] == at, 0, token)
+        np.testing.assert_array_equal(later(at, np.array(positions)), wanted)
 
 
 @pytest.mark.parametrize(

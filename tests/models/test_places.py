@@ -11,6 +11,8 @@ import pytest
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near
 from transformer_jax import places
+from transformer_jax.attention.api import IMPLEMENTATIONS
+from transformer_jax.attention.arguments import Implementation
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate, stream
@@ -335,6 +337,68 @@ def test_an_edit_that_returns_its_value_changes_nothing_also_with_remat(remat):
         assert_near(edited, plain, NEAR)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(slopes), strict=True):
             assert_near(x, y, 10 * GRADIENT_F32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["weights", "heads", "query", "value"])
+def test_dropout_removes_the_same_weights_under_an_edit(place):
+    config, key = config_of("decoder", attention_dropout=0.4), jax.random.key(8)
+
+    @jax.jit
+    def read(params, key):
+        apply = partial(build(config).apply, {"params": params}, draw(T))
+        edit = {f"block_*/attention/{place}": lambda x: x}
+        return apply(key=key)[0], apply(key=jax.random.clone(key), edit=edit)[0]
+
+    plain, edited = read(params_of("decoder"), key)
+    assert_near(edited, plain, NEAR)
+    assert np.abs(plain - run("decoder")[0]).max() > 0.1, "nothing is dropped"
+
+
+class Sigmoid(Implementation):
+    """Weigh every key that is seen by the sigmoid of its score."""
+
+    def refuse(self, call):
+        return None
+
+    def _weights(self, call):
+        groups = call.query.shape[2] // call.key.shape[2]
+        k = jnp.repeat(call.key, groups, axis=2)
+        scores = jnp.einsum("BTNH,BSNH->BNTS", call.query, k) * call.key.shape[3] ** -0.5
+        q, k = jnp.arange(scores.shape[2]), jnp.arange(scores.shape[3])
+        seen = call.mask.materialize(q, k)
+        return jnp.where(seen, jax.nn.sigmoid(scores), 0.0)
+
+    def attend(self, call):
+        v = jnp.repeat(call.value, call.query.shape[2] // call.value.shape[2], axis=2)
+        return jnp.einsum("BNTS,BSNH->BTNH", self._weights(call), v), None
+
+
+class OpenSigmoid(Sigmoid):
+    def weights(self, call):
+        return self._weights(call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scanned", [False, True])
+def test_an_implementation_of_ones_own_gives_its_weights_or_none_are_read(monkeypatch, scanned):
+    monkeypatch.setitem(IMPLEMENTATIONS, "open", OpenSigmoid())
+    monkeypatch.setitem(IMPLEMENTATIONS, "closed", Sigmoid())
+    place = "block_1/attention/weights"
+
+    def read(name, **asked):
+        config = config_of("decoder", scan_layers=scanned, implementation=name)
+        params = params_of("decoder")
+        params = stack_layers(params) if scanned else params
+        return jax.jit(partial(build(config).apply, **asked))({"params": params}, draw(T))
+
+    plain, _, captured = read("open", capture=(place,))
+    assert np.abs(captured[place].sum(axis=-1) - 1).max() > 0.1, "rows of a softmax sum to 1"
+    assert_near(read("open", edit={place: lambda x: x})[0], plain, NEAR)
+    assert_near(read("closed")[0], plain, NEAR)
+    for asked in (dict(capture=(place,)), dict(edit={place: lambda x: x}), dict(method="attend")):
+        with pytest.raises(NotImplementedError, match="the weights of Sigmoid are not known: give"):
+            read("closed", **asked)
 
 
 # While tokens are made

@@ -16,6 +16,7 @@ from tests.use.models import (
     chat,
     classes,
     logits_after,
+    logits_of,
     masked,
     nats,
     pairs,
@@ -24,7 +25,7 @@ from tests.use.models import (
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.inside import add, steering_vector, zero
+from transformer_jax.inside import add, mean, resample, steering_vector, zero
 from transformer_jax.models.factory import init_decode_state
 from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.translation import search_translations, translate
@@ -263,3 +264,71 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
 def test_an_edit_that_is_no_dict_is_named(ask):
     with pytest.raises(ValueError, match="edit is a list: must be a dict of place to function"):
         ask([SILENT])
+
+
+def log_p(model, ids, **given) -> np.ndarray:
+    logits = logits_of(model, ids[:-1], **given)
+    return np.array([-nats(row[None], ids[n + 1 : n + 2])[0] for n, row in enumerate(logits)])
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_edits_that_see_the_tokens_alone():
+    """No padding: in a mean, at the last token, in values of as many tokens, in `at`."""
+    ids, place = LETTERS.encode("badcabd"), "block_0/attention/heads"
+    values = tj.build(plain().config).apply(
+        {"params": plain().params}, ids[None, ::-1][:, :-1], capture=(place,)
+    )
+    edits = {
+        "mean": mean(place, "tokens"),
+        "last": {"block_0/residual": lambda x: x.at[:, -1].set(0.3)},
+        "resample": resample(values[2]),
+        "at": add("embedding", np.arange(8.0), at=5),
+    }
+    for name, edit in edits.items():
+        wanted = log_p(plain(), ids, edit=edit)
+        assert -plain().score("badcabd", edit=edit).nats == pytest.approx(wanted.sum(), rel=1e-5)
+        (found,) = plain().continuations([("badca", "bd")], edit=edit)
+        assert found.log_prob == pytest.approx(wanted[4:].sum(), rel=1e-5), name
+        assert wanted.sum() != pytest.approx(log_p(plain(), ids).sum(), rel=1e-3), name
+    for call in (plain().score, lambda x, **e: plain().generate(x, 2, **e)):
+        with pytest.raises(ValueError, match=r"at is 12: must be in 0\.\."):
+            call("badcabd", edit=zero("embedding", at=12))
+
+
+@pytest.mark.slow
+def test_a_text_in_windows_counts_from_its_first_token():
+    """A window that begins at token 8 has token 12 as its fourth."""
+    text, vector = "badcabfeedfacebadcabfeed", np.arange(8.0)
+    ids = LETTERS.encode(text)
+    edit = add("embedding", vector, at=12)
+    found = plain().score(text, window=16, stride=8, edit=edit).token_nats
+    first = log_p(plain(), ids[:17], edit=edit)
+    second = log_p(plain(), ids[8:], edit=add("embedding", vector, at=4))
+    np.testing.assert_allclose(-np.array(found), [*first, *second[8:]], rtol=1e-4)
+    with pytest.raises(ValueError, match="edit of embedding needs all tokens of a sequence"):
+        plain().score(text, window=16, edit=mean("embedding", "tokens"))
+
+
+@pytest.mark.slow_except("generate")
+@pytest.mark.parametrize("name", ["generate", "samples", "evaluate"])
+def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
+    edit = mean("block_0/residual", "rows")
+    file = written(tmp_path, ["badcabfeedface" * 3])
+    calls = {
+        "generate": lambda: plain().generate(["bad", "cab"], 2, edit=edit),
+        "samples": lambda: plain().generate("bad", 2, samples=3, sampler=tj.Sample(), key=KEY,
+                                            edit=edit),
+        "evaluate": lambda: plain().evaluate(file, context=7, edit=edit),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="edit of block_0/residual takes rows together"):
+        calls[name]()
+
+
+@pytest.mark.slow
+def test_a_class_is_of_the_text_alone():
+    """Texts of a list are filled up to the longest, and with rows of none: a mean sees neither."""
+    edit = {"block_0/residual": lambda x: x - x.mean(axis=1, keepdims=True)}
+    together = classes().classify(["bad", "cabbage"], edit=edit)
+    alone = [classes().classify(text, edit=edit) for text in ("bad", "cabbage")]
+    for (label, p), (wanted, q) in zip(together, alone, strict=True):
+        assert label == wanted and p == pytest.approx(q, rel=1e-5)

@@ -62,6 +62,22 @@ def test_the_lens_ends_in_the_probabilities_of_the_model(name):
 
 
 @pytest.mark.slow
+def test_shares_of_nearly_equal_answers_come_with_a_warning():
+    """Of all pairs of answers, that by which both prompts are answered most alike."""
+    clean, corrupted = (logits_of(plain(), ids)[-1] for ids in (BAD, CAB))
+    change = (clean - corrupted)[:, None] - (clean - corrupted)[None]
+    change = np.abs(change) + np.where(np.eye(len(change)), np.inf, 0)
+    one, two = np.unravel_index(np.argmin(change), change.shape)
+    assert change.min() < 0.1
+    with pytest.warns(
+        UserWarning, match="between the prompts, less than 0..*: so shares of it say"
+    ):
+        plain().patch(
+            "bad", "cab", answer=LETTERS.decode([one]), other_answer=LETTERS.decode([two])
+        )
+
+
+@pytest.mark.slow
 def test_what_is_patched_is_what_an_edit_puts_in():
     seen = plain().patch("bad", "cab", answer="d", other_answer="b")
     z = lambda logits: logits[-1, D] - logits[-1, B]  # noqa: E731

@@ -346,6 +346,7 @@ def dot_product_attention_weights(
     sinks: jax.Array | None = None,  # [N]
     q_positions: jax.Array | None = None,  # i32[T] or [B, T]
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
+    implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:  # f32[B, N, T, S]
     """Return what `dot_product_attention` weighs the values with.
 
@@ -359,6 +360,8 @@ def dot_product_attention_weights(
         sinks: [N], logits that join the denominator of the softmax.
         q_positions: i32[T] or [B, T]; None is arange(T).
         k_positions: i32[S] or [B, S]; negative is an empty slot. None is arange(S).
+        implementation: whose weights, as in `dot_product_attention`. All of ours have the same; one
+            of your own returns its own by its method `weights`.
 
     Returns:
         f32[B, N, T, S]; a row sums to 1, to less by the share of its sink, and to 0 where it sees
@@ -366,6 +369,7 @@ def dot_product_attention_weights(
 
     Raises:
         ValueError: if the arguments do not fit together.
+        NotImplementedError: if an implementation of your own has no `weights`.
     """
     call = check_call(
         query,
@@ -379,6 +383,13 @@ def dot_product_attention_weights(
         q_positions=q_positions,
         k_positions=k_positions,
     )
+    ours = {Xla, Blockwise, Pallas, Cudnn, Native}
+    for name in _candidates(call.plain_shapes(), implementation):
+        if type(one := IMPLEMENTATIONS[name]) not in ours:
+            rows, tokens, heads, _ = split(query)
+            spec = PartitionSpec(rows, heads, tokens)
+            weights: jax.Array = by_compiler(one.weights, [call], spec)
+            return weights
     return _weights(call)
 
 

@@ -156,6 +156,16 @@ class Implementation:
         """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
         raise NotImplementedError
 
+    def weights(self, call: AttentionCall) -> jax.Array:
+        """Return what `attend` weighs the values with, f32[B, N, T, S], before dropout.
+
+        Needed where weights are captured or edited. Our implementations share one softmax; one of
+        your own gives its own weights, of which `attend` is the average of the values.
+        """
+        name = type(self).__name__
+        rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"
+        raise Refused(f"the weights of {name} are not known: {rule}")
+
     def plan(self, call: AttentionCall) -> object:
         """Return what calls with this mask, these positions and sizes share, as a pytree, or None.
 

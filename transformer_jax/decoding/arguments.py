@@ -131,7 +131,7 @@ def check_arguments(
     check_with_step(step, tokens, lengths, limits, state)
     if stop:
         check_stop(stop, step, params, rows, state)
-    tokens, lengths = pad_to_bucket(tokens, lengths)
+    step, tokens, lengths = fill_prompts(step, tokens, lengths)
     prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))
     return CheckedArguments(step, options, prompts, state)
 
@@ -161,15 +161,25 @@ def check_stop(
         raise ValueError(f"stop is {max(stop)}: must be in 0..{vocab - 1}")
 
 
-def pad_to_bucket(
+def fill_prompts(
+    step: Step[State],
     prompt: Array,  # i32[B, P]
     lengths: Array,  # i32[B]
-) -> tuple[jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
-    """Pad a checked prompt with zeros, up to the length that its program is compiled for."""
-    fill = bucket(prompt.shape[1]) - prompt.shape[1]
+) -> tuple[Step[State], jax.Array, jax.Array]:  # i32[B, bucket(P)], i32[B]
+    """Pad a checked prompt with zeros, up to the length that its program is compiled for.
+
+    Where the step reads exactly what it is given, that is the longest prompt's. The step that is
+    returned knows whether others are shorter.
+    """
+    known, width = not traced(lengths), bucket(prompt.shape[1])
+    if known and len(set(np.asarray(lengths).tolist())) > 1:
+        step = step.told(padded=True)
+    if step.reads_exactly:
+        width = int(np.max(lengths, initial=1)) if known else prompt.shape[1]
     numpy: ModuleType = jnp if traced(prompt) else np
-    prompt = numpy.pad(prompt, ((0, 0), (0, fill)))
-    return jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    fill = max(0, width - prompt.shape[1])
+    prompt = numpy.pad(prompt, ((0, 0), (0, fill)))[:, :width]
+    return step, jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
 def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:

@@ -28,8 +28,8 @@ from transformer_jax.decoding.arguments import (
     check_limits,
     check_prompt,
     check_with_step,
+    fill_prompts,
     make_donatable,
-    pad_to_bucket,
     stop_tokens,
 )
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
@@ -197,7 +197,7 @@ def beam_search(
     check_with_step(step, tokens, lengths, limits, state)
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
         raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
-    tokens, lengths = pad_to_bucket(tokens, lengths)
+    step, tokens, lengths = fill_prompts(step, tokens, lengths)
     return _search(step, params, tokens, lengths, limits, state, scoring, options)[0]
 
 
@@ -315,11 +315,13 @@ def _search_rows(
         search, state, history = carry
         last = jnp.take(search.tokens, search.n - 1, axis=2, mode="clip")
         valid = jnp.repeat(search.extended, options.num_beams)[:, None]
-        logits, new = step(params, last.reshape(-1, 1), state, valid=valid)
+        beams = step.told(part=True, apart=True)
+        logits, new = beams(params, last.reshape(-1, 1), state, valid=valid)
         search, history, parents = _extend_beams(options, scoring, search, logits[:, 0], history)
         return search, _follow_parents(state, new, parents), history
 
-    search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
+    if options.num_tokens > 1:
+        search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
     factor = jnp.take(scoring.factors, limits - 1, mode="clip")
     best = _keep_best(options, search.hypotheses, search.tokens, limits, search.log_probs, factor)
     nonfinite = search.nonfinite[:, None]

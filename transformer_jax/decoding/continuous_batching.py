@@ -88,7 +88,7 @@ def init_slots(
     Raises:
         ValueError: if an argument is wrong.
     """
-    step = as_step(step)
+    step = as_step(step).told(apart=True)
     check_given(params, state)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
@@ -212,9 +212,8 @@ def _admit(
         state: State,
         allowed: jax.Array | None,
     ) -> tuple[Slots[State], StepOutput]:
-        new, output = start_decoding(
-            options, slots.step, params, prompts, state, room, chunk, allowed
-        )
+        step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
+        new, output = start_decoding(options, step, params, prompts, state, room, chunk, allowed)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
 

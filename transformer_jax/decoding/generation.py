@@ -77,13 +77,17 @@ def prefill(
     check_given(params, state)
     given = check_prompt(prompt, lengths)
     check_with_step(step, *given, 1, state)
+    if not traced(given[1]) and (given[1] < given[0].shape[1]).any():
+        step = step.told(padded=True)
     prompt, lengths = map(jnp.asarray, given)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
     whole = chunk is None  # then the length may be an export's open size
-    chunk = columns if chunk is None else chunk
+    if chunk is None or (step.reads_exactly and chunk > columns):
+        chunk = columns
     padded = 0 if whole else -columns % chunk
     prompt = jnp.pad(prompt, ((0, 0), (0, padded)))
+    step = step if whole or columns + padded == chunk else step.told(part=True)
 
     def read_chunk(
         state: State, start: jax.Array | int
@@ -201,6 +205,7 @@ def start_decoding(
     if not options.attention and not options.capture:
         logits, state = prefill(step, params, tokens, state, lengths, chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
+    step = step.told(part=True)  # the last token, at which values are captured, is read by itself
     _, state = prefill(step, params, tokens, state, lengths - 1, chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = _read_token(options, step, params, last, state, None)
@@ -215,6 +220,7 @@ def decode_step(
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
     """Let every active row read its newest token and choose the next, of those that are allowed."""
+    step = step.told(part=True)
     token, valid = decode_state.token, None
     if options.ends:
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
@@ -387,6 +393,8 @@ def _generate_tokens(
             return n + 1, rows, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
         rows, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
+        if num_tokens == 1:
+            return as_generation(rows, jax.tree.map(lambda x: x[:, None], first))
         fill = jax.tree.map(lambda _: 0, first)._replace(token=-1)  # after a row's end
         outputs = jax.tree.map(
             lambda x, fill: jnp.concatenate(
@@ -405,7 +413,10 @@ def _generate_tokens(
                 lambda carry, _: (write_next(carry), None), carry, None, num_tokens - 1
             )[0]
         _, rows, outputs = carry
-        token, log_prob, seen = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
+        return as_generation(rows, jax.tree.map(lambda x: x.swapaxes(0, 1), outputs))
+
+    def as_generation(rows: DecodeState[State], outputs: StepOutput) -> Generation[State]:
+        token, log_prob, seen = outputs
         weights, captured = seen if options.attention else None, seen if options.capture else None
         return Generation(token, rows.count, log_prob, rows.state, weights, captured)
 

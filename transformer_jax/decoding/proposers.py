@@ -260,12 +260,13 @@ class Draft(Proposer, Generic[State]):
         """
         sampler: Any = turn.sampler if self.sampler is None else self.sampler
         history, (before, pending) = turn.history, proposer_state
+        step = as_step(self.step).told(part=True)
 
         def read(
             state: State, tokens: jax.Array, valid: jax.Array, j: jax.Array | int
         ) -> tuple[tuple[jax.Array, State], tuple[jax.Array, jax.Array, jax.Array]]:
             tokens = jnp.where(valid, tokens, 0)
-            logits, state = self.step(self.params, tokens, state, valid=valid)
+            logits, state = step(self.params, tokens, state, valid=valid)
             logits = sampler.distribution(logits[:, -1])
             token = draw(sampler, fold_keys(turn.keys, history.new + j), logits)
             return (token, state), (tokens, valid, logits)
@@ -304,7 +305,8 @@ class Draft(Proposer, Generic[State]):
         before, after, pending, tokens, valid = proposer_state
         wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
         kept = jnp.minimum(wanted, read)
-        state = keep_read(as_step(self.step), self.params, before, after, tokens, valid, kept)
+        step = as_step(self.step).told(part=True)
+        state = keep_read(step, self.params, before, after, tokens, valid, kept)
         return _DraftState(state, jnp.where(gained > 0, wanted > read, pending))
 
     def finish(self, proposer_state: ProposerState, history: History) -> ProposerState:
@@ -317,7 +319,8 @@ class Draft(Proposer, Generic[State]):
         token = gather_columns(history.tokens, jnp.clip(history.length[:, None] - 2, 0))
         valid = proposer_state.pending[:, None]
         token = jnp.where(valid, token, 0)
-        return self.step(self.params, token, proposer_state.state, valid=valid)[1]
+        step = as_step(self.step).told(part=True)
+        return step(self.params, token, proposer_state.state, valid=valid)[1]
 
 
 def keep_read(

@@ -78,7 +78,8 @@ def check_prompts(
     check_same_kind(slots.decode_state.state, state, rows)
     check_with_step(slots.step, tokens, lengths, limits, state)
     check_sampling(slots, sampling, rows)
-    prompts = pad_prompts(tokens, lengths, keys, limits, slots.capacity)
+    exactly = slots.step.reads_exactly
+    prompts = pad_prompts(tokens, lengths, keys, limits, slots.capacity, exactly=exactly)
     return prompts._replace(sampling=sampling)
 
 
@@ -114,11 +115,20 @@ def check_limits(slots: Slots[State], limits: Array, lengths: Array) -> Array:
 
 
 def pad_prompts(
-    tokens: Array, lengths: Array, keys: jax.Array, limits: Array, capacity: int
+    tokens: Array,
+    lengths: Array,
+    keys: jax.Array,
+    limits: Array,
+    capacity: int,
+    *,
+    exactly: bool = False,
 ) -> Prompts:
-    """Pad prompts to their bucket, or to the capacity of a slot where that is shorter."""
+    """Pad prompts to their bucket, or to the capacity of a slot where that is shorter.
+
+    Not if the step reads exactly what it is given.
+    """
     columns = tokens.shape[1]
-    width = min(bucket(columns), capacity)
+    width = min(columns if exactly else bucket(columns), capacity)
     numpy: ModuleType = jnp if traced(tokens) else np
     tokens = numpy.pad(tokens, ((0, 0), (0, max(0, width - columns))))[:, :width]
     if traced(tokens, lengths, limits):

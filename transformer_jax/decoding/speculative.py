@@ -233,7 +233,9 @@ def _take_turns(
         return _take_turn(options, step, params, proposer, num_draft, vocab, carry)
 
     carry = decode_state, proposer.start(tokens, lengths, chunk), written
-    decode_state, proposer_state, written = jax.lax.while_loop(unfinished, take_turn, carry)
+    if num_tokens > 1:
+        carry = jax.lax.while_loop(unfinished, take_turn, carry)
+    decode_state, proposer_state, written = carry
     assert decode_state.history is not None
     return Speculation(
         tokens=written.tokens,
@@ -257,6 +259,7 @@ def _take_turn(
     carry: _Carry[State],
 ) -> _Carry[State]:
     """Propose, verify in one call, keep each row's accepted tokens and add one."""
+    step = step.told(part=True)
     decode_state, proposer_state, written = carry
     turn = _make_turn(options, decode_state, num_draft)
     proposal, proposer_state = proposer.propose(proposer_state, turn)

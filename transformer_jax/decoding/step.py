@@ -7,8 +7,8 @@ A plain function is a step. `Step` is the base class of those that offer more; `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, overload
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from transformer_jax.config import Learned
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.convolution import ConvolutionLM
+from transformer_jax.models.editing import InCall
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
@@ -107,6 +108,24 @@ class Step(Generic[State]):
             state: of B rows.
             total: i32[B], tokens that a row reads, of the prompt and of its new ones.
         """
+
+    def told(
+        self, *, part: bool = False, apart: bool = False, padded: bool = False, first: int = 0
+    ) -> Self:
+        """Return the step for calls of which more is known; edits of the model need it.
+
+        Args:
+            part: they read a part of each sequence.
+            apart: their rows have nothing to do with each other, or are none.
+            padded: some rows of them are shorter than others.
+            first: so many tokens of each sequence come before those that the state has read.
+        """
+        return self
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether a prompt must not be filled up to a longer one; this class does not mind."""
+        return False
 
     def offers(self, name: str) -> bool:
         """Return whether the step has a `rewind`, an `attend` or a `look`: this class has none."""
@@ -210,7 +229,7 @@ class AppliedStep(Step[State]):
     """
 
     model: Any  # of flax; a subclass says which
-    edit: tuple[tuple[str, Edit], ...] = ()
+    edit: tuple[tuple[str, Edit | InCall], ...] = ()
 
     def arguments(
         self,
@@ -226,6 +245,26 @@ class AppliedStep(Step[State]):
             valid: bool[B, T], False is padding; None has none.
         """
         raise NotImplementedError
+
+    def told(self, **known: Any) -> Self:
+        """Return the step whose edits know what its calls read."""
+        edit = tuple((name, InCall.of(function, **known)) for name, function in self.edit)
+        return replace(self, edit=edit)
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether an edit is a function that does not say what it needs: it would see padding."""
+        return any(not hasattr(InCall.of(edit).function, "needs") for _, edit in self.edit)
+
+    def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
+        """Raise ValueError if an edit names a token that a row does not reach."""
+        length = state.length  # type: ignore[attr-defined]
+        if isinstance(length, jax.core.Tracer):
+            return
+        for _, edit in self.edit:
+            told = InCall.of(edit)
+            if check := getattr(told.function, "check_parts", None):
+                check((told.first + np.asarray(length) + total).tolist())
 
     def _apply(
         self,
@@ -328,6 +367,7 @@ class ModelStep(AppliedStep[ModelCache]):
         rows = state.length.shape[0]
         if len(prompt) != rows:
             raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
+        super().check(prompt, state, total)
         limit = room_of(config, state)
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
@@ -407,6 +447,7 @@ class RecurrentStep(AppliedStep[RecurrentState]):
         """Raise ValueError where prompt or state is not this model's; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
+        super().check(prompt, state, total)
 
 
 @short_repr
@@ -430,6 +471,7 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
         """Raise ValueError where the prompt or the state does not fit; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
         check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
+        super().check(prompt, state, total)
 
 
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:

@@ -5,9 +5,9 @@
     step = make_step(model, edit=edit)
 
 `heads` and `at` (tokens) say what of a value changes, all where they are None. A wrong index is
-refused; of a traced one, which is not known, the whole value becomes NaN. `at` counts the
-tokens of one call: while tokens are made, those of the prompt; of a call that reads one token,
-nothing is at another place than 0.
+refused; of a traced one, which is not known, the whole value becomes NaN. `at` counts from the
+first token of the sequence, in every call: also in chunks of a prompt, and while tokens are made.
+Padding has no index.
 
 Sources: Meyes et al. 2019 and Michel et al. 2019 (zero), Wang et al. 2023 (mean), Chan et al.
 2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.models.places import Edit
+from transformer_jax.models.editing import WHOLE, Call, Edit, axes_of
 from transformer_jax.shown import shape_text, shown
 
 Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
@@ -46,7 +46,8 @@ def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None)
     Raises:
         ValueError: if there is no such head or token; when the model is run.
     """
-    return {place: _Change("zero", place, jnp.zeros_like, heads, at)}
+    zeros = lambda value, positions, call: jnp.zeros_like(value)  # noqa: E731
+    return {place: _Change("zero", place, zeros, heads, at)}
 
 
 def mean(
@@ -56,10 +57,11 @@ def mean(
     heads: Indices | None = None,
     at: Indices | None = None,
 ) -> dict[str, Edit]:
-    """Return an edit that puts the mean of a value, over the call, in its place.
+    """Return an edit that puts the mean of a value, over tokens or rows, in its place.
 
-    The mean of other prompts is put in by `resample`. A mean over tokens is of all tokens of the
-    call, padding and later ones too.
+    The mean of other prompts is put in by `resample`. A mean over tokens is of all tokens of a
+    sequence, later ones too, so it is refused where a call reads some of them, as decoding does. A
+    mean over rows is of those that have the token.
 
     Args:
         place: a name of `transformer_jax.places`, which may hold `*`.
@@ -71,18 +73,22 @@ def mean(
         A dict for `edit=`.
 
     Raises:
-        ValueError: if `over` is none of the three, or there is no such head or token.
+        ValueError: if `over` is none of the three, there is no such head or token, or a call has
+            not all tokens or rows of the mean.
     """
     if over not in ("tokens", "rows", "both"):
         raise ValueError(f"over is {over!r}: must be 'tokens', 'rows' or 'both'")
 
-    def average(value: jax.Array) -> jax.Array:
+    def average(value: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
         tokens = axes_of(place, value.ndim)["token"]
         axes = {"tokens": (tokens,), "rows": (0,), "both": (0, tokens)}[over]
-        whole = value.astype(jnp.float32).mean(axis=axes, keepdims=True)
+        valid = None if call.padded is False else _along(positions >= 0, value.ndim, tokens)
+        whole = value.astype(jnp.float32).mean(axis=axes, keepdims=True, where=valid)
         return jnp.broadcast_to(whole.astype(value.dtype), value.shape)
 
-    return {place: _Change(f"mean, over {over}", place, average, heads, at)}
+    needs = {"tokens": {"tokens"}, "rows": {"rows"}, "both": {"tokens", "rows"}}[over]
+    name = f"mean, over {over}"
+    return {place: _Change(name, place, average, heads, at, frozenset(needs))}
 
 
 def resample(
@@ -95,7 +101,8 @@ def resample(
 
     Args:
         captured: what `capture=` returned for the other prompt, or means of it, by place: of as
-            many tokens, and of as many rows or of one, which is then for all.
+            many tokens as the sequence, or with `at` of enough, and of as many rows or of one,
+            which is then for all.
         heads: which heads, of places that have some; None is all.
         at: which tokens; None is all.
 
@@ -108,13 +115,20 @@ def resample(
     """
 
     def put(name: str, new: jax.Array) -> Edit:
-        def function(value: jax.Array) -> jax.Array:
-            if new.shape[1:] != value.shape[1:] or new.shape[0] not in (1, value.shape[0]):
+        tokens = axes_of(name, new.ndim)["token"]
+
+        def function(value: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
+            wanted = list(value.shape)
+            if (at is not None or not call.whole) and new.ndim > tokens:
+                wanted[tokens] = new.shape[tokens]
+            if [*new.shape[1:]] != wanted[1:] or new.shape[0] not in (1, value.shape[0]):
                 rule = f"must be {list(value.shape)}, or that of one row"
                 raise ValueError(f"captured[{name!r}] has shape {list(new.shape)}: {rule}")
-            return jnp.broadcast_to(new.astype(value.dtype), value.shape)
+            return _at_tokens(new, value, tokens, positions, call).astype(value.dtype)
 
-        return _Change(f"resample, {shape_text(new)}", name, function, heads, at)
+        needs = frozenset({"batch"} if new.shape[:1] != (1,) else ())
+        length = (f"captured[{name!r}]", new.shape[tokens]) if new.ndim > tokens else None
+        return _Change(f"resample, {shape_text(new)}", name, function, heads, at, needs, length)
 
     return {name: put(name, jnp.asarray(new)) for name, new in captured.items()}
 
@@ -143,76 +157,133 @@ def add(
     """
     vector = jnp.asarray(vector)
 
-    def added(value: jax.Array) -> jax.Array:
-        if vector.ndim == 0 or vector.shape != value.shape[value.ndim - vector.ndim :]:
+    def added(value: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
+        tokens, missing = axes_of(place, value.ndim)["token"], value.ndim - vector.ndim
+        wanted, own = list(value.shape), vector.reshape((1,) * missing + vector.shape)
+        many = 0 <= missing <= tokens  # it has a vector for each token
+        if many and (at is not None or not call.whole):
+            wanted[tokens] = own.shape[tokens]
+        if vector.ndim == 0 or missing < 0 or [*vector.shape] != wanted[missing:]:
             rule = f"must be the last axes of {place}, {list(value.shape)}"
             raise ValueError(f"vector has shape {list(vector.shape)}: {rule}")
-        own = vector.reshape((1,) * (value.ndim - vector.ndim) + vector.shape)
+        own = _at_tokens(own, value, tokens, positions, call) if many else own
         return value + own.astype(value.dtype)
 
     return {place: _Change(f"add, {shape_text(vector)}", place, added, heads, at)}
 
 
-def axes_of(place: str, ndim: int) -> dict[str, int]:
-    """Return where the tokens of a value stand among its axes, and where its heads."""
-    if ndim < 4 or place.endswith("/hidden"):  # of experts, those of each one
-        return {"token": 1}
-    return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
+def _along(x: jax.Array, ndim: int, axis: int) -> jax.Array:
+    """Return an array [B, T] with axes of size 1 so that T is the axis of a value's tokens."""
+    return x.reshape([x.shape[0], *(x.shape[1] if i == axis else 1 for i in range(1, ndim))])
+
+
+def _at_tokens(
+    new: jax.Array, value: jax.Array, axis: int, positions: jax.Array, call: Call
+) -> jax.Array:
+    """Return an array of each token of a sequence at the tokens of a call, NaN where it has none.
+
+    In a call of whole sequences, one of as many tokens is of the columns, as it was captured.
+    """
+    size = new.shape[axis]
+    if call.whole and size == value.shape[axis]:
+        return jnp.broadcast_to(new, value.shape)
+    index = _along(positions, value.ndim, axis)
+    whole = jnp.broadcast_to(new, (value.shape[0], *new.shape[1:]))
+    found = jnp.take_along_axis(whole, jnp.clip(index, 0, size - 1), axis=axis)
+    return jnp.where(index < size, found, jnp.nan)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Change:
-    """Be an edit that takes what a function returns at some heads and tokens alone."""
+    """An edit that changes some heads and tokens to the values of a function."""
 
     name: str
     """What the edit does, for its repr: "zero", or "add, float32[16]"."""
     place: str
-    function: Callable[[jax.Array], jax.Array]
+    function: Callable[[jax.Array, jax.Array, Call], jax.Array]
     heads: Indices | None
     at: Indices | None
+    needs: frozenset[str] = frozenset()
+    """What it takes together: "tokens" of a sequence, "rows", or a "batch" of as many rows."""
+    length: tuple[str, int] | None = None
+    """The name of an array with a value for each token, and how many."""
 
     def __post_init__(self) -> None:
-        last, asked = self.place.rpartition("/")[2], (self.heads, self.at)
-        if "*" in last and any(one is not None for one in asked):
+        last, given = self.place.rpartition("/")[2], (self.heads, self.at)
+        if "*" in last and any(one is not None for one in given):
             rule = "the last part of the name must hold no *"
             raise ValueError(f"{self.place!r} with heads or at: {rule}")
 
     def __repr__(self) -> str:
-        asked = {"heads": self.heads, "at": self.at}
-        of = "".join(f", {n} {shown(x)}" for n, x in asked.items() if x is not None)
+        given = {"heads": self.heads, "at": self.at}
+        of = "".join(f", {n} {shown(x)}" for n, x in given.items() if x is not None)
         return f"<{self.name}{of}>"
 
-    def __call__(self, value: jax.Array) -> jax.Array:
-        asked = {"head": ("heads", self.heads), "token": ("at", self.at)}
-        changed, axes = self.function(value), axes_of(self.place, value.ndim)
-        for axis, (name, index) in asked.items():
-            if index is None:
-                continue
-            if axis not in axes:
-                raise ValueError(f"{name} is {index!r}: {self.place} has no heads")
-            size = value.shape[axes[axis]]
-            alone = axis == "token" and size == 1
-            chosen = _chosen(name, index, size, alone=alone)
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError if a sequence of one of these lengths lacks a token that is named."""
+        if self.at is not None and not isinstance(self.at, jax.core.Tracer):
+            for row, size in enumerate(lengths):
+                _chosen("at", self.at, size, f" of row {row}" if len(set(lengths)) > 1 else "")
+
+    def check_parts(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError if sequences of these lengths cannot be edited in several calls."""
+        self.check(lengths)
+        if self.length is not None:
+            name, size = self.length
+            if self.at is None and any(n != size for n in lengths):
+                rule = f"a sequence reaches {max(lengths)}; `at` names those that change"
+                raise ValueError(f"{name} has {size} tokens: {rule}")
+
+    def __call__(
+        self,
+        value: jax.Array,
+        positions: jax.Array | None = None,  # i32[B, T], negative is padding
+        call: Call = WHOLE,
+    ) -> jax.Array:
+        axes, rows = axes_of(self.place, value.ndim), value.shape[0]
+        axis = axes["token"]
+        count = value.shape[axis]
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(count)[None], (rows, count))
+        changed = self.function(value, positions, call)
+        if self.heads is not None:
+            if "head" not in axes:
+                raise ValueError(f"heads is {self.heads!r}: {self.place} has no heads")
+            size = value.shape[axes["head"]]
             shape = [1] * value.ndim
-            shape[axes[axis]] = size
+            shape[axes["head"]] = size
+            chosen = _chosen("heads", self.heads, size)
+            heads = jnp.atleast_1d(jnp.asarray(self.heads))
             changed = jnp.where(chosen.reshape(shape), changed, value)
-            if isinstance(index, jax.core.Tracer):  # nothing can be raised of what is not known
-                wrong = (index < 0) | ((index >= size) & (not alone))
-                changed = jnp.where(wrong.any(), jnp.nan, changed)
-        return changed
+            if isinstance(self.heads, jax.core.Tracer):  # nothing can be raised
+                changed = jnp.where(((heads < 0) | (heads >= size)).any(), jnp.nan, changed)
+        if self.at is None:
+            return changed
+        if call.whole and count > 0:
+            self.check((count,) if call.lengths is None else call.lengths)
+        if self.length is not None:
+            _chosen("at", self.at, self.length[1])
+        at = jnp.atleast_1d(jnp.asarray(self.at))
+        here = (positions[..., None] == at[None, None]) & (positions >= 0)[..., None]  # [B, T, n]
+        changed = jnp.where(_along(here.any(axis=2), value.ndim, axis), changed, value)
+        if isinstance(self.at, jax.core.Tracer):
+            wrong = (at < 0).any() | (call.whole & (at >= count).any())
+            changed = jnp.where(wrong, jnp.nan, changed)
+        if call.whole and call.lengths is None and call.padded is None:
+            missing = ~here.any(axis=1).all(axis=1, keepdims=True) & (positions >= 0).any(
+                1, keepdims=True
+            )
+            changed = jnp.where(_along(missing, value.ndim, axis), jnp.nan, changed)
+        return changed.astype(value.dtype)
 
 
-def _chosen(name: str, index: Indices, size: int, *, alone: bool) -> jax.Array:  # bool[size]
-    """Return which of `size` items an index names.
-
-    A token that is read alone, while tokens are made, may have another index than those asked for.
-    """
+def _chosen(name: str, index: Indices, size: int, where: str = "") -> jax.Array:  # bool[size]
+    """Return which of `size` items an index names; ValueError if it is known to be none."""
     if not isinstance(index, jax.core.Tracer):
         known = np.atleast_1d(np.asarray(index))
         if known.ndim != 1 or not np.issubdtype(known.dtype, np.integer):
             raise ValueError(f"{name} is {index!r}: must be an index, or some")
-        wrong = known[(known < 0) | ((known >= size) & (not alone))]
-        if len(wrong):
-            raise ValueError(f"{name} is {index!r}: must be in 0..{size - 1}")
-    asked = jnp.atleast_1d(jnp.asarray(index))
-    return (jnp.arange(size)[:, None] == asked[None, :]).any(axis=1)
+        if ((known < 0) | (known >= size)).any():
+            raise ValueError(f"{name} is {index!r}: must be in 0..{size - 1}{where}")
+    given = jnp.atleast_1d(jnp.asarray(index))
+    return (jnp.arange(size)[:, None] == given[None, :]).any(axis=1)

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.inside.edits import axes_of
 from transformer_jax.inside.models import Transformer, check_model, known_places, run
+from transformer_jax.models.editing import axes_of
 from transformer_jax.models.places import Edit
 from transformer_jax.pytree import Params
 

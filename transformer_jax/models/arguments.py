@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,16 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
 from transformer_jax.models.packing import documents_of
+from transformer_jax.models.places import Visit
 from transformer_jax.tracing import at_once, known_sizes, known_value
+
+
+class OutputTable(Protocol):
+    """Anything that computes logits of hidden states."""
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return [B, T, V] of [B, T, D]."""
+        ...
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
@@ -68,6 +79,22 @@ def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
+
+
+def visited_logits(
+    embed: OutputTable,
+    x: jax.Array,  # [B, T, D]
+    at: jax.Array | None,  # i32[B, Q]
+    visit: Visit,
+) -> jax.Array:  # f32[B, T, V] or [B, Q, V]
+    """Return the logits as they are edited, of `at` alone; an edit of them is told all tokens."""
+    edited = "logits" in visit.edits
+    logits = visit("logits", embed.logits(x if at is None or edited else gather_tokens(x, at)))
+    if at is not None and edited:
+        logits = gather_tokens(logits, at)
+        if "logits" in visit.captured:
+            visit.captured["logits"] = logits
+    return logits
 
 
 def positions_and_masks(

@@ -13,11 +13,13 @@ from einops import rearrange
 
 from transformer_jax.attention import biases
 from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
+from transformer_jax.attention.dropout import key_words
 from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
+from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
 from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import F32, dropout, split_key
@@ -79,6 +81,21 @@ class _Heads(NamedTuple):
         q, k = self.q_positions, self.k_positions
         q = jnp.arange(self.q.shape[1]) if q is None else q
         return q, jnp.arange(self.k.shape[1]) if k is None else k
+
+
+def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Return weights [B, N, T, S] without those that `dot_product_attention` leaves out."""
+    if key is None or (rate := exact_rate(rate)) == 0.0:
+        return weights
+
+    def drop(weights: jax.Array, key: jax.Array) -> jax.Array:
+        B, N, T, S = weights.shape
+        a, b = (word[..., None, None] for word in head_words(key_words(key), B, N))
+        q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
+        k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
+        return jnp.where(keep(a, b, q, k, rate), weights / (1 - rate), 0.0)
+
+    return by_compiler(drop, [weights, key], split(weights))
 
 
 class Attention(nn.Module):
@@ -216,8 +233,13 @@ class Attention(nn.Module):
             if heads.q_positions is not None:  # a padding token has none
                 weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
             weights = visit(f"{at}/weights", weights)
+        if edited and cache is not None:  # no token stands in an empty slot, so it has no weight
+            assert heads.k_positions is not None
+            wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
+            weights = jnp.where(wrong.any(axis=-1, keepdims=True), jnp.nan, weights)
         if edited:
-            out = self._average(dropout(weights, cfg.attention_dropout, key), heads)
+            drop = _drop_as_kernels if self.shaw is None else dropout
+            out = self._average(drop(weights, cfg.attention_dropout, key), heads)
         else:
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
             out = attend(heads, key)
@@ -330,6 +352,7 @@ class Attention(nn.Module):
             sinks=self.sinks if cfg.attention_sinks else None,
             q_positions=q_positions,
             k_positions=k_positions,
+            implementation=cfg.implementation,
         )
 
 
@@ -384,7 +407,9 @@ class Block(nn.Module):
         A block with cross-attention reads a `cross_cache`, or makes one of the memory.
         """
         cfg = self.config
-        visit = given.places.visit(self.number if layer is None else layer)
+        source = given.memory_positions if cross_cache is None else cross_cache.positions
+        number = self.number if layer is None else layer
+        visit = given.places.visit(number, given.token_positions, source)
         keys = split_key(key, 5)
         drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
         before = x

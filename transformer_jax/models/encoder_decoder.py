@@ -105,7 +105,7 @@ class EncoderDecoder(nn.Module):
         names = [f"encoder/{name}" for name in WEIGHTS]
         places = Places.of(self.config, names, NO_EDIT).inside("encoder/")
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured = run_encoder(self, source, given)
+        x, captured, _ = run_encoder(self, source, given)
         return x, attention_weights(self.config, captured, x, None)
 
     def init_cache(
@@ -295,7 +295,7 @@ class EncoderDecoder(nn.Module):
     ) -> tuple[BlockInputs, Captured]:
         """Return the memory of a source and where it stands, and what the encoder captured."""
         given = BlockInputs(positions=positions, places=places)
-        memory, captured = run_encoder(self, source, given, key=key)
+        memory, captured, _ = run_encoder(self, source, given, key=key)
         positions = input_positions(self.config.inputs, positions)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])

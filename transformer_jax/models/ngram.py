@@ -31,8 +31,9 @@ from einops import rearrange
 
 from transformer_jax.config import NgramConfig
 from transformer_jax.config.fields import fail
-from transformer_jax.models.arguments import check_tokens
+from transformer_jax.models.arguments import check_tokens, gather_tokens
 from transformer_jax.models.layers import refuse_surplus
+from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
 from transformer_jax.pytree import Params
@@ -190,6 +191,10 @@ class NgramLM(nn.Module):
             ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self.config, capture, edit)
+        read, at = at, None if places.edit else at  # an edit is told all tokens
+        length = None if state is None else state.length
+        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
+        places = places.told(positions, whole=length is None, packed=segments is not None)
         windows, state = slide_window(cfg, tokens, state, valid, segments, at)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
@@ -200,9 +205,13 @@ class NgramLM(nn.Module):
         p = jnp.broadcast_to(p, (len(contexts), cfg.vocab_size))
         for k in range(1, cfg.order):
             p = self._interpolate(k, p, nodes[:, k - 1])
-        visit = places.visit()
+        visit = places.visit(positions=positions)
         logits = visit("logits", jnp.where(unknown, jnp.nan, jnp.log(p)).reshape(shape))
         captured = places.in_order(visit.captured)
+        if places.edit and read is not None:
+            logits, captured = (
+                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
+            )
         return (logits, state, captured) if capture else (logits, state)
 
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.cache.kv_cache import next_positions
 from transformer_jax.pytree import Array
 from transformer_jax.tracing import known_value
 
@@ -83,3 +84,22 @@ def first_tokens(
     """Return which tokens are the first valid one of their document."""
     before = last_document(documents, valid)[:, :-1]
     return valid & (documents != jnp.pad(before, ((0, 0), (1, 0)), constant_values=-1))
+
+
+def sequence_positions(
+    tokens: Array,  # i32[B, T]
+    length: jax.Array | None = None,  # i32[B], tokens that were read before; None is none
+    valid: Array | None = None,  # bool[B, T]
+    segments: jax.Array | None = None,  # i32[B, T]
+) -> jax.Array:  # i32[T] or [B, T]
+    """Return where tokens stand in their sequences, -1 of padding; arange(T) if all do alike."""
+    if length is None and valid is None and segments is None:
+        return jnp.arange(tokens.shape[1])
+    known = check_valid("tokens", tokens, valid)
+    length = jnp.zeros(tokens.shape[0], jnp.int32) if length is None else length
+    positions = next_positions(length, known)
+    if segments is None:
+        return positions
+    starts = first_tokens(number_documents(segments), known)
+    first = jax.lax.cummax(jnp.where(starts, positions, 0), axis=1)
+    return jnp.where(known, positions - first, -1)

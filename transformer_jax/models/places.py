@@ -22,8 +22,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -38,9 +39,9 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
+from transformer_jax.models.editing import WHOLE, Call, Edit, InCall, apply_edit
 from transformer_jax.shown import shape_text, short_repr
 
-Edit = Callable[[jax.Array], jax.Array]
 Captured = dict[str, jax.Array]
 Shape = tuple[str | int, ...]
 
@@ -181,6 +182,12 @@ def edit_items(edit: Mapping[str, Edit]) -> tuple[tuple[str, Edit], ...]:
     return tuple(edit.items())
 
 
+def edit_in_calls(edit: Mapping[str, Edit], **known: Any) -> dict[str, Edit]:
+    """Return an edit that is told of calls what `InCall.of` says."""
+    told = {name: InCall.of(function, **known) for name, function in edit_items(edit)}
+    return cast(dict[str, Edit], told)
+
+
 def split_edit(config: Config, edit: Mapping[str, Edit]) -> tuple[dict[str, Edit], dict[str, Edit]]:
     """Return the edits of the encoder that reads a source, and all others: for `make_step`."""
     if not edit:
@@ -202,6 +209,8 @@ class Places:
     """Edits of a place in every block, by functions of the value and of the block's number."""
     prefix: str = ""
     """Begins every name as the caller wrote it; `inside` cuts it off, and errors put it back."""
+    call: Call = WHOLE
+    """What is known of the tokens that are read."""
 
     @classmethod
     def of(
@@ -224,7 +233,7 @@ class Places:
         asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
         changes: dict[str, Edit] = {}
         for one, function in edit_items(edit):
-            if not callable(function):
+            if not callable(function) and not isinstance(function, InCall):
                 given = shape_text(function) if hasattr(function, "shape") else repr(function)
                 raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
             for name in _expand(one, known):
@@ -251,7 +260,35 @@ class Places:
             self.prefix + prefix,
         )
 
-    def visit(self, layer: Index | None = None) -> Visit:
+    def told(
+        self,
+        positions: jax.Array | None,  # i32[B, T] or [T]
+        *,
+        whole: bool = True,
+        packed: bool = False,
+        count: int | None = None,
+    ) -> Places:
+        """Return the places with what is known of a call's tokens, as `Call.of` says.
+
+        With the `count` of a model that hands its edits one token at a time, ValueError if an edit
+        names a token that is not there.
+        """
+        if not self.edit:
+            return self
+        call = Call.of(positions, whole=whole, packed=packed)
+        if whole and count is not None:
+            for _, edit in self.edit:
+                told = InCall.of(edit)
+                if not told.part and (check := getattr(told.function, "check", None)):
+                    check((count,) if call.lengths is None else call.lengths)
+        return replace(self, call=call)
+
+    def visit(
+        self,
+        layer: Index | None = None,
+        positions: jax.Array | None = None,  # i32[B, T] or [T], of the tokens
+        source: jax.Array | None = None,  # i32[B, S], of the tokens that cross-attention sees
+    ) -> Visit:
         """Return the places of one block, or without one those that stand in no block.
 
         `layer` is the block's number in a loop, or i32[] in a scan: then the places of all blocks
@@ -276,7 +313,7 @@ class Places:
         for name, of_layer in self.every_block if layer is not None else ():
             own_layer = lambda x, of_layer=of_layer: of_layer(x, layer)  # noqa: E731
             edits.setdefault(name, []).append((name, None, own_layer))
-        return Visit(capture, edits, layer)
+        return Visit(capture, edits, layer, positions, source, self.call)
 
     def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
         """Return names whose place is captured of at most half of the blocks: place, block."""
@@ -334,18 +371,29 @@ class Visit:
         capture: Iterable[str] = (),
         edits: Mapping[str, list[_BlockEdit]] | None = None,
         layer: Index | None = None,
+        positions: jax.Array | None = None,
+        source: jax.Array | None = None,
+        call: Call = WHOLE,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
+        self.positions = None if positions is None or positions.ndim == 1 else positions
+        self.source, self.call = source, call
         self.asked = self.capture.union(self.edits)
         """The names that are captured or edited."""
         self.captured: Captured = {}
 
-    def __call__(self, name: str, value: jax.Array) -> jax.Array:
-        """Return the value as it is edited here, and keep it where it is captured."""
+    def __call__(self, name: str, value: jax.Array, alone: bool = False) -> jax.Array:
+        """Return the value as it is edited here, and keep it where it is captured.
+
+        With `alone`, the model reads token after token, and the value is of one.
+        """
         if name not in self.asked:
             return value
+        positions, call = self.positions, self.call
+        if name in ("cross_attention/key", "cross_attention/value"):  # of the source's tokens
+            positions, call = self.source, Call.of(self.source)
         for place, number, function in self.edits.get(name, ()):
-            found = function(value)
+            found = apply_edit(place, function, value, positions, call, alone)
             rule = f"must be {value.dtype}{list(value.shape)}"
             if found is None:
                 raise ValueError(f"edit of {place} returns None: {rule}")
@@ -366,7 +414,7 @@ class Visit:
         """Do as a call, of the value of one token, which has no axis of tokens: [B, ...]."""
         if name not in self.asked:
             return value
-        value = self(name, value[:, None])[:, 0]
+        value = self(name, value[:, None], alone=True)[:, 0]
         if name in self.captured:
             self.captured[name] = value
         return value

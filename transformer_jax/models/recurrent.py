@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import RecurrentConfig
-from transformer_jax.models.arguments import check_tokens, gather_tokens
+from transformer_jax.models.arguments import check_tokens, gather_tokens, visited_logits
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import refuse_rngs, refuse_surplus
 from transformer_jax.models.packing import (
@@ -42,6 +42,7 @@ from transformer_jax.models.packing import (
     first_tokens,
     last_document,
     number_documents,
+    sequence_positions,
 )
 from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places, Visit
 from transformer_jax.models.recurrent_layers import (
@@ -131,12 +132,14 @@ class RecurrentLM(nn.Module):
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
+        places = Places.of(self.config, capture, edit)
+        whole = state is None
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
-        places = Places.of(self.config, capture, edit)
         found = read_tokens(
-            self, tokens, state, valid=valid, at=at, key=key, segments=segments, places=places
-        )
+            self, tokens, state, valid=valid, at=at, key=key, segments=segments, places=places,
+            whole=whole,
+        )  # fmt: skip
         return (*found[:2], places.in_order(found[2])) if capture else found[:2]
 
 
@@ -192,15 +195,16 @@ class RecurrentTagger(nn.Module):
             ValueError: if arguments do not fit.
         """
         check_segments(tokens, segments, None)
-        places = Places.of(self.config, capture, edit)
-        visit = places.visit()
+        positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
+        places = Places.of(self.config, capture, edit).told(positions, packed=packed)
+        visit = places.visit(positions=positions)
         read_key, top_key = split_key(key, 2)
         states, valid = self._read(tokens, valid, segments, read_key, visit)
         x = dropout(jnp.tanh(self.read_out(states)), self.config.dropout, top_key)
         if self.config.num_classes is not None and self.is_initializing():
             self._classes(states, valid, None)
         x = visit("read_out", x)
-        logits = visit("logits", self.embed.logits(x if at is None else gather_tokens(x, at)))
+        logits = visited_logits(self.embed, x, at, visit)
         return (logits, None, places.in_order(visit.captured)) if capture else (logits, None)
 
     def classify(
@@ -306,11 +310,13 @@ class RecurrentSeq2Seq(nn.Module):
         vocab_size = self.config.source_vocab_size
         assert vocab_size is not None
         check_tokens(source, vocab_size)
-        valid = check_valid("source", source, valid)
-        states, carry, captured = self.encoder(source, valid, key, places)
+        known = check_valid("source", source, valid)
+        positions = sequence_positions(source, None, valid) if places.edit else None
+        told = places.told(positions)
+        states, carry, captured = self.encoder(source, known, key, told, positions)
         state = RecurrentState(carry, jnp.zeros((source.shape[0],), jnp.int32))
         if self.config.attention is not None:
-            memory = self.decoder.remember(states, valid)
+            memory = self.decoder.remember(states, known)
             state = replace(state, memory=memory, weights=jnp.zeros(source.shape, F32))
         return state, captured
 
@@ -358,6 +364,7 @@ class RecurrentSeq2Seq(nn.Module):
         places = Places.of(self.config, capture, edit)
         inside = places.inside("encoder/")
         captured: Captured = {}
+        whole = state is None
         if source is not None:
             state, captured = self._read(source, source_valid, encoder_key, inside)
         else:
@@ -365,7 +372,7 @@ class RecurrentSeq2Seq(nn.Module):
                 raise ValueError(f"encoder/{name} with a state: it has already read its source")
         assert state is not None
         logits, state, own = read_tokens(
-            self, tokens, state, valid=valid, at=at, key=key, places=places
+            self, tokens, state, valid=valid, at=at, key=key, places=places, whole=whole
         )
         captured = {f"encoder/{name}": value for name, value in captured.items()} | own
         return (logits, state, places.in_order(captured)) if capture else (logits, state)
@@ -381,25 +388,31 @@ def read_tokens(
     key: jax.Array | None,
     segments: jax.Array | None = None,
     places: Places = NOWHERE,
+    whole: bool,  # whether no token of the tokens' sequences was read before
 ) -> tuple[jax.Array, RecurrentState, Captured]:
     """Embed, run the decoder's cells and read the logits; shared by both models."""
     refuse_rngs(model, key)
     check_recurrent_state(model.config, state, tokens.shape[0])
+    positions = None
+    if places.edit:
+        positions = sequence_positions(tokens, None if whole else state.length, valid, segments)
+        packed, count = segments is not None, tokens.shape[1]
+        places = places.told(positions, whole=whole, packed=packed, count=count)
     valid = check_valid("tokens", tokens, valid)
     embed_key, cells_key, top_key = split_key(key, 3)
-    visit = places.visit()
+    visit = places.visit(positions=positions)
     x = visit("embedding", model.embed(tokens, valid, embed_key))
     if segments is None:
-        x, state, captured = model.decoder(x, valid, state, cells_key, None, places)
+        x, state, captured = model.decoder(x, valid, state, cells_key, None, places, positions)
     else:
         documents = number_documents(segments)
         starts = first_tokens(documents, valid)
-        x, state, captured = model.decoder(x, valid, state, cells_key, starts, places)
+        x, state, captured = model.decoder(x, valid, state, cells_key, starts, places, positions)
         last = last_document(documents, valid).max(axis=1, initial=0, keepdims=True)
         read = (valid & (documents == last)).sum(axis=1, dtype=jnp.int32)
         state = replace(state, length=read)
     x = visit("read_out", dropout(x, model.config.dropout, top_key))
-    logits = visit("logits", model.embed.logits(x if at is None else gather_tokens(x, at)))
+    logits = visited_logits(model.embed, x, at, visit)
     return logits, state, captured | visit.captured
 
 

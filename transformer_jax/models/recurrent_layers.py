@@ -101,13 +101,14 @@ class RecurrentEncoder(nn.Module):
         valid: jax.Array,  # bool[B, S]
         key: jax.Array | None,
         places: Places = NOWHERE,
+        positions: jax.Array | None = None,  # i32[S] or [B, S], for edits
     ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros where padded
         """Read the source; return its states, the first carry of the decoder, what is captured.
 
         Layer i of the decoder starts from the last states of layer i here: of one direction as
         they are, of two as tanh(W [forward; backward] + b).
         """
-        cfg, carry, visit = self.config, [], places.visit()
+        cfg, carry, visit = self.config, [], places.visit(positions=positions)
         normal = nn.initializers.normal(cfg.init_std)
         assert cfg.source_vocab_size is not None  # as in every config with a source
         table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
@@ -166,6 +167,7 @@ class RecurrentDecoder(nn.Module):
         key: jax.Array | None,
         starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is zeros
         places: Places = NOWHERE,
+        positions: jax.Array | None = None,  # i32[T] or [B, T], for edits
     ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
         """Return what the logits are read from, the state after the tokens, what is captured."""
         cfg, memory = self.config, state.memory
@@ -175,11 +177,13 @@ class RecurrentDecoder(nn.Module):
             RecurrentDecoder._read,
             variable_broadcast="params",
             split_rngs={"params": False},
-            in_axes=(1, 1, 0, 1, nn.broadcast, nn.broadcast),
+            in_axes=(1, 1, 0, 1, 1, nn.broadcast, nn.broadcast),
             out_axes=1,
         )
+        if positions is not None:
+            positions = jnp.broadcast_to(positions, valid.shape)
         (carry, weights), (top, context, captured) = read(
-            self, (state.carry, state.weights), x, valid, keys, starts, memory, places
+            self, (state.carry, state.weights), x, valid, keys, starts, positions, memory, places
         )
         if context is not None:
             top = self._combine(context, top)
@@ -193,11 +197,13 @@ class RecurrentDecoder(nn.Module):
         valid: jax.Array,  # bool[B]
         key: jax.Array | None,
         start: jax.Array | None,  # bool[B]
+        position: jax.Array | None,  # i32[B]
         memory: SourceMemory | None,
         places: Places,
     ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None, Captured]]:
         """Read a token of every row: the carry and weights after it, the top state and context."""
-        cfg, (carry, weights), visit = self.config, before, places.visit()
+        cfg, (carry, weights) = self.config, before
+        visit = places.visit(positions=None if position is None else position[:, None])
         carry = _zero_at(start, carry)
         before = carry, weights
         context: jax.Array | None = None

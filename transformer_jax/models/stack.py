@@ -191,7 +191,7 @@ class Stack(nn.Module):
         The output is normalised, unless `norm_order` is "post".
         """
         cfg = self.config
-        visit = given.places.visit()
+        visit = given.places.visit(positions=given.token_positions)
         x = visit("embedding", x)
 
         bias: PositionBias | None = None

@@ -172,7 +172,7 @@ class StreamingEncoder(nn.Module):
         )
         input_key, stack_key = split_key(key, 2)
         x = self._embed(frames, token_positions, input_key)
-        seam = Places.of(self, capture, edit)
+        seam = Places.of(self, capture, edit).told(token_positions, whole=cache is None)
         given = BlockInputs(positions=positions, token_positions=token_positions, places=seam)
         x, cache, captured = self.encoder(x, given, masks, cache=cache, key=stack_key)
         if refused is not None:

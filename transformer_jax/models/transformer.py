@@ -23,9 +23,9 @@ from transformer_jax.config import Frames, ModelConfig, Patches
 from transformer_jax.models.arguments import (
     check_cache_room,
     check_tokens,
-    gather_tokens,
     positions_and_masks,
     refuse_unread,
+    visited_logits,
 )
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import activate, split_key
@@ -154,7 +154,7 @@ class Encoder(nn.Module):
         """
         places = Places.of(self.config, WEIGHTS, NO_EDIT)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured = run_encoder(self, tokens, given, segments=segments, types=types)
+        x, captured, _ = run_encoder(self, tokens, given, segments=segments, types=types)
         weights = attention_weights(self.config, captured, x, None)
         return self._logits(x) if self.config.has_logits else x, None, weights
 
@@ -198,7 +198,9 @@ class Encoder(nn.Module):
         masks = [("head_mask", head_mask, "attention")]
         places = Places.of(self.config, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured = run_encoder(self, tokens, given, segments=segments, types=types, key=key)
+        x, captured, given = run_encoder(
+            self, tokens, given, segments=segments, types=types, key=key
+        )
         if self.is_initializing():
             if self.config.pooling is not None:
                 self._pool(x, None)
@@ -206,7 +208,7 @@ class Encoder(nn.Module):
                 self._classes(x, None)
             if not self.config.has_logits:
                 return x, None
-        visit = places.visit()
+        visit = given.places.visit(positions=given.token_positions)
         logits = visit("logits", self._logits(x))
         captured = captured | visit.captured
         return (logits, None, places.in_order(captured)) if capture else (logits, None)
@@ -432,8 +434,8 @@ def run_encoder(
     segments: jax.Array | None = None,  # i32[B, S]
     types: jax.Array | None = None,  # i32[B, S]
     key: jax.Array | None = None,
-) -> tuple[jax.Array, Captured]:  # [B, S, D]
-    """Check what an encoder reads, embed it, and run its stack."""
+) -> tuple[jax.Array, Captured, BlockInputs]:  # [B, S, D]
+    """Check what an encoder reads, embed it, and run its stack; return also what it was given."""
     cfg = model.config
     refuse_rngs(model, key)
     if types is not None and cfg.type_vocab_size is None:
@@ -451,11 +453,12 @@ def run_encoder(
         x = model.inputs(source, positions)
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, given.mask)
-    given = replace(given, positions=positions, token_positions=token_positions)
+    places = given.places.told(token_positions, packed=segments is not None)
+    given = replace(given, positions=positions, token_positions=token_positions, places=places)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(x, token_positions, types, embed_key)
     x, _, captured = model.encoder(x, given, masks, key=stack_key)
-    return x, captured
+    return x, captured, given
 
 
 def run_decoder(
@@ -466,11 +469,11 @@ def run_decoder(
     cache: ModelCache | None = None,
     segments: jax.Array | None = None,  # i32[B, T]
     key: jax.Array | None = None,
-) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array | None]:
+) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array | None, BlockInputs]:
     """Check what a decoder reads, embed it, and run its stack.
 
-    Return [B, T, D], the updated cache, what is captured, and bool[B]: rows for which the cache
-    has no room.
+    Return [B, T, D], the updated cache, what is captured, bool[B]: rows for which the cache has no
+    room, and what the stack was given.
     """
     cfg, crossed = model.config, model.config.kind == "encoder-decoder"
     refuse_rngs(model, key)
@@ -486,13 +489,15 @@ def run_decoder(
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
-    given = replace(given, positions=positions, token_positions=token_positions)
+    packed = segments is not None
+    places = given.places.told(token_positions, whole=cache is None, packed=packed)
+    given = replace(given, positions=positions, token_positions=token_positions, places=places)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
     x, cache, captured = model.decoder(x, given, masks, cache=cache, key=stack_key)
     if overflow is not None and cache is not None and cache.exhausted is not None:
         overflow |= cache.exhausted
-    return x, cache, captured, overflow
+    return x, cache, captured, overflow, given
 
 
 def decoder_logits(
@@ -509,12 +514,11 @@ def decoder_logits(
 
     Logits are NaN in rows for which the cache has no room.
     """
-    x, cache, captured, overflow = run_decoder(
+    x, cache, captured, overflow, given = run_decoder(
         model, tokens, given, cache=cache, segments=segments, key=key
     )
-    visit = given.places.visit()
-    logits = model.embed.logits(x if at is None else gather_tokens(x, at))
-    logits = visit("logits", logits)
+    visit = given.places.visit(positions=given.token_positions)
+    logits = visited_logits(model.embed, x, at, visit)
     if overflow is not None:
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     return logits, cache, captured | visit.captured, x

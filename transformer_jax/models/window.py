@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from transformer_jax.config import WindowConfig
+from transformer_jax.models.arguments import gather_tokens
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
+from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.models.recent_tokens import RecentTokens, slide_window
 from transformer_jax.models.recurrent_layers import Vocabulary
@@ -83,7 +85,11 @@ class WindowLM(nn.Module):
             ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self.config, capture, edit)
-        visit = places.visit()
+        read, at = at, None if places.edit else at  # an edit is told all tokens
+        length = None if state is None else state.length
+        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
+        places = places.told(positions, whole=length is None, packed=segments is not None)
+        visit = places.visit(positions=positions)
         refuse_rngs(self, key)
         windows, state = slide_window(cfg, tokens, state, valid, segments, at)
         keys = split_key(key, cfg.num_layers + 1)
@@ -100,4 +106,8 @@ class WindowLM(nn.Module):
             logits = logits + jnp.einsum("BQX,XV->BQV", x, self.direct)
         logits = visit("logits", logits)
         captured = places.in_order(visit.captured)
+        if places.edit and read is not None:
+            logits, captured = (
+                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
+            )
         return (logits, state, captured) if capture else (logits, state)

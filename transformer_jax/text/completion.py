@@ -271,7 +271,7 @@ class TextGenerator:
 
     def _step(self) -> Any:
         model: Any = build(self.config)  # one that writes: `make_step` refuses the others
-        return make_step(model, edit=self.edit)
+        return make_step(model, edit=self.edit).told(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
         """Return the state of one row before any token."""
@@ -297,10 +297,12 @@ class TextGenerator:
         matcher: Matcher | None,
     ) -> Iterator[int]:
         """Yield token after token; where the text outgrows max_len, read its last half anew."""
-        length, step = longest_text(self.config), self._step()
-        part, written, given = 0, 0, len(history)
+        length, own = longest_text(self.config), self._step()
+        part, written, given, first = 0, 0, len(history), 0
         while num_tokens > 0:
             read = history if len(history) <= length else history[-max(1, length // 2) :]
+            first += len(history) - len(read)
+            step = own.told(part=True, first=first) if first else own
             count = min(num_tokens, length - len(read) + 1)
             given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
             gone = written - (len(read) - given)
@@ -316,7 +318,9 @@ class TextGenerator:
                 tokens = (int(row[0]) for row in found)
             else:
                 keys = [jax.random.fold_in(key, 0)]
-                numbered = self._constrained(read, count, keys, [matcher], sampler, processors)
+                numbered = self._constrained(
+                    read, count, keys, [matcher], sampler, processors, step
+                )
                 tokens = (token for _, token in numbered)
             new = []
             for token in tokens:
@@ -335,6 +339,7 @@ class TextGenerator:
         matchers: Sequence[Matcher],
         sampler: Sample,
         processors: Sequence[HistoryProcessor],
+        step: Any = None,
     ) -> Iterator[tuple[int, int]]:
         """Yield the number of a text and its next token, or -1 where none can follow.
 
@@ -345,7 +350,7 @@ class TextGenerator:
         if not isinstance(self.config, ModelConfig):
             capacity = bucket(len(prompt) + num_tokens - 1)
         parts = serve(
-            self._step(),
+            self._step() if step is None else step,
             self.params,
             [
                 Request(prompt, num_tokens, key=key, constraint=matcher)

@@ -118,7 +118,7 @@ def _begun(
         config, generator.params, jnp.asarray(source[None]), num_tokens, generator.cache_dtype,
         edit_items(of_source),
     )  # fmt: skip
-    return make_step(EncoderDecoder(config), edit=of_target), state
+    return make_step(EncoderDecoder(config), edit=of_target).told(apart=True), state
 
 
 def _text(generator: TextGenerator, ids: Sequence[int]) -> str:

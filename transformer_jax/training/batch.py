@@ -22,7 +22,7 @@ from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.kernels import platform
 from transformer_jax.models.experts import ROUTED, router_loss
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import Edit, Places
+from transformer_jax.models.places import Edit, Places, edit_in_calls
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
@@ -109,7 +109,9 @@ def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
         if shape == "encoder-decoder":
             given |= {"source": batch.source, **padding("source_", batch.source_valid)}
         if edit:
-            given["edit"] = dict(edit)
+            several = len(batch.tokens) > 1  # of which some may be none, to fill a batch up
+            padded = several and batch.valid is not None
+            given["edit"] = edit_in_calls(dict(edit), apart=several, padded=padded)
         if experts is None or routed is None:
             return model.apply({"params": params}, batch.tokens, method=method, **given)
         given["mutable"] = [ROUTED]

@@ -20,7 +20,7 @@ from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items
+from transformer_jax.models.places import NO_EDIT, Edit, edit_in_calls, edit_items
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import longest_text
@@ -139,7 +139,9 @@ def score_requests(
     for start in range(0, len(alone), batch_size):
         part = alone[start : start + batch_size]
         rows = min(batch_size, _power(len(alone)))
-        scores = _score_rows(model, [given[n] for n in part], rows, edit_items(edit))
+        first = len(requests[part[0]]) - len(given[part[0]])
+        told = edit_in_calls(edit, part=True, first=first) if edit and first else edit
+        scores = _score_rows(model, [given[n] for n in part], rows, edit_items(told))
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
     parts = [*_groups(given, together, batch_size)]
@@ -192,8 +194,8 @@ def _score_rows(
     model: Reader, part: Sequence[Request], rows: int, edit: Edits
 ) -> list[Continuation]:
     """Score requests, each of which is a row of its own."""
-    longest = longest_text(model.config)
-    length = min(longest, bucket(max(map(len, part))))
+    longest, size = longest_text(model.config), max(map(len, part))
+    length = size if edit else min(longest, bucket(size))  # an edit sees no padding
     width = min(length, bucket(max(len(request.continuation) for request in part)))
     tokens = np.zeros((rows, length), np.int32)
     at, labels = np.zeros((2, rows, width), np.int32)

@@ -10,6 +10,7 @@ where the next token is chosen, or at the first mask of a masked model.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,6 +281,9 @@ class Looker(Writer):
             answer: a word of one token, the answer to the text; None is the model's likeliest.
             other_answer: the answer to the other prompt; None is the model's likeliest.
 
+        It warns where the answers differ by less than 0.1, or by less than a tenth of the largest
+        change that a value makes: shares of such a difference say little.
+
         Raises:
             ConfigError: if the model is no transformer that writes tokens.
             ValueError: if the prompts differ in length, or are answered alike, or an answer is no
@@ -310,6 +314,11 @@ class Looker(Writer):
         if abs(whole - base) < 1e-6:
             rule = f"{_difference(*said)} must differ between the prompts"
             raise DataError(f"nothing to bring back: {rule}, and is {whole:.6f}")
+        largest = max(float(np.abs(x - base).max()) for x in (by_token, *by_head))
+        if abs(whole - base) < (bound := max(0.1, 0.1 * largest)):
+            what = f"{_difference(*said)} differs by {abs(whole - base):.2g} between the prompts"
+            rule = "so shares of it say little; take prompts whose answers differ more"
+            warnings.warn(f"{what}, less than {bound:.2g}: {rule}", stacklevel=2)
         share = lambda x: (x - base) / (whole - base)  # noqa: E731
         streams, branches = programs.streams(config), programs.branches(config)
         return Patching(

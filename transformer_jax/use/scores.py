@@ -14,7 +14,7 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.models.places import Edit, edit_items
+from transformer_jax.models.places import Edit, edit_in_calls, edit_items
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
@@ -170,8 +170,15 @@ def _score_ids(
     if stride > longest:
         name = "max_len" if read.size is None else "window"
         raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
-    rows, nats, count = windows(ids, first, longest, stride), list[float](), 0
-    while part := [*islice(rows, 1 if edit else read.batch_size)]:  # an edit may be of one row
+    rows, nats, count = windows(ids, first, longest, stride, exactly=bool(edit)), list[float](), 0
+    if edit:  # it sees one row, no padding, and how many tokens come before a window
+        read_after = range(-(-max(0, len(ids) - 1 - longest) // stride), -1, -1)
+        for before, row in zip(read_after, [*rows][::-1], strict=False):
+            told = edit
+            if len(read_after) > 1:
+                told = edit_in_calls(edit, part=True, first=before * stride)
+            nats = _nats(model, row, told) + nats
+    while part := [*islice(rows, read.batch_size)]:
         count = count or len(part)
         nats += _nats(model, _stacked(part, count), edit)
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
@@ -199,13 +206,19 @@ def windows(
     first: int,
     longest: int,
     stride: int,
+    *,
+    exactly: bool = False,
 ) -> Iterator[Batch]:
-    """Yield rows [1, T] of at most `longest` tokens in which each label from `first` on is once."""
+    """Yield rows [1, T] of at most `longest` tokens in which each label from `first` on is once.
+
+    They are padded to one length, unless they are to have `exactly` the tokens that are read.
+    """
     tokens, labels = ids[:-1], ids[1:].copy()
     labels[: first - 1] = IGNORE
     length, done = min(longest, bucket(len(tokens))), 0
     for start in range(0, len(tokens), stride):
         end = min(start + longest, len(tokens))
+        length = end - start if exactly else length
         row, here = np.zeros(length, np.int32), np.full(length, IGNORE, np.int32)
         row[: end - start], here[done - start : end - start] = tokens[start:end], labels[done:end]
         if (here != IGNORE).any():

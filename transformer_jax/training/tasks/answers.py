@@ -20,7 +20,7 @@ from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor, never
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.models.places import NO_EDIT, Edit, split_edit
+from transformer_jax.models.places import NO_EDIT, Edit, edit_in_calls, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -158,7 +158,11 @@ def _start(
     stop: tuple[int, ...] = ()
     built: Any = build(model)  # one that writes: `make_step` refuses the others
     of_source, edit = split_edit(model, edit)
-    step: Any = make_step(built, edit=edit)
+    if of_source:  # it sees no padding that all rows have, and no other sources
+        tokens, valid = (x[:, : lengths.max()] for x in (tokens, valid))
+        padded = len(set(lengths.tolist())) > 1
+        of_source = edit_in_calls(of_source, apart=len(rows) > 1, padded=padded)
+    step: Any = make_step(built, edit=edit).told(apart=True)  # rows are filled up
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)

@@ -153,7 +153,7 @@ def label_texts(
     pairs = [Pair(labels[0], text, f"text {n + 1}") for n, text in enumerate(texts)]
     examples = [class_example(config, tokenizers, pair) for pair in pairs]
     found: list[tuple[str, float]] = []
-    size = config.batch_size
+    size = 1 if edit else config.batch_size
     longest = max(len(example.tokens) for example in examples)
     for start in range(0, len(examples), size):
         part = examples[start : start + size]
@@ -161,6 +161,8 @@ def label_texts(
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
+        if edit:  # it sees neither padding nor rows that are none
+            batch = Batch(part[0].tokens[None], part[0].labels[None])
         given = config.model, params, batch, columns if names else None
         logits = _class_logits(*given, edit_items(edit))
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:

@@ -1,0 +1,262 @@
+"""Find out whether a function treats every index of an axis alike and by itself.
+
+Along such an axis a function of a long array is that of its parts, which is what an edit of tokens
+must be where a model reads some tokens at a time. The answer is read off the function's jaxpr:
+False means that it is not known to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+Constant = frozenset[int]
+"""The axes along which an array that does not depend on the value is the same everywhere."""
+State = int | Constant
+"""The axis of a value along which each index depends on its own alone, or a constant."""
+
+ELEMENTWISE = set(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
+    ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg
+    nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
+    xor""".split()
+)
+REDUCE = set(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
+)
+ALONG = set("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
+
+
+class _Mixed(Exception):
+    """Say that an index may depend on others."""
+
+
+def is_wise(
+    function: Callable[..., Any], values: Sequence[jax.ShapeDtypeStruct], axis: int, size: int
+) -> bool:
+    """Return whether a function of arrays is known to treat the indices of an axis by themselves.
+
+    Args:
+        function: of arrays to one array of the shape of the first.
+        values: the first has the axis `axis`; of others, which say something of each row and token
+            [B, T], it is axis 1, or 0 where `axis` is 0.
+        axis: of the first array.
+        size: that the axis is traced with.
+    """
+    own = [axis, *(min(axis, 1) for _ in values[1:])]
+    shapes = [
+        jax.ShapeDtypeStruct((*x.shape[:k], size, *x.shape[k + 1 :]), x.dtype)
+        for x, k in zip(values, own, strict=True)
+    ]
+    try:
+        closed = jax.make_jaxpr(function)(*shapes)
+    except Exception:  # it is not defined for as many
+        return False
+    if [x.shape for x in closed.out_avals] != [shapes[0].shape]:
+        return False
+    try:
+        (found,) = _outputs(closed.jaxpr, [_constant(c) for c in closed.consts], own)
+    except _Mixed:
+        return False
+    return found == axis if isinstance(found, int) else axis in found
+
+
+def _constant(x: Any) -> Constant:
+    return frozenset(i for i, size in enumerate(jnp.shape(x)) if size == 1)
+
+
+def _outputs(jaxpr: Jaxpr, consts: Sequence[State], given: Sequence[State]) -> list[State]:
+    states: dict[Var, State] = {}
+    states.update(zip(jaxpr.constvars, consts, strict=True))
+    states.update(zip(jaxpr.invars, given, strict=True))
+
+    def state(x: Any) -> State:
+        return _constant(x.val) if isinstance(x, Literal) else states[x]
+
+    for eqn in jaxpr.eqns:
+        inputs = [state(x) for x in eqn.invars]
+        found = _equation(eqn, inputs)
+        for var, one in zip(eqn.outvars, found, strict=True):
+            if not isinstance(one, int):
+                one = one | _constant(var.aval)
+            states[var] = one
+    return [state(x) for x in jaxpr.outvars]
+
+
+def _equation(eqn: Any, inputs: list[State]) -> list[State]:
+    """Return the states of what one equation gives; raise _Mixed where it is not known."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [jnp.shape(x.aval) for x in eqn.invars]
+    outs = [x.aval.shape for x in eqn.outvars]
+    inner = next((params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in params), None)
+    if inner is not None and name not in ("scan", "while", "cond"):
+        closed = isinstance(inner, ClosedJaxpr)
+        consts = [_constant(c) for c in inner.consts] if closed else []
+        return _outputs(inner.jaxpr if closed else inner, consts, inputs)
+    along = {k for k in inputs if isinstance(k, int)}
+    if name in ELEMENTWISE:
+        if not along:
+            even = [s for s, shape in zip(inputs, shapes, strict=True) if shape]
+            whole = frozenset(range(len(outs[0])))
+            return [whole.intersection(*even) if even else whole]
+        (k,) = along if len(along) == 1 else (_mixed(),)
+        for one, shape in zip(inputs, shapes, strict=True):
+            if shape and not isinstance(one, int) and k not in one:
+                _mixed()
+        return [k]
+    if name == "iota":
+        return [frozenset(range(len(outs[0]))) - {params["dimension"]}]
+    first, shape = (inputs[0], shapes[0]) if inputs else (frozenset(), ())
+    moved = _moved_axes(name, params, shape, outs[0])
+    if moved is not None:
+        if isinstance(first, int) and along == {first}:
+            even = all(
+                isinstance(x, int) or first in x or not s
+                for x, s in zip(inputs, shapes, strict=True)
+            )
+            return [_known(moved(first)) if even else _mixed()] * len(outs)
+        if not along:
+            kept = {moved(i) for i in first} - {None}
+            fresh = set(range(len(outs[0]))) - {moved(i) for i in range(len(shape))}
+            return [frozenset(kept | (fresh if name == "broadcast_in_dim" else set()))] * len(outs)
+    if not along:
+        return [frozenset()] * len(outs)
+    if name == "dot_general":
+        return [_of_product(params["dimension_numbers"], inputs, shapes)]
+    if name.startswith("scatter"):
+        return [_of_scatter(params["dimension_numbers"], inputs, shapes)]
+    (k,) = along if len(along) == 1 else (_mixed(),)
+    fits = [x == k or (not isinstance(x, int) and k in x) for x in inputs]
+    if name in ("concatenate", "sort") and k != params["dimension"] and all(fits):
+        return [k] * len(outs)
+    if name == "dynamic_update_slice" and all(fits[:2]) and shapes[1][k] == shapes[0][k]:
+        return [k] if not any(isinstance(x, int) for x in inputs[2:]) else _mixed()
+    if name == "gather":
+        return [_of_gather(params, inputs, shapes, outs[0])]
+    return _mixed()
+
+
+def _mixed() -> Any:
+    raise _Mixed
+
+
+def _known(axis: int | None) -> int:
+    return _mixed() if axis is None else axis
+
+
+def _moved_axes(
+    name: str, params: Any, shape: tuple[int, ...], out: tuple[int, ...]
+) -> Callable[[int], int | None] | None:
+    """Return where an axis of the first operand is afterwards, None where it is mixed or gone."""
+    if name in REDUCE:
+        gone = params["axes"]
+        return lambda k: None if k in gone else k - sum(i < k for i in gone)
+    if name in ALONG:
+        over = params.get("dimensions", (params.get("axis", params.get("dimension")),))
+        return lambda k: None if k in over else k
+    if name == "broadcast_in_dim":
+        to = params["broadcast_dimensions"]
+        return lambda k: to[k]
+    if name == "transpose":
+        return lambda k: params["permutation"].index(k)
+    if name == "stack":
+        return lambda k: k + (params["axis"] <= k)
+    if name == "squeeze":
+        gone = params["dimensions"]
+        return lambda k: None if k in gone else k - sum(i < k for i in gone)
+    if name == "reshape":
+
+        def reshaped(k: int) -> int | None:
+            before = 1
+            for n in shape[:k]:
+                before *= n
+            product = 1
+            for j, n in enumerate(out):
+                if product == before and n == shape[k]:
+                    return j
+                product *= n
+            return None
+
+        return reshaped if params["dimensions"] is None else None
+    if name == "slice":
+        ends, steps = params["limit_indices"], params["strides"] or (1,) * len(shape)
+        return lambda k: k if ends[k] == out[k] == shape[k] and steps[k] == 1 else None
+    if name == "dynamic_slice":
+        return lambda k: k if out[k] == shape[k] else None
+    if name == "pad":
+        return lambda k: k if tuple(params["padding_config"][k]) == (0, 0, 0) else None
+    if name == "split":
+        return lambda k: None if k == params["axis"] else k
+    return None
+
+
+def _of_product(numbers: Any, inputs: list[State], shapes: list[tuple[int, ...]]) -> int:
+    contracted, batched = numbers
+    found = set()
+    for side, k in enumerate(inputs):
+        if not isinstance(k, int):
+            continue
+        if k in contracted[side]:
+            _mixed()
+        if k in batched[side]:
+            at = batched[side].index(k)
+            other, theirs = inputs[1 - side], batched[1 - side][at]
+            if other != theirs and (isinstance(other, int) or theirs not in other):
+                _mixed()
+            found.add(at)
+            continue
+        if isinstance(inputs[1 - side], int):
+            _mixed()
+        taken = {*contracted[side], *batched[side]}
+        at = len(batched[0]) + sum(i not in taken for i in range(k))
+        if side:
+            at += len(shapes[0]) - len(contracted[0]) - len(batched[0])
+        found.add(at)
+    (axis,) = found if len(found) == 1 else (_mixed(),)
+    return axis
+
+
+def _of_gather(
+    params: Any, inputs: list[State], shapes: list[tuple[int, ...]], out: tuple[int, ...]
+) -> int:
+    numbers, (operand, indices) = params["dimension_numbers"], inputs
+    batching = getattr(numbers, "operand_batching_dims", ())
+    gone = {*numbers.collapsed_slice_dims, *batching}
+    if isinstance(operand, int) and not isinstance(indices, int):
+        whole = params["slice_sizes"][operand] == shapes[0][operand]
+        if operand in gone or operand in numbers.start_index_map or not whole:
+            _mixed()
+        return numbers.offset_dims[sum(i not in gone for i in range(operand))]
+    if isinstance(indices, int) and not isinstance(operand, int) and not batching:
+        if indices == len(shapes[1]) - 1:
+            _mixed()
+        places = [i for i in range(len(out)) if i not in numbers.offset_dims]
+        return places[indices]
+    return _mixed()
+
+
+def _of_scatter(numbers: Any, inputs: list[State], shapes: list[tuple[int, ...]]) -> int:
+    operand, indices, updates = inputs
+    gone = {*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ())}
+    kept = [i for i in range(len(shapes[0])) if i not in gone]
+    k = operand if isinstance(operand, int) else None
+    if isinstance(updates, int):
+        if updates not in numbers.update_window_dims:
+            _mixed()
+        own = kept[numbers.update_window_dims.index(updates)]
+        k = own if k in (None, own) else _mixed()
+    if k is None or isinstance(indices, int) or k not in kept:
+        _mixed()
+    assert k is not None
+    at = numbers.update_window_dims[kept.index(k)]
+    whole = shapes[2][at] == shapes[0][k] and k not in numbers.scatter_dims_to_operand_dims
+    for one, axis in (operand, k), (updates, at):
+        if not isinstance(one, int) and axis not in one:
+            _mixed()
+    return k if whole else _mixed()
