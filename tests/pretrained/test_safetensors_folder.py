@@ -594,7 +594,7 @@ def test_longest_header_is_the_format_s(tmp_path):
     with pytest.raises(CheckpointError, match="header of 100000001 bytes: at most 100000000 are"):
         open_folder(tmp_path)
     assert path.unlink() is None
-    with pytest.raises(safetensors.SafetensorError, match="[Hh]eader"):  # nor does the library
+    with pytest.raises(safetensors.SafetensorError, match=r"[Hh]eader"):  # nor does the library
         path.write_bytes(struct.pack("<Q", HEADER_LIMIT + 1) + b"{")
         safetensors.safe_open(path, "numpy")
 

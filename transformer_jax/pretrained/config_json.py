@@ -60,7 +60,7 @@ def read_keys(
     """Return the config, and the keys with a record of which of them were read."""
     family, names = family_of(content, where), frozenset(tensors)
     counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
-    keys = ConfigKeys(content, where, len(names) or None, counting)
+    keys = ConfigKeys(content, where, len(names) or None, counting, family.name)
     architectures = keys.take("architectures", None)
     keys.ignore("architectures")
     for name in architectures if isinstance(architectures, list) else ():

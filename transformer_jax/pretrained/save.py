@@ -20,7 +20,8 @@ from transformer_jax.pretrained.config_json import (
     written_family,
 )
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
-from transformer_jax.pretrained.families.table import IGNORED_KEYS, JsonObject, joined
+from transformer_jax.pretrained.families.other_keys import other_keys
+from transformer_jax.pretrained.families.table import JsonObject, joined
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     SHARD_BYTES,
@@ -116,8 +117,8 @@ def save_pretrained(
     kept: JsonObject = {}
     if original is not None:
         kept, written = original.merged(written)
-    for name in IGNORED_KEYS & kept.keys() & written.keys():  # these say nothing of the config
-        written.pop(name)
+    for name in other_keys(chosen.name).keys() & kept.keys() & written.keys():
+        written.pop(name)  # which says nothing of the config
     name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
     written[name] = np.dtype(given["embed/tokens"].dtype).name
     kept.pop(other, None)  # one of them, as newer or older files call it

@@ -104,9 +104,6 @@ def llama_table(
 
 def _read_llama(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys)
-    keys.require("pretraining_tp", 1)
-    keys.require("rope_interleaved", False)
-    keys.ignore("is_llama_config", "transformers.js_config")
     attention_bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
     fields |= dict(use_bias=attention_bias)
     if mlp_bias != attention_bias:
@@ -130,7 +127,6 @@ _SMOL_BASE, _SMOL_EVERY = 2_000_000.0, 4
 def _read_smollm3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 4, tied=True) | dict(use_bias=keys.flag("attention_bias", False))
     layers = fields["num_layers"]
-    keys.ignore("pretraining_tp", "max_window_layers")  # transformers reads neither
     if (mlp_bias := keys.flag("mlp_bias", False)) != fields["use_bias"]:
         fields |= dict(ff_bias=mlp_bias)
     every = keys.integer("no_rope_layer_interval", _SMOL_EVERY)
@@ -208,7 +204,6 @@ def _write_qwen(config: ModelConfig) -> JsonObject:
 
 def _read_qwen2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 32)
-    keys.require("use_mrope", False)
     window = _qwen_window(keys, fields)
     rope = read_rope(keys, fields)
     return ModelConfig(**fields, positions=rope, qkv_bias=True, window=window)
@@ -250,8 +245,6 @@ def _read_gemma(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 
 def _gemma(keys: ConfigKeys, kv_heads: int, activation: str) -> Fields:
     fields = read_common(keys, kv_heads, "gelu_pytorch_tanh", activation, tied=True)
-    keys.require("attention_bias", False)
-    keys.require("use_bidirectional_attention", None, False)
     if fields["head_dim"] is None:
         fields["head_dim"] = 256
     return fields | dict(norm_unit_offset=True, scale_embeddings=True)
@@ -276,7 +269,6 @@ def _read_gemma2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     types = layer_types(keys, fields["num_layers"]) or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
     ]
-    keys.ignore("cache_implementation", "sliding_window_size")
     window = window_pattern(types, keys.integer("sliding_window", 4096))
     rope = read_rope(keys, fields)
     return ModelConfig(**fields, positions=rope, window=window)
@@ -285,7 +277,6 @@ def _read_gemma2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 def _capped(keys: ConfigKeys, scores: float | None, logits: float | None) -> Fields:
     """Read what Gemma 2 and 3 add: soft caps, a scale of the scores, norms around branches."""
     fields = _gemma(keys, 4, "hidden_activation")
-    keys.ignore("hidden_act")  # transformers reads hidden_activation only
     scale = float(keys.positive("query_pre_attn_scalar", 256)) ** -0.5
 
     def cap(name: str, default: float | None) -> float | None:
@@ -320,11 +311,9 @@ def _write_gemma2(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("attn_logit_softcapping", None)  # transformers ignores this key
     fields = _capped(keys, None, None) | dict(qk_norm=True)
     layers = fields["num_layers"]
     every = keys.integer("sliding_window_pattern", 6)
-    keys.ignore("cache_implementation")
     types = layer_types(keys, layers)
     if types is None:
         keys.require("_sliding_window_pattern", every)
@@ -369,11 +358,6 @@ def _phi3_table(config: ModelConfig) -> list[TensorMapping]:
 
 def _read_phi3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, eps=1e-5)
-    keys.require("attention_bias", False)
-    keys.require("mlp_bias", False)
-    keys.require("lm_head_bias", False)
-    # the code that auto_map names is not run: transformers has its own under this model_type
-    keys.ignore("auto_map", "full_attn_mod", "interpolate_factor")
     keys.rate("embd_pdrop", 0.0)  # transformers does not use it
     fields |= dict(dropout=keys.rate("resid_pdrop", 0.0))
     window = keys.optional_integer("sliding_window", None)
