@@ -16,10 +16,12 @@ pytest.importorskip("transformers")
 
 from tests.support.drawn import drawn
 from tests.support.published import LOGITS, apply, torch, transformers
+from transformer_jax.cli.convert import tokenizer_files
 from transformer_jax.config import ConfigError, ModelConfig, Rope
-from transformer_jax.pretrained.config_json import read_config
+from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
-from transformer_jax.pretrained.save import save_pretrained
+from transformer_jax.pretrained.save import check_tokenizer, save_pretrained
+from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -133,8 +135,32 @@ def test_transformers_reads_what_is_written(family, rng, tmp_path, caplog):
     assert all(value is None or value < VOCAB for value in ids.values()), ids
 
 
-def llama(**changes: Any) -> ModelConfig:
-    return dataclasses.replace(config_of("llama"), **changes)
+TEXTS = "don't  two\n\n", " a\tb\n", "12345 it's HÉLLO", "", "<s> x </s>", "e\u0301"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_the_ids_of_a_tokenizer_that_is_written(family, tmp_path):
+    """Of characters, bytes and a small BPE, and the texts come back; a qwen2 is refused."""
+    content = write_config(FAMILIES[family], config_of(family))
+    letters = "".join(sorted({*"".join(TEXTS)}))
+    trained = BPETokenizer.train("don't do it twice; it's HÉLLO 12345\n" * 3, 280)
+    for kind in (CharTokenizer(letters), ByteTokenizer(), trained):
+        for name, data in tokenizer_files(kind, kind.vocab_size)[0].items():
+            (tmp_path / name).write_bytes(data)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        definition = (tmp_path / "tokenizer.json").read_bytes()
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        got = [theirs(text).input_ids for text in TEXTS]
+        want = [kind.encode(text).tolist() for text in TEXTS]
+        if family == "qwen2":
+            assert got != want
+            with pytest.raises(ConfigError, match="write it as a llama"):
+                check_tokenizer(family, definition)
+            continue
+        check_tokenizer(family, definition)
+        assert got == want, type(kind)
+        assert [theirs.decode(ids) for ids in got] == [*TEXTS]
 
 
 STRETCHED = dict(scaling="yarn", factor=4.0, original_len=12)

@@ -247,6 +247,7 @@ def tokenizer_files(
             note = "tokenizer.json: that of the model the run began with"
         case BPETokenizer() as own:
             definition, note = json.loads(own.definition), "tokenizer.json: the run's BPE"
+            definition["decoder"] = _byte_definition()["decoder"]
         case ByteTokenizer():
             definition = _byte_definition()
             note = "tokenizer.json: one token a byte, as a BPE without merges"
