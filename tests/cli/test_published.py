@@ -15,10 +15,10 @@ import train
 from tests.decoding.test_decode import parameters
 from transformer_jax import build, init_params
 from transformer_jax.cli import generate as cli_generate
+from transformer_jax.cli.convert import _written_as, tokenizer_files
 from transformer_jax.cli.convert import main as convert
-from transformer_jax.cli.convert import tokenizer_files
 from transformer_jax.cli.run_flags import configure, parse
-from transformer_jax.config import ConfigError, ModelConfig, fine_tuning
+from transformer_jax.config import ConfigError, Learned, ModelConfig, fine_tuning
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
@@ -486,6 +486,17 @@ def test_names_of_tokens_in_templates_are_written(published, tmp_path):
     again = load_tokenizer_folder(tmp_path / "m")
     chat = [{"role": "user", "content": "hi"}]
     assert again.chat(chat) == tokenizer.chat(chat) == "<s>hi"
+
+
+def test_sides_that_share_a_table_beside_an_own_output_are_not_converted():
+    """Transformers has a table on each side then, which such a folder does not."""
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11,
+        positions=Learned(offset=2), norm_order="post", embedding_norm=True, tie_embeddings=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
+        _written_as(config, None)
+    assert _written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
 
 
 @pytest.mark.slow

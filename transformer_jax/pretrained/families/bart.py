@@ -261,6 +261,7 @@ _family = partial(
     prefix="model.",
     ignored_tensors=("model.encoder.version", "model.decoder.version", SHARED),
     tied_copies=_copies,
+    shares_if_tied=True,
     head_tensors=("lm_head.*", BIAS),
 )
 

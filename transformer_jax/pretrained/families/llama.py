@@ -170,6 +170,8 @@ def _read_mistral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 8)
     window = keys.optional_integer("sliding_window", 4096)
     types = layer_types(keys, fields["num_layers"])
+    if types is not None and fields["head_dim"] == fields["d_model"] // fields["num_heads"]:
+        fields["head_dim"] = None  # the usual one, which is written below
     rope = read_rope(keys, fields)
     pattern = window if types is None else window_pattern(types, window)
     return ModelConfig(**fields, positions=rope, window=pattern)
@@ -179,7 +181,9 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     mixed = len(set(config.windows)) > 1
     return dict(
         architectures=["MistralForCausalLM"],
-        **write_common(config),
+        **write_common(config)
+        # transformers makes a ministral of one that lists its layers, and needs its head_dim
+        | (dict(head_dim=config.key_dim) if mixed else {}),
         **(write_windows(config) if mixed else dict(sliding_window=config.windows[0])),
     )
 

@@ -269,6 +269,8 @@ class Family:
     where the rotation is stretched."""
     divides_width: bool = False
     """Whether transformers needs d_model to be divisible by num_heads, whatever head_dim is."""
+    shares_if_tied: bool = False
+    """Whether encoder and decoder share a table in transformers only if the output does, too."""
     needed_ids: tuple[str, ...] = ()
     """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
     joined_experts: bool = False
