@@ -39,7 +39,9 @@ VALUE_LIMIT = 2**17
 """Values in a JSON, which take up to a hundred times their bytes, unless more are allowed."""
 
 _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
-_MARKS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)  # strings: to skip them
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_CHUNK = re.compile(rb'(?:[^"]++|%b){1,4096}+' % _STRING.pattern, re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_path(name: str, value: object) -> None:
@@ -147,16 +149,13 @@ class Untrusted:
     def _check_limits(self, data: bytes, where: str, limit: int) -> None:
         """Before the parser runs, whose own limits are the interpreter's stack and the memory."""
         depth = values = 0
-        for match in _MARKS.finditer(data):
-            mark = match[0]
-            if mark in b"[{,":
-                values += 1
-            if mark in b"[{":
-                depth += 1
-            elif mark in b"]}":
-                depth -= 1
-            if depth > DEPTH_LIMIT:
-                raise self.error(f"{where}: nested deeper than {DEPTH_LIMIT}")
+        for chunk in _CHUNK.finditer(data):  # in chunks, for what has no strings is a copy
+            bare = _STRING.sub(b"", chunk[0])
+            for mark in bare.translate(None, _NO_BRACKETS)[: 2 * limit]:
+                depth += 1 if mark in b"[{" else -1
+                if depth > DEPTH_LIMIT:
+                    raise self.error(f"{where}: nested deeper than {DEPTH_LIMIT}")
+            values += sum(map(bare.count, (b"[", b"{", b",")))
             if values > limit:
                 raise self.error(f"{where}: has more than {limit} values")
 

@@ -814,11 +814,11 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/pretrained/families/albert.py",
+        "transformer_jax/pretrained/families/other_keys.py",
         (
             "an albert of several groups is read as one of one",
-            '    keys.require("num_hidden_groups", 1)',
-            '    keys.ignore("num_hidden_groups")',
+            "dict(num_hidden_groups=[1], inner_group_num=[1])",
+            "dict(num_hidden_groups=[1, 2], inner_group_num=[1])",
             "pretrained/test_encoder_folders.py"
             "::test_what_would_change_the_numbers_is_refused_by_name",
         ),

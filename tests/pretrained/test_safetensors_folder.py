@@ -29,8 +29,8 @@ from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     CONFIG_LIMIT,
+    HEADER_LIMIT,
     INDEX,
-    JSON_LIMIT,
     SINGLE,
     TensorInfo,
     open_folder,
@@ -160,7 +160,6 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path):
         ({"a": {1, 2}}, [("a", one)], "config.json: cannot be written"),
         ({"a": float("nan")}, [("a", one)], "config.json: cannot be written"),
         ({"a": "x" * CONFIG_LIMIT}, [("a", one)], r"config\.json: has \d+ bytes"),
-        ({}, [("a" * JSON_LIMIT, one)], r"a header of \d+ bytes"),
     ]
     for config, tensors, message in cases:
         with pytest.raises(CheckpointError, match=message):
@@ -585,9 +584,41 @@ def test_an_index_and_its_files_agree(tmp_path):
         with pytest.raises(CheckpointError, match=r"index\.json: "):
             open_folder(tmp_path / "m")
     with open(tmp_path / "m" / INDEX, "wb") as stream:
-        stream.truncate(JSON_LIMIT + 1)
-    with pytest.raises(CheckpointError, match=r"index\.json: has 2097153 bytes"):
+        stream.truncate(HEADER_LIMIT + 1)
+    with pytest.raises(CheckpointError, match=r"index\.json: has 100000001 bytes"):
         open_folder(tmp_path / "m")
+
+
+def test_longest_header_is_the_format_s(tmp_path):
+    path = lay(tmp_path, struct.pack("<Q", HEADER_LIMIT + 1) + b"{") / SINGLE
+    with open(path, "r+b") as stream:
+        stream.truncate(HEADER_LIMIT + 9)
+    with pytest.raises(CheckpointError, match="header of 100000001 bytes: at most 100000000 are"):
+        open_folder(tmp_path)
+    assert path.unlink() is None
+    with pytest.raises(safetensors.SafetensorError, match=r"[Hh]eader"):  # nor does the library
+        path.write_bytes(struct.pack("<Q", HEADER_LIMIT + 1) + b"{")
+        safetensors.safe_open(path, "numpy")
+
+
+@pytest.mark.slow
+def test_index_and_header_of_the_largest_experts_are_read(tmp_path):
+    """The names of Qwen3-235B-A22B in an index, and one file with those of 48 layers of it."""
+    layers = [
+        f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight"
+        for i in range(94) for e in range(128) for name in ("gate", "up", "down")
+    ]  # fmt: skip
+    others = [f"model.layers.{i}.self_attn.{n}.weight" for i in range(94) for n in range(9)]
+    names = [*layers, *others, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert len(names) == 36_945
+    held = {name: entry("BF16", [1, 1], 2 * i, 2 * i + 2) for i, name in enumerate(names)}
+    file = "model-00001-of-00118.safetensors"
+    content = {file: raw(held, bytes(2 * len(names)))}
+    folder = sharded(tmp_path / "m", content, dict.fromkeys(names, file))
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+    assert (folder / INDEX).stat().st_size > 2**21 < len(content[file])
+    assert list(open_folder(folder).tensors) == names
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
-from transformer_jax.pretrained.safetensors_folder import JSON_LIMIT, SINGLE, open_folder
+from transformer_jax.pretrained.safetensors_folder import SINGLE, open_folder
 
 SIZES = {"F32": 4, "BF16": 2, "U8": 1, "I64": 8, "BOOL": 1}
 
@@ -65,8 +65,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "length 2^64-1": (raw(b"{}", length=2**64 - 1), TOO_LARGE),
     "length one more": (raw(b"{}", length=3), TOO_LARGE),
     "length of the format's cap": (raw(b"{}", length=10**8), TOO_LARGE),
-    "header above the limit": (raw(b"{}".ljust(JSON_LIMIT + 1)), "at most 2097152 are read"),
-    "header of 99 MB": (raw(b"{}".ljust(99_000_000)), "at most 2097152 are read"),
     "header cut short": (GOOD[:40], TOO_LARGE),
     "data cut short": (GOOD[:-1], "'a': ends with byte 8, the file with 7"),
     "no data": (GOOD[:-8], "'a': ends with byte 8, the file with 0"),
@@ -78,8 +76,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "space before": (raw(b" {}"), NO),
     "nested lists": (raw(b'{"a":' + b"[" * 100_000), "nested deeper than 64"),
     "nested objects": (raw(b'{"a":' * 100_000), "nested deeper than 64"),
-    "many values": (raw(b'{"a":[' + b"0," * 200_000 + b"0]}"), "more than 131072 values"),
-    "many commas": (raw(b'{"a":[' + b'"",,' * 200_000), "more than 131072 values"),
+    "many values": (raw(b'{"a":[' + b"0," * 2**20 + b"0]}"), "more than 1048576 values"),
+    "many commas": (raw(b'{"a":[' + b'"",,' * 2**20), "more than 1048576 values"),
     "name twice": (raw(b"{" + text("a") + b"," + text("a") + b"}", EIGHT), "'a' is there twice"),
     "name twice, spelled apart": (
         raw(b"{" + text("a") + b"," + text("\\u0061") + b"}", EIGHT),

@@ -45,13 +45,16 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 CONFIG_LIMIT = 2**20
-"""Largest config.json that is read, in bytes."""
-JSON_LIMIT = 2**21
-"""Largest other JSON or header of a safetensors file, in bytes: some 15,000 tensors."""
+"""Largest config.json that is read, in bytes, and largest other JSON but the index."""
+HEADER_LIMIT = 10**8
+"""Largest header of a safetensors file, in bytes, as the format says; an index is no longer."""
+HEADER_VALUES = 2**20
+"""Most values in a header or an index, those of 130,000 tensors and of a million names."""
 RANK_LIMIT = 32
 """Most axes of a tensor."""
 SHARD_BYTES = 5 * 10**9
-"""Largest file that is written, in bytes; the default of Hugging Face's libraries."""
+"""Largest file that is written, in bytes: the default of huggingface_hub; that of transformers 5 is
+ten times as large."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -130,7 +133,7 @@ class WeightFolder:
         path = self.file(name)
         if path is None:
             return None
-        content = _FILES.json(_FILES.content(path, JSON_LIMIT), str(path))
+        content = _FILES.json(_FILES.content(path, CONFIG_LIMIT), str(path))
         if not isinstance(content, dict | list):
             raise CheckpointError(f"{path}: must be an object or a list")
         return content
@@ -267,7 +270,7 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
         hint = "; pytorch_model.bin is a pickle, which is never read" if pickles else ""
         raise CheckpointError(f"{folder}: there is no {SINGLE} and no {INDEX}{hint}")
     path = _FILES.inside(folder, INDEX)
-    index = _FILES.json(_FILES.content(path, JSON_LIMIT), str(path))
+    index = _FILES.json(_FILES.content(path, HEADER_LIMIT), str(path), HEADER_VALUES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files")
@@ -310,12 +313,12 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
                 f"{path}: cut short, or not a safetensors file: "
                 f"a header of {length} bytes in a file of {size}"
             )
-        if length > JSON_LIMIT:
+        if length > HEADER_LIMIT:
             raise CheckpointError(
-                f"{path}: a header of {length} bytes: at most {JSON_LIMIT} are read"
+                f"{path}: a header of {length} bytes: at most {HEADER_LIMIT} are read"
             )
         stream.seek(8)
-        content = _FILES.json(stream.read(length), f"{path}: header")
+        content = _FILES.json(stream.read(length), f"{path}: header", HEADER_VALUES)
     assert isinstance(content, dict)  # it begins as one
     content.pop("__metadata__", None)
     room = size - 8 - length

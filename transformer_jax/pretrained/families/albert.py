@@ -59,10 +59,6 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    keys.require("num_hidden_groups", 1)
-    keys.require("inner_group_num", 1)
-    keys.ignore("classifier_dropout_prob", "down_scale_factor", "gap_size", "layers_to_keep")
-    keys.ignore("net_structure_type", "num_memory_blocks")
     masked, pooler = "predictions.dense.weight" in names, f"{POOLER}.weight"
     of: ClassesOf | None = "text" if masked and f"{SECOND}.weight" in names else None
     if not masked:

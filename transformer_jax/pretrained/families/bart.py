@@ -116,18 +116,10 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
 
 def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder, m2m: bool = False) -> Fields:
     """Read the fields of ModelConfig that all these families have; some defaults differ."""
-    keys.require("is_encoder_decoder", True)
-    keys.require("normalize_before", order == "pre")
-    keys.require("add_final_layer_norm", order == "pre")
-    keys.require("add_bias_logits", False, True)  # the bias is there either way
-    keys.ignore("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
-    keys.ignore("classif_dropout", "classifier_dropout", "init_std")
-    layers = keys.integer("encoder_layers", 12)
-    keys.require("num_hidden_layers", layers)  # a second name of encoder_layers
     return dict(
         kind="encoder-decoder",
         d_model=keys.integer("d_model", 1024),
-        num_layers=layers,
+        num_layers=keys.integer("encoder_layers", 12),
         num_decoder_layers=keys.integer("decoder_layers", 12),
         num_heads=_shared_size(keys, "attention_heads", 16),
         d_ff=_shared_size(keys, "ffn_dim", 4096),
@@ -174,11 +166,6 @@ def _write_common(config: ModelConfig) -> JsonObject:
 def _read(keys: ConfigKeys, names: frozenset[str], order: NormOrder, learned: bool) -> ModelConfig:
     """Read one vocabulary: with learned positions and a norm of embeddings, or with sinusoids."""
     fields = _common(keys, names, order)
-    keys.require("normalize_embedding", learned)
-    keys.require("static_position_embeddings", not learned)
-    if learned:
-        keys.require("extra_pos_embeddings", 2)
-    keys.ignore("extra_pos_embeddings", "force_bos_token_to_be_generated")
     vocab = keys.integer("vocab_size", 50265)
     return ModelConfig(
         vocab_size=vocab,
@@ -200,8 +187,6 @@ def _write(config: ModelConfig, model: str) -> JsonObject:
 
 def _read_m2m100(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names, "pre", m2m=True)
-    keys.require("normalize_embedding", False)
-    keys.require("static_position_embeddings", True)
     if (width := fields["d_model"]) < 4:
         keys.fail("d_model", width, "must be at least 4")
     vocab = keys.integer("vocab_size", 128112)
@@ -226,9 +211,6 @@ def _write_m2m100(config: ModelConfig) -> JsonObject:
 
 def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = _common(keys, names, "post")
-    keys.require("normalize_embedding", False)
-    keys.require("static_position_embeddings", True)
-    keys.ignore("extra_pos_embeddings", "save_step")
     source = keys.integer("vocab_size", 58101)
     target = keys.optional_integer("decoder_vocab_size", None) or source
     shared = keys.flag("share_encoder_decoder_embeddings", True)
@@ -253,7 +235,6 @@ def _write_marian(config: ModelConfig) -> JsonObject:
         decoder_vocab_size=config.vocab_size,
         static_position_embeddings=True,
         normalize_embedding=False,
-        pad_token_id=None,  # the default of transformers is outside most vocabularies
         **keys,
     )
 
@@ -280,6 +261,7 @@ _family = partial(
     prefix="model.",
     ignored_tensors=("model.encoder.version", "model.decoder.version", SHARED),
     tied_copies=_copies,
+    shares_if_tied=True,
     head_tensors=("lm_head.*", BIAS),
 )
 
@@ -305,4 +287,10 @@ PEGASUS = _family(
     computed_tensors=_sinusoids_in("weight"),
 )
 M2M100 = _family("m2m_100", _read_m2m100, _write_m2m100, computed_tensors=_sinusoids_in("weights"))
-MARIAN = _family("marian", _read_marian, _write_marian, computed_tensors=_sinusoids_in("weight"))
+MARIAN = _family(
+    "marian",
+    _read_marian,
+    _write_marian,
+    needed_ids=("decoder_start_token_id",),
+    computed_tensors=_sinusoids_in("weight"),
+)

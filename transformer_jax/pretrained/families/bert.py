@@ -138,9 +138,6 @@ def bert_sizes(
 
     `said` gives the name that a key has in this config.json.
     """
-    keys.require("position_embedding_type", "absolute")
-    keys.ignore("classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_fc_layers")
-    keys.ignore("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type")
     return dict(
         d_model=keys.integer(said("hidden_size"), width),
         num_layers=keys.integer(said("num_hidden_layers"), 12),
@@ -335,8 +332,6 @@ def _mpnet_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_mpnet(keys: ConfigKeys, names: Names) -> ModelConfig:
-    keys.require("relative_attention_num_buckets", BUCKETS)  # transformers counts so many always
-    keys.require("pad_token_id", 1)  # and this is what it counts positions from
     config = _read_roberta(keys, names, vocab_size=30527, prefix="mpnet")
     positions = Learned(offset=_offset(config), buckets=BUCKETS)
     return replace(config, type_vocab_size=None, positions=positions)
@@ -392,9 +387,6 @@ def _distilbert_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_distilbert(keys: ConfigKeys, names: Names) -> ModelConfig:
-    keys.require("tie_weights_", True)
-    keys.ignore("sinusoidal_pos_embds")  # how the table was initialised
-    keys.ignore("qa_dropout", "seq_classif_dropout")
     of = classes_of(keys, "classifier.weight", "pre_classifier.weight", names)
     return post_norm_encoder(
         keys,

@@ -164,7 +164,7 @@ def _rope_keys(keys: ConfigKeys, layer: str | None) -> ConfigKeys:
         name, given = f"{name}.{layer}", given.get(layer)
     if given is not None and not isinstance(given, dict):
         keys.fail(name, given, "must be an object or null")
-    return ConfigKeys(given or {}, f"{keys.where}: {name}")
+    return ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
 
 
 def _scaling_kind(inner: ConfigKeys) -> RopeScaling | None:

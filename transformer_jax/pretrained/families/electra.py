@@ -46,7 +46,6 @@ def _says_replaced(config: ModelConfig) -> bool:
 
 
 def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    keys.ignore("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
     masked, replaced = (
         f"{GENERATOR}.dense.weight" in names,
         f"{DISCRIMINATOR}.dense.weight" in names,

@@ -53,8 +53,6 @@ def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[Ten
 def _read_mixtral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 8)
     fields["norm_eps"] = keys.positive("rms_norm_eps", 1e-5)
-    keys.require("router_jitter_noise", 0.0)
-    keys.ignore("output_router_logits")
     experts = Experts(
         count=keys.integer("num_local_experts", 8),
         top_k=keys.integer("num_experts_per_tok", 2),
@@ -87,8 +85,6 @@ def _read_olmoe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     )
     if fields["use_bias"]:
         fields |= dict(ff_bias=False)
-    keys.require("clip_qkv", None)
-    keys.ignore("output_router_logits")
     experts = Experts(
         count=keys.integer("num_experts", 64),
         top_k=keys.integer("num_experts_per_tok", 8),
@@ -115,15 +111,8 @@ def _write_olmoe(config: ModelConfig) -> JsonObject:
 def _read_qwen(keys: ConfigKeys, kv_heads: int, experts: Fields) -> tuple[Fields, Experts]:
     """Read what Qwen's models of experts have in common; every block has experts."""
     fields = read_common(keys, kv_heads) | dict(d_ff=None)
-    keys.ignore("intermediate_size", "output_router_logits", "sliding_window", "max_window_layers")
-    keys.require("decoder_sparse_step", 1)
-    keys.require("mlp_only_layers", [], None)
-    keys.require("use_sliding_window", False)
-    full = ["full_attention"] * fields["num_layers"]
-    keys.require("layer_types", None, full)
-    name = "num_local_experts" if keys.take("num_experts", None) is None else "num_experts"
     found = Experts(
-        count=keys.integer(name, experts["count"]),
+        count=keys.integer("num_experts", experts["count"]),
         top_k=keys.integer("num_experts_per_tok", experts["top_k"]),
         d_ff=keys.integer("moe_intermediate_size", experts["d_ff"]),
         normalize=keys.flag("norm_topk_prob", False),
@@ -204,9 +193,6 @@ def _read_gpt_oss(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 8, eps=1e-5)
     if fields["head_dim"] is None:
         fields["head_dim"] = 64
-    keys.require("hidden_act", "silu")  # but the gate is x sigmoid(1.702 x), whatever it says
-    keys.require("swiglu_alpha", 1.702)
-    keys.ignore("output_router_logits", "experts_per_token", "initial_context_length")
     fields |= dict(
         activation="quick_gelu",
         glu_limit=float(keys.positive("swiglu_limit", 7.0)),

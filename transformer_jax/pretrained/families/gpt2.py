@@ -54,11 +54,6 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("scale_attn_weights", True)
-    keys.require("scale_attn_by_inverse_layer_idx", False)
-    keys.require("reorder_and_upcast_attn", False, True)  # changes the precision only
-    keys.ignore("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
-    keys.ignore("summary_type", "summary_use_proj", "classifier_dropout")
     keys.rate("embd_pdrop", 0.1)  # read as resid_pdrop: a ModelConfig has one rate for both
     return ModelConfig(
         vocab_size=keys.integer("vocab_size", 50257),

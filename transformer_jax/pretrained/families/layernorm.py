@@ -82,9 +82,6 @@ def _starcoder_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_starcoder(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("mlp_type", "default")
-    keys.require("norm_type", "layer_norm")
-    keys.ignore("activation_function", "layer_norm_epsilon")  # transformers reads other names
     keys.rate("embedding_dropout", 0.0)  # read as residual_dropout, as of GPT-2
     fields = _read_sizes(keys, 2) | dict(
         norm_eps=keys.positive("norm_epsilon", 1e-5),
@@ -186,9 +183,6 @@ def _opt_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_opt(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("_remove_final_layer_norm", False)
-    keys.require("layer_norm_elementwise_affine", True)
-    keys.ignore("init_std", "layerdrop", "activation_dropout")
     width = keys.integer("hidden_size", 768)
     if (inner := keys.optional_integer("word_embed_proj_dim", None)) not in (None, width):
         keys.fail("word_embed_proj_dim", inner, f"must be hidden_size, {width}")
@@ -256,21 +250,14 @@ def _bloom_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_bloom(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("apply_residual_connection_post_layernorm", False)
-    keys.require("n_inner", None)
-    # how Megatron ran it, and sums in another order
-    keys.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion")
-    keys.ignore("offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id")
-    keys.ignore("pretraining_tp", "slow_but_exact")
     width = keys.integer("n_embed", None) or keys.integer("hidden_size", 64)
     keys.ignore("hidden_size")  # n_embed comes first
-    heads = keys.integer("num_attention_heads", None) or keys.integer("n_head", 8)
     return ModelConfig(
         vocab_size=keys.integer("vocab_size", 250880),
         max_len=keys.integer("seq_length", 2048),
         d_model=width,
-        num_layers=keys.integer("num_hidden_layers", None) or keys.integer("n_layer", 2),
-        num_heads=heads,
+        num_layers=keys.integer("n_layer", 2),
+        num_heads=keys.integer("n_head", 8),
         positions=Alibi(),
         embedding_norm=True,
         norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
@@ -332,10 +319,7 @@ def _falcon_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_falcon(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("alibi", False)  # it is rounded to bfloat16 and scaled with the scores
-    keys.require("apply_residual_connection_post_layernorm", False)
-    # the code that auto_map names is not run: transformers has its own under this model_type
-    keys.ignore("auto_map", "hidden_size")  # n_embed comes first
+    keys.ignore("hidden_size")  # n_embed comes first
     heads = keys.integer("num_attention_heads", 71)
     grouped, one = keys.flag("new_decoder_architecture", False), keys.flag("multi_query", True)
     parallel = keys.flag("parallel_attn", True)
@@ -411,6 +395,7 @@ STABLELM = Family(
     _read_stablelm,
     _write_stablelm,
     _stablelm_table,
+    rotates_parts=True,
     prefix="model.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),

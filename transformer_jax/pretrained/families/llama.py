@@ -104,9 +104,6 @@ def llama_table(
 
 def _read_llama(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys)
-    keys.require("pretraining_tp", 1)
-    keys.require("rope_interleaved", False)
-    keys.ignore("is_llama_config", "transformers.js_config")
     attention_bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
     fields |= dict(use_bias=attention_bias)
     if mlp_bias != attention_bias:
@@ -130,7 +127,6 @@ _SMOL_BASE, _SMOL_EVERY = 2_000_000.0, 4
 def _read_smollm3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 4, tied=True) | dict(use_bias=keys.flag("attention_bias", False))
     layers = fields["num_layers"]
-    keys.ignore("pretraining_tp", "max_window_layers")  # transformers reads neither
     if (mlp_bias := keys.flag("mlp_bias", False)) != fields["use_bias"]:
         fields |= dict(ff_bias=mlp_bias)
     every = keys.integer("no_rope_layer_interval", _SMOL_EVERY)
@@ -174,6 +170,8 @@ def _read_mistral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 8)
     window = keys.optional_integer("sliding_window", 4096)
     types = layer_types(keys, fields["num_layers"])
+    if types is not None and fields["head_dim"] == fields["d_model"] // fields["num_heads"]:
+        fields["head_dim"] = None  # the usual one, which is written below
     rope = read_rope(keys, fields)
     pattern = window if types is None else window_pattern(types, window)
     return ModelConfig(**fields, positions=rope, window=pattern)
@@ -183,7 +181,9 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     mixed = len(set(config.windows)) > 1
     return dict(
         architectures=["MistralForCausalLM"],
-        **write_common(config),
+        **write_common(config)
+        # transformers makes a ministral of one that lists its layers, and needs its head_dim
+        | (dict(head_dim=config.key_dim) if mixed else {}),
         **(write_windows(config) if mixed else dict(sliding_window=config.windows[0])),
     )
 
@@ -208,7 +208,6 @@ def _write_qwen(config: ModelConfig) -> JsonObject:
 
 def _read_qwen2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 32)
-    keys.require("use_mrope", False)
     window = _qwen_window(keys, fields)
     rope = read_rope(keys, fields)
     return ModelConfig(**fields, positions=rope, qkv_bias=True, window=window)
@@ -250,8 +249,6 @@ def _read_gemma(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 
 def _gemma(keys: ConfigKeys, kv_heads: int, activation: str) -> Fields:
     fields = read_common(keys, kv_heads, "gelu_pytorch_tanh", activation, tied=True)
-    keys.require("attention_bias", False)
-    keys.require("use_bidirectional_attention", None, False)
     if fields["head_dim"] is None:
         fields["head_dim"] = 256
     return fields | dict(norm_unit_offset=True, scale_embeddings=True)
@@ -276,7 +273,6 @@ def _read_gemma2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     types = layer_types(keys, fields["num_layers"]) or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
     ]
-    keys.ignore("cache_implementation", "sliding_window_size")
     window = window_pattern(types, keys.integer("sliding_window", 4096))
     rope = read_rope(keys, fields)
     return ModelConfig(**fields, positions=rope, window=window)
@@ -285,7 +281,6 @@ def _read_gemma2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
 def _capped(keys: ConfigKeys, scores: float | None, logits: float | None) -> Fields:
     """Read what Gemma 2 and 3 add: soft caps, a scale of the scores, norms around branches."""
     fields = _gemma(keys, 4, "hidden_activation")
-    keys.ignore("hidden_act")  # transformers reads hidden_activation only
     scale = float(keys.positive("query_pre_attn_scalar", 256)) ** -0.5
 
     def cap(name: str, default: float | None) -> float | None:
@@ -320,11 +315,9 @@ def _write_gemma2(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("attn_logit_softcapping", None)  # transformers ignores this key
     fields = _capped(keys, None, None) | dict(qk_norm=True)
     layers = fields["num_layers"]
     every = keys.integer("sliding_window_pattern", 6)
-    keys.ignore("cache_implementation")
     types = layer_types(keys, layers)
     if types is None:
         keys.require("_sliding_window_pattern", every)
@@ -369,11 +362,6 @@ def _phi3_table(config: ModelConfig) -> list[TensorMapping]:
 
 def _read_phi3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, eps=1e-5)
-    keys.require("attention_bias", False)
-    keys.require("mlp_bias", False)
-    keys.require("lm_head_bias", False)
-    # the code that auto_map names is not run: transformers has its own under this model_type
-    keys.ignore("auto_map", "full_attn_mod", "interpolate_factor")
     keys.rate("embd_pdrop", 0.0)  # transformers does not use it
     fields |= dict(dropout=keys.rate("resid_pdrop", 0.0))
     window = keys.optional_integer("sliding_window", None)
@@ -506,14 +494,14 @@ llama_family = partial(
     tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-LLAMA = llama_family("llama", _read_llama, _write_llama)
+LLAMA = llama_family("llama", _read_llama, _write_llama, divides_width=True)
 MISTRAL = llama_family("mistral", _read_mistral, _write_mistral)
 QWEN2 = llama_family("qwen2", _read_qwen2, _write_qwen2)
 QWEN3 = llama_family("qwen3", _read_qwen3, _write_qwen3)
 GEMMA = llama_family("gemma", _read_gemma, _write_gemma)
-GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
-GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)
-PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table)
+GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2, divides_width=True)
+GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3, divides_width=True)
+PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table, rotates_parts=True)
 GRANITE = llama_family("granite", _read_granite, _write_granite)
 SMOLLM3 = llama_family("smollm3", _read_smollm3, _write_smollm3)
 OLMO2 = llama_family("olmo2", _read_olmo2, _write_olmo2)

@@ -88,10 +88,6 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
 def _read(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     head, classes = "head.dense.weight" in names, "classifier.weight" in names
     masked = head and not classes
-    keys.ignore("classifier_dropout", "cls_token_id", "layer_norm_eps")
-    keys.ignore("deterministic_flash_attn", "initializer_cutoff_factor", "reference_compile")
-    keys.ignore("sparse_pred_ignore_index", "sparse_prediction", "repad_logits_with_grad")
-    keys.require("position_embedding_type", "absolute")  # of an ancestor: nothing reads it
     keys.rate("mlp_dropout", 0.0)
     norm_bias, layers = keys.flag("norm_bias", False), keys.integer("num_hidden_layers", 22)
     act = keys.choice("hidden_activation", ACTIVATIONS, "gelu")
@@ -198,7 +194,8 @@ def _write(config: ModelConfig) -> JsonObject:
         global_attn_every_n_layers=every,  # this and the next two are what version 4 reads
         rope_parameters={kind: scaling | dict(rope_theta=base) for kind, base in bases.items()},
         tie_word_embeddings=config.tie_embeddings,
-        pad_token_id=None,  # or transformers takes one that a small vocabulary has not
+        cls_token_id=None,  # or transformers takes two that a small vocabulary has not
+        sep_token_id=None,
     )
     if config.num_classes is not None:
         keys |= write_head(config, "ModernBert")

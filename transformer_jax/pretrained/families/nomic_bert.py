@@ -35,19 +35,6 @@ OLD = dict(
     attention_probs_dropout_prob="attn_pdrop",
 )  # fmt: skip
 """Keys of transformers, each with that of the older style."""
-OLD_REQUIRED: JsonObject = dict(
-    activation_function="swiglu", causal=False, mlp_fc1_bias=False, mlp_fc2_bias=False,
-    parallel_block=False, prenorm=False, qkv_proj_bias=False, rotary_emb_interleaved=False,
-    rotary_emb_scale_base=None, rotary_scaling_factor=None, scale_attn_weights=True,
-    scale_attn_by_inverse_layer_idx=False, use_rms_norm=False,
-)  # fmt: skip
-"""Keys of the older style, with the only values that this family computes."""
-OLD_IGNORED = """
-    auto_map dense_seq_output embd_pdrop fused_bias_fc fused_dropout_add_ln max_trained_positions
-    pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj use_flash_attn
-    use_xentropy
-"""
 BASE = 1000.0
 POOLER = "nomic_bert.pooler.dense"
 
@@ -82,12 +69,6 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    # the code that auto_map names is not run: transformers has its own under this model_type
-    keys.ignore("classifier_dropout", *OLD_IGNORED.split())
-    for name, value in OLD_REQUIRED.items():
-        keys.require(name, value)
-    keys.require("rotary_emb_fraction", 1.0, 1)
-
     def said(name: str) -> str:
         old, new = keys.take(OLD[name], None), keys.take(name, None)
         return OLD[name] if new is None and old is not None else name
@@ -140,6 +121,7 @@ NOMIC_BERT = Family(
     _write,
     _table,
     prefix="nomic_bert.",
+    needed_ids=("pad_token_id",),
     tied_copies={
         "cls.predictions.decoder.weight": "nomic_bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

@@ -67,7 +67,6 @@ def _neox_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_neox(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.ignore("classifier_dropout")
     fields: Fields = dict(
         vocab_size=keys.integer("vocab_size", 50432),
         d_model=keys.integer("hidden_size", 6144),
@@ -139,10 +138,6 @@ def _gptj_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_gptj(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("rotary", True)
-    keys.require("scale_attn_weights", True)
-    keys.ignore("n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels")
-    keys.ignore("summary_type", "summary_use_proj")
     keys.rate("embd_pdrop", 0.0)  # read as resid_pdrop: a ModelConfig has one rate for both
     width, heads = keys.integer("n_embd", 4096), keys.integer("n_head", 16)
     dims = keys.integer("rotary_dim", 64)
@@ -210,7 +205,6 @@ def _phi_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_phi(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("qk_layernorm", False)
     keys.rate("embd_pdrop", 0.0)  # read as resid_pdrop, as of GPT-2
     heads = keys.integer("num_attention_heads", 32)
     fields: Fields = dict(
@@ -275,12 +269,6 @@ def _cohere_table(config: ModelConfig) -> list[TensorMapping]:
 
 
 def _read_cohere_common(keys: ConfigKeys) -> tuple[Fields, Rope]:
-    keys.require("pretraining_tp", 1)
-    keys.require("position_embedding_type", "rope_gptj")
-    keys.require("rotary_pct", 1.0, 1)
-    keys.require("use_gated_activation", True)
-    keys.require("use_parallel_block", True)
-    keys.ignore("model_max_length", "use_embedding_sharing", "use_parallel_embedding")
     scale = float(keys.positive("logit_scale", 0.0625))
     fields = read_common(keys, tied=True, eps=1e-5, norm_eps="layer_norm_eps") | dict(
         norm="layernorm",
@@ -316,9 +304,6 @@ def _write_cohere(config: ModelConfig) -> JsonObject:
 
 
 def _read_cohere2(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.require("use_qk_norm", False)
-    keys.require("order_of_interleaved_layers", "local_attn_first")
-    keys.ignore("cache_implementation", "layer_switch")
     fields, rope = _read_cohere_common(keys)
     layers, every = fields["num_layers"], keys.integer("sliding_window_pattern", 4)
     types = layer_types(keys, layers) or [
@@ -345,6 +330,7 @@ GPT_NEOX = Family(
     _read_neox,
     _write_neox,
     _neox_table,
+    rotates_parts=True,
     prefix="gpt_neox.",
     head_tensors=("embed_out.*",),
     ignored_tensors=(
@@ -359,6 +345,7 @@ GPTJ = Family(
     _read_gptj,
     _write_gptj,
     _gptj_table,
+    rotates_parts=True,
     prefix="transformer.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
@@ -369,6 +356,7 @@ PHI = Family(
     _read_phi,
     _write_phi,
     _phi_table,
+    rotates_parts=True,
     prefix="model.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),

@@ -104,11 +104,9 @@ def _attention(param: str, tensor: str) -> list[TensorMapping]:
 
 def _read(keys: ConfigKeys, names: frozenset[str], kind: str) -> ModelConfig:
     default = DEFAULTS[kind]
-    keys.ignore("classifier_dropout", "initializer_factor")
     width, layers = keys.integer("d_model", 512), keys.integer("num_layers", default["layers"])
     fields: Fields
     if not any(name.startswith("decoder.") for name in names):
-        keys.require("is_encoder_decoder", False, True)
         keys.ignore("num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings")
         fields = dict(kind="encoder")
     else:

@@ -16,6 +16,7 @@ import numpy as np
 from transformer_jax.config import Activation, ConfigError, ModelConfig
 from transformer_jax.config.fields import fail
 from transformer_jax.config.model import AnyActivation
+from transformer_jax.pretrained.families.other_keys import aliases, other_keys
 from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import JsonObject, shown
 
@@ -263,6 +264,15 @@ class Family:
     )
     """Name of a tensor that follows from the config, to the function that computes it for the shape
     in the file; the function gives None if the tensor cannot have that shape."""
+    rotates_parts: bool = False
+    """Whether transformers rotates a part of each head; its other classes ignore that key, or fail
+    where the rotation is stretched."""
+    divides_width: bool = False
+    """Whether transformers needs d_model to be divisible by num_heads, whatever head_dim is."""
+    shares_if_tied: bool = False
+    """Whether encoder and decoder share a table in transformers only if the output does, too."""
+    needed_ids: tuple[str, ...] = ()
+    """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
     joined_experts: bool = False
     """Whether a tensor holds a matrix of all experts of a block, and not of one."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
@@ -304,30 +314,6 @@ def activation_key(activation: AnyActivation) -> str:
     return ACTIVATION_KEYS[activation]
 
 
-IGNORED_KEYS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _model_name_or_path _name_or_path _num_labels
-    architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing id2label initializer_range label2id length_penalty max_length
-    max_sequence_length min_length model_type name_or_path no_repeat_ngram_size num_beam_groups
-    num_beams num_labels num_return_sequences output_attentions output_hidden_states
-    output_past output_scores pad_token_id prefix problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers_version typical_p unk_token_id unsloth_fixed use_bfloat16 use_cache
-    """.split()
-)
-"""Keys of config.json that change nothing in what any model computes from given tokens."""
-
-IGNORED_WHEN_OFF: JsonObject = dict(
-    add_cross_attention=False, is_decoder=False, is_encoder_decoder=False, pruned_heads={},
-    tie_encoder_decoder=False,
-)  # fmt: skip
-"""Keys that change nothing while they have this value, in families that do not read them."""
-
 DEPTH_KEYS = frozenset(
     """
     decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_experts
@@ -342,9 +328,10 @@ _REQUIRED: JsonValue = object()  # the default of a key that must be there
 
 
 class ConfigKeys:
-    """Read a JSON object key by key with strict types, and refuse every key that was not read.
+    """Read a JSON object key by key with strict types, and refuse every other key.
 
-    A ConfigError names the file, the key, its value and the rule.
+    `other_keys` lists the keys of a family that are not read. A ConfigError names the file, the
+    key, its value and the rule.
     """
 
     def __init__(
@@ -353,10 +340,20 @@ class ConfigKeys:
         where: str,
         tensors: int | None = None,
         counting: frozenset[str] = DEPTH_KEYS,
+        family: str = "",
     ) -> None:
         """Take the object, the file's name, how many tensors there are, and what has one each."""
         self.where, self._tensors, self._counting = where, tensors, counting
-        self._content, self._read, self._ignored = content, set[str](), set[str]()
+        self._content, self._read, self._ignored = dict(content), set[str](), set[str]()
+        for second, name in aliases(family).items():
+            if second in content:
+                value = self._content.pop(second)
+                if self._content.setdefault(name, value) != value:
+                    self.fail(second, value, f"must be {name}, {shown(content[name])}")
+        self._others = other_keys(family)
+        for name, allowed in self._others.items():
+            if allowed is not None and name in self._content:
+                self._check(name, self._content[name], allowed)
 
     def fail(self, name: str, value: object, rule: str) -> NoReturn:
         """Raise the error of a key."""
@@ -417,7 +414,9 @@ class ConfigKeys:
         return value
 
     def rate(self, name: str, default: float) -> float:
-        """Return a rate of dropout: at least 0 and below 1."""
+        """Return a rate of dropout, at least 0 and below 1; null is 0."""
+        if self.take(name, default) is None:
+            return 0.0
         value = self.number(name, default)
         if not 0 <= value < 1:
             self.fail(name, value, "must be at least 0 and below 1")
@@ -439,10 +438,19 @@ class ConfigKeys:
 
     def require(self, name: str, *allowed: object) -> None:
         """Check that a key, if it is there, has one of these values."""
-        value = self.take(name, allowed[0])
-        if not any(type(value) is type(known) and value == known for known in allowed):
-            self.fail(name, value, "must be " + " or ".join(map(shown, allowed)))
+        self._check(name, self.take(name, allowed[0]), allowed)
         self._ignored.add(name)
+
+    def _check(self, name: str, value: JsonValue, allowed: Sequence[object]) -> None:
+        def same(known: object) -> bool:
+            if isinstance(known, tuple):  # a list of nothing else
+                return isinstance(value, list) and all(part in known for part in value)
+            return type(value) is type(known) and value == known
+
+        off = value is None and not any(allowed)  # null is as good as false or nothing
+        if not off and not any(map(same, allowed)):
+            rules = (f"a list of {x[0]!r}" if isinstance(x, tuple) else shown(x) for x in allowed)
+            self.fail(name, value, f"must be {' or '.join(rules)}")
 
     def ignore(self, *names: str) -> None:
         """Accept keys that change nothing here."""
@@ -454,11 +462,10 @@ class ConfigKeys:
         return {name: value for name, value in self._content.items() if name not in said}
 
     def check_all_read(self) -> None:
-        """Refuse a key that was neither read nor is known to change nothing."""
+        """Refuse a key that was neither read nor is known to change nothing; null says nothing."""
         for name, value in self._content.items():
-            if name == "auto_map" and name not in self._ignored:
+            if value is None or name in self._read | self._ignored | self._others.keys():
+                continue
+            if name == "auto_map":
                 self.fail(name, value, "code of a checkpoint is never run")
-            if name not in self._read and name in IGNORED_WHEN_OFF:
-                self.require(name, IGNORED_WHEN_OFF[name])
-            if name not in self._read | self._ignored | IGNORED_KEYS:
-                self.fail(name, value, "no such key is known for this model_type")
+            self.fail(name, value, "no such key is known for this model_type")

@@ -1,0 +1,198 @@
+"""Keys of published config.json files that no family reads: accepted as they are, or refused."""
+
+import json
+
+import pytest
+
+from transformer_jax.config import ConfigError
+from transformer_jax.pretrained.config_json import read_config
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.families.other_keys import OTHER_KEYS, aliases, other_keys
+
+LLAMA = dict(
+    vocab_size=29, hidden_size=64, intermediate_size=20, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+)  # fmt: skip
+SIZES = {
+    "gpt_oss": LLAMA | dict(rope_scaling=dict(rope_type="default")),
+    "cohere": LLAMA | dict(rope_theta=1e4), "cohere2": LLAMA | dict(rope_theta=1e4),
+}  # fmt: skip
+"""What a family needs; all the others have defaults, or are content with those of Llama."""
+DEFAULTED = (
+    "gpt2 gptj bloom opt falcon gpt_neox bert roberta xlm-roberta camembert mpnet distilbert "
+    "electra albert modernbert nomic_bert t5 mt5 bart mbart pegasus m2m_100 marian"
+).split()
+
+
+def plain(family):
+    return {"model_type": family, **({} if family in DEFAULTED else SIZES.get(family, LLAMA))}
+
+
+def read(family, **keys):
+    names = [f"decoder.{i}" for i in range(9)] if family in ("t5", "mt5") else ()
+    content = json.loads(json.dumps({**plain(family), **keys}))
+    return read_config(content, names, "config.json")
+
+
+# Each line is of a published config.json, but for what every family reads
+PUBLISHED = {
+    "Qwen3-Coder-30B-A3B": (
+        "qwen3_moe",
+        dict(
+            qkv_bias=False, shared_expert_intermediate_size=0, use_qk_norm=True,
+            mlp_only_layers=[], max_window_layers=28, sliding_window=None,
+            use_sliding_window=False, output_router_logits=False,
+        ),
+    ),
+    "DeepSeek-R1-Distill-Qwen": ("qwen2", dict(use_mrope=False, sliding_window=4096)),
+    "Qwen2.5-1M": ("qwen2", dict(dual_chunk_attention_config={"chunk_size": 262144})),
+    "unsloth": ("llama", dict(unsloth_version="2025.9.1", unsloth_fixed=True)),
+    "SmolLM2": (
+        "llama",
+        {"transformers.js_config": {"dtype": {}}, "is_llama_config": True,
+         "rope_interleaved": False, "pretraining_tp": 1},
+    ),
+    "OPT 1.3B": (
+        "opt",
+        dict(
+            output_projection=True, _remove_final_layer_norm=False, prefix="</s>", layerdrop=0.0,
+        ),
+    ),
+    "Falcon 11B": (
+        "falcon",
+        dict(
+            ff_factor=4, new_decoder_architecture=True, num_attention_heads=32, num_kv_heads=8,
+            hidden_size=4096,
+        ),
+    ),
+    "ms-marco-MiniLM": (
+        "bert",
+        dict(
+            sbert_ce_default_activation_function="torch.nn.modules.linear.Identity",
+            sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
+        ),
+    ),
+    "ms-marco-TinyBERT": (
+        "bert", dict(cell={}, emb_size=312, pre_trained="", structure=[], training="")
+    ),
+    "deepset/roberta-base-squad2": ("roberta", dict(language="english", name="Roberta")),
+    "snowflake-arctic-embed": ("bert", dict(matryoshka_dimensions=[256])),
+    "gpt-neox-20b": ("gpt_neox", dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0)),
+    "dolly-v2": (
+        "gpt_neox", dict(custom_pipelines={"text-generation": {"impl": "a.B", "pt": "C"}})
+    ),
+    "distilbart": (
+        "bart",
+        dict(
+            eos_token_ids=[2], replacing_rate=0, student_decoder_layers=None,
+            student_encoder_layers=None, extra_pos_embeddings=2, save_step=58,
+            static_position_embeddings=False, num_hidden_layers=12,
+        ),
+    ),
+    "starcoder2-15b": (
+        "starcoder2",
+        dict(
+            attention_softmax_in_fp32=True, scale_attention_softmax_in_fp32=True,
+            scale_attn_weights=True, mlp_type="default", norm_type="layer_norm",
+        ),
+    ),
+    "stablelm-3b": ("stablelm", dict(norm_eps=1e-5, rope_pct=0.25, rotary_scaling_factor=1.0)),
+    "phi-2": ("phi", dict(auto_map={"AutoConfig": "x"}, qk_layernorm=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_models_change_nothing(name):
+    family, keys = PUBLISHED[name]
+    core = {name: keys[name] for name in keys if name not in other_keys(family)}
+    core = {name: value for name, value in core.items() if name not in aliases(family)}
+    assert len(core) < len(keys)
+    assert read(family, **keys) == read(family, **core)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_any_model_change_nothing(family):
+    keys = {
+        "quantization_config": None, "model_max_length": 512, "transformers.js_config": {},
+        "unsloth_version": "2026.1", "_commit_hash": "abc", "num_beams": 4, "do_sample": True,
+        "use_cache": False, "task_specific_params": {}, "head_room": None, "auto_map": None,
+        "tie_encoder_decoder": False, "add_cross_attention": None, "pruned_heads": {},
+    }  # fmt: skip
+    assert read(family, **keys) == read(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("qwen3_moe", dict(qkv_bias=True), "qkv_bias is True: must be False"),
+        ("qwen3_moe", dict(shared_expert_intermediate_size=64), "is 64: must be 0"),
+        ("qwen3_moe", dict(use_qk_norm=False), "use_qk_norm is False: must be True"),
+        ("qwen2", dict(attention_bias=False), "attention_bias is False: must be True"),
+        ("opt", dict(output_projection=False), "output_projection is False: must be True"),
+        ("falcon", dict(ff_factor=3), "ff_factor is 3: must be 4"),
+        ("falcon", dict(alibi=True), "alibi is True: must be False"),
+        ("llama", dict(layer_types=["full_attention", "sliding_attention"]),
+         "layer_types is .*: must be a list of 'full_attention'"),
+        ("llama", dict(quantization_config={"bits": 4}), "quantization_config is .*: no such key"),
+        ("llama", dict(pretraining_tp=2), "pretraining_tp is 2: must be 1 or None"),
+        ("gpt2", dict(hidden_size=64, n_embd=48), "hidden_size is 64: must be n_embd, 48"),
+        ("gpt2", dict(scale_attn_weights=None), "scale_attn_weights is None: must be True"),
+        ("bart", dict(num_hidden_layers=6), "num_hidden_layers is 6: must be encoder_layers"),
+        ("bert", dict(is_decoder=True), "is_decoder is True: must be False"),
+        ("stablelm", dict(rope_pct=0.5), "rope_pct is 0.5: must be 0.25"),
+        ("llama", dict(rope_condense_ratio=8), "rope_condense_ratio is 8: no such key is known"),
+    ],
+)  # fmt: skip
+def test_keys_that_would_change_numbers_are_refused_by_name(family, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        read(family, **({"encoder_layers": 12} if family == "bart" else {}), **keys)
+
+
+def test_second_names_of_keys_are_read():
+    assert read("gpt2", hidden_size=48, num_attention_heads=4) == read("gpt2", n_embd=48, n_head=4)
+    assert read("t5", head_dim=32, d_kv=32) == read("t5", d_kv=32)
+
+
+def test_attn_factor_of_a_stretch_is_ignored_as_in_transformers():
+    """DeepSeek-R1-0528-Qwen3-8B has it beside yarn's own attention_factor."""
+    scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+    one = read("qwen3", rope_scaling=scaling | dict(attn_factor=0.8782, finetuned=True))
+    assert one == read("qwen3", rope_scaling=scaling)
+    with pytest.raises(ConfigError, match=r"extrapolation_factor is 2.0: must be 1.0 or 1"):
+        read("qwen3", rope_scaling=scaling | dict(extrapolation_factor=2.0))
+
+
+def test_null_is_no_dropout():
+    assert read("llama", attention_dropout=None).attention_dropout == 0
+
+
+def test_every_entry_is_of_families_that_there_are():
+    named = {name for entry in OTHER_KEYS for name in entry.families.split()}
+    assert named <= {*FAMILIES, "rope"}
+    assert all(entry.why and (entry.ignored or entry.fixed) for entry in OTHER_KEYS)
+
+
+@pytest.mark.slow
+def test_each_key_of_transformers_is_read_or_in_the_table():
+    """In the classes of the version that is installed, whose next one may have others."""
+    transformers = pytest.importorskip("transformers")
+    import dataclasses
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from transformer_jax.pretrained.config_json import read_keys
+
+    generation = transformers.GenerationConfig._get_default_generation_params()
+    unknown, gone = {}, {}
+    for family in FAMILIES:
+        kind = CONFIG_MAPPING[family]
+        fields = {field.name for field in dataclasses.fields(kind)}
+        theirs = {*fields, *kind.attribute_map, *generation}
+        names = [f"decoder.{i}" for i in range(9)] if family in ("t5", "mt5") else ()
+        _, keys = read_keys(plain(family), names, "config.json")
+        ours = keys._read | keys._ignored | set(other_keys(family)) | set(aliases(family))
+        unknown[family] = sorted(theirs - ours)
+        pairs = {frozenset(pair) for pair in kind.attribute_map.items()}
+        gone[family] = [pair for pair in aliases(family).items() if frozenset(pair) not in pairs]
+    assert {f: names for f, names in unknown.items() if names} == {}
+    assert {f: names for f, names in gone.items() if names} == {}

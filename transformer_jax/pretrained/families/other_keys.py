@@ -1,0 +1,380 @@
+"""Keys of config.json that no family reads: what each may be, and why it changes no number.
+
+Every key is one of three: a family's `read` reads it, it must have the value given here, or it is
+ignored for the reason given here. Anything else is refused by name, unless it is null. A test
+compares the three with the configuration classes of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from transformer_jax.untrusted_files import JsonObject
+
+ALL_FULL = ("full_attention",)
+"""Any list that names no other kind of layer."""
+
+_DECODERS = (
+    "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
+    "gpt_neox gptj phi cohere cohere2 starcoder2 stablelm opt bloom falcon mixtral olmoe qwen2_moe "
+    "qwen3_moe gpt_oss"
+)
+_BERTS = "bert roberta xlm-roberta camembert mpnet electra albert nomic_bert"
+_SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
+
+
+@dataclass(frozen=True)
+class OtherKeys:
+    """Some keys of some families, with one reason."""
+
+    why: str
+    families: str = ""
+    """Names with spaces between; empty for all families, which a later entry overrules."""
+    ignored: str = ""
+    """Keys whose value does not matter, with spaces between."""
+    fixed: JsonObject = field(default_factory=dict)
+    """Each key with a list of the values that mean what the family computes."""
+
+
+OTHER_KEYS = (
+    OtherKeys(
+        "They name the model and its files, or who wrote them, and how they are run.",
+        ignored="""
+        _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
+        _flash_attn_2_enabled _model_name_or_path _name_or_path architectures attn_implementation
+        custom_pipelines dtype experts_implementation gradient_checkpointing language model_type
+        name name_or_path neftune_noise_alpha tokenizer_class torch_dtype torchscript
+        transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16
+        use_cache use_flash_attn
+        """,
+    ),
+    OtherKeys(
+        "They say what a call returns, or in which pieces it computes.",
+        ignored="""
+        chunk_size_feed_forward output_attentions output_hidden_states output_past return_dict
+        """,
+    ),
+    OtherKeys(
+        "The names of classes, and what sentence-transformers makes of a model's logits.",
+        ignored="""
+        _num_labels finetuning_task id2label label2id matryoshka_dimensions num_labels problem_type
+        sbert_ce_default_activation_function sentence_transformers task_specific_params
+        """,
+    ),
+    OtherKeys(
+        "Tokens and lengths, which the tokenizer's files and generation_config.json have too.",
+        ignored="""
+        bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids
+        max_sequence_length model_max_length pad_token_id prefix sep_token_id unk_token_id
+        """,
+    ),
+    OtherKeys(
+        "How texts are generated: transformers 5 takes it from generation_config.json alone.",
+        ignored="""
+        assistant_confidence_threshold assistant_early_exit assistant_lookbehind bad_words_ids
+        begin_suppress_tokens cache_config cache_implementation compile_config constraints
+        continuous_batching_config disable_compile diversity_penalty do_sample early_stopping
+        encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+        exponential_decay_length_penalty forced_bos_token_id forced_decoder_ids
+        forced_eos_token_id force_words_ids generation_kwargs guidance_scale
+        is_assistant length_penalty low_memory max_length max_matching_ngram_size max_new_tokens
+        max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+        num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits
+        output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens
+        remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
+        return_legacy_cache sequence_bias stop_strings suppress_tokens target_lookbehind
+        temperature token_healing top_h top_k top_p typical_p watermarking_config
+        """,
+    ),
+    OtherKeys(
+        "They say how training began or drops numbers in heads, or what a loss is called.",
+        ignored="""
+        classifier_dropout init_std initializer_factor initializer_range tf_legacy_loss
+        """,
+    ),
+    OtherKeys(
+        "A model of another kind has these on.",
+        ignored="cross_attention_hidden_size",
+        fixed=dict(
+            add_cross_attention=[False], is_decoder=[False], is_encoder_decoder=[False],
+            pruned_heads=[{}], tie_encoder_decoder=[False],
+        ),
+    ),
+    # Decoders
+    OtherKeys(
+        "Whether a stack is a decoder: it is.", _DECODERS, fixed=dict(is_decoder=[False, True])
+    ),
+    OtherKeys(
+        "Parts that other models have.",
+        "llama granite phi3 olmo2 mixtral olmoe starcoder2 stablelm phi gpt_neox falcon",
+        "max_window_layers",
+        dict(layer_types=[ALL_FULL], use_sliding_window=[False], use_mrope=[False]),
+    ),
+    OtherKeys(
+        "Parts that other models have.",
+        "llama mistral granite phi3 mixtral smollm3 gemma gemma2 cohere2",
+        fixed=dict(qk_layernorm=[False], use_qk_norm=[False]),
+    ),
+    OtherKeys(
+        "Parts that other models have.",
+        "mistral mixtral phi3 gemma gemma2 gemma3_text",
+        fixed=dict(attention_bias=[False], mlp_bias=[False], qkv_bias=[False]),
+    ),
+    OtherKeys(
+        "Megatron's split of the matrices in pretraining, and sums in another order.",
+        "llama mistral granite cohere cohere2", fixed=dict(pretraining_tp=[1, None]),
+    ),
+    OtherKeys(
+        "Transformers reads neither.", "smollm3", ignored="pretraining_tp max_window_layers"
+    ),
+    OtherKeys("As Llama", "llama", "is_llama_config", dict(rope_interleaved=[False])),
+    OtherKeys(
+        "The way of a vision model, and attention in chunks of a text that is longer than trained.",
+        "qwen2", "dual_chunk_attention_config",
+        dict(use_mrope=[False], attention_bias=[True], qkv_bias=[True]),
+    ),
+    OtherKeys(
+        "The norm of queries and keys is always there.",
+        "qwen3 qwen3_moe", fixed=dict(use_qk_norm=[True], qk_layernorm=[True]),
+    ),
+    OtherKeys(
+        "Every block has experts, and all layers see the whole text.", "qwen2_moe qwen3_moe",
+        "intermediate_size max_window_layers output_router_logits sliding_window",
+        dict(
+            decoder_sparse_step=[1], layer_types=[ALL_FULL], mlp_only_layers=[[], None],
+            use_sliding_window=[False],
+        ),
+    ),
+    OtherKeys(
+        "Parts of Qwen 2's experts that are off.", "qwen3_moe",
+        fixed=dict(
+            mlp_bias=[False], qkv_bias=[False], shared_expert_intermediate_size=[0],
+        ),
+    ),
+    OtherKeys(
+        "A loss is returned or not, and noise in training.", "mixtral olmoe gpt_oss",
+        "output_router_logits", dict(clip_qkv=[None], router_jitter_noise=[0.0, 0]),
+    ),
+    OtherKeys(
+        "The gate is x sigmoid(1.702 x), whatever hidden_act is.", "gpt_oss",
+        "experts_per_token initial_context_length",
+        dict(hidden_act=["silu"], swiglu_alpha=[1.702]),
+    ),
+    OtherKeys(
+        "Transformers reads hidden_activation, and layer_types were made from the pattern.",
+        "gemma2 gemma3_text", "hidden_act sliding_window_size",
+    ),
+    OtherKeys(
+        "Causal models.", "gemma gemma2 gemma3_text",
+        fixed=dict(use_bidirectional_attention=[False]),
+    ),
+    OtherKeys("Transformers ignores it.", "gemma3_text", fixed=dict(attn_logit_softcapping=[None])),
+    OtherKeys(
+        "The code that auto_map names is not run: transformers has its own for this model_type.",
+        "phi phi3 falcon nomic_bert", "auto_map",
+    ),
+    OtherKeys(
+        "How longrope was found; transformers has no bias of the logits.", "phi3",
+        "full_attn_mod interpolate_factor", dict(lm_head_bias=[False]),
+    ),
+    OtherKeys("It has no norm of queries and keys here.", "phi", fixed=dict(qk_layernorm=[False])),
+    OtherKeys(
+        "The same in every published model; the last three are for other libraries.",
+        "cohere cohere2", "use_embedding_sharing use_parallel_embedding layer_switch",
+        dict(
+            position_embedding_type=["rope_gptj"], rotary_pct=[1.0, 1],
+            use_gated_activation=[True], use_parallel_block=[True],
+        ),
+    ),
+    OtherKeys(
+        "The order of layers that layer_types states.", "cohere2",
+        fixed=dict(order_of_interleaved_layers=["local_attn_first"]),
+    ),
+    OtherKeys(
+        "Transformers reads hidden_act and norm_epsilon, and computes in one precision.",
+        "starcoder2",
+        """
+        activation_function attention_softmax_in_fp32 layer_norm_epsilon
+        scale_attention_softmax_in_fp32
+        """,
+        dict(mlp_type=["default"], norm_type=["layer_norm"], scale_attn_weights=[True]),
+    ),
+    OtherKeys(
+        "Older names of values that transformers takes from other keys, at their defaults.",
+        "stablelm", fixed=dict(norm_eps=[1e-5], rope_pct=[0.25], rotary_scaling_factor=[1.0, 1]),
+    ),
+    OtherKeys(
+        "Dropout of hidden layers in the feed-forward and of whole layers is left out.", "opt",
+        "layerdrop activation_dropout",
+        dict(
+            _remove_final_layer_norm=[False], layer_norm_elementwise_affine=[True],
+            output_projection=[True],
+        ),
+    ),
+    OtherKeys(
+        "How Megatron ran it, and sums in another order.", "bloom",
+        """
+        attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi
+        pretraining_tp skip_bias_add skip_bias_add_qkv slow_but_exact
+        """,
+        dict(apply_residual_connection_post_layernorm=[False], n_inner=[None]),
+    ),
+    OtherKeys(
+        "Falcon's own bias by distance is rounded to bfloat16 and scaled with the scores; a "
+        "feed-forward of another width has ffn_hidden_size.",
+        "falcon",
+        fixed=dict(
+            alibi=[False], apply_residual_connection_post_layernorm=[False], ff_factor=[4]
+        ),
+    ),
+    OtherKeys(
+        "Transformers reads attention_dropout and hidden_dropout.", "gpt_neox",
+        "attention_probs_dropout_prob hidden_dropout_prob",
+    ),
+    OtherKeys(
+        "A head of several choices, and the precision of sums.", "gpt2 gptj",
+        """
+        n_ctx predict_special_tokens summary_activation summary_first_dropout
+        summary_proj_to_labels summary_type summary_use_proj
+        """,
+        dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False]),
+    ),
+    OtherKeys(
+        "It changes the precision only.", "gpt2", fixed=dict(reorder_and_upcast_attn=[False, True])
+    ),
+    OtherKeys("There is always a rotation.", "gptj", fixed=dict(rotary=[True])),
+    # Encoders
+    OtherKeys(
+        "Of the code that BERT came with, and of TinyBERT's.", _BERTS,
+        """
+        cell directionality emb_size generator_size pooler_fc_size pooler_num_attention_heads
+        pooler_num_fc_layers pooler_size_per_head pooler_type pre_trained structure training
+        """,
+        dict(position_embedding_type=["absolute"]),
+    ),
+    OtherKeys(
+        "A head of several choices.", "electra",
+        "summary_activation summary_last_dropout summary_type summary_use_proj",
+    ),
+    OtherKeys(
+        "One group of one block is shared by all layers; nothing reads the others.", "albert",
+        """
+        classifier_dropout_prob down_scale_factor gap_size layers_to_keep net_structure_type
+        num_memory_blocks
+        """,
+        dict(num_hidden_groups=[1], inner_group_num=[1]),
+    ),
+    OtherKeys(
+        "Transformers counts so many buckets, and positions from so many, always.", "mpnet",
+        fixed=dict(pad_token_id=[1], relative_attention_num_buckets=[32]),
+    ),
+    OtherKeys(
+        "Dropout in heads, and how the table of positions began.", "distilbert",
+        "qa_dropout seq_classif_dropout sinusoidal_pos_embds", dict(tie_weights_=[True]),
+    ),
+    OtherKeys(
+        "How ModernBERT is run and trained; nothing reads the position embeddings of an ancestor.",
+        "modernbert",
+        """
+        deterministic_flash_attn initializer_cutoff_factor layer_norm_eps reference_compile
+        repad_logits_with_grad sparse_pred_ignore_index sparse_prediction
+        """,
+        dict(position_embedding_type=["absolute"]),
+    ),
+    OtherKeys(
+        "The style of config.json of the code that nomic-bert came with.", "nomic_bert",
+        """
+        dense_seq_output embd_pdrop fused_bias_fc fused_dropout_add_ln max_trained_positions
+        pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type
+        summary_use_proj use_xentropy
+        """,
+        dict(
+            activation_function=["swiglu"], causal=[False], mlp_fc1_bias=[False],
+            mlp_fc2_bias=[False], parallel_block=[False], prenorm=[False], qkv_proj_bias=[False],
+            rotary_emb_fraction=[1.0, 1], rotary_emb_interleaved=[False],
+            rotary_emb_scale_base=[None], rotary_scaling_factor=[None], scale_attn_weights=[True],
+            scale_attn_by_inverse_layer_idx=[False], use_rms_norm=[False],
+        ),
+    ),
+    # Encoder-decoders
+    OtherKeys(
+        "Dropout of whole layers and in the feed-forward is left out, the bias of the logits is in "
+        "the files or not, and the others are of the library and the ways of fairseq.", _SEQ2SEQ,
+        """
+        activation_dropout classif_dropout decoder_layerdrop encoder_layerdrop
+        force_bos_token_to_be_generated replacing_rate save_step student_decoder_layers
+        student_encoder_layers extra_pos_embeddings
+        """,
+        dict(add_bias_logits=[False, True], is_encoder_decoder=[True]),
+    ),
+    OtherKeys(
+        "Where the norms are.", "bart marian",
+        fixed=dict(normalize_before=[False], add_final_layer_norm=[False]),
+    ),
+    OtherKeys(
+        "Where the norms are.", "mbart pegasus m2m_100",
+        fixed=dict(normalize_before=[True], add_final_layer_norm=[True]),
+    ),
+    OtherKeys(
+        "Learned positions, from row 2 of their table.", "bart mbart",
+        fixed=dict(
+            normalize_embedding=[True], static_position_embeddings=[False],
+            extra_pos_embeddings=[2],
+        ),
+    ),
+    OtherKeys(
+        "Sinusoids.", "pegasus m2m_100 marian",
+        fixed=dict(normalize_embedding=[False], static_position_embeddings=[True]),
+    ),
+    OtherKeys(
+        "An encoder alone is none.", "t5 mt5", fixed=dict(is_encoder_decoder=[True, False])
+    ),
+    # The object in rope_scaling or rope_parameters
+    OtherKeys(
+        "Transformers reads attention_factor, and the others are notes.", "rope",
+        "attn_factor finetuned", dict(extrapolation_factor=[1.0, 1]),
+    ),
+)  # fmt: skip
+
+ALIASES: dict[str, dict[str, str]] = {
+    "gpt2 gptj": dict(
+        hidden_size="n_embd", max_position_embeddings="n_positions",
+        num_attention_heads="n_head", num_hidden_layers="n_layer",
+    ),
+    "bloom": dict(num_hidden_layers="n_layer", num_attention_heads="n_head"),
+    "mixtral gpt_oss": dict(num_experts="num_local_experts"),
+    "olmoe qwen3_moe": dict(num_local_experts="num_experts"),
+    "distilbert": dict(
+        hidden_size="dim", num_attention_heads="n_heads", num_hidden_layers="n_layers"
+    ),
+    "t5 mt5": dict(
+        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers",
+        head_dim="d_kv",
+    ),
+    _SEQ2SEQ: dict(
+        num_attention_heads="encoder_attention_heads", hidden_size="d_model",
+        num_hidden_layers="encoder_layers",
+    ),
+}  # fmt: skip
+"""Second names of keys in transformers, each with the name that families read."""
+
+
+@cache
+def other_keys(family: str) -> dict[str, list[object] | None]:
+    """Return the values that each other key of a family may have; None allows any."""
+    found: dict[str, list[object] | None] = {}
+    for entry in OTHER_KEYS:
+        if entry.families and family not in entry.families.split():
+            continue
+        if not entry.families and family == "rope":
+            continue
+        found |= dict.fromkeys(entry.ignored.split()) | entry.fixed
+    return found
+
+
+@cache
+def aliases(family: str) -> dict[str, str]:
+    """Return the second names of keys of a family."""
+    return next((names for those, names in ALIASES.items() if family in those.split()), {})
