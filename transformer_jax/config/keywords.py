@@ -1,11 +1,13 @@
-"""Name the argument or the field that was meant by one of another library's."""
+"""Document the fields of configs, and name the argument that a keyword of another library means."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
@@ -108,7 +110,7 @@ def refuse_keywords(
 
 
 def known_fields(cls: C) -> C:
-    """Let a dataclass name the field that was meant where it is made with one it does not have."""
+    """Let a config document its fields in `help`, and name the field that an unknown one means."""
     known, own = [field.name for field in dataclasses.fields(cls)], cast(Any, cls)
     init = own.__init__
 
@@ -120,7 +122,39 @@ def known_fields(cls: C) -> C:
         init(self, *args, **fields)
 
     own.__init__ = checked
+    own.__doc__ = _Doc(cls.__doc__ or "")
     return cls
+
+
+class _Doc:
+    """The docstring of a config, which reads the meanings of the fields when it is asked for."""
+
+    def __init__(self, about: str) -> None:
+        self.about = about
+
+    def __get__(self, instance: object, owner: type) -> str:
+        lines = [inspect.cleandoc(self.about), "", "Fields:"]
+        for name, text in field_docs(owner).items():
+            lines += textwrap.wrap(f"{name}: {text}", 96, initial_indent="    ",
+                                   subsequent_indent=" " * 8)  # fmt: skip
+        return "\n".join(lines) if lines[3:] else self.about
+
+
+@functools.cache
+def field_docs(config: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass, inherited fields included."""
+    bases = (base for base in config.__bases__ if dataclasses.is_dataclass(base))
+    docs = {name: text for base in bases for name, text in field_docs(base).items()}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    except (OSError, TypeError):  # a class that was typed in, or a program without its source
+        return docs
+    assert isinstance(tree, ast.ClassDef)
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
+                docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
 
 
 def _meant(name: str, known: Collection[str]) -> str:
