@@ -22,7 +22,7 @@ from typing import Literal, TypeVar, get_args, get_origin
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
-from transformer_jax.config.keywords import field_docs
+from transformer_jax.config.keywords import field_docs, nearest_flag
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -55,7 +55,7 @@ def _why_unknown(name: str, names: Mapping[str, str]) -> str:
     meant = {flag for flag in names.values() if flag.endswith(f".{name[2:]}")}
     if len(meant) > 1:
         return f"must be {' or '.join(sorted(meant))}"
-    return f"no such flag{nearest(name, names)}"
+    return f"no such flag{nearest_flag(name, names)}"
 
 
 @dataclass(frozen=True)

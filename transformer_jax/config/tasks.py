@@ -337,8 +337,9 @@ class _LettersTask(_GeneratedTask):
     letters: int = 8
     """Different letters, from a on."""
     min_length: int = 2
+    """Fewest letters of a string."""
     max_length: int = 8
-    """Letters of a string."""
+    """Most letters of a string."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -432,7 +433,9 @@ class ModularTask(_GeneratedTask):
     """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
 
     modulus: int = 23
+    """The number that results are below."""
     operation: Literal["+", "-", "*"] = "+"
+    """What is computed of a and b."""
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -521,8 +524,9 @@ class TonesTask(_ContinuousTask):
     letters: int = 8
     """Different letters, from a on: letter number i is a tone of 200 + 150 i Hz."""
     min_length: int = 1
+    """Fewest letters of a sequence."""
     max_length: int = 5
-    """Letters of a sequence."""
+    """Most letters of a sequence."""
     noise: float = 0.1
     """Standard deviation of white noise, where a tone has an amplitude from 0.5 to 1."""
 

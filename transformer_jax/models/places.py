@@ -48,6 +48,22 @@ HeadMask = tuple[str, jax.Array | None, str]
 """The name of an argument, its mask f32[N] or f32[L, N], and the branch whose heads it is for."""
 
 NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
+IN_BLOCK = {
+    "hook_resid_pre": "residual of the block before",
+    "hook_resid_mid": "residual_mid",
+    "hook_resid_post": "residual",
+    "hook_attn_out": "attention/output",
+    "hook_mlp_out": "feed_forward/output",
+    "attn.hook_q": "attention/query",
+    "attn.hook_k": "attention/key",
+    "attn.hook_rot_q": "attention/query",
+    "attn.hook_rot_k": "attention/key",
+    "attn.hook_v": "attention/value",
+    "attn.hook_pattern": "attention/weights",
+    "attn.hook_z": "attention/heads",
+    "mlp.hook_post": "feed_forward/hidden",
+}
+"""The place within a block of each hook of TransformerLens in a block that has one."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
@@ -406,5 +422,13 @@ def _expand(name: str, known: list[str]) -> list[str]:
     found = [one for one in known if pattern.fullmatch(one)] if "*" in name else [name]
     if not found or found[0] not in known:
         rule = "transformer_jax.places(config) lists them"
+        if hook := re.fullmatch(r"(?:blocks\.(\d+|\*)\.)?((?:.*\.)?hook_.+)", name):
+            place = f"block_{hook[1]}/{IN_BLOCK.get(hook[2])}"
+            if hook[2] == "hook_resid_pre" and hook[1] != "*":
+                place = "embedding" if hook[1] == "0" else f"block_{int(hook[1]) - 1}/residual"
+            rule = "inside.place_of_hook(config, ...) says what a hook of TransformerLens is"
+            if hook[2] not in ("attn.hook_q", "attn.hook_k") and place.replace("*", "0") in known:
+                rule = f"this hook of TransformerLens is {place!r}"
+            raise ValueError(f"no place is named {name!r}: {rule}")
         raise ValueError(f"no place is named {name!r}{nearest(name, known)}: {rule}")
     return found

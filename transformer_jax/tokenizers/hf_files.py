@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters
@@ -54,6 +55,7 @@ _BYTE_LEVEL = frozenset({"GPT2", "CodeGen"}) | _WRAPPED
 _WORD_PIECE = frozenset({"Bert", "DistilBert", "Electra"})
 
 
+@known_keywords
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     """Load the tokenizer of a model's folder.
 
