@@ -187,7 +187,7 @@ def test_windows_that_do_not_count_the_query_itself_are_translated(given, meant)
         attend(**given)
 
 
-@pytest.mark.slow_except("key_value_seq_lengths")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -103,7 +103,7 @@ _OTHER_NAMES = {
     "num_layers": "n_layer n_layers num_hidden_layers depth",
     "num_heads": "n_head n_heads nhead num_attention_heads",
     "num_kv_heads": "n_kv_heads num_key_value_heads",
-    "key_dim": "qkv_features",
+    "head_dim=qkv_features // num_heads": "qkv_features",
     "head_dim": "d_head",
     "d_ff": "intermediate_size n_inner dim_feedforward mlp_dim d_mlp",
     "max_len": "max_position_embeddings n_positions max_seq_len block_size seq_len context_length "
