@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType
 from typing import Literal, TypeVar, get_args, get_origin
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
 from transformer_jax.config.keywords import field_docs, nearest_flag
@@ -232,6 +232,8 @@ def _walk(config: type, path: Path) -> Iterator[Field]:
         hint, here = hints[field.name], (*path, field.name)
         if is_dataclass(hint):
             yield from _walk(hint, here)  # type: ignore[arg-type]
+            continue
+        if OwnBlock in _options(hint):  # which only Python can make
             continue
         default = field.default
         if field.default_factory is not MISSING:

@@ -64,6 +64,8 @@ IN_BLOCK = {
     "mlp.hook_post": "feed_forward/hidden",
 }
 """The place within a block of each hook of TransformerLens in a block that has one."""
+OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
+"""The places of attention that a block of the user's own passes, where it calls `attend`."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
@@ -185,6 +187,9 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
     between = bool(config.ff_dim) and not config.is_parallel
     block |= {"residual_mid": stream, "residual": stream} if between else {"residual": stream}
+    if config.block is not None and config.block.is_whole:
+        passed = "residual", *(f"attention/{name}" for name in OF_ATTEND)
+        block = {name: shape for name, shape in block.items() if name in passed}
     found = {"embedding": stream}
     found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}

@@ -151,7 +151,8 @@ def decays(params: Params) -> Params:
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        return leaf.ndim >= 2 and not name.endswith(("bias", "scale", "sinks"))
+        stacked = "blocks" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return leaf.ndim - stacked >= 2 and not name.endswith(("bias", "scale", "sinks"))
 
     return jax.tree_util.tree_map_with_path(decay, params)
 
