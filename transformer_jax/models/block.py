@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -352,7 +352,7 @@ class OwnCall:
     given: BlockInputs
     cache: LayerCache | None
     visit: Visit
-    keys: tuple[jax.Array | None, ...]
+    keys: Sequence[jax.Array | None]
     layer: jax.Array | int | None
     stream: jax.Array  # [B, T, D]
     attended: bool = False
@@ -513,7 +513,7 @@ class Block(nn.Module):
         """Declare the parameters of a block of the user's own; of those there are, check shapes."""
         init = partial(block.init, self.config)
         wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
-        own = {}
+        own: Params = {}
         if self.has_variable("params", "own"):
             self._state.children["own"] = "params"  # as `parameter` does
             own = self.get_variable("params", "own")
