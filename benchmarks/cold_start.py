@@ -206,7 +206,7 @@ def _report(row: dict[str, Any]) -> str:
         text += f" ({'within' if ours <= goal else 'above'} {goal:g})"
     for peer in row["contenders"][1:]:
         ratio = peer["ours_is_faster"]
-        text += f"   {peer['name']} {peer['median_s']:6.2f} s, ours is {ratio:.2f}x"
+        text += f"   {peer['name']} {peer['median_s']:6.2f} s, ours is {ratio:.2f} {timing.FASTER}"
     return text
 
 

@@ -189,7 +189,7 @@ def _report(row: dict[str, Any]) -> str:
     text = f"{name:18} {seconds:7.3f} s   {peak:5.2f} x the file in memory"
     if name == OURS:
         return f"{text} ({'within' if peak <= LIMIT else 'above'} {LIMIT})"
-    return f"{text}   ours is {row['ours_is_faster']:.2f} x as fast"
+    return f"{text}   ours is {row['ours_is_faster']:.2f} {timing.FASTER}"
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:

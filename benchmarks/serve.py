@@ -234,13 +234,13 @@ def _report(found: dict[str, Any]) -> str:
                 f"{1e3 * found['mean_latency_s'][name]:.0f}",
                 f"{found['steps'][name]}" if at_once else "",
                 f"{found['slots_in_use'][name]:.2f}" if at_once else "",
-                "{1:.2f}x ({0:.2f}-{2:.2f})".format(*ratios[name]) if name in ratios else "",
-                f"{expected[name]:.2f}x" if name in ratios and at_once else "",
+                "{1:.2f} ({0:.2f}-{2:.2f})".format(*ratios[name]) if name in ratios else "",
+                f"{expected[name]:.2f}" if name in ratios and at_once else "",
             )
         )
     header = (
-        "", "ms", "middle half", "tokens/s", "mean latency ms", "steps", "slots in use",
-        "faster than static", "by steps",
+        "", "ms, median", "middle half", "tokens/s", "mean latency ms", "steps", "slots in use",
+        f"{timing.FASTER} as static", "by steps",
     )  # fmt: skip
     return "\n".join(
         [

@@ -182,8 +182,12 @@ def _interleave(
     return {name: Timing(tuple(taken), firsts[name]) for name, taken in samples.items()}
 
 
+FASTER = "times as fast (median of rounds)"
+"""Heads a column of `speedup`: not the ratio of the medians beside it, as machines drift."""
+
+
 def speedup(ours: Timing, peer: Timing) -> float:
-    """How many times faster ours is, by rounds; 1 is a tie."""
+    """How many times as fast ours is: the median of each round's ratio; 1 is a tie."""
     return statistics.median(p / o for o, p in zip(ours.samples, peer.samples, strict=True))
 
 

@@ -314,11 +314,11 @@ def _report(found: dict[str, Any], limit: float) -> str:
                 f"{1e3 * taken['median_s']:.1f}",
                 f"{1e3 * low:.1f}-{1e3 * high:.1f}",
                 f"{found['tokens_per_s'][name]:,.0f}",
-                f"{ratios[name]:.2f}x" if name in ratios else "",
+                f"{ratios[name]:.2f}" if name in ratios else "",
                 f"{found['losses'][name][0]:.3f}",
             )
         )
-    header = ("", "ms", "middle half", "tokens/s", "ours is", "first loss")
+    header = ("", "ms, median", "middle half", "tokens/s", f"ours is {timing.FASTER}", "first loss")
     lines = [
         f"\n{found['case']}: {found['tokens']} tokens a step, "
         f"{share:.2f} of the time of its products at the matmul's rate",

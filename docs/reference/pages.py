@@ -40,11 +40,17 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put formulas and pages of HTML in; a reference page's contents name no members of modules."""
     html = re.sub(r"<!-- the page (\w+\.html) -->", lambda found: inner(page, found[1]), html)
     html = re.sub(r"(?:<p>)?@formula(\d+)@(?:</p>)?", lambda found: _FORMULAS[int(found[1])], html)
+    html = re.sub(r"(?<!</span>)<code>[^<]*</code>", lambda found: whole_flags(found[0]), html)
     if page.file.src_uri.startswith("reference/"):
         for top in page.toc:
             for module in top.children:
                 module.children = []
     return html
+
+
+def whole_flags(code: str) -> str:
+    """Return code within a line whose flags are not broken after their dashes."""
+    return re.sub(r"--[A-Za-z][\w.-]*", r'<span class="flag">\g<0></span>', code)
 
 
 def inner(page: Any, name: str) -> str:

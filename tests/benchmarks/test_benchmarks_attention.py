@@ -289,3 +289,23 @@ def test_a_choice_is_too_slow_where_the_median_and_three_quarters_of_the_rounds_
     assert found == {"slow": [name], "near": [], "noise": []}
     assert choosing.check({name: {"native": best}}) == [name]
     assert "xla was not measured" in capsys.readouterr().out
+
+
+def test_quick_is_little_work():
+    """Programs to compile are its minutes: each cell of each contender, and those of memory."""
+    options = attention._options(["--quick"])
+    cells = attention._selected(options, "cpu")
+    assert {direction for _, direction, _ in cells} == set(attention.DIRECTIONS)
+    assert len({case.name for case, *_ in cells}) == 3 and len(cells) <= 9
+    assert options.repeats == 3 and options.seconds <= 3 and len(cells) * options.seconds <= 30
+
+
+def test_a_ratio_is_said_to_be_that_of_rounds():
+    """In rounds 1/4, 2/1 and 4/2, a machine that drifts has medians that say the opposite."""
+    found = contender({"ours": 2.0, "flax": 1.0})
+    for taken in found["timings"].values():
+        taken["quartiles_s"] = 1.0, 2.0
+    found["speedup_of_ours"] = {"flax": 2.0}
+    header, *_, flax = attention._line(found, 1e9).splitlines()[2:]
+    assert "ms, median" in header and "times as fast (median of rounds)" in header
+    assert flax.split()[:2] == ["flax", "1000.00"] and "2.00" in flax and "x" not in flax[4:]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from inspect import signature
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +12,9 @@ import pytest
 
 import transformer_jax as tj
 from tests.support.drawn import drawn
-from transformer_jax import cache, decoding, models
+from transformer_jax import cache, models
 from transformer_jax.attention import alibi_slopes, relative_bucket
-from transformer_jax.config import keywords, optimizers
+from transformer_jax.config import optimizers
 from transformer_jax.models import chunk_mask
 from transformer_jax.training import fit
 from transformer_jax.training.tasks import compare_texts
@@ -417,21 +415,6 @@ def test_a_keyword_of_another_library_is_one_line_that_names_what_was_meant(name
         call()
     assert f"{name.split()[0]!r}" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_what_is_said_to_be_meant_is_there():
-    calls = (tj.generate, tj.beam_search, tj.dot_product_attention, tj.make_step)
-    known = {name for call in calls for name in signature(call).parameters} - {"unknown"}
-    configs = (tj.ModelConfig, tj.TrainConfig, tj.RecurrentConfig, tj.LoraConfig, optimizers.AdamW)
-    known |= {field.name for config in configs for field in fields(config)}
-    for text in keywords._OTHER_NAMES:
-        first, *more = re.findall(r"[A-Za-z_]+", text)
-        assert first in known or hasattr(tj, first), text
-        places = (tj, decoding, optimizers)
-        for name in more:
-            there = name in known or name == "full" or any(hasattr(place, name) for place in places)
-            assert there, text
 
 
 @pytest.mark.slow

@@ -228,6 +228,7 @@ def defined(tree: ast.AST) -> set[str]:
         ("cache", 5),
         ("decoding", 7),
         ("design_kernels", 2),
+        ("howto_block", 5),
         ("howto_family", 2),
         ("howto_implementation", 2),
         ("howto_mask", 2),

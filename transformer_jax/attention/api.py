@@ -36,7 +36,7 @@ from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Native, Pallas
 from transformer_jax.attention.masks import Mask
 from transformer_jax.attention.reference import Xla, reference_weights
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.kernels import cpu, platform, target
 from transformer_jax.kernels.chips import FASTEST
 from transformer_jax.programs import depends_on_names, program
@@ -335,6 +335,7 @@ def plan_mask(
     return mask
 
 
+@known_keywords
 def dot_product_attention_weights(
     query: jax.Array,  # [B, T, N, H]
     key: jax.Array,  # [B, S, K, H]

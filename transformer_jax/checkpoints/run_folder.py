@@ -293,8 +293,9 @@ def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     """Return the value of a field: itself, or the config that it describes."""
     if dataclasses.is_dataclass(hint):
         return _build(cast(type, hint), value, f"{path}.")
-    kinds = _kinds(hint)
-    if not kinds or value is None or isinstance(value, str):  # a string is short for positions
+    kinds, options = _kinds(hint), [one for one in get_args(hint) if isinstance(one, type)]
+    may_be_own = any(hasattr(one, "own_kind_of") for one in options)
+    if not (kinds or may_be_own) or value is None or isinstance(value, str):  # short for positions
         return value
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is {value!r}: must be an object")
@@ -304,9 +305,8 @@ def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
     if isinstance(kind, str) and ":" in kind:  # of a class of the user's
         cls = found_again(f"{path}.kind", kind)
         base = getattr(cls, "own_kind_of", None)
-        if not (
-            dataclasses.is_dataclass(cls) and base and issubclass(next(iter(kinds.values())), base)
-        ):
+        fits = base and any(issubclass(one, base) for one in options)
+        if not (fits and isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ConfigError(f"{path}.kind is {kind!r}: must be a class for {path} of your own")
         return _build(cast(type, cls), content, f"{path}.")
     if not isinstance(kind, str) or kind not in kinds:

@@ -11,20 +11,18 @@ field's: `--dropout` is the model's, not that of `--lora`.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from functools import cache
 from types import NoneType
 from typing import Literal, TypeVar, get_args, get_origin
 
-from transformer_jax.config import ConfigError
+from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
+from transformer_jax.config.keywords import field_docs, nearest_flag
 
 Path = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
@@ -57,7 +55,7 @@ def _why_unknown(name: str, names: Mapping[str, str]) -> str:
     meant = {flag for flag in names.values() if flag.endswith(f".{name[2:]}")}
     if len(meant) > 1:
         return f"must be {' or '.join(sorted(meant))}"
-    return f"no such flag{nearest(name, names)}"
+    return f"no such flag{nearest_flag(name, names)}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Field:
     @property
     def doc(self) -> str:
         """Return the string below it in its class."""
-        return _field_docs(self.owner).get(self.path[-1], "")
+        return field_docs(self.owner).get(self.path[-1], "")
 
 
 class ConfigFlags:
@@ -235,6 +233,8 @@ def _walk(config: type, path: Path) -> Iterator[Field]:
         if is_dataclass(hint):
             yield from _walk(hint, here)  # type: ignore[arg-type]
             continue
+        if OwnBlock in _options(hint):  # which only Python can make
+            continue
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
@@ -344,17 +344,3 @@ def _help(field: Field, defaults: FieldValue, named: bool) -> str:
     shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
     kind = f"{_kind_name(field.owner)}: " if named else ""
     return f"{kind}{field.doc} [{shown}]".strip()
-
-
-@cache
-def _field_docs(config: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, inherited fields included."""
-    bases = (base for base in config.__bases__ if is_dataclass(base))
-    docs = {name: text for base in bases for name, text in _field_docs(base).items()}
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
-                docs[field.target.id] = " ".join(str(below.value.value).split())
-    return docs

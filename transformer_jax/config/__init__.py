@@ -4,6 +4,7 @@
 imported, and no array or module is made here: `models` builds what a config describes.
 """
 
+from transformer_jax.config.block import OwnBlock
 from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import ConfigError
@@ -72,6 +73,7 @@ __all__ = [
     "Norm",
     "NormOrder",
     "Optimizer",
+    "OwnBlock",
     "OwnPositions",
     "Patches",
     "Pooler",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_jax.config.fields import check_types, fraction, positive
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionConfig:
     """Describe a language model of gated convolutions over earlier tokens (Dauphin et al. 2017)."""

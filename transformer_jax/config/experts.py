@@ -14,10 +14,12 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """Give each token a few of many feed-forwards, which a router chooses (Shazeer et al. 2017).

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transformer_jax.config.fields import below_int32, check_types, fail, positive, unread
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.positions import Learned
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class _Inputs:
             unread(model, "an encoder of inputs has no tokens: needs inputs None", *fields)
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Vectors(_Inputs):
     """Read one vector for each token, as features of another model: x W + b."""
@@ -52,6 +54,7 @@ class Vectors(_Inputs):
         return length
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Patches(_Inputs):
     """Read an image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
@@ -90,6 +93,7 @@ class Patches(_Inputs):
             fail("max_len", model.max_len, f"must be at least the {count} tokens of an image")
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Frames(_Inputs):
     """Read frames of sound through strided convolutions (Synnaeve et al. 2020).

@@ -1,73 +1,140 @@
-"""Name the argument or the field that was meant by one of another library's."""
+"""Document the fields of configs, and name the argument that a keyword of another library means."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 from transformer_jax.config.fields import nearest
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _OTHER_NAMES = {
     # decoding
+    "capacity": "max_len max_length max_seq_len max_cache_len",
     "num_tokens": "max_new_tokens max_tokens max_length",
+    "generate(step, ..., num_tokens=...)": "max_new_tokens max_tokens max_length",
     "sampler=Sample(Temperature(...))": "temperature",
     "sampler=Sample(TopK(...))": "top_k",
     "sampler=Sample(TopP(...))": "top_p",
     "sampler=Sample(MinP(...))": "min_p",
     "sampler=Sample()": "do_sample",
+    "sampler=Greedy()": "deterministic",
     "beam_search(..., num_beams=...)": "num_beams",
     "num_results": "num_return_sequences",
     "processors=[RepetitionPenalty(...)]": "repetition_penalty",
+    "processors=[PresencePenalty(...)]": "presence_penalty",
+    "processors=[FrequencyPenalty(...)]": "frequency_penalty",
     "processors=[NoRepeatNGram(...)]": "no_repeat_ngram_size",
     "processors=[MinLength(...)]": "min_new_tokens min_length",
+    "processors=[BanSequences(...)]": "bad_words_ids",
+    "processors=[Ban(...)]": "suppress_tokens",
+    "processors=[Force(...)]": "forced_bos_token_id",
+    "processors=[ForceLast(...)]": "forced_eos_token_id",
     "processors": "logits_processor logits_processors",
-    "stop": "eos_token_id eos_id stop_token stop_tokens stop_token_ids",
+    "stop": "eos_token_id eos_id stop_token stop_tokens stop_token_ids stopping_criteria",
+    "stream(...)": "streamer",
+    "speculate(..., proposer=Draft(...))": "assistant_model draft_model",
     "prompt": "input_ids inputs tokens",
     "state": "cache kv_cache past_key_values",
-    "key": "rng seed prng_key generator k",
-    "lengths": "attention_mask",
+    "lengths": "attention_mask prompt_lengths seq_lens",
+    "leave it out: `lengths` tells padding from tokens": "pad_token_id pad_id",
+    "leave it out: decoding always has a cache": "use_cache",
+    "attention=True": "output_attentions",
+    "capture=('block_*/residual',)": "output_hidden_states",
+    "capture=('logits',)": "output_scores output_logits",
     "early_exit": "early_stopping",
     "make_step(model, edit=...)": "edit",
     "generate(step, ..., capture=...)": "capture",
     # attention
-    "mask": "attn_mask attention_mask",
+    "q_positions": "q_indices query_positions",
+    "k_positions": "k_indices key_positions",
+    "scale": "sm_scale softmax_scale logits_scale",
+    "softcap": "logits_soft_cap soft_cap attn_logits_soft_cap logits_softcap",
+    "dropout_rate=0.0, which leaves nothing out": "deterministic train training",
+    "dropout_rate": "dropout dropout_p",
+    "dropout_rate and dropout_key, which draw it": "dropout_mask",
+    "dropout_key": "dropout_rng rng rngs seed prng_key",
+    "implementation": "backend impl attn_implementation",
+    "return_lse": "return_residual return_residuals return_attn_probs",
+    "query": "q",
+    "query, whose dtype the result has": "dtype",
+    "value": "v",
+    "dot_product_attention_weights(query, key, ...)": "need_weights",
+    "leave it out: key heads may divide the query's": "enable_gqa",
+    "leave it out: what is left out is drawn for each row and head": "broadcast_dropout",
+    "leave it out: scores and softmax are in float32": "force_fp32_for_softmax",
+    # a call of a model
+    "positions=jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)": "attention_mask "
+    "key_padding_mask padding_mask src_key_padding_mask",
+    "key, a random key, turns dropout on, None off": "deterministic train training dropout_rng",
+    "source": "input_ids encoder_input_ids src",
+    "tokens": "input_ids inputs idx decoder_input_ids",
+    "positions": "position_ids input_pos segment_pos position_embedding_type",
+    "segments": "segment_ids document_ids",
+    "types": "token_type_ids",
+    "method='attend'": "output_attentions",
+    "edit={'embedding': ...}": "inputs_embeds input_embeddings",
+    "cache": "past_key_values kv_cache layer_past decode use_cache",
+    "cross_entropy(logits, labels)": "labels targets",
+    # attention, and a model
+    "mask=Padding(~key_padding_mask)": "key_padding_mask",
+    "mask=Padding(jnp.arange(S)[None] < key_value_seq_lengths[:, None])": "key_value_seq_lengths",
+    "mask=Segments(1 * (jnp.arange(T)[None] >= query_seq_lengths[:, None]), jnp.zeros((B, S), int))"
+    "": "query_seq_lengths",
+    "mask": "attn_mask attention_mask block_mask",
     "mask=Causal()": "is_causal causal",
     "mask=Causal() & Window(...)": "window window_size local_window_size sliding_window",
     "mask=Causal() & Segments(...)": "segment_ids",
+    "bias=ALiBi(...)": "alibi_slopes",
+    "bias, a `Bias` of your own, or softcap": "score_mod",
     "bias": "attn_bias attention_bias",
-    "scale": "sm_scale softmax_scale",
-    "softcap": "logits_soft_cap",
-    "dropout_rate": "dropout dropout_p",
-    "dropout_key": "dropout_rng",
-    "implementation": "backend impl attn_implementation",
-    "query": "q",
-    "value": "v",
+    "key": "rng rngs seed prng_key generator k",
     # a model
-    "d_model": "hidden_size n_embd n_embed embed_dim emb_dim dim",
+    "d_model": "hidden_size n_embd n_embed embed_dim emb_dim dim embedding_size features",
     "d_hidden": "hidden_size",
     "num_layers": "n_layer n_layers num_hidden_layers depth",
     "num_heads": "n_head n_heads nhead num_attention_heads",
     "num_kv_heads": "n_kv_heads num_key_value_heads",
-    "d_ff": "intermediate_size n_inner dim_feedforward mlp_dim",
-    "max_len": "max_position_embeddings n_positions max_seq_len block_size seq_len context_length",
+    "head_dim=qkv_features // num_heads": "qkv_features",
+    "head_dim": "d_head",
+    "d_ff": "intermediate_size n_inner dim_feedforward mlp_dim d_mlp",
+    "max_len": "max_position_embeddings n_positions max_seq_len block_size seq_len context_length "
+    "n_ctx",
     "window": "sliding_window",
     "tie_embeddings": "tie_word_embeddings",
     "activation": "hidden_act act_fn",
     "use_bias": "bias",
+    "qk_norm": "normalize_qk use_qk_norm",
     "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
-    "positions": "rope_theta position_embedding_type",
+    "positions=Rope(base=...)": "rope_theta",
+    "base": "rope_theta theta",
     "dropout": "dropout_rate resid_pdrop embd_pdrop lora_dropout",
     "attention_dropout": "attn_pdrop",
     "init_std": "initializer_range",
     "remat='full'": "gradient_checkpointing",
     "num_classes": "num_labels",
-    "dtype": "torch_dtype",
+    "vocab_size": "d_vocab n_vocab",
+    "dtype": "torch_dtype precision",
+    "jax.default_matmul_precision(...) around the call": "precision",
+    # an expert, a cache, a file
+    "count": "num_experts num_local_experts n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "batch": "batch_size max_batch_size",
+    "path_or_id": "pretrained_model_name_or_path model_name model_id",
+    "weights": "load_in_8bit load_in_4bit quantization_config",
+    "quantize(params, ...)": "load_in_8bit load_in_4bit quantization_config",
+    "sharding": "device_map",
+    "jax.default_device(...) around the call": "device device_map",
+    "leave it out: code of a checkpoint is never run": "trust_remote_code",
+    "HF_HOME in the environment": "cache_dir",
     # a run
     "learning_rate": "lr",
     "steps": "max_steps epochs num_train_epochs num_steps",
@@ -78,58 +145,156 @@ _OTHER_NAMES = {
     "optimizer=AdamW(weight_decay=...)": "weight_decay",
     "weight_decay": "wd",
     "schedule": "lr_scheduler_type",
-    "out": "output_dir",
-    "eval_every": "eval_steps",
+    "warmup_steps": "num_warmup_steps warmup warmup_iters",
+    "out": "output_dir out_dir",
+    "eval_every": "eval_steps eval_interval",
     "checkpoint_every": "save_steps",
     "keep": "save_total_limit",
-    "data": "dataset",
-    "log_every": "logging_steps",
+    "data": "dataset train_file",
+    "log_every": "logging_steps log_interval",
+    "ignore_label": "ignore_index",
+    "init_from": "model_name_or_path base_model",
     # adapters
-    "rank": "r",
+    "rank": "r lora_r",
     "alpha": "lora_alpha",
     "targets": "target_modules",
     "trained": "modules_to_save",
     "rslora": "use_rslora",
 }
-"""The arguments of this library, each with the names that other libraries give it."""
+"""The arguments of this library, each with the names that other libraries give it.
+
+Of several, the first counts that the function has. A call, such as `stream(...)`, is of another
+function; what begins with "leave it out" has no argument anywhere.
+"""
+
+_OTHER_FLAGS = {
+    "tokens": "max_new_tokens max_tokens max_length num_tokens",
+    "beams": "num_beams",
+    "samples": "num_return_sequences",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "model": "model_name_or_path base_model",
+}
+"""The flags that are not called as the arguments are, with the names that others give them."""
+
+_SIDES: dict[str, Callable[[Any], str]] = {
+    # of jax.nn and of flash-attention, which do not count the query itself; -1 has no bound
+    "local_window_size": lambda n: _window(*(n if isinstance(n, tuple) else (n, n))),
+    "window_size": lambda n: _window(*n) if isinstance(n, tuple) else f"Causal() & Window({n})",
+}
+"""What other libraries' windows are here."""
+
+
+def _window(left: int, right: int) -> str:
+    """Return the mask that leaves a query so many keys before itself and after."""
+    sides = [None if n < 0 else n + 1 for n in (left, right)]
+    return (
+        "None, as they bound nothing"
+        if sides == [None, None]
+        else f"Window({sides[0]}, {sides[1]})"
+    )
 
 
 def refuse_keywords(
-    function: Callable[..., object], unknown: Mapping[str, object], options: Collection[str] = ()
+    function: Callable[..., object],
+    unknown: Mapping[str, object],
+    options: Collection[str] = (),
+    name: str | None = None,
 ) -> None:
     """Raise TypeError where a function was called with keywords that it does not have.
 
-    It has those of its signature, and `options` that it takes as `**options`.
+    It has those of its signature, and `options` that it takes as `**options`. `name` is what the
+    caller calls it, where that is not its own.
     """
-    for name in unknown:
+    for keyword, value in unknown.items():
         named = inspect.signature(function).parameters
-        known = [x for x in (*named, *options) if x not in ("unknown", "options")]
-        raise TypeError(f"{function.__name__}() has no argument {name!r}{_meant(name, known)}")
+        known = [x for x in (*named, *options) if x not in ("unknown", "options", "self")]
+        meant = _meant(keyword, known, value)
+        raise TypeError(f"{name or function.__name__}() has no argument {keyword!r}{meant}")
+
+
+def known_keywords(function: F) -> F:
+    """Let a function name the argument that was meant by a keyword which it does not have."""
+    known = {
+        name for name, one in inspect.signature(function).parameters.items()
+        if one.kind is not one.POSITIONAL_ONLY
+    }  # fmt: skip
+
+    @functools.wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        if not keywords.keys() <= known:
+            refuse_keywords(function, {x: keywords[x] for x in keywords if x not in known})
+        return function(*args, **keywords)
+
+    return cast(F, checked)
 
 
 def known_fields(cls: C) -> C:
-    """Let a dataclass name the field that was meant where it is made with one it does not have."""
+    """Let a config document its fields in `help`, and name the field that an unknown one means."""
     known, own = [field.name for field in dataclasses.fields(cls)], cast(Any, cls)
     init = own.__init__
 
     @functools.wraps(init)
     def checked(self: object, *args: object, **fields: object) -> None:
-        for name in fields:
+        for name, value in fields.items():
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{_meant(name, known)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{_meant(name, known, value)}")
         init(self, *args, **fields)
 
     own.__init__ = checked
+    own.__doc__ = _Doc(cls.__doc__ or "")
     return cls
 
 
-def _meant(name: str, known: Collection[str]) -> str:
-    """Return what to write in the place of a keyword, or the nearest name that is known.
+class _Doc:
+    """The docstring of a config, which reads the meanings of the fields when it is asked for."""
 
-    Where another function is meant, its call is written: `beam_search(...)`.
-    """
+    def __init__(self, about: str) -> None:
+        self.about = about
+
+    def __get__(self, instance: object, owner: type) -> str:
+        lines = [inspect.cleandoc(self.about), "", "Fields:"]
+        for name, text in field_docs(owner).items():
+            lines += textwrap.wrap(f"{name}: {text}", 96, initial_indent="    ",
+                                   subsequent_indent=" " * 8)  # fmt: skip
+        return "\n".join(lines) if lines[3:] else self.about
+
+
+@functools.cache
+def field_docs(config: type) -> dict[str, str]:
+    """Return the string below each field of a dataclass, inherited fields included."""
+    bases = (base for base in config.__bases__ if dataclasses.is_dataclass(base))
+    docs = {name: text for base in bases for name, text in field_docs(base).items()}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    except (OSError, TypeError):  # a class that was typed in, or a program without its source
+        return docs
+    assert isinstance(tree, ast.ClassDef)
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            if isinstance(below.value, ast.Constant) and isinstance(field.target, ast.Name):
+                docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _meant(name: str, known: Collection[str], value: object = None) -> str:
+    """Return what to write in the place of a keyword, or the nearest name that is known."""
+    sides = _SIDES.get(name)
+    if sides is not None and "mask" in known and isinstance(value, int | tuple):
+        return f", meant: mask={sides(value)}"
     for text, others in _OTHER_NAMES.items():
-        head = re.split(r"\W", text)[0]
-        if name in others.split() and (head in known or text.startswith(f"{head}(")):
-            return f", meant: {text}"
+        elsewhere = re.match(r"[\w.]+\(|leave it out|[A-Z_]+ in ", text)
+        if name in others.split() and (elsewhere or re.split(r"\W", text)[0] in known):
+            return f", {text}" if text.startswith("leave") else f", meant: {text}"
     return nearest(name, known)
+
+
+def nearest_flag(flag: str, flags: Collection[str]) -> str:
+    """Return the flag that was meant by one of another program's, or the nearest one."""
+    name = flag.lstrip("-").replace("-", "_")
+    for text, others in (*_OTHER_FLAGS.items(), *_OTHER_NAMES.items()):
+        found = re.match(r"(\w+)(?:='(\w+)')?", text)
+        if name in others.split() and found:
+            meant = f"--{found[1].replace('_', '-')}"
+            if meant in flags:
+                return f", meant: {' '.join(filter(None, (meant, found[2])))}"
+    return nearest(flag, flags)

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, fields
 
 from transformer_jax.config.fields import below_int32, check_types, positive
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Lay out devices in a grid, `data=2,fsdp=4,tensor=2`, over which a run is split.

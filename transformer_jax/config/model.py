@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformer_jax.config.block import OwnBlock
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import (
     below_int32,
@@ -77,6 +78,8 @@ class ModelConfig:
     """Hidden width of the feed-forward (F); None is 4 * d_model, 0 has none: attention alone."""
     experts: Experts | None = None
     """A mixture of experts in the place of each feed-forward; None has one feed-forward."""
+    block: OwnBlock | None = None
+    """A value of a class of your own, which changes or replaces the block (in Python only)."""
     max_len: int = 256
     """Longest sequence; the size of a learned position table."""
 
@@ -211,6 +214,8 @@ class ModelConfig:
             self.positions.check_model(self)
         if self.inputs is not None:
             self.inputs.check_model(self)
+        if self.block is not None:
+            self.block.check_model(self)
         self._check_feed_forward()
         self._check_kind()
 

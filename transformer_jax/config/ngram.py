@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformer_jax.config.fields import below_int32, check_types, fail, positive
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
     """Describe an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""

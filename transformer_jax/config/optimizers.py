@@ -49,6 +49,7 @@ class AdamW:
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Adafactor:
     """Second moments of a matrix as a row times a column (Shazeer & Stern 2018).
@@ -125,6 +126,7 @@ class Muon:
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFree:
     """AdamW whose average of steps takes the place of a schedule (Defazio et al. 2024).

@@ -18,6 +18,7 @@ from transformer_jax.config.fields import (
     positive,
     unread,
 )
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class _Positions:
         """Raise ConfigError where these positions and the fields of `model` contradict."""
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Learned(_Positions):
     """Add a learned vector of each position to the embeddings (Gehring et al. 2017)."""
@@ -76,6 +78,7 @@ class Learned(_Positions):
             found.check_model(model)
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sinusoidal(_Positions):
     """Sines and cosines of each position, added to the embeddings (Vaswani et al. 2017, 3.5)."""
@@ -101,6 +104,7 @@ class Sinusoidal(_Positions):
             fail(name, model.embedding_width, "must be even for sinusoidal positions")
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rope(_Positions):
     """Rotations of queries and keys (Su et al. 2021).
@@ -243,6 +247,7 @@ class Rope(_Positions):
         return Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Shaw(_Positions):
     """Learned vectors of each clipped distance, added to keys and values (Shaw et al. 2018)."""
@@ -260,6 +265,7 @@ class Shaw(_Positions):
             fail("implementation", model.implementation, "positions 'shaw' needs 'xla' or None")
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class T5Buckets(_Positions):
     """Add a learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
@@ -284,6 +290,7 @@ class T5Buckets(_Positions):
             fail("positions.buckets", self.buckets, "must be even and at least 4")
 
 
+@known_fields
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Alibi(_Positions):
     """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""

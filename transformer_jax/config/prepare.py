@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import below_int32, check_types, fail, positive, unread
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
 DocumentFormat = Literal["lines", "paragraphs", "files", "jsonl", "parquet"]
@@ -15,6 +16,7 @@ TRAINED = ("byte", "char", "word", "bpe")
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
     """Describe a preparation: what to read, where documents end, how to cut them into tokens."""

@@ -21,6 +21,7 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.config.inputs import Frames, Inputs, Patches
+from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.own import check_own
@@ -115,6 +116,7 @@ def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class LanguageTask(_Task):
     """Predict the next token of a text."""
@@ -132,6 +134,7 @@ class LanguageTask(_Task):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class MaskedTask(_Task):
     """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
@@ -200,6 +203,7 @@ class _PairFilesTask(_Task):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqTask(_PairFilesTask):
     """Read a source and write its target (Sutskever et al. 2014)."""
@@ -213,6 +217,7 @@ class Seq2SeqTask(_PairFilesTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class PrefixTask(_PairFilesTask):
     """Go on from a source with its target in one row (Raffel et al. 2020, 3.2.1)."""
@@ -224,6 +229,7 @@ class PrefixTask(_PairFilesTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ClassifyTask(_Task):
     """Say which class a text is of."""
@@ -268,6 +274,7 @@ class ClassifyTask(_Task):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(_Task):
     """Answer messages: the loss is of the assistant's turns alone."""
@@ -277,6 +284,7 @@ class ChatTask(_Task):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTask(_Task):
     """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
@@ -335,8 +343,9 @@ class _LettersTask(_GeneratedTask):
     letters: int = 8
     """Different letters, from a on."""
     min_length: int = 2
+    """Fewest letters of a string."""
     max_length: int = 8
-    """Letters of a string."""
+    """Most letters of a string."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -351,18 +360,21 @@ class _LettersTask(_GeneratedTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ReverseTask(_LettersTask):
     """Write a string backwards: bad -> dab."""
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class CopyTask(_LettersTask):
     """Write a string again: bad -> bad."""
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
@@ -383,12 +395,14 @@ class AdditionTask(_GeneratedTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class DatesTask(_GeneratedTask):
     """Write a date by its numbers: 9 may 1998 -> 1998-05-09."""
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class RecallTask(_GeneratedTask):
     """Recall what stood after letters: a3c7b1 ca -> c7a3 (Ba et al. 2016, 4.1; Arora et al. 2023).
@@ -419,12 +433,15 @@ class RecallTask(_GeneratedTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class ModularTask(_GeneratedTask):
     """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
 
     modulus: int = 23
+    """The number that results are below."""
     operation: Literal["+", "-", "*"] = "+"
+    """What is computed of a and b."""
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -469,6 +486,7 @@ class _ContinuousTask(_GeneratedTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class DigitsTask(_ContinuousTask):
     """Read a picture of a digit and write its name, or say which digit it is.
@@ -504,6 +522,7 @@ class DigitsTask(_ContinuousTask):
 
 
 @short_repr
+@known_fields
 @dataclass(frozen=True, kw_only=True)
 class TonesTask(_ContinuousTask):
     """Hear pure tones, each of which stands for a letter, and write the letters."""
@@ -511,8 +530,9 @@ class TonesTask(_ContinuousTask):
     letters: int = 8
     """Different letters, from a on: letter number i is a tone of 200 + 150 i Hz."""
     min_length: int = 1
+    """Fewest letters of a sequence."""
     max_length: int = 5
-    """Letters of a sequence."""
+    """Most letters of a sequence."""
     noise: float = 0.1
     """Standard deviation of white noise, where a tone has an amplitude from 0.5 to 1."""
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.decoding.arguments import (
     CheckedArguments,
     DecodeOptions,
@@ -41,6 +41,7 @@ from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
 
+@known_keywords
 def prefill(
     step: StepLike[State],
     params: Params,

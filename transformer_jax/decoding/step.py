@@ -19,6 +19,7 @@ from transformer_jax.cache.kv_cache import KVCache, next_positions
 from transformer_jax.cache.model_cache import ModelCache, check_pages, rewind_cache, room_of
 from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.convolution import ConvolutionLM
@@ -531,6 +532,7 @@ def make_step(
 def make_step(
     model: ConvolutionLM | WindowLM | NgramLM, *, edit: Mapping[str, Edit] = ...
 ) -> RecentTokensStep: ...
+@known_keywords
 def make_step(
     model: Decoder
     | EncoderDecoder

@@ -1,7 +1,8 @@
 """Find the place that has the value of a hook of TransformerLens.
 
-Hooks are those of its `HookedTransformer`, of a model that was loaded without processing
-(`from_pretrained_no_processing`): folding the norms and centring the weights change most values.
+The values are those of its `TransformerBridge` without compatibility mode (TransformerLens 4; until
+version 3, of `HookedTransformer.from_pretrained_no_processing`): compatibility mode folds the norms
+and centres the weights, which changes most values.
 """
 
 from __future__ import annotations
@@ -11,23 +12,7 @@ import re
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.config.positions import OwnPositions, Rope
-
-IN_BLOCK = {
-    "hook_resid_pre": "residual of the block before",
-    "hook_resid_mid": "residual_mid",
-    "hook_resid_post": "residual",
-    "hook_attn_out": "attention/output",
-    "hook_mlp_out": "feed_forward/output",
-    "attn.hook_q": "attention/query",
-    "attn.hook_k": "attention/key",
-    "attn.hook_rot_q": "attention/query",
-    "attn.hook_rot_k": "attention/key",
-    "attn.hook_v": "attention/value",
-    "attn.hook_pattern": "attention/weights",
-    "attn.hook_z": "attention/heads",
-    "mlp.hook_post": "feed_forward/hidden",
-}
-"""The place within a block of each hook of a block that has one."""
+from transformer_jax.models.places import IN_BLOCK
 
 COMPUTED = {
     "hook_embed": 'params["embed"]["tokens"][tokens]; `embedding` is it plus the positions',

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.attention.mask import check_mask
+from transformer_jax.attention.mask import check_mask, nodes
 from transformer_jax.attention.masks import (
     And,
     Mask,
@@ -29,8 +32,11 @@ from transformer_jax.cache.model_cache import (
 )
 from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
+from transformer_jax.config.fields import nearest
+from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Visit
+from transformer_jax.shown import shape_text
 from transformer_jax.tracing import at_once, known_sizes, known_value
 
 
@@ -40,6 +46,54 @@ class OutputTable(Protocol):
     def logits(self, x: jax.Array) -> jax.Array:
         """Return [B, T, V] of [B, T, D]."""
         ...
+
+
+class CheckedModule(nn.Module):
+    """A linen module whose `apply` names what was meant where it is called with something else."""
+
+    @nn.nowrap
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        method: Callable[..., Any] | str | None = None,
+        mutable: Any = False,
+        capture_intermediates: Any = False,
+        **arguments: Any,
+    ) -> Any:
+        """Call a method of the model with parameters, as `flax.linen.Module.apply` does.
+
+        Raises:
+            ValueError: if `variables` are not {"params": params}.
+            TypeError: if the method has no argument of a name.
+        """
+        if not isinstance(variables, Mapping) or (variables and "params" not in variables):
+            given = f"a {type(variables).__name__}"
+            if isinstance(variables, Mapping):
+                given = f"a dict of {', '.join(map(str, variables))}"
+            elif hasattr(variables, "shape"):
+                given = shape_text(variables)
+            rule = 'must be {"params": params}: model.apply({"params": params}, tokens)'
+            raise ValueError(f"variables is {given}: {rule}")
+        called = "__call__" if method is None else method
+        if isinstance(called, str):
+            if (found := getattr(type(self), called, None)) is None:
+                methods = [name for name in vars(type(self)) if not name.startswith("_")]
+                rule = f"{type(self).__name__} has no such method{nearest(called, methods)}"
+                raise ValueError(f"method is {called!r}: {rule}")
+            called = found
+        if callable(called):
+            named = inspect.signature(called).parameters
+            every = [x for x in named.values() if x.kind is x.VAR_KEYWORD]
+            # those of `**arguments: Unpack[SomeTypedDict]` are of the encoder's
+            options = getattr(type(self), "encode", None) if every else None
+            known = {*named, *(inspect.signature(options).parameters if options else ())}
+            if not every or options:
+                unknown = {x: value for x, value in arguments.items() if x not in known}
+                refuse_keywords(called, unknown, known, "apply")
+        flax = dict(rngs=rngs, mutable=mutable, capture_intermediates=capture_intermediates)
+        return super().apply(variables, *args, method=method, **flax, **arguments)
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
@@ -143,6 +197,22 @@ def positions_and_masks(
             near = near if sinks is None else near | sinks
         masks.append(mask if near is None else near if mask is None else mask & near)
     return token_positions, tuple(masks)
+
+
+def check_sees_past(mask: Mask) -> None:
+    """Raise ValueError for a decoder's mask that says nothing of the future, and so shows it all.
+
+    It takes the place of `Causal()`. Who wants the future says so: `Everything() & ...`.
+    """
+    silent = all(
+        type(node) in (Padding, Segments, And, Or)
+        or (isinstance(node, Window) and node.right is None)
+        for node in nodes(mask)
+    )
+    if silent:
+        rule = "takes the place of Causal(), so all would see the future: mask=Causal() & ..."
+        also = " or segments=ids" if isinstance(mask, Segments) else ""
+        raise ValueError(f"mask is {mask!r}: {rule}{also}")
 
 
 def check_cache_room(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -10,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from flax.core import unfreeze
 
 from transformer_jax.attention import biases
 from transformer_jax.attention.api import dot_product_attention, dot_product_attention_weights
@@ -18,7 +21,8 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
-from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
+from transformer_jax.config import ModelConfig, OwnBlock, OwnPositions, Rope, Shaw
+from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
 from transformer_jax.models.experts import ExpertFeedForward
@@ -33,8 +37,8 @@ from transformer_jax.models.layers import (
     refuse_surplus,
 )
 from transformer_jax.models.ops import layer_norm, rms_norm
-from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
-from transformer_jax.pytree import register
+from transformer_jax.models.places import NOWHERE, Captured, Edit, Places, Visit, places
+from transformer_jax.pytree import Params, register
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
 
@@ -154,9 +158,6 @@ class Attention(nn.Module):
         k, v = self.key(x, key), self.value(x, key)
         if self.config.qk_norm:
             k = self._normalised(k, self.key_scale)
-        if self.rope is not None:
-            assert token_positions is not None
-            k = pos.apply_rope(k, token_positions, self.rope)
         return self._rotated(k, token_positions), v
 
     def _normalised(self, x: jax.Array, scale: jax.Array) -> jax.Array:  # [B, T, N, H]
@@ -173,7 +174,10 @@ class Attention(nn.Module):
         return norm(flat, scale).reshape(x.shape)
 
     def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        """Return queries or keys as positions of the user's own rotate them."""
+        """Return queries or keys as the config's positions rotate them, which may be one's own."""
+        if self.rope is not None:
+            assert positions is not None
+            return pos.apply_rope(x, positions, self.rope)
         if self.own is None:
             return x
         assert positions is not None
@@ -194,25 +198,27 @@ class Attention(nn.Module):
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
         visit: Visit | None = None,
+        projected: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
 
-        Return the output [B, T, D] and the updated cache.
+        Return the output [B, T, D] and the updated cache; of queries, keys and values that are
+        `projected` by somebody else, what each head gives, [B, T, N, Hv].
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
         at = "cross_attention" if self.cross else "attention"
         asked, edited = f"{at}/weights" in visit.asked, f"{at}/weights" in visit.edits
 
-        q = self.query(x, key)
+        q = self.query(x, key) if projected is None else projected[0]
         if cfg.qk_norm:
             q = self._normalised(q, self.query_scale)
-        if self.rope is not None:
-            assert given.token_positions is not None
-            q = pos.apply_rope(q, given.token_positions, self.rope)
         q = self._rotated(q, given.token_positions)
         if cross_cache is None:
-            k, v = self.keys_values(x, given.token_positions, key)
+            if projected is None:
+                k, v = self.keys_values(x, given.token_positions, key)
+            else:
+                k, v = self._rotated(projected[1], given.token_positions), projected[2]
             heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
         else:
             k, v = cross_cache.k, cross_cache.v
@@ -243,7 +249,8 @@ class Attention(nn.Module):
         else:
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
             out = attend(heads, key)
-        return visit(f"{at}/output", self.out(visit(f"{at}/heads", out), key)), cache
+        out = visit(f"{at}/heads", out)
+        return out if projected is not None else visit(f"{at}/output", self.out(out, key)), cache
 
     def _through(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
@@ -356,6 +363,73 @@ class Attention(nn.Module):
         )
 
 
+@dataclass
+class OwnCall:
+    """What `OwnBlock.run` is called with beside its parameters and the stream.
+
+    Attributes:
+        layer: how many blocks come before; traced in a scanned stack.
+    """
+
+    attention: Attention
+    given: BlockInputs
+    cache: LayerCache | None
+    visit: Visit
+    keys: Sequence[jax.Array | None]
+    layer: jax.Array | int | None
+    stream: jax.Array  # [B, T, D]
+    attended: bool = False
+    dropped: int = 0
+
+    def attend(
+        self,
+        q: jax.Array,  # [B, T, N, H]
+        k: jax.Array,  # [B, T, K, H]
+        v: jax.Array,  # [B, T, K, Hv]
+    ) -> jax.Array:  # [B, T, N, Hv]
+        """Return what each head gives, by the config's positions, mask and implementation.
+
+        Earlier tokens are read from the cache, and these are written to it. ValueError where it is
+        called again, or the shapes are not the config's.
+
+        Args:
+            q: [B, T, N, H], not yet rotated.
+            k: [B, T, K, H], not yet rotated.
+            v: [B, T, K, Hv].
+        """
+        cfg = self.attention.config
+        if self.attended:
+            raise ValueError(
+                "attend is called twice in a block, whose cache keeps the keys of one call"
+            )
+        lead, dtype = self.stream.shape[:2], self.stream.dtype
+        sizes = {
+            "q": (cfg.num_heads, cfg.key_dim),
+            "k": (cfg.kv_heads, cfg.key_dim),
+            "v": (cfg.kv_heads, cfg.value_dim),
+        }
+        for (name, size), x in zip(sizes.items(), (q, k, v), strict=True):
+            if x.shape != (*lead, *size):
+                rule = f"must be {[*lead, *size]}, by num_heads, num_kv_heads, head_dim and so on"
+                raise ValueError(f"attend: {name} is {list(x.shape)}: {rule}")
+        self.attended = True
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        given = dict(cache=self.cache, key=self.keys[0], visit=self.visit, projected=(q, k, v))
+        heads, self.cache = self.attention(self.stream, self.given, **given)  # type: ignore[arg-type]
+        return heads
+
+    def dropout(self, y: jax.Array) -> jax.Array:
+        """Return an array after the config's dropout, which is on in training.
+
+        Args:
+            y: of any shape.
+        """
+        key = self.keys[1]
+        self.dropped += 1
+        own = None if key is None else jax.random.fold_in(key, self.dropped)
+        return dropout(y, self.attention.config.dropout, own)
+
+
 class Block(nn.Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
 
@@ -375,6 +449,14 @@ class Block(nn.Module):
 
     def setup(self) -> None:
         cfg = self.config
+        if cfg.block is not None:
+            self.own = self._own_parameters(cfg.block)
+        if cfg.block is not None and cfg.block.is_whole:
+            self.attention = Attention(
+                cfg, depth=self.depth, window=self.window, number=self.number
+            )
+            refuse_surplus(self)
+            return
         branches = ["attention", *(["cross_attention"] if self.cross else [])]
         branches += ["feed_forward"] if cfg.ff_dim else []
         self.branches = branches
@@ -408,9 +490,20 @@ class Block(nn.Module):
         """
         cfg = self.config
         source = given.memory_positions if cross_cache is None else cross_cache.positions
-        number = self.number if layer is None else layer
-        visit = given.places.visit(number, given.token_positions, source)
+        layer = self.number if layer is None else layer
+        visit = given.places.visit(layer, given.token_positions, source)
         keys = split_key(key, 5)
+        if cfg.block is not None and cfg.block.is_whole:
+            call = OwnCall(self.attention, given, cache, visit, keys, layer, x)
+            y = cfg.block.run(self.own, x, call)
+            if not call.attended:
+                raise ValueError(f"{cfg.block!r}: run must call attend once")
+            if getattr(y, "shape", None) != x.shape:
+                given_shape = getattr(y, "shape", type(y).__name__)
+                raise ValueError(f"{cfg.block!r}: run returns {given_shape}: must be {x.shape}")
+            return visit("residual", y.astype(x.dtype)), call.cache, visit.captured
+        if cfg.block is not None:
+            visit = self._edited(visit, cfg.block.edit(self.own))
         drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
         before = x
         for branch in self.branches:
@@ -439,6 +532,36 @@ class Block(nn.Module):
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured
+
+    def _own_parameters(self, block: OwnBlock) -> Params:
+        """Declare the parameters of a block of the user's own; of those there are, check shapes."""
+        init = partial(block.init, self.config)
+        wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
+        own: Params = {}
+        if self.has_variable("params", "own"):
+            self._state.children["own"] = "params"  # as `parameter` does
+            own = self.get_variable("params", "own")
+        elif wanted:
+            own = self.param("own", lambda key: jax.tree.map(lambda x: x.astype(F32), init(key)))
+        own = unfreeze(own)
+        there = jax.tree.map(jnp.shape, own)
+        if wanted != there:
+            path = "/".join((*self.path, "own"))
+            raise ValueError(f"{path} is {there}: {type(block).__name__}.init has {wanted}")
+        return own
+
+    def _edited(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
+        """Return a visit on which a block's own edits come before those of the call."""
+        known = {name[8:] for name in places(self.config) if name.startswith("block_0/")}
+        found = copy(visit)
+        found.edits = dict(visit.edits)
+        for name, function in edits.items():
+            if name not in known or name.endswith("/key_positions"):
+                rule = f"must be a place of a block that can be edited{nearest(name, known)}"
+                raise ValueError(f"{type(self.config.block).__name__}.edit has {name!r}: {rule}")
+            found.edits[name] = [(name, None, function), *found.edits.get(name, [])]
+        found.asked = visit.asked | found.edits.keys()
+        return found
 
     def init_cross_cache(
         self,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from transformer_jax.config import ConvolutionConfig
-from transformer_jax.models.arguments import gather_tokens
+from transformer_jax.models.arguments import CheckedModule, gather_tokens
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
@@ -31,7 +31,7 @@ from transformer_jax.models.recent_tokens import RecentTokens, slide_window
 from transformer_jax.models.recurrent_layers import Vocabulary
 
 
-class ConvolutionLM(nn.Module):
+class ConvolutionLM(CheckedModule):
     """Predict each token by convolutions over those before it (Dauphin et al. 2017).
 
     Attributes:

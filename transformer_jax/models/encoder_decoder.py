@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +12,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import as_int32
 from transformer_jax.config import ModelConfig
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.inputs import InputLayer, input_positions
@@ -38,7 +38,7 @@ from transformer_jax.models.transformer import (
 )
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(CheckedModule):
     """Source in, target out (Vaswani et al. 2017).
 
     Both stacks share the embedding, unless the config has a `source_vocab_size`, or `inputs`: then

@@ -26,6 +26,7 @@ from transformer_jax.config import (
     WindowConfig,
 )
 from transformer_jax.config.fields import ConfigError, fail
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.drawing import draw
 from transformer_jax.models.encoder_decoder import EncoderDecoder
@@ -115,6 +116,7 @@ def build(config: Config) -> Model | Recurrent | ConvolutionLM | WindowLM | Ngra
             return EncoderDecoder(config)
 
 
+@known_keywords
 def init_params(config: Config, key: jax.Array) -> Params:
     """Draw fresh f32 parameters, as a nested dict.
 
@@ -156,6 +158,7 @@ def num_params(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
+@known_keywords
 def init_cache(
     config: ModelConfig,
     batch: int,
@@ -194,6 +197,7 @@ def init_cache(
     return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
 
 
+@known_keywords
 def init_paged_cache(
     config: ModelConfig,
     batch: int,
@@ -233,6 +237,7 @@ def init_paged_cache(
     return ModelCache(tuple(layers))
 
 
+@known_keywords
 def cache_bytes(
     config: ModelConfig,
     batch: int,
@@ -283,6 +288,7 @@ def cache_bytes(
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+@known_keywords
 def init_decode_state(
     config: Config,
     params: Params | None,  # read where there is a source only

@@ -57,7 +57,7 @@ _FIELDS = {
     "classifier": "num_classes", "pooler": "pooler", "head_dense": "masked_token_head",
     "head_norm": "masked_token_head", "cross_attention": "kind", "encoder": "kind",
     "decoder": "kind", "feed_forward": "d_ff", "inputs": "inputs", "blocks": "scan_layers",
-    "block_": "num_layers",
+    "block_": "num_layers", "own": "block",
     "norm_attention": "norm_order", "norm_feed_forward": "norm_order", "norm": "norm_order",
     "out_norm_attention": "norm_order", "out_norm_feed_forward": "norm_order",
     "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",

@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +30,7 @@ from einops import rearrange
 
 from transformer_jax.config import NgramConfig
 from transformer_jax.config.fields import fail
-from transformer_jax.models.arguments import check_tokens, gather_tokens
+from transformer_jax.models.arguments import CheckedModule, check_tokens, gather_tokens
 from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
@@ -134,7 +133,7 @@ def _smooth(
     }
 
 
-class NgramLM(nn.Module):
+class NgramLM(CheckedModule):
     """Predict each token from counts of n-grams; the parameters come from `count_ngrams`.
 
     Attributes:

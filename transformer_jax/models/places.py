@@ -49,6 +49,24 @@ HeadMask = tuple[str, jax.Array | None, str]
 """The name of an argument, its mask f32[N] or f32[L, N], and the branch whose heads it is for."""
 
 NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
+IN_BLOCK = {
+    "hook_resid_pre": "residual of the block before",
+    "hook_resid_mid": "residual_mid",
+    "hook_resid_post": "residual",
+    "hook_attn_out": "attention/output",
+    "hook_mlp_out": "feed_forward/output",
+    "attn.hook_q": "attention/query",
+    "attn.hook_k": "attention/key",
+    "attn.hook_rot_q": "attention/query",
+    "attn.hook_rot_k": "attention/key",
+    "attn.hook_v": "attention/value",
+    "attn.hook_pattern": "attention/weights",
+    "attn.hook_z": "attention/heads",
+    "mlp.hook_post": "feed_forward/hidden",
+}
+"""The place within a block of each hook of TransformerLens in a block that has one."""
+OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
+"""The places of attention that a block of the user's own passes, where it calls `attend`."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
@@ -170,6 +188,9 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
     between = bool(config.ff_dim) and not config.is_parallel
     block |= {"residual_mid": stream, "residual": stream} if between else {"residual": stream}
+    if config.block is not None and config.block.is_whole:
+        passed = "residual", *(f"attention/{name}" for name in OF_ATTEND)
+        block = {name: shape for name, shape in block.items() if name in passed}
     found = {"embedding": stream}
     found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}
@@ -454,5 +475,13 @@ def _expand(name: str, known: list[str]) -> list[str]:
     found = [one for one in known if pattern.fullmatch(one)] if "*" in name else [name]
     if not found or found[0] not in known:
         rule = "transformer_jax.places(config) lists them"
+        if hook := re.fullmatch(r"(?:blocks\.(\d+|\*)\.)?((?:.*\.)?hook_.+)", name):
+            place = f"block_{hook[1]}/{IN_BLOCK.get(hook[2])}"
+            if hook[2] == "hook_resid_pre" and hook[1] != "*":
+                place = "embedding" if hook[1] == "0" else f"block_{int(hook[1]) - 1}/residual"
+            rule = "inside.place_of_hook(config, ...) says what a hook of TransformerLens is"
+            if hook[2] not in ("attn.hook_q", "attn.hook_k") and place.replace("*", "0") in known:
+                rule = f"this hook of TransformerLens is {place!r}"
+            raise ValueError(f"no place is named {name!r}: {rule}")
         raise ValueError(f"no place is named {name!r}{nearest(name, known)}: {rule}")
     return found

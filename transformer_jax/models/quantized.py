@@ -19,6 +19,7 @@ import numpy as np
 
 from transformer_jax.checks import largest
 from transformer_jax.config import ConfigError
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
 from transformer_jax.pytree import (
@@ -131,6 +132,7 @@ TABLES = "tokens", "source_tokens", "output"
 """The tables that `quantize(..., embeddings=True)` holds in 8 bits."""
 
 
+@known_keywords
 def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
     """Return parameters of a transformer whose kernels of blocks are held in fewer bits.
 

@@ -33,7 +33,12 @@ import jax.numpy as jnp
 
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import RecurrentConfig
-from transformer_jax.models.arguments import check_tokens, gather_tokens, visited_logits
+from transformer_jax.models.arguments import (
+    CheckedModule,
+    check_tokens,
+    gather_tokens,
+    visited_logits,
+)
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import refuse_rngs, refuse_surplus
 from transformer_jax.models.packing import (
@@ -84,7 +89,7 @@ def init_recurrent_state(config: RecurrentConfig, batch: int) -> RecurrentState:
     return RecurrentState(zero_carry(config, batch), jnp.zeros((batch,), jnp.int32))
 
 
-class RecurrentLM(nn.Module):
+class RecurrentLM(CheckedModule):
     """Language model (Mikolov et al. 2010; Zaremba et al. 2014).
 
     Attributes:
@@ -143,7 +148,7 @@ class RecurrentLM(nn.Module):
         return (*found[:2], places.in_order(found[2])) if capture else found[:2]
 
 
-class RecurrentTagger(nn.Module):
+class RecurrentTagger(CheckedModule):
     """Give logits for each token of a text that is read from both ends (Graves et al. 2005).
 
     For training on masked tokens, to tag, or to classify. In each layer one cell reads forward and
@@ -265,7 +270,7 @@ class RecurrentTagger(nn.Module):
         return self.classifier(dropout(x, self.config.dropout, key)).astype(F32)
 
 
-class RecurrentSeq2Seq(nn.Module):
+class RecurrentSeq2Seq(CheckedModule):
     """Source in, target out (Sutskever et al. 2014), with attention (Bahdanau et al. 2015).
 
     Attributes:

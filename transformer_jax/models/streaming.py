@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +37,7 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.config import Learned, ModelConfig, OwnPositions, Rope, Sinusoidal
 from transformer_jax.models import positions as pos
-from transformer_jax.models.arguments import check_cache_room, positions_and_masks
+from transformer_jax.models.arguments import CheckedModule, check_cache_room, positions_and_masks
 from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import Linear, Norm, refuse_rngs
@@ -96,7 +95,7 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     return Predicate(_Chunks(chunk, history, sinks))
 
 
-class StreamingEncoder(nn.Module):
+class StreamingEncoder(CheckedModule):
     """Run a causal windowed stack over vectors: W_in x, then the blocks of the config.
 
     Attributes:

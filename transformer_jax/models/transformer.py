@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +20,9 @@ from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.checks import check_array
 from transformer_jax.config import Frames, ModelConfig, Patches
 from transformer_jax.models.arguments import (
+    CheckedModule,
     check_cache_room,
+    check_sees_past,
     check_tokens,
     positions_and_masks,
     refuse_unread,
@@ -65,7 +66,7 @@ class EncodeOptions(TypedDict, total=False):
     edit: Mapping[str, Edit]
 
 
-class Encoder(nn.Module):
+class Encoder(CheckedModule):
     """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019).
 
     Where the config has `inputs`, it reads vectors, images or frames in the place of tokens: a
@@ -297,7 +298,7 @@ class Encoder(nn.Module):
         return self.classifier(self._pool(x, positions) if pools else x).astype(jnp.float32)
 
 
-class Decoder(nn.Module):
+class Decoder(CheckedModule):
     """Causal language model (Radford et al. 2019; Touvron et al. 2023).
 
     Attributes:
@@ -331,9 +332,9 @@ class Decoder(nn.Module):
             tokens: i32[B, T].
             positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
                 cache's.
-            mask: takes the place of `Causal()`, so one that does not contain it, such as
-                `Padding(valid)` alone, sees the future. The config's window and the segments are
-                added to it.
+            mask: takes the place of `Causal()`, so write `Causal() & Padding(valid)`. One that says
+                nothing of the future, such as `Padding(valid)` alone, is refused; `Everything()`
+                in it sees all. The config's window and the segments are added to it.
             cache: of the tokens before, as `init_cache` or the last call gave it; None has none.
             segments: i32[B, T], ids of packed documents, which are runs of equal ids: attention
                 stays within one, and its positions start at 0 (padding may be a document of its
@@ -485,7 +486,10 @@ def run_decoder(
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
         if mask is not None:
             tokens = refuse_unread(mask, cache, tokens, positions)
-    mask = Causal() if mask is None else mask
+    if mask is None:
+        mask = Causal()
+    else:
+        check_sees_past(mask)
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )

@@ -18,6 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, Rope
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.pretrained.config_json import family_of, read_config
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.tensors import (
@@ -36,6 +37,7 @@ Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
 """One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
 
 
+@known_keywords
 def load_pretrained(
     path_or_id: str | Path,
     *,

@@ -31,6 +31,7 @@ import numpy as np
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.durable_files import write_file
 from transformer_jax.models.lora import Matrices, flatten, layer, matrices, nest, select
 from transformer_jax.pretrained.safetensors_folder import ADAPTER
@@ -81,6 +82,7 @@ _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that keep the base weights; pissa, olora and loftq change them."""
 
 
+@known_keywords
 def save_lora(
     path: str | os.PathLike[str],
     params: Params,
@@ -204,6 +206,7 @@ def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) ->
     write_file(folder / CONFIG, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+@known_keywords
 def load_lora(
     path: str | os.PathLike[str], params: Params, names: Names
 ) -> tuple[LoraConfig, Params]:

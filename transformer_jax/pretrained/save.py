@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.pretrained.config_json import (
     family_of,
     read_config,
@@ -65,6 +66,7 @@ Fetch = Callable[[tuple[int, ...]], np.ndarray]
 """Brings one parameter to the host when it is written, or the part of it with this index."""
 
 
+@known_keywords
 def save_pretrained(
     path: str | Path,
     config: ModelConfig,

@@ -25,6 +25,7 @@ import numpy as np
 
 from transformer_jax.checks import largest
 from transformer_jax.config import ConfigError, DType, ModelConfig
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import places
@@ -244,6 +245,7 @@ def _power(number: int, least: int = 1) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
+@known_keywords
 def load_sentence_encoder(
     path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
 ) -> SentenceEncoder:

@@ -20,6 +20,7 @@ from jax import export
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
@@ -39,6 +40,7 @@ Named = dict[str, jax.Array]
 """The leaves of a tree by their paths: "layers/0/k"."""
 
 
+@known_keywords
 def export_decoder(
     path: str | Path,
     config: AnyModelConfig,

@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.tokenizers.classes import (
     CLASSES,
     FILE,
@@ -64,6 +65,7 @@ _BARE = {"vocab.json": "GPT2", "encoder.json": "GPT2", "vocab.txt": "Bert"}
 """What a vocabulary means where neither a class nor a model is named."""
 
 
+@known_keywords
 def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
     """Load the tokenizer of a model's folder.
 

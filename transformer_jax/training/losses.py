@@ -19,12 +19,14 @@ from einops import rearrange
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import as_number, check_array, check_count, check_factor
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.derivatives import Passes, differentiable
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, vary
 from transformer_jax.tracing import known_sizes
 
 
+@known_keywords
 def cross_entropy(
     logits: jax.Array,  # [..., V]
     labels: jax.Array,  # i32[...]
@@ -71,6 +73,7 @@ def _weighted_mean(
     return _mean(jnp.sum(weights * loss), weights)
 
 
+@known_keywords
 def chunked_cross_entropy(
     hidden: jax.Array,  # [B, T, D]
     output_weights: jax.Array,  # [V, D]

@@ -19,7 +19,7 @@ import numpy as np
 
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.models.places import NO_EDIT, Edit
@@ -365,6 +365,7 @@ class LanguageModel(Looker, Scorer):
         )
         return replace(self, model=model)
 
+    @known_keywords
     def search(
         self,
         prompt: str | np.ndarray,
@@ -434,6 +435,7 @@ class LanguageModel(Looker, Scorer):
             ids, count, beams=beams, results=results, length_penalty=penalty
         )
 
+    @known_keywords
     def attend(
         self, text: str | tuple[str, str], *, edit: Mapping[str, Edit] = NO_EDIT
     ) -> AttentionWeights:
@@ -456,6 +458,7 @@ class LanguageModel(Looker, Scorer):
             text = text, self.generate(text, edit=edit)
         return attention_weights(self, text, edit)
 
+    @known_keywords
     def nearest(
         self,
         word: str,
@@ -493,6 +496,7 @@ class LanguageModel(Looker, Scorer):
         away, added = ([one] if isinstance(one, str) else list(one) for one in (minus, plus))
         return nearest_words(self, word, away, added, count)
 
+    @known_keywords
     def candidates(
         self, text: str, *, count: int = 5, edit: Mapping[str, Edit] = NO_EDIT
     ) -> list[list[tuple[str, float]]]:
@@ -523,6 +527,7 @@ class LanguageModel(Looker, Scorer):
     def classify(
         self, text: list[str] | tuple[str, ...], *, edit: Mapping[str, Edit] = ...
     ) -> list[tuple[str, float]]: ...
+    @known_keywords
     def classify(
         self, text: str | Sequence[str], *, edit: Mapping[str, Edit] = NO_EDIT
     ) -> tuple[str, float] | list[tuple[str, float]]:

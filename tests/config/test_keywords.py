@@ -1,0 +1,296 @@
+"""Names of other libraries: each is refused in one line that says what is meant, rightly."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+from dataclasses import fields, is_dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from tests.support.drawn import drawn
+from transformer_jax import config, decoding, inside
+from transformer_jax.attention.masks import Everything
+from transformer_jax.cli.flags import spelled
+from transformer_jax.config import ConfigError, keywords, optimizers, tasks
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = tj.ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=17)
+TOKENS = np.arange(7)[None]
+ENCODER = tj.ModelConfig(kind="encoder", vocab_size=11, d_model=8, num_layers=1, num_heads=2)
+X = np.zeros((1, 7, 2, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return drawn(CONFIG)
+
+
+CONFIGS = [
+    one
+    for module in (config, optimizers, tasks)
+    for one in vars(module).values()
+    if is_dataclass(one) and isinstance(one, type) and one.__name__[0] != "_"
+]
+
+
+@pytest.mark.parametrize("kind", [tj.ModelConfig, tj.LoraConfig, tj.Rope])
+def test_help_of_a_config_has_the_meaning_of_every_field(kind):
+    text = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
+    for field in fields(kind):
+        assert f" {field.name}: {keywords.field_docs(kind)[field.name]}" in text
+
+
+def test_every_public_config_says_what_its_fields_are():
+    assert len(CONFIGS) > 30
+    for kind in CONFIGS:
+        named = re.findall(r"^    (\w+): .", kind.__doc__.partition("Fields:")[2], re.M)
+        assert named == [field.name for field in fields(kind)], kind
+
+
+def test_help_of_a_class_without_its_source_is_its_docstring(monkeypatch):
+    def no_source(kind):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", no_source)
+    keywords.field_docs.cache_clear()
+    assert tj.LoraConfig.__doc__.endswith("(Hu et al. 2021).")
+    keywords.field_docs.cache_clear()
+
+
+def model(**given):
+    return tj.build(CONFIG).apply({"params": {}}, TOKENS, **given)
+
+
+def encoder(**given):
+    return tj.build(ENCODER).apply({"params": {}}, TOKENS, method="classify", **given)
+
+
+def attend(**given):
+    return tj.dot_product_attention(X, X, X, **given)
+
+
+generate = partial(tj.generate, None, None, None, None, num_tokens=1)
+MEANT = {
+    # a call of a model
+    "attention_mask": (model, r"positions=jnp.where\(valid, jnp.cumsum\(valid, axis=1\) - 1, -1\)"),
+    "input_ids": (model, "tokens"),
+    "position_ids": (model, "positions"),
+    "past_key_values": (model, "cache"),
+    "deterministic": (model, "key, a random key, turns dropout on"),
+    "train": (model, "key, a random key"),
+    "training": (encoder, "key, a random key"),
+    "token_type_ids": (encoder, "types"),
+    "labels": (model, r"cross_entropy\(logits, labels\)"),
+    "segment_ids": (model, "segments"),
+    "max_new_tokens": (model, r"generate\(step, ..., num_tokens=...\)"),
+    # attention: jax.nn, flax, torch, tokamax, flash-attention
+    "logits_scale": (attend, "scale$"),
+    "block_mask": (attend, "mask$"),
+    "dropout_mask": (attend, "dropout_rate and dropout_key"),
+    "score_mod": (attend, "bias, a `Bias`"),
+    "q_indices": (attend, "q_positions$"),
+    "k_indices": (attend, "k_positions$"),
+    "precision": (attend, r"jax.default_matmul_precision\(...\)"),
+    "dropout_rng": (attend, "dropout_key"),
+    "dtype": (attend, "query, whose dtype"),
+    "alibi_slopes": (attend, r"bias=ALiBi\("),
+    "attn_mask": (partial(tj.dot_product_attention_weights, X, X), "mask$"),
+    "is_causal": (partial(tj.explain_attention, X, X, X), r"mask=Causal\(\)"),
+    # decoding
+    "streamer": (generate, r"stream\("),
+    "output_attentions": (generate, "attention=True"),
+    "bad_words_ids": (generate, r"processors=\[BanSequences\("),
+    # the rest
+    "torch_dtype": (partial(tj.load_pretrained, "a"), "dtype"),
+    "pretrained_model_name_or_path": (tj.load_pretrained, "path_or_id"),
+    "device_map": (partial(tj.load_pretrained, "a"), "sharding"),
+    "max_length": (partial(tj.init_cache, CONFIG, 1), "capacity"),
+    "batch_size": (partial(tj.init_cache, CONFIG, capacity=8), "batch"),
+    "seed": (partial(tj.init_params, CONFIG), "key"),
+    "ignore_index": (partial(tj.cross_entropy, X, X), "ignore_label"),
+    "rope_theta": (tj.Rope, "base"),
+    "num_local_experts": (tj.Experts, "count"),
+    "normalize_qk": (tj.ModelConfig, "qk_norm"),
+    "n_ctx": (tj.ModelConfig, "max_len"),
+    "warmup_iters": (tj.TrainConfig, "warmup_steps"),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_keyword_of_another_library_says_what_is_meant(name):
+    call, said = MEANT[name]
+    with pytest.raises(
+        TypeError, match=f"has no (argument|field) '{name}', meant: {said}"
+    ) as error:
+        call(**{name: 1})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (attend, "enable_gqa"),
+        (attend, "broadcast_dropout"),
+        (generate, "use_cache"),
+        (generate, "pad_token_id"),
+        (partial(tj.load, "a"), "trust_remote_code"),
+    ],
+)
+def test_a_keyword_that_is_not_needed_is_to_be_left_out(call, name):
+    with pytest.raises(TypeError, match=f"has no argument '{name}', leave it out: "):
+        call(**{name: True})
+
+
+def test_every_public_function_names_the_nearest_of_its_keywords():
+    without = ("build", "num_params", "places", "rewind_cache", "preset", "train_preset")
+    functions = [getattr(tj, name) for name in tj.__all__ if name not in without]
+    asked = 0
+    for call in filter(inspect.isfunction, functions):
+        *named, last = [x for x in inspect.signature(call).parameters if x != "unknown"]
+        last = "block_table" if last == "options" else last
+        with pytest.raises(TypeError, match=f"nearest: {last}$"):
+            call(**{f"{last}s": 1, **dict.fromkeys(named)})
+        asked += 1
+    assert asked > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(3, 2), (0, 1), (2, 0), 2])
+def test_the_window_of_jax_nn_is_translated(size):
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 7, 2, 4)) for i in range(3))
+    with pytest.raises(TypeError, match="local_window_size', meant: ") as error:
+        tj.dot_product_attention(q, k, v, local_window_size=size)
+    mask = eval(str(error.value).partition("mask=")[2], {"Window": tj.Window})
+    ours = tj.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    theirs = jax.nn.dot_product_attention(q, k, v, local_window_size=size)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (dict(window_size=(3, -1)), r"Window\(4, None\)"),
+        (dict(window_size=5), r"Causal\(\) & Window\(5\)"),
+        (dict(local_window_size=(3, 2)), r"Window\(4, 3\)"),
+    ],
+)
+def test_windows_that_do_not_count_the_query_itself_are_translated(given, meant):
+    with pytest.raises(TypeError, match=f"meant: mask={meant}"):
+        attend(**given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(query_seq_lengths=np.array([5, 3])),
+        dict(key_value_seq_lengths=np.array([4, 6])),
+        dict(query_indices=None, is_causal=True),
+        dict(logits_scale=0.3),
+        dict(float_mask=True),
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_is_meant_computes_what_jax_nn_does(given):
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 7, 2, 4)) for i in range(3))
+    names = vars(tj) | dict(jnp=jnp, B=2, T=7, S=7) | given
+    if "float_mask" in given:
+        bias = jax.random.normal(jax.random.key(3), (2, 2, 7, 7))
+        with pytest.raises(ValueError, match=r"mask is float32.*bias=array adds it"):
+            tj.dot_product_attention(q, k, v, mask=bias)
+        meant, theirs = dict(bias=bias), dict(bias=bias)
+    elif "logits_scale" in given:
+        meant, theirs = dict(scale=0.3), dict(scale=0.3)
+    else:
+        name = next(name for name in given if name != "query_indices")
+        with pytest.raises(TypeError, match="meant: mask=") as error:
+            tj.dot_product_attention(q, k, v, **{name: given[name]})
+        meant = dict(mask=eval(str(error.value).partition("mask=")[2], names))
+        theirs = {name: given[name]}
+    ours = tj.dot_product_attention(q, k, v, **meant, implementation="xla")
+    np.testing.assert_allclose(
+        ours, jax.nn.dot_product_attention(q, k, v, **theirs), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("--lr", "--learning-rate"),
+        ("--max_steps", "--steps"),
+        ("--hidden-size", "--d-model"),
+        ("--gradient-checkpointing", "--remat full"),
+        ("--max-new-tokens", "--tokens"),
+        ("--num-return-sequences", "--samples"),
+    ],
+)
+def test_a_flag_of_another_program_says_what_is_meant(wrong, meant):
+    flags = {
+        name: name
+        for name in ("--learning-rate", "--lora", "--steps", "--d-model", "--remat", "--tokens",
+                     "--samples")
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=f"no such flag, meant: {meant}$"):
+        spelled([wrong, "1"], flags)
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("blocks.0.hook_resid_post", "block_0/residual"),
+        ("blocks.0.hook_resid_pre", "embedding"),
+        ("blocks.*.attn.hook_pattern", r"block_\*/attention/weights"),
+    ],
+)
+def test_a_hook_of_transformerlens_says_its_place(hook, place, params):
+    call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
+    with pytest.raises(ValueError, match=f"hook of TransformerLens is '{place}'"):
+        call(capture=(hook,))
+    with pytest.raises(ValueError, match=f"hook of TransformerLens is '{place}'"):
+        call(edit={hook: lambda x: x})
+    if "*" not in hook:
+        assert inside.place_of_hook(CONFIG, hook) == place
+
+
+def test_parameters_without_their_collection_say_so(params):
+    for wrong in (params, TOKENS):
+        with pytest.raises(ValueError, match=r'variables is .*must be \{"params": params\}'):
+            tj.build(CONFIG).apply(wrong, TOKENS)
+    with pytest.raises(ValueError, match=r"method is .atend.: .*nearest: attend"):
+        tj.build(CONFIG).apply({"params": params}, TOKENS, method="atend")
+
+
+def test_a_decoders_mask_that_says_nothing_of_the_future_is_refused(params):
+    call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
+    ids = np.array([[0, 0, 0, 1, 1, 1, 1]])
+    for mask in (tj.Segments(ids), tj.Padding(ids == 0) | tj.Segments(ids), tj.Window(3)):
+        with pytest.raises(ValueError, match=r"takes the place of Causal\(\).*mask=Causal\(\) & "):
+            call(mask=mask)
+    for mask in (tj.Causal() & tj.Segments(ids), Everything() & tj.Segments(ids)):
+        logits, _ = jax.eval_shape(lambda mask=mask: call(mask=mask))
+        assert logits.shape == (1, 7, 11)
+
+
+def test_what_is_said_to_be_meant_is_there():
+    calls = (tj.generate, tj.beam_search, tj.dot_product_attention, tj.make_step, tj.init_cache,
+             tj.speculate, tj.cross_entropy, tj.load_pretrained)  # fmt: skip
+    apply = (tj.Decoder.__call__, tj.Encoder.__call__, tj.EncoderDecoder.__call__)
+    known = {name for call in (*calls, *apply) for name in inspect.signature(call).parameters}
+    known |= set(inspect.signature(tj.Decoder.apply).parameters)
+    known |= {field.name for one in CONFIGS for field in fields(one)} | {"edit", "valid"}
+    for text in keywords._OTHER_NAMES:
+        if text.startswith(("leave it out: ", "HF_HOME ", "jax.")) or "jnp." in text:
+            continue
+        first, *more = re.findall(r"[A-Za-z_]\w+(?=\()|^\w+", text)
+        assert first in known or hasattr(tj, first), text
+        for name in more:
+            there = any(hasattr(place, name) for place in (tj, decoding, optimizers))
+            assert name in known or there, text
