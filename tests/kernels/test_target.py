@@ -116,18 +116,17 @@ def test_each_multiprocessor_runs_one_program(where, programs):
 PARITY = jax.device_put(np.arange(17, dtype=np.int32) % 2)
 
 
-@pytest.mark.slow_except("predicate", "scale")
+@pytest.mark.slow_except("predicate")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (dict(mask=Predicate(lambda q, k: PARITY[q ^ k] > 0)), "look-up of a query and a key"),
-        (dict(scale=jnp.float32(0.5)), "scale that is an array"),
         (
             dict(bias=RelativeBias(jnp.ones((8, 4)), max_distance=16, bidirectional=True)),
             "Relative",
         ),
     ],
-    ids=["predicate", "scale", "bias"],
+    ids=["predicate", "bias"],
 )
 def test_what_no_kernel_takes_is_refused_by_name(options, reason):
     arrays = draw(0)
@@ -137,6 +136,17 @@ def test_what_no_kernel_takes_is_refused_by_name(options, reason):
         with pytest.raises(NotImplementedError, match=reason):
             dot_product_attention(*inputs, implementation="pallas", **options)
         assert explain_attention(*inputs, bias=ALiBi(jnp.ones(4)))["pallas"] is None
+
+
+@pytest.mark.parametrize("scale", [jnp.float32(0.5), jnp.ones(4)], ids=["one", "by head"])
+def test_a_scale_that_is_an_array_needs_kernels_for_float32(scale):
+    low = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    with using(Target("tpu")):
+        assert explain_attention(low, low, low, scale=scale)["pallas"] is None
+    for backend in ("hopper", "ampere"):
+        with using(Target(backend)):
+            reason = str(explain_attention(low, low, low, scale=scale)["pallas"])
+        assert "multiplies bfloat16 or float16, not float32; a scale that is an array" in reason
 
 
 def test_short_sequences_take_shorter_tiles_and_keep_the_rest():

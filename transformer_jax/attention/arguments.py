@@ -275,7 +275,7 @@ def check_call(
                 given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
-    if np.ndim(scale):  # a NumPy array or a list of one number a head
+    if scale is not None and np.ndim(scale):  # a NumPy array or a list of one number a head
         scale = jnp.asarray(scale)
     scale_array = scale if isinstance(scale, jax.Array) else None
     if isinstance(scale, jax.Array):

@@ -131,8 +131,8 @@ class Pallas(Implementation):
         if call.scale_array is not None:  # the query takes it, before anything is rounded
             key, value = (x.astype(jnp.float32) for x in (call.key, call.value))
             query = scaled(call.query, call.scale_array)
-            wide = dict(query=query, key=key, value=value, scale=1.0, scale_array=None)
-            out, lse = self.attend(dataclasses.replace(call, **wide))
+            wide = dataclasses.replace(call, query=query, key=key, value=value, scale=1.0)
+            out, lse = self.attend(dataclasses.replace(wide, scale_array=None))
             return out.astype(call.query.dtype), lse
         tiling, plan = self._tiling(call), call.plan
         if not isinstance(plan, FusedPlan) or plan.tiling != tiling:
