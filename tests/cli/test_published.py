@@ -15,10 +15,10 @@ import train
 from tests.decoding.test_decode import parameters
 from transformer_jax import build, init_params
 from transformer_jax.cli import generate as cli_generate
+from transformer_jax.cli.convert import _written_as, tokenizer_files
 from transformer_jax.cli.convert import main as convert
-from transformer_jax.cli.convert import tokenizer_files
 from transformer_jax.cli.run_flags import configure, parse
-from transformer_jax.config import ConfigError, ModelConfig, fine_tuning
+from transformer_jax.config import ConfigError, Learned, ModelConfig, fine_tuning
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
@@ -427,6 +427,76 @@ def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
     loaded = load_tokenizer_folder(tmp_path)
     assert loaded.encode("hx").tolist() == [*tokenizer.encode("h"), 100]
     assert loaded.decode(tokenizer.encode("hold")) == "hold"
+
+
+def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
+    from transformer_jax.pretrained.save import check_tokenizer
+    from transformer_jax.tokenizers.gguf_metadata import QWEN2_SPLIT
+
+    definition = tokenizer_files(ByteTokenizer(), 256)[0]["tokenizer.json"]
+    check_tokenizer("llama", definition)
+    config = dataclasses.replace(CONFIG, qkv_bias=True)
+    with pytest.raises(ConfigError, match="transformers reads a qwen2 with Qwen 2's way"):
+        files = {"tokenizer.json": definition}
+        save_pretrained(tmp_path / "x", config, parameters(config, 7), family="qwen2", files=files)
+    content = json.loads(definition) | dict(normalizer=dict(type="NFC"))
+    split = dict(type="Split", pattern={"Regex": QWEN2_SPLIT}, behavior="Isolated", invert=False)
+    letters = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, letters])
+    check_tokenizer("qwen2", json.dumps(content).encode())
+    content["normalizer"] = None
+    with pytest.raises(ConfigError, match="write it as a llama"):
+        check_tokenizer("qwen2", json.dumps(content).encode())
+
+
+@pytest.mark.slow
+def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monkeypatch, tmp_path):
+    """As a llama: transformers reads a qwen2 with Qwen 2's way to split texts, whatever is said."""
+    config = dataclasses.replace(CONFIG, qkv_bias=True, vocab_size=256)
+    run = TextModel(config, parameters(config, 7), ByteTokenizer())
+    runs = {
+        "plain": run,
+        "windows": dataclasses.replace(run, config=dataclasses.replace(config, window=3)),
+    }
+    monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: runs[str(path)])
+    argv = ["--run", "plain", "--to", str(tmp_path / "made")]
+    assert convert(argv) == 0
+    assert "as a llama\na llama has biases: they are written as zeros" in capsys.readouterr().out
+    found, params = load_pretrained(tmp_path / "made")
+    one, two = (
+        build(c).apply({"params": p}, jnp.arange(11)[None])[0]
+        for c, p in ((found, params), (config, run.params))
+    )
+    np.testing.assert_array_equal(one, two)
+    assert convert([*argv[:3], str(tmp_path / "x"), "--family", "qwen2"]) == 2
+    assert "transformers reads a qwen2 with Qwen 2's way" in capsys.readouterr().err
+    assert convert(["--run", "windows", "--to", str(tmp_path / "windows")]) == 0
+    assert "as a smollm3" in capsys.readouterr().out  # a llama has no windows
+
+
+def test_names_of_tokens_in_templates_are_written(published, tmp_path):
+    beside = json.loads((published / "tokenizer_config.json").read_text())
+    beside["extra_special_tokens"] = {"tool_token": "<s>"}
+    beside["chat_template"] = "{{ tool_token }}{{ messages[0].content }}"
+    shutil.copytree(published, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(beside))
+    tokenizer = load_tokenizer_folder(tmp_path / "m")
+    files, _ = tokenizer_files(tokenizer, CONFIG.vocab_size)
+    (tmp_path / "m" / "tokenizer_config.json").write_bytes(files["tokenizer_config.json"])
+    again = load_tokenizer_folder(tmp_path / "m")
+    chat = [{"role": "user", "content": "hi"}]
+    assert again.chat(chat) == tokenizer.chat(chat) == "<s>hi"
+
+
+def test_sides_that_share_a_table_beside_an_own_output_are_not_converted():
+    """Transformers has a table on each side then, which such a folder does not."""
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11,
+        positions=Learned(offset=2), norm_order="post", embedding_norm=True, tie_embeddings=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
+        _written_as(config, None)
+    assert _written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
 
 
 @pytest.mark.slow

@@ -865,6 +865,39 @@ def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
         assert read_config(written, (), "config.json") == changed
 
 
+def test_what_transformers_would_compute_otherwise_is_written_as_another_family_or_refused():
+    base = dict(
+        vocab_size=29, d_model=24, num_layers=1, num_heads=3, d_ff=20, max_len=16, norm="rmsnorm",
+        activation="silu", glu=True, use_bias=False, tie_embeddings=False,
+    )  # fmt: skip
+    part = ModelConfig(**base, positions=Rope(dims=4))
+    assert written_family(part) == "phi3"
+    for name in ("llama", "mistral", "granite"):
+        with pytest.raises(ConfigError, match=rf"positions.dims=4: .* a {name}; .*phi3.* do not"):
+            written_family(part, name)
+    stretched = Rope(dims=4, scaling="linear", factor=2.0)
+    with pytest.raises(ConfigError, match=r"no family .*positions\.dims=4"):
+        written_family(dataclasses.replace(part, positions=stretched))
+    odd = ModelConfig(**base | dict(num_heads=5), head_dim=8, positions=Rope())
+    assert written_family(odd) == "mistral"
+    with pytest.raises(ConfigError, match="d_model=24 must be divisible by num_heads=5, or"):
+        written_family(odd, "llama")
+
+
+def test_token_ids_that_nothing_names_are_null(tmp_path):
+    """Or transformers takes those of its classes: a phi3's padding is token 32000."""
+    config = ModelConfig(
+        vocab_size=29, d_model=8, num_layers=1, num_heads=2, d_ff=12, max_len=16, norm="rmsnorm",
+        activation="silu", glu=True, use_bias=False, tie_embeddings=False, positions=Rope(),
+    )  # fmt: skip
+    for family in ("phi3", "llama"):
+        keys = dict(eos_token_id=3)
+        save_pretrained(tmp_path / family, config, drawn(config), family=family, keys=keys)
+        content = json.loads((tmp_path / family / "config.json").read_text())
+        ids = {name: value for name, value in content.items() if name.endswith("_token_id")}
+        assert ids == dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
+
+
 def test_layers_of_one_gemma_rotate_the_same_part():
     near, far = (dict(rope_type="default", partial_rotary_factor=part) for part in (0.5, 0.25))
     content = small(model_type="gemma3_text", head_dim=8)

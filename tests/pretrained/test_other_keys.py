@@ -19,8 +19,8 @@ SIZES = {
 }  # fmt: skip
 """What a family needs; all the others have defaults, or are content with those of Llama."""
 DEFAULTED = (
-    "gpt2 gptj bloom opt falcon gpt_neox bert roberta xlm-roberta camembert mpnet distilbert electra albert "
-    "modernbert nomic_bert t5 mt5 bart mbart pegasus m2m_100 marian"
+    "gpt2 gptj bloom opt falcon gpt_neox bert roberta xlm-roberta camembert mpnet distilbert "
+    "electra albert modernbert nomic_bert t5 mt5 bart mbart pegasus m2m_100 marian"
 ).split()
 
 
@@ -60,7 +60,10 @@ PUBLISHED = {
     ),
     "Falcon 11B": (
         "falcon",
-        dict(ff_factor=4, new_decoder_architecture=True, num_attention_heads=32, num_kv_heads=8, hidden_size=4096),
+        dict(
+            ff_factor=4, new_decoder_architecture=True, num_attention_heads=32, num_kv_heads=8,
+            hidden_size=4096,
+        ),
     ),
     "ms-marco-MiniLM": (
         "bert",

@@ -51,6 +51,28 @@ def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, arch
     chex.assert_trees_all_equal(loaded, params, strict=True)
 
 
+def test_a_new_head_keeps_nothing_that_describes_the_old_one(tmp_path):
+    old, new = (replace(CONFIG, num_classes=n, pooler="tanh") for n in (5, 3))
+    labels = {str(i): f"emotion {i}" for i in range(5)}
+    keys = dict(
+        id2label=labels, label2id={name: int(i) for i, name in labels.items()},
+        problem_type="multi_label_classification", finetuning_task="emotions",
+        task_specific_params={"x": 1}, gradient_checkpointing=False,
+        sbert_ce_default_activation_function="torch.nn.Sigmoid",
+    )  # fmt: skip
+    save_pretrained(tmp_path / "old", old, drawn(old), family="bert", keys=keys)
+    written = json.loads((tmp_path / "old" / "config.json").read_text())
+    assert written["problem_type"] == keys["problem_type"]
+    for config in (new, replace(CONFIG, num_classes=5, classes_of="token")):
+        to = tmp_path / f"{config.num_classes} {config.classes_of}"
+        save_pretrained(to, config, drawn(config), like=tmp_path / "old")
+        content = json.loads((to / "config.json").read_text())
+        assert content.keys() & keys.keys() == {"gradient_checkpointing"}
+        assert content["num_labels"] == config.num_classes
+    save_pretrained(tmp_path / "same", old, drawn(old), like=tmp_path / "old")
+    assert json.loads((tmp_path / "same" / "config.json").read_text()) == written
+
+
 @pytest.mark.parametrize("of", ["token", "span"])
 def test_the_classes_of_a_token_are_of_its_hidden_state(of, rng):
     config = replace(CONFIG, classes_of=of)

@@ -125,12 +125,12 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     if not isinstance(config, ModelConfig):
         rule = "other libraries have no such model: must be a transformer"
         raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
-    family, written = _written_as(config, arguments.family)
+    classifies = config.kind == "encoder" and config.num_classes is not None
+    files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
+    family, written = _written_as(config, arguments.family, files["tokenizer.json"])
     if written != config:
         config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
-    classifies = config.kind == "encoder" and config.num_classes is not None
-    files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
     keys = token_ids(model.tokenizer, config.kind, config.vocab_size)
     given = {name: i for name, i in keys.items() if i is not None}
     if config.kind == "encoder-decoder" and (banned := target_of(model.tokenizer).banned):
@@ -148,20 +148,33 @@ def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> li
     return [_written(target, params, family), *lines, note]
 
 
-def _written_as(config: ModelConfig, family: str | None) -> tuple[str, ModelConfig]:
-    """Return the family that a model is written as, and its config there, perhaps with biases."""
-    from transformer_jax.pretrained.config_json import written_family
+def _written_as(
+    config: ModelConfig, family: str | None, definition: bytes | None = None
+) -> tuple[str, ModelConfig]:
+    """Return the family that a model is written as, and its config there, perhaps with biases.
 
-    try:
-        return written_family(config, family), config
-    except ConfigError as error:
-        biased = replace(config, use_bias=True)
-        if config.use_bias:
-            raise
+    `definition` is the tokenizer.json beside it.
+    """
+    from transformer_jax.pretrained.config_json import written_family
+    from transformer_jax.pretrained.families import FAMILIES
+    from transformer_jax.pretrained.save import check_tokenizer
+
+    attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
+    all_layers = replace(config, use_bias=True)
+    reason: ConfigError | None = None
+    for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
-            return written_family(biased, family), biased
-        except ConfigError:
-            raise error from None
+            name = written_family(tried, family)
+            check_tokenizer(name, definition)
+            shared = not config.tie_embeddings and config.source_vocab_size is None
+            if shared and FAMILIES[name].shares_if_tied:
+                rule = f"beside an output matrix of its own a {name} of transformers has two tables"
+                raise ConfigError(f"source_vocab_size=None: {rule}: tie_embeddings, or set it")
+            return name, tried
+        except ConfigError as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def with_zero_biases(config: ModelConfig, params: Params) -> Params:
@@ -229,6 +242,8 @@ def tokenizer_files(
         case PretrainedTokenizer() as own:
             definition = json.loads(own.definition)
             beside |= {f"{role}_token": token for role, token in own.roles}
+            if own.named_tokens:
+                beside["extra_special_tokens"] = dict(own.named_tokens)
             if templates := dict(own.chat_templates):
                 named = [{"name": n, "template": t} for n, t in templates.items()]
                 beside["chat_template"] = (
@@ -237,6 +252,7 @@ def tokenizer_files(
             note = "tokenizer.json: that of the model the run began with"
         case BPETokenizer() as own:
             definition, note = json.loads(own.definition), "tokenizer.json: the run's BPE"
+            definition["decoder"] = _byte_definition()["decoder"]
         case ByteTokenizer():
             definition = _byte_definition()
             note = "tokenizer.json: one token a byte, as a BPE without merges"

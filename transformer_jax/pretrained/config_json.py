@@ -106,13 +106,14 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
 def written_family(config: ModelConfig, name: str | None = None) -> str:
     """Return the `model_type` that a config is saved as; None takes the first that can express it.
 
-    ConfigError says why the config cannot be saved as that family, or as any.
+    ConfigError says why the config cannot be saved as that family, or as any: the family cannot
+    express it, or transformers would compute other numbers.
     """
     if name is None:
         return _first_family(config).name
     if name not in FAMILIES:
         raise ConfigError(f"family is {name!r}: must be one of {', '.join(FAMILIES)}")
-    write_config(FAMILIES[name], config)
+    _check_written(FAMILIES[name], config)
     return name
 
 
@@ -125,12 +126,25 @@ def _first_family(config: ModelConfig) -> Family:
     refused = []
     for family in FAMILIES.values():
         try:
-            write_config(family, config)
+            _check_written(family, config)
             return family
         except ConfigError as error:
             refused.append(f"{family.name}: {error}")
     own = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
     raise ConfigError(f"no family can say this config: {'; '.join(refused)}; {own}")
+
+
+def _check_written(family: Family, config: ModelConfig) -> None:
+    """Check that a folder of this family means the config, here and in transformers."""
+    write_config(family, config)
+    rope, width, heads = config.positions, config.key_dim, config.num_heads
+    if isinstance(rope, Rope) and rope.dims not in (None, width) and not family.rotates_parts:
+        able = ", ".join(name for name, other in FAMILIES.items() if other.rotates_parts)
+        rule = f"transformers rotates all {width} of a {family.name}; of its families {able} do"
+        raise ConfigError(f"positions.dims={rope.dims}: {rule} not")
+    if family.divides_width and config.d_model % heads:
+        rule = f"must be divisible by num_heads={heads}, or transformers refuses a {family.name}"
+        raise ConfigError(f"d_model={config.d_model} {rule}")
 
 
 def _difference(name: str, one: object, two: object) -> tuple[str, object, object]:

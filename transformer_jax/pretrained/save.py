@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,8 +39,13 @@ from transformer_jax.pretrained.tensors import (
 )
 from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Array, Params
+from transformer_jax.tokenizers.gguf_metadata import QWEN2_SPLIT
 from transformer_jax.tokenizers.hf_files import more_templates
 from transformer_jax.untrusted_files import check_path
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TARGET_TOKEN_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+"""Keys that classes of transformers have defaults for, which a model of other tokens has not."""
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -48,6 +54,12 @@ TEXT_FILES = (
     "generation_config.json",
 )  # fmt: skip
 """Files that are copied from the folder that `like` names."""
+
+HEAD_KEYS = (
+    "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
+    "sbert_ce_default_activation_function", "sentence_transformers", "_num_labels",
+)  # fmt: skip
+"""Keys that describe the head of a model, and not another head of it."""
 
 Fetch = Callable[[tuple[int, ...]], np.ndarray]
 """Brings one parameter to the host when it is written, or the part of it with this index."""
@@ -111,6 +123,10 @@ def save_pretrained(
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
     more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
+    if original is None:  # null, or a class would take the ids of the model it is named for
+        named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
+        written = dict.fromkeys(named) | written
+        check_tokenizer(chosen.name, extra.get("tokenizer.json"))
     names = table_names(chosen, config)
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
@@ -122,10 +138,45 @@ def save_pretrained(
     name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
     written[name] = np.dtype(given["embed/tokens"].dtype).name
     kept.pop(other, None)  # one of them, as newer or older files call it
-    content = kept | written | more
+    content = {
+        key: value
+        for key, value in (kept | written | more).items()
+        if value is not None or key not in chosen.needed_ids
+    }
     if more and read_config(content, names, CONFIG) != meant:
         raise ConfigError(f"keys have {', '.join(sorted(more))}: the config would mean another one")
     write_folder(Path(path), content, tensors, shard_bytes=shard_bytes, files=extra)
+
+
+BPE_OPTIONS = (
+    "byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix", "ignore_merges"
+)  # fmt: skip
+"""Options of the library's BPE that Qwen 2 has not."""
+
+
+def check_tokenizer(family: str, definition: bytes | None) -> None:
+    """Raise ConfigError if transformers reads other ids than this tokenizer.json says.
+
+    AutoTokenizer takes the file as it is, but for a `qwen2`: there it takes the vocabulary alone.
+    """
+    if family != "qwen2" or definition is None:
+        return
+    content = json.loads(definition)
+    model, steps = content["model"], (content.get("pre_tokenizer") or {}).get("pretokenizers", [])
+    split = dict(type="Split", pattern={"Regex": QWEN2_SPLIT}, behavior="Isolated", invert=False)
+    same = (
+        model["type"] == "BPE"
+        and not any(model.get(name) for name in BPE_OPTIONS)
+        and (content.get("normalizer") or {}).get("type") == "NFC"
+        and len(steps) == 2
+        and steps[0] == split
+        and (steps[1]["type"], steps[1].get("use_regex")) == ("ByteLevel", False)
+        and not steps[1].get("add_prefix_space")
+    )
+    if not same:
+        rule = "transformers reads a qwen2 with Qwen 2's way to split texts, and so other ids"
+        remedy = "write it as a llama, with zeros for biases that it lacks, or take Qwen 2's way"
+        raise ConfigError(f"tokenizer.json: {rule}: {remedy}")
 
 
 class _Original:
@@ -158,11 +209,11 @@ class _Original:
             content = self._folder.config
             return kept, {name: value for name, value in content.items() if name not in kept}
         # names of a head that the model no longer has do not stay
-        named_by = {"architectures": ["architectures"], "num_labels": ["id2label", "label2id"]}
-        for key, names in named_by.items():
-            if before.get(key) != written.get(key):
-                for name in names:
-                    kept.pop(name, None)
+        if before.get("architectures") != written.get("architectures"):
+            kept.pop("architectures", None)
+        if any(before.get(key) != written.get(key) for key in ("architectures", "num_labels")):
+            for name in HEAD_KEYS:
+                kept.pop(name, None)
         return kept, written
 
 

@@ -32,7 +32,7 @@ _CASED = (
 )
 _ENDS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _WORDS
-_QWEN2 = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _WORDS
+QWEN2_SPLIT = _ENDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _WORDS
 _GPT4O = _CASED % (f"{_ENDS}?", f"{_ENDS}?", r"\p{N}{1,3}")
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 
@@ -40,7 +40,7 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), r"\p{N}"),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_SPLIT),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }

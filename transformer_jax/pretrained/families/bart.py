@@ -235,7 +235,6 @@ def _write_marian(config: ModelConfig) -> JsonObject:
         decoder_vocab_size=config.vocab_size,
         static_position_embeddings=True,
         normalize_embedding=False,
-        pad_token_id=None,  # the default of transformers is outside most vocabularies
         **keys,
     )
 
@@ -262,6 +261,7 @@ _family = partial(
     prefix="model.",
     ignored_tensors=("model.encoder.version", "model.decoder.version", SHARED),
     tied_copies=_copies,
+    shares_if_tied=True,
     head_tensors=("lm_head.*", BIAS),
 )
 
@@ -287,4 +287,10 @@ PEGASUS = _family(
     computed_tensors=_sinusoids_in("weight"),
 )
 M2M100 = _family("m2m_100", _read_m2m100, _write_m2m100, computed_tensors=_sinusoids_in("weights"))
-MARIAN = _family("marian", _read_marian, _write_marian, computed_tensors=_sinusoids_in("weight"))
+MARIAN = _family(
+    "marian",
+    _read_marian,
+    _write_marian,
+    needed_ids=("decoder_start_token_id",),
+    computed_tensors=_sinusoids_in("weight"),
+)

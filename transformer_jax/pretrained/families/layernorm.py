@@ -395,6 +395,7 @@ STABLELM = Family(
     _read_stablelm,
     _write_stablelm,
     _stablelm_table,
+    rotates_parts=True,
     prefix="model.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),

@@ -170,6 +170,8 @@ def _read_mistral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     fields = read_common(keys, 8)
     window = keys.optional_integer("sliding_window", 4096)
     types = layer_types(keys, fields["num_layers"])
+    if types is not None and fields["head_dim"] == fields["d_model"] // fields["num_heads"]:
+        fields["head_dim"] = None  # the usual one, which is written below
     rope = read_rope(keys, fields)
     pattern = window if types is None else window_pattern(types, window)
     return ModelConfig(**fields, positions=rope, window=pattern)
@@ -179,7 +181,9 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     mixed = len(set(config.windows)) > 1
     return dict(
         architectures=["MistralForCausalLM"],
-        **write_common(config),
+        **write_common(config)
+        # transformers makes a ministral of one that lists its layers, and needs its head_dim
+        | (dict(head_dim=config.key_dim) if mixed else {}),
         **(write_windows(config) if mixed else dict(sliding_window=config.windows[0])),
     )
 
@@ -490,14 +494,14 @@ llama_family = partial(
     tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-LLAMA = llama_family("llama", _read_llama, _write_llama)
+LLAMA = llama_family("llama", _read_llama, _write_llama, divides_width=True)
 MISTRAL = llama_family("mistral", _read_mistral, _write_mistral)
 QWEN2 = llama_family("qwen2", _read_qwen2, _write_qwen2)
 QWEN3 = llama_family("qwen3", _read_qwen3, _write_qwen3)
 GEMMA = llama_family("gemma", _read_gemma, _write_gemma)
-GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2)
-GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3)
-PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table)
+GEMMA2 = llama_family("gemma2", _read_gemma2, _write_gemma2, divides_width=True)
+GEMMA3 = llama_family("gemma3_text", _read_gemma3, _write_gemma3, divides_width=True)
+PHI3 = llama_family("phi3", _read_phi3, _write_phi3, table=_phi3_table, rotates_parts=True)
 GRANITE = llama_family("granite", _read_granite, _write_granite)
 SMOLLM3 = llama_family("smollm3", _read_smollm3, _write_smollm3)
 OLMO2 = llama_family("olmo2", _read_olmo2, _write_olmo2)

@@ -194,7 +194,8 @@ def _write(config: ModelConfig) -> JsonObject:
         global_attn_every_n_layers=every,  # this and the next two are what version 4 reads
         rope_parameters={kind: scaling | dict(rope_theta=base) for kind, base in bases.items()},
         tie_word_embeddings=config.tie_embeddings,
-        pad_token_id=None,  # or transformers takes one that a small vocabulary has not
+        cls_token_id=None,  # or transformers takes two that a small vocabulary has not
+        sep_token_id=None,
     )
     if config.num_classes is not None:
         keys |= write_head(config, "ModernBert")

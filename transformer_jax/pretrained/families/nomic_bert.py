@@ -121,6 +121,7 @@ NOMIC_BERT = Family(
     _write,
     _table,
     prefix="nomic_bert.",
+    needed_ids=("pad_token_id",),
     tied_copies={
         "cls.predictions.decoder.weight": "nomic_bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

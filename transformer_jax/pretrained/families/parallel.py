@@ -330,6 +330,7 @@ GPT_NEOX = Family(
     _read_neox,
     _write_neox,
     _neox_table,
+    rotates_parts=True,
     prefix="gpt_neox.",
     head_tensors=("embed_out.*",),
     ignored_tensors=(
@@ -344,6 +345,7 @@ GPTJ = Family(
     _read_gptj,
     _write_gptj,
     _gptj_table,
+    rotates_parts=True,
     prefix="transformer.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
@@ -354,6 +356,7 @@ PHI = Family(
     _read_phi,
     _write_phi,
     _phi_table,
+    rotates_parts=True,
     prefix="model.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),

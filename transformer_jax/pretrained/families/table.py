@@ -264,6 +264,15 @@ class Family:
     )
     """Name of a tensor that follows from the config, to the function that computes it for the shape
     in the file; the function gives None if the tensor cannot have that shape."""
+    rotates_parts: bool = False
+    """Whether transformers rotates a part of each head; its other classes ignore that key, or fail
+    where the rotation is stretched."""
+    divides_width: bool = False
+    """Whether transformers needs d_model to be divisible by num_heads, whatever head_dim is."""
+    shares_if_tied: bool = False
+    """Whether encoder and decoder share a table in transformers only if the output does, too."""
+    needed_ids: tuple[str, ...] = ()
+    """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
     joined_experts: bool = False
     """Whether a tensor holds a matrix of all experts of a block, and not of one."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,255 @@
+"""Folders that this library writes, read by `transformers` and `peft` without any argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.support.drawn import drawn
+from tests.support.published import LOGITS, apply, torch, transformers
+from transformer_jax.cli.convert import tokenizer_files
+from transformer_jax.config import ConfigError, Learned, ModelConfig, Rope
+from transformer_jax.pretrained.config_json import read_config, write_config
+from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.save import check_tokenizer, save_pretrained
+from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+VOCAB = 61
+"""Below most ids that classes of transformers have by default."""
+LLAMA = dict(
+    hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=48,
+)  # fmt: skip
+EXPERTS = LLAMA | dict(num_experts=3, num_local_experts=3, num_experts_per_tok=2)
+BERT = {name: LLAMA[name] for name in LLAMA if name != "num_key_value_heads"}
+GPT2 = dict(n_embd=32, n_layer=2, n_head=4, n_inner=44, n_positions=48)
+BART = dict(
+    d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=44, decoder_ffn_dim=44, max_position_embeddings=48,
+)  # fmt: skip
+T5 = dict(d_model=32, d_kv=8, d_ff=44, num_layers=1, num_heads=4)
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gptj": GPT2 | dict(rotary_dim=4),
+    "gemma2": LLAMA | dict(sliding_window=7, head_dim=8, query_pre_attn_scalar=8),
+    "gemma3_text": LLAMA | dict(sliding_window=7, head_dim=8, query_pre_attn_scalar=8),
+    "gemma": LLAMA | dict(head_dim=8),
+    "qwen3": LLAMA | dict(head_dim=8),
+    "olmo3": LLAMA | dict(sliding_window=7, rope_theta=500_000.0),
+    "cohere": LLAMA | dict(rope_theta=1e4, logit_scale=1.0),
+    "cohere2": LLAMA | dict(rope_theta=1e4, logit_scale=1.0, sliding_window=7),
+    "gpt_neox": BERT | dict(rotary_pct=0.5),
+    "phi": LLAMA,
+    "stablelm": LLAMA,
+    "opt": dict(
+        hidden_size=32, ffn_dim=44, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=48,
+    ),
+    "bloom": dict(hidden_size=32, n_layer=2, n_head=4, seq_length=48),
+    "falcon": dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=48
+    ),
+    "mixtral": {n: v for n, v in EXPERTS.items() if n != "num_experts"},
+    "olmoe": {n: v for n, v in EXPERTS.items() if n != "num_local_experts"},
+    "qwen2_moe": {n: v for n, v in EXPERTS.items() if n != "num_local_experts"}
+    | dict(moe_intermediate_size=20, shared_expert_intermediate_size=28),
+    "qwen3_moe": {n: v for n, v in EXPERTS.items() if n != "num_local_experts"}
+    | dict(moe_intermediate_size=20, head_dim=8),
+    "gpt_oss": {n: v for n, v in EXPERTS.items() if n != "num_experts"}
+    | dict(head_dim=8, sliding_window=7, rope_scaling=dict(rope_type="default")),
+    "distilbert": dict(dim=32, n_layers=2, n_heads=4, hidden_dim=44, max_position_embeddings=48),
+    "albert": BERT | dict(embedding_size=12),
+    "electra": BERT | dict(embedding_size=12),
+    "modernbert": BERT | dict(local_attention=8),
+    "t5": T5,
+    "mt5": T5,
+} | dict.fromkeys(("bart", "mbart", "pegasus", "m2m_100", "marian"), BART)  # fmt: skip
+ENCODERS = (
+    "bert roberta xlm-roberta camembert mpnet distilbert electra albert modernbert nomic_bert"
+).split()
+
+
+def config_of(family: str) -> ModelConfig:
+    """A small config of a family, with random sizes of none of the published ones."""
+    content = dict(SIZES.get(family, BERT if family in ENCODERS else LLAMA), vocab_size=VOCAB)
+    names = [f"decoder.{i}" for i in range(9)] if family in ("t5", "mt5") else ()
+    config = read_config(dict(content, model_type=family), names, "config.json")
+    config = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
+    if family in ENCODERS:
+        config = dataclasses.replace(config, masked_token_head=True, logit_bias=True)
+    return config
+
+
+def small(params: Any) -> Any:
+    """Draw smaller numbers, for which logits are not too large to compare."""
+    return jax.tree.map(lambda x: x * np.float32(0.25), params)
+
+
+def differs(config: ModelConfig, folder: Path, rng: np.random.Generator) -> float:
+    """The largest difference of logits to those of transformers, which only gets the folder."""
+    ids = rng.integers(3, VOCAB - 10, (2, 19), dtype=np.int32)
+    given = {"input_ids": torch.tensor(ids).long()}
+    params = small(drawn(config))
+    if config.kind == "encoder-decoder":
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        got = apply(config, params)(ids, source=ids)[0]
+        given["decoder_input_ids"] = given["input_ids"]
+    else:
+        encoder = config.kind == "encoder"
+        auto = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(folder).eval()
+        got = apply(config, params)(ids)[0]
+    with torch.no_grad():
+        want = model(**given).logits.numpy()
+    assert want.std() > 0.03
+    return float(np.abs(np.asarray(got) - want).max() / max(1.0, np.abs(want).max() / 10))
+
+
+OFTEN = {"llama", "phi3", "smollm3"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES],
+)
+def test_transformers_reads_what_is_written(family, rng, tmp_path, caplog):
+    """With a vocabulary that has none of the ids that its classes have by default."""
+    config = config_of(family)
+    save_pretrained(tmp_path / "m", config, small(drawn(config)), family=family)
+    assert differs(config, tmp_path / "m", rng) <= LOGITS
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    ids = {name: value for name, value in vars(read).items() if name.endswith("_token_id")}
+    if family == "marian":  # whose class needs a number here, and whose generate then fails
+        assert ids.pop("decoder_start_token_id") == 58100
+    assert all(value is None or value < VOCAB for value in ids.values()), ids
+
+
+TEXTS = "don't  two\n\n", " a\tb\n", "12345 it's HÉLLO", "", "<s> x </s>", "e\u0301"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_the_ids_of_a_tokenizer_that_is_written(family, tmp_path):
+    """Of characters, bytes and a small BPE, and the texts come back; a qwen2 is refused."""
+    content = write_config(FAMILIES[family], config_of(family))
+    letters = "".join(sorted({*"".join(TEXTS)}))
+    trained = BPETokenizer.train("don't do it twice; it's HÉLLO 12345\n" * 3, 280)
+    for kind in (CharTokenizer(letters), ByteTokenizer(), trained):
+        for name, data in tokenizer_files(kind, kind.vocab_size)[0].items():
+            (tmp_path / name).write_bytes(data)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        definition = (tmp_path / "tokenizer.json").read_bytes()
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        got = [theirs(text).input_ids for text in TEXTS]
+        want = [kind.encode(text).tolist() for text in TEXTS]
+        if family == "qwen2":
+            assert got != want
+            with pytest.raises(ConfigError, match="write it as a llama"):
+                check_tokenizer(family, definition)
+            continue
+        check_tokenizer(family, definition)
+        assert got == want, type(kind)
+        assert [theirs.decode(ids) for ids in got] == [*TEXTS]
+
+
+STRETCHED = dict(scaling="yarn", factor=4.0, original_len=12)
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    # Fields of a config that transformers reads from a key of its own, or from none
+    "llama": [
+        dict(positions=Rope(dims=4)), dict(positions=Rope(dims=4, **STRETCHED)),
+        dict(positions=Rope(base=100.0, **STRETCHED)), dict(head_dim=12),
+        dict(num_heads=3, num_kv_heads=1, head_dim=8), dict(tie_embeddings=True),
+        dict(qkv_bias=True), dict(use_bias=True), dict(use_bias=True, ff_bias=False),
+        dict(norm_eps=0.1), dict(window=5), dict(window=(5, None)), dict(qk_norm=True),
+        dict(positions=Rope(scaling="linear", factor=2.0)),
+        dict(
+            positions=Rope(
+                scaling="llama3", factor=4.0, original_len=16, low_freq_factor=1.0,
+                high_freq_factor=4.0,
+            )
+        ),
+        dict(positions=Rope(scaling="linear", factor=2.0, dims=4)),
+        dict(qkv_bias=True, window=(None, 5)), dict(activation="relu"), dict(num_kv_heads=4),
+        dict(attention_scale=0.5), dict(embedding_scale=3.0), dict(logit_scale=0.5),
+        dict(qk_norm=True, head_dim=12), dict(norm_unit_offset=True, scale_embeddings=True),
+        dict(norm_order="output", qk_norm=True, qk_norm_over="heads", norm_eps=1e-5),
+    ],
+    "phi": [dict(positions=Rope(dims=4, **STRETCHED)), dict(num_kv_heads=4), dict(head_dim=12)],
+    "stablelm": [
+        dict(positions=Rope(dims=4, scaling="linear", factor=2.0)), dict(qkv_bias=True),
+    ],
+    "gpt_neox": [
+        dict(positions=Rope(dims=4, **STRETCHED)), dict(norm_order="pre"), dict(norm_eps=0.1),
+    ],
+    "falcon": [
+        dict(positions=Rope(dims=4)), dict(positions=Rope(**STRETCHED)), dict(use_bias=True),
+    ],
+    "starcoder2": [dict(window=5), dict(positions=Rope(dims=4)), dict(tie_embeddings=False)],
+    "gemma2": [
+        dict(num_heads=3, num_kv_heads=1), dict(positions=Rope(dims=4)), dict(window=None),
+        dict(attention_softcap=None), dict(logit_softcap=3.0), dict(attention_scale=None),
+    ],
+    "gemma3_text": [
+        dict(num_heads=3, num_kv_heads=1), dict(tie_embeddings=False),
+        dict(positions=Rope(base=1e6, window_base=50.0)),
+        dict(positions=Rope(base=1e6, window_base=50.0, scaling="linear", factor=2.0)),
+    ],
+    "cohere2": [dict(head_dim=12), dict(qkv_bias=True, out_bias=True), dict(window=None)],
+    "granite": [dict(residual_scale=0.3), dict(positions=Rope(dims=4)), dict(head_dim=12)],
+    "gpt2": [dict(activation="relu"), dict(tie_embeddings=False), dict(norm_eps=0.1)],
+    "opt": [dict(norm_order="post"), dict(tie_embeddings=False), dict(activation="gelu")],
+    "bert": [dict(type_vocab_size=5), dict(activation="relu"), dict(norm_eps=0.1)],
+    "modernbert": [
+        dict(window=None, positions=Rope(base=99.0)), dict(use_bias=True), dict(window=3),
+    ],
+    "nomic_bert": [dict(positions=Rope(base=99.0)), dict(activation="gelu"), dict(head_dim=12)],
+    "t5": [dict(tie_embeddings=False), dict(logit_scale=None), dict(num_decoder_layers=2)],
+    "bart": [dict(logit_bias=True), dict(scale_embeddings=True)],
+    "mbart": [dict(tie_embeddings=False, source_vocab_size=VOCAB)],
+    "pegasus": [dict(tie_embeddings=False, source_vocab_size=VOCAB)],
+    "m2m_100": [dict(tie_embeddings=False, source_vocab_size=VOCAB)],
+    "marian": [ dict(tie_embeddings=False, source_vocab_size=VOCAB),
+               dict(source_vocab_size=53), dict(source_vocab_size=VOCAB)],
+    "mt5": [dict(tie_embeddings=False)],
+    "qwen2": [dict(window=5), dict(window=(None, 5)), dict(positions=Rope(dims=4))],
+    "smollm3": [
+        dict(window=5), dict(positions=Rope(pattern=(True, False))), dict(window=(None, 5)),
+    ],
+    "mistral": [dict(window=None), dict(window=(None, 5), head_dim=12)],
+    "mixtral": [dict(window=5), dict(head_dim=12)], "gpt_oss": [dict(glu_limit=0.5)],
+    "olmo3": [dict(window=None), dict(positions=Rope(base=500_000.0, **STRETCHED))],
+    "roberta": [dict(positions=Learned(offset=5))], "mpnet": [dict(norm_eps=0.1)],
+    "gptj": [dict(positions=Rope(pairing="interleaved")), dict(tie_embeddings=True)],
+    "bloom": [dict(tie_embeddings=False)], "electra": [dict(embedding_dim=None)],
+    "qwen3_moe": [dict(use_bias=True, ff_bias=False), dict(window=5), dict(qk_norm=False)],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "number"), [(f, i) for f, found in CHANGES.items() for i in range(len(found))]
+)
+def test_a_change_is_read_by_transformers_or_refused(family, number, rng, tmp_path):
+    """By the family that is named, and by the first that can express it."""
+    config = dataclasses.replace(config_of(family), **CHANGES[family][number])
+    written = []
+    for name in (family, None):
+        try:
+            save_pretrained(tmp_path / f"{name}", config, small(drawn(config)), family=name)
+        except ConfigError as error:
+            assert len(str(error)) > 20
+            continue
+        written.append(json.loads((tmp_path / f"{name}/config.json").read_text())["model_type"])
+        if written != [family, family]:
+            assert differs(config, tmp_path / f"{name}", rng) <= LOGITS, written
