@@ -161,7 +161,7 @@ def _written_as(
 
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
     all_layers = replace(config, use_bias=True)
-    reason = None
+    reason: ConfigError | None = None
     for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
             name = written_family(tried, family)
