@@ -417,7 +417,9 @@ def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog)
 def test_a_router_without_a_gradient_is_said(config, experts):
     own = Experts(**dict(count=3, top_k=1) | experts)
     weights = lambda logits: (route(own, logits)[1] @ jnp.arange(1.0, own.top_k + 1)).sum()  # noqa: E731
-    moved = np.abs(jax.grad(weights)(jnp.arange(2.0 * own.count).reshape(2, -1))).max() > 1e-9
+    moved = (
+        np.abs(jax.jit(jax.grad(weights))(np.arange(2.0 * own.count).reshape(2, -1))).max() > 1e-9
+    )
     said = [*_doubts(replace(config, model=replace(config.model, experts=own)))]
     assert bool(said) == (not moved and own.count > 1) == (experts.keys() <= {"score"})
     assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in said)

@@ -127,10 +127,11 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 
 
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
-    """Return the model with the heads that the task asks of it, and no other."""
+    """Return the model with the heads that the task asks of it and no other, or its dropout."""
     task = TASKS[task]() if isinstance(task, str) and task in TASKS else task
-    fits = isinstance(task, MaskedTask | ClassifyTask | PreferenceTask)
-    return task.fit_model(model) if fits else model
+    if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
+        return task.fit_model(model)
+    return model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:

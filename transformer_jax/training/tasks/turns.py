@@ -146,8 +146,9 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
         role, content = before[number - 1]["role"], before[number - 1].get("content")
         if role == "assistant":
             break
-        asks = role in ("system", "user") and isinstance(content, str)
-        if asks and not _loosely(content).search(prompt):
+        if role not in ("system", "user") or not isinstance(content, str):
+            continue
+        if not _loosely(content).search(prompt):
             rule = f"does not write message {number}, {shown(content)}, as the file has it"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
