@@ -62,16 +62,16 @@ def make_app(
     class Stream(StreamingResponse):
         """Send events; where the client goes, even before the first, the request is given up."""
 
-        def __init__(self, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
+        def __init__(self, engine: Engine, ticket: Ticket, events: AsyncIterator[bytes]) -> None:
             headers = {"Cache-Control": "no-cache"}
             super().__init__(events, media_type="text/event-stream", headers=headers)
-            self.ticket = ticket
+            self.engine, self.ticket = engine, ticket
 
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await super().__call__(scope, receive, send)
             finally:
-                engine.cancel(self.ticket)
+                self.engine.cancel(self.ticket)
 
     def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(name, created)]})
@@ -118,7 +118,7 @@ def make_app(
 
             ticket = engine.submit(asked, ids, count, deliver, matcher)
             if asked.stream:
-                return Stream(ticket, _events(ticket, parts, stamp, until))
+                return Stream(engine, ticket, _events(ticket, parts, stamp, until))
             try:
                 found = await _whole(request, parts, until)
             finally:
