@@ -235,10 +235,8 @@ def run(folder: Path, case: Case, scan: bool) -> TrainConfig:
         start = fine_tuning(
             load_run(base(folder)).config, base(folder), changes.get("task", PACKED)
         )
-        settings = dict(model=start.model, init_from=base(folder), tokenizer="pretrained")
-        changes = settings | changes
-        changes.pop("model") if "model" in case.changes else None
-        changes = dict(model=start.model, task=start.task) | changes
+        changes |= dict(model=start.model, task=start.task)
+        changes |= dict(init_from=base(folder), tokenizer="pretrained")
     changes = dict(model=DENSE, task=PACKED) | changes
     changes["model"] = replace(changes["model"], scan_layers=scan)
     if changes["task"].kind in data:
