@@ -1226,8 +1226,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "an edit of a token is one of the next",
-            "(jnp.arange(size)[:, None] == asked[None, :])",
-            "(jnp.arange(size)[:, None] == asked[None, :] + 1)",
+            "(positions[..., None] == at[None, None])",
+            "(positions[..., None] == at[None, None] + 1)",
             "inside/test_edits.py::test_an_edit_of_a_value_is_that_of_numpy",
         ),
     ),

@@ -102,9 +102,10 @@ def _equation(eqn: Any, inputs: list[State]) -> list[State]:
     along = {k for k in inputs if isinstance(k, int)}
     if name in ELEMENTWISE:
         if not along:
-            even = [s for s, shape in zip(inputs, shapes, strict=True) if shape]
-            whole = frozenset(range(len(outs[0])))
-            return [whole.intersection(*even) if even else whole]
+            even = frozenset(range(len(outs[0])))
+            for one, shape in zip(inputs, shapes, strict=True):
+                even = even & one if shape and not isinstance(one, int) else even
+            return [even]
         (k,) = along if len(along) == 1 else (_mixed(),)
         for one, shape in zip(inputs, shapes, strict=True):
             if shape and not isinstance(one, int) and k not in one:
@@ -112,17 +113,18 @@ def _equation(eqn: Any, inputs: list[State]) -> list[State]:
         return [k]
     if name == "iota":
         return [frozenset(range(len(outs[0]))) - {params["dimension"]}]
-    first, shape = (inputs[0], shapes[0]) if inputs else (frozenset(), ())
+    first: State = inputs[0] if inputs else frozenset()
+    shape = shapes[0] if shapes else ()
     moved = _moved_axes(name, params, shape, outs[0])
     if moved is not None:
         if isinstance(first, int) and along == {first}:
-            even = all(
+            alike = [
                 isinstance(x, int) or first in x or not s
                 for x, s in zip(inputs, shapes, strict=True)
-            )
-            return [_known(moved(first)) if even else _mixed()] * len(outs)
-        if not along:
-            kept = {moved(i) for i in first} - {None}
+            ]
+            return [_known(moved(first)) if all(alike) else _mixed()] * len(outs)
+        if not along and not isinstance(first, int):
+            kept = {at for at in map(moved, first) if at is not None}
             fresh = set(range(len(outs[0]))) - {moved(i) for i in range(len(shape))}
             return [frozenset(kept | (fresh if name == "broadcast_in_dim" else set()))] * len(outs)
     if not along:

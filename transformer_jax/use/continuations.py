@@ -117,7 +117,7 @@ def score_requests(
         longest: the most tokens that are read; None is max_len.
         report: is told after each batch how many requests it had.
         edit: functions by the names of places, which change the values there. They get all tokens
-            of a request at once, and requests one by one.
+            of a request at once without padding, and requests one by one.
 
     Raises:
         DataError: if a continuation alone is longer than the model reads.

@@ -77,8 +77,7 @@ def evaluate(
         report: is told how many examples are decoded.
         edit: functions by the names of places in the model (`transformer_jax.places`), which change
             the values there, as `transformer_jax.inside` makes them: with `zero`, the loss without
-            a head. A function gets all tokens of a batch at once; where texts are written, those of
-            the prompts, then each new one by itself.
+            a head. They see the tokens of each sequence alone.
 
     Returns:
         Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.

@@ -159,7 +159,8 @@ def _start(
     built: Any = build(model)  # one that writes: `make_step` refuses the others
     of_source, edit = split_edit(model, edit)
     if of_source:  # it sees no padding that all rows have, and no other sources
-        tokens, valid = (x[:, : lengths.max()] for x in (tokens, valid))
+        tokens = tokens[:, : lengths.max()]
+        valid = None if valid is None else valid[:, : lengths.max()]
         padded = len(set(lengths.tolist())) > 1
         of_source = edit_in_calls(of_source, apart=len(rows) > 1, padded=padded)
     step: Any = make_step(built, edit=edit).told(apart=True)  # rows are filled up
