@@ -174,12 +174,8 @@ class Both(Plain, Gated):
             "model.block.kind is 'os:getcwd': must be a class for model.block of your own",
         ),
         (
-            lambda: tj.save_pretrained(
-                "/nonexistent",
-                replace(CONFIG, block=Plain()),
-                drawn(replace(CONFIG, block=Plain())),
-            ),
-            r"block is Plain\(\)",
+            lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
+            r"block is Plain\(fault=''\): no published family has a block of your own",
         ),
     ],
 )
