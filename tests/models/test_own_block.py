@@ -15,7 +15,6 @@ from transformer_jax.checkpoints.run_folder import config_from_json, config_to_j
 from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training import fit
-from transformer_jax.training.optimizers import decays
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -118,13 +117,6 @@ def test_looped_and_scanned_are_the_same():
         stacked = stack_layers(params)
         scanned, _ = applied(replace(config, scan_layers=True), stacked)
         np.testing.assert_allclose(looped, scanned, rtol=1e-4, atol=1e-4)
-
-
-def test_weight_decay_does_not_depend_on_whether_layers_are_stacked():
-    params = {"block_0": {"own": {"share": np.ones(3), "up": np.ones((3, 5))}}}
-    marked = {"own": {"share": False, "up": True}}
-    assert decays(params) == {"block_0": marked}
-    assert decays(stack_layers(params)) == {"blocks": marked}
 
 
 @pytest.mark.slow

@@ -151,8 +151,7 @@ def decays(params: Params) -> Params:
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        stacked = "blocks" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return leaf.ndim - stacked >= 2 and not name.endswith(("bias", "scale", "sinks"))
+        return leaf.ndim >= 2 and not name.endswith(("bias", "scale", "sinks"))
 
     return jax.tree_util.tree_map_with_path(decay, params)
 
