@@ -15,7 +15,6 @@ from transformer_jax.checkpoints.run_folder import config_from_json, config_to_j
 from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.training import fit
-from transformer_jax.training.optimizers import decays
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -120,13 +119,6 @@ def test_looped_and_scanned_are_the_same():
         np.testing.assert_allclose(looped, scanned, rtol=1e-4, atol=1e-4)
 
 
-def test_weight_decay_does_not_depend_on_whether_layers_are_stacked():
-    params = {"block_0": {"own": {"share": np.ones(3), "up": np.ones((3, 5))}}}
-    marked = {"own": {"share": False, "up": True}}
-    assert decays(params) == {"block_0": marked}
-    assert decays(stack_layers(params)) == {"blocks": marked}
-
-
 @pytest.mark.slow
 def test_an_edit_of_the_call_comes_after_that_of_the_block():
     config = replace(CONFIG, block=Gated())
@@ -174,12 +166,8 @@ class Both(Plain, Gated):
             "model.block.kind is 'os:getcwd': must be a class for model.block of your own",
         ),
         (
-            lambda: tj.save_pretrained(
-                "/nonexistent",
-                replace(CONFIG, block=Plain()),
-                drawn(replace(CONFIG, block=Plain())),
-            ),
-            r"block is Plain\(\)",
+            lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
+            r"block is Plain\(fault=''\): no published family has a block of your own",
         ),
     ],
 )

@@ -365,7 +365,7 @@ def test_logits_of_some_tokens_equal_the_oracle(case, rng):
 ELSEWHERE = {
     "vocab_size", "d_model", "head_dim", "d_ff", "max_len", "init_std", "dropout", "remat",
     "attention_dropout", "dtype", "scan_layers", "implementation", "num_classes", "pooler",
-    "inputs", "experts", "classes_of", "pooler_reads",
+    "inputs", "experts", "classes_of", "pooler_reads", "block",
 }  # fmt: skip
 """Fields that other tests vary, or that size what all formulas read."""
 

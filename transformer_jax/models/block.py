@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -537,7 +537,7 @@ class Block(nn.Module):
         """Declare the parameters of a block of the user's own; of those there are, check shapes."""
         init = partial(block.init, self.config)
         wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
-        own: Params = {}
+        own: Any = {}
         if self.has_variable("params", "own"):
             self._state.children["own"] = "params"  # as `parameter` does
             own = self.get_variable("params", "own")

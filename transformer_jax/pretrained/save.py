@@ -114,6 +114,9 @@ def save_pretrained(
     if not isinstance(config, ModelConfig):
         rule = "must be a ModelConfig, of a transformer"
         raise ConfigError(f"config is a {type(config).__name__}: {rule}")
+    if config.block is not None:
+        rule = "no published family has a block of your own"
+        raise ConfigError(f"block is {config.block!r}: {rule}; a run folder keeps it")
     shapes = parameter_shapes(config)
     given = flatten_dict(params, sep="/")
     fetched = _looped(given, shapes)
