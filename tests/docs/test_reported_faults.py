@@ -13,6 +13,13 @@ NAMED = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE.read_text())))
 def test_the_page_has_every_case():
     cases = re.findall(r"^\| ([AB]\d+) \|", PAGE.read_text(), re.M)
     assert set(cases) == {f"{kind}{n}" for kind in "AB" for n in range(1, 17)}
+    second = {
+        case.rstrip("abcde")
+        for case in re.findall(r"^\| C([\d.]+[a-e]?) \|", PAGE.read_text(), re.M)
+    }
+    counts = {1: 9, 2: 8, 3: 8, 4: 8, 5: 7}
+    wanted = {f"{section}.{n}" for section, last in counts.items() for n in range(1, last + 1)}
+    assert wanted <= second
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda part: part.replace("/", "."))
