@@ -717,7 +717,8 @@ def test_a_model_refuses_a_mask_without_an_entry_for_each_token():
     config = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 13), np.int32)
-    for mask in (Padding(zeros(2, 12, dtype="bool")), Causal() & Segments(ids(12))):
+    for part in Padding(zeros(2, 12, dtype="bool")), Segments(ids(12)):
+        mask = Causal() & part
         with pytest.raises(ValueError, match=r"has length 12 for 13 (keys|queries)"):
             jax.eval_shape(
                 lambda params, tokens, mask=mask: build(config).apply(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from transformer_jax.cache.model_cache import refuse_pages
 from transformer_jax.checks import check_count, check_not_consumed
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.sharding import by_compiler, split
 
 State = TypeVar("State")
@@ -51,6 +52,7 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
     return by_compiler(gather, [state, rows], jax.tree.map(split, state))
 
 
+@known_keywords
 def fork(state: State, copies: int) -> State:
     """Copy each row: many samples of one prompt.
 

@@ -363,6 +363,7 @@ class Attention(nn.Module):
         )
 
 
+@short_repr
 @dataclass
 class OwnCall:
     """What `OwnBlock.run` is called with beside its parameters and the stream.

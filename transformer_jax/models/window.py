@@ -86,12 +86,13 @@ class WindowLM(CheckedModule):
         """
         cfg, places = self.config, Places.of(self.config, capture, edit)
         read, at = at, None if places.edit else at  # an edit is told all tokens
-        length = None if state is None else state.length
+        refuse_rngs(self, key)
+        before = state
+        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
+        length = None if before is None else before.length
         positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
         places = places.told(positions, whole=length is None, packed=segments is not None)
         visit = places.visit(positions=positions)
-        refuse_rngs(self, key)
-        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
         keys = split_key(key, cfg.num_layers + 1)
         begins = (windows < 0)[..., None]
         vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))

@@ -185,7 +185,12 @@ class SentenceEncoder:
     def encode_ids(
         self, ids: Sequence[np.ndarray], *, batch_size: int = 32
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each list of ids i32[1..max_len], as `encode_texts` has it."""
+        """Return a vector for each list of ids, as `encode_texts` does for texts.
+
+        Args:
+            ids: integer arrays of 1 to `max_len` ids, special tokens included.
+            batch_size: rows that are computed at once, at least 1.
+        """
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
