@@ -19,7 +19,7 @@ from tests.support.tolerances import assert_near, largest_error
 from transformer_jax.attention.block_plan import SKIPPED
 from transformer_jax.attention.masks import Causal, Prefix, Window
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import cache_limit, rewind_cache
+from transformer_jax.cache.model_cache import cache_limit, refuse_past_capacity, rewind_cache
 from transformer_jax.config import ConfigError, ModelConfig, Shaw, T5Buckets
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
@@ -96,6 +96,13 @@ def fed(apply, tokens, positions, cache, chunk: int):
 
 
 # Sink tokens
+
+
+def test_the_first_position_past_the_capacity_is_refused():
+    places, beyond = refuse_past_capacity(np.array([[3, 4], [-1, 0]], np.int32), 5)
+    assert places.tolist() == [[3, 4], [-1, 0]] and not beyond.any()
+    with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
+        refuse_past_capacity(np.array([[3, 5]], np.int32), 5)
 
 
 @pytest.mark.slow_except("True")

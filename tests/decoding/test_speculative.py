@@ -388,6 +388,19 @@ def test_what_just_fits_the_cache_is_served_and_no_more():
     assert step.calls == []  # 33 slots are served by the test of a draft equal to the model
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_proposals_of_a_draft_change_no_greedy_token(seed):
+    """The draft is the model's own (seed 2) or another; the first is always right."""
+    params, prompt = chain(2), prompts(31) % 5
+    want = generate(Chain(), params, prompt, chain_state(31), num_tokens=9)
+    draft = Draft(Chain(), chain(seed), chain_state(31))
+    got = speculate(
+        Chain(), params, prompt, chain_state(31), proposer=draft, num_tokens=9, num_draft=2
+    )
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    assert (np.asarray(got.accepted) == got.proposed).all() == (seed == 2)
+
+
 @pytest.mark.long
 def test_a_text_goes_on_from_the_states_of_the_last():
     """The draft's and the model's, when they lagged by different numbers of tokens."""

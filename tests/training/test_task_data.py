@@ -397,6 +397,10 @@ def test_a_field_of_a_task_is_refused_by_name(task, fields, message):
         task(**fields)
 
 
+def test_masked_and_random_tokens_may_be_all_that_are_predicted():
+    assert MaskedTask(replaced=0.75, random=0.25).random == 0.25
+
+
 def test_models_that_cannot_learn_a_task_are_named_by_the_recipe():
     for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
         rule = f"model is '{architecture}': task '{name}' is learnt by another"
