@@ -62,7 +62,6 @@ class Embedder:
         self.alive = False
         with self._encoding:
             pass
-        self.threads.shutdown(wait=False)
 
     def embed(self, asked: EmbeddingRequest) -> tuple[np.ndarray, int]:  # f32[n, D]
         """Return a vector for each input, and how many tokens were read; RequestError if it cannot.
