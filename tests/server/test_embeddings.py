@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 import numpy as np
@@ -173,6 +174,27 @@ def test_requests_above_the_queue_are_refused_and_late_ones_given_up(encoder, to
         go.set()
         embedder.stop()
         assert embed(client).status_code == 503 and client.get("/health").status_code == 503
+
+
+def test_as_many_requests_wait_as_the_queue_says(encoder, tokenizer):
+    embedder, go = Embedder(encoder, tokenizer, queue=40), threading.Event()  # asyncio has 32
+
+    class Waiting:
+        config, max_len, prompt, lower_case = encoder.config, 9, "", False
+
+        def encode_ids(self, ids, *, batch_size):
+            go.wait(20)
+            return np.zeros((len(ids), 6), np.float32)
+
+    embedder.encoder = Waiting()
+    with client_of(embedder) as client, ThreadPoolExecutor(42) as pool:
+        sent = [pool.submit(embed, client) for _ in range(42)]
+        try:
+            refused = next(as_completed(sent, timeout=15)).result()
+        finally:
+            go.set()
+        codes = [one.result().status_code for one in sent]
+    assert refused.status_code == 429 and codes.count(200) == 41
 
 
 def test_command_serves_a_folder_of_sentence_transformers(folder, monkeypatch):

@@ -330,6 +330,40 @@ def test_number_of_a_schema_is_written_as_it_is_or_refused():
                 Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
+def test_keys_that_do_not_meet_are_not_combined():
+    accepts = {
+        '{"a":1.25,"b":300}': {
+            "properties": {
+                "a": {"type": "number", "multipleOf": 0.01, "minimum": 0},
+                "b": {"type": "integer", "multipleOf": 100, "description": None},
+            }
+        },
+        '{"a":1.25,"b":1.5,"c":3000,"d":1}': {
+            "$defs": {"one": {"type": "integer"}},
+            "properties": {
+                "a": {"multipleOf": 0.01},
+                "b": {"multipleOf": 0.01},
+                "c": {"multipleOf": 1000},
+                "d": {"$ref": "#/$defs/one"},
+            },
+        },
+        '"\N{LATIN SMALL LETTER E WITH ACUTE}"': {"type": "string", "pattern": "^[[:alpha:]]$"},
+    }
+    for text, schema in accepts.items():
+        matcher = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start()
+        for byte in text.encode():
+            assert matcher.allowed[byte], (text, byte)
+            matcher.read(byte)
+        assert matcher.ended
+    for schema in (
+        {"multipleOf": 5000, "minimum": 3},
+        {"multipleOf": 5000, "anyOf": [{"minimum": 3}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 5000}}, "minimum": 3},
+    ):
+        with pytest.raises(ValueError, match="multipleOf is 5000: beside a bound"):
+            Grammar("schema", schema, ByteTokenizer(), 257, (256,))
+
+
 def test_a_special_token_is_no_text_of_a_form():
     pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):

@@ -144,7 +144,8 @@ def make_app(
         asked = protocol.read_embedding_request(body, name)
         try:
             async with asyncio.timeout_at(until):
-                vectors, count = await asyncio.to_thread(engine.embed, asked)
+                loop = asyncio.get_running_loop()
+                vectors, count = await loop.run_in_executor(engine.threads, engine.embed, asked)
         except TimeoutError:
             raise RequestError("the answer took too long", 503, code="timeout") from None
         return JSONResponse(protocol.embedding_answer(asked, name, vectors, count))

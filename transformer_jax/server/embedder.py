@@ -6,6 +6,7 @@ A vector is that of `SentenceEncoder.encode_texts`, but a text that is too long 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -38,6 +39,9 @@ class Embedder:
         self._present = 0
         """Requests that wait or are encoded."""
         self._counting, self._encoding = threading.Lock(), threading.Lock()
+        self.threads = ThreadPoolExecutor(queue + 2, "embedder")
+        """One for each request that waits, the present one and one that is refused: asyncio has
+        fewer, before which requests would wait without being counted."""
 
     @property
     def running(self) -> int:

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from transformer_jax.config.fields import nearest
+from transformer_jax.text.posix_classes import with_unicode_classes
 from transformer_jax.untrusted_files import DEPTH_LIMIT, shown
 
 _SCHEMA = (
@@ -46,8 +47,9 @@ _KNOWN = {
 _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 )  # fmt: skip
-_MEETING = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
-"""Keywords by which several schemas are of one value."""
+_APART = {"$defs", "definitions", "$id", "id", "$anchor"}
+"""Keywords that say nothing of the value beside which they stand."""
+_BOUNDED, _MEETING = "multipleOf beside a bound", "several schemas of one value"
 _INSTEAD = {
     "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
     "contentEncoding": "is not supported: the text would be written without it",
@@ -71,11 +73,17 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     multiples = [Decimal(str(abs(value))) for value in seen.get("multipleOf", ())]
     places = max(map(_decimals, multiples), default=0)
     units = sorted({int(value.scaleb(places)) for value in multiples})
-    if units and units[-1] > _MOST_UNITS and seen.keys() & {*_BOUNDS}:
+    meeting = _MEETING in seen
+    bounded = [Decimal(str(abs(value))) for value in seen.get(_BOUNDED, ())]
+    if meeting and seen.keys() & {*_BOUNDS}:
+        too_large = multiples if units and units[-1] > _MOST_UNITS else []
+    else:
+        too_large = [n for n in bounded if n.scaleb(_decimals(n)) > _MOST_UNITS]
+    if too_large:
         # the parser has a state for each remainder and each digit of a bound, and gives up
         rule = f"beside a bound, must be at most {_MOST_UNITS} in the last of its places"
-        raise ValueError(f"{name}: multipleOf is {max(multiples)}: {rule}")
-    if len(multiples) > 1 and seen.keys() & _MEETING:
+        raise ValueError(f"{name}: multipleOf is {max(too_large)}: {rule}")
+    if len(multiples) > 1 and meeting:
         # llguidance computes least common multiples in 32 bits, and does not see an overflow
         if math.prod(units) * (units[-1] if len(units) < len(multiples) else 1) >= 2**32:
             given = " and ".join(str(value) for value in multiples[:4])
@@ -110,7 +118,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             raise ValueError(f"{at}: {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
             raise ValueError(f"{at}: is no keyword of JSON Schema{nearest(key, _KNOWN)}")
-        if key in _TEXTS and not isinstance(value, str):
+        if key in _TEXTS and not isinstance(value, str) and not (key in _NOTES and value is None):
             raise ValueError(f"{at} is {value!r:.80}: must be a text")
         if key in _NOTES or key.startswith("x-") or (key == "uniqueItems" and value is False):
             continue
@@ -121,7 +129,12 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             for own in value:
                 if not isinstance(own, str):
                     raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
-            found[key] = {own: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()}
+            names = {own: own for own in value}
+            if key == "patternProperties":
+                names = {own: with_unicode_classes(own) for own in value}
+            found[key] = {
+                names[own]: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()
+            }
         elif key in _LISTS or (key == "items" and isinstance(value, list | tuple)):
             if not isinstance(value, list | tuple):
                 raise ValueError(f"{at} is {value!r:.80}: must be a list of schemas")
@@ -136,7 +149,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             if key == "format" and value not in _FORMATS:
                 known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
                 raise ValueError(f"{at} is {shown(value)}: is not known{known}")
-            found[key] = value
+            found[key] = with_unicode_classes(value) if key == "pattern" else value
         else:  # a number, but `exclusiveMinimum`, which draft 4 has as a flag
             flag = isinstance(value, bool)
             if flag != (flag and key.startswith("exclusive")) or not isinstance(
@@ -146,12 +159,29 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             found[key] = value if flag else _exact(value, at)
             if key == "multipleOf" and not found[key]:
                 raise ValueError(f"{at} is {value}: must not be 0")
+    if "multipleOf" in found and found.keys() & {*_BOUNDS}:
+        seen.setdefault(_BOUNDED, []).append(found["multipleOf"])
+    if _meets(found):
+        seen.setdefault(_MEETING, []).append(True)
     # which llguidance reads in one of two ways, each without the other's key
     old = "additionalItems" in found, isinstance(found.get("items"), list)
     if "prefixItems" in found and any(old):
         other = "additionalItems" if old[0] else "a list of items"
         raise ValueError(f"{where}: prefixItems and {other}: give one of them")
     return found
+
+
+def _meets(schema: Mapping[str, Any]) -> bool:
+    """Return whether the parser may combine several schemas for one value here."""
+    alone = len(schema.keys() - _APART) < 2
+    patterns = schema.get("patternProperties", ())
+    return (
+        "oneOf" in schema
+        or (not alone and bool(schema.keys() & {"$ref", "anyOf", "allOf"}))
+        or len(schema.get("allOf", ())) > 1
+        or len(patterns) > 1
+        or (bool(patterns) and "properties" in schema)
+    )
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:

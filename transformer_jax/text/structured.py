@@ -23,6 +23,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.text.json_schema import checked_schema
+from transformer_jax.text.posix_classes import with_unicode_classes
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import ByteTokenizer, Tokenizer
@@ -118,7 +119,7 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        regex = _with_unicode_classes(content)
+        regex = with_unicode_classes(content)
         (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": only["lark_grammar"]}
 
@@ -197,34 +198,6 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
             return []  # it cuts no text: see _HEAD
 
     return LLTokenizer(TokenizerWrapper(Table()))
-
-
-_CLASSES = {
-    "alpha": r"\p{Alphabetic}", "lower": r"\p{Lowercase}", "upper": r"\p{Uppercase}",
-    "alnum": r"\p{Alphabetic}\p{Nd}", "space": r"\s", "blank": r"\p{Zs}\t", "word": r"\w",
-    "punct": r"\p{P}\p{S}",
-}  # fmt: skip
-"""Classes of POSIX as Unicode has them (UTS #18, annex C). `digit` and `xdigit` stay ASCII's."""
-
-
-def _with_unicode_classes(regex: str) -> str:
-    r"""Return an expression whose `[[:alpha:]]` is of all letters, as `\w` and `\p{L}` are."""
-    depth = 0
-
-    def replaced(match: re.Match[str]) -> str:
-        nonlocal depth
-        if match["name"] is not None and depth:
-            return f"[{match['not']}{_CLASSES[match['name']]}]"
-        if match[0].startswith("["):
-            depth += 1
-        elif match[0] == "]":
-            depth = max(0, depth - 1)
-        return match[0]
-
-    names = "|".join(_CLASSES)
-    return re.sub(
-        rf"\\.|\[:(?P<not>\^?)(?P<name>{names}):\]|\[\^?\]?|\]", replaced, regex, flags=re.DOTALL
-    )
 
 
 def _in_a_line(error: str) -> str:
