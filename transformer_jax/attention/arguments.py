@@ -279,7 +279,8 @@ def check_call(
         scale = jnp.asarray(scale)
     scale_array = scale if isinstance(scale, jax.Array) else None
     if isinstance(scale, jax.Array):
-        if scale.shape not in ((), (N,)) or not jnp.issubdtype(scale.dtype, jnp.number):
+        real = jnp.issubdtype(scale.dtype, jnp.floating) | jnp.issubdtype(scale.dtype, jnp.integer)
+        if scale.shape not in ((), (N,)) or not real:
             rule = f"must be one number, or floating ({N},), by head"
             raise ValueError(f"scale is {scale.dtype}{scale.shape}: {rule}")
         scale = None

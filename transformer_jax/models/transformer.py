@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.attention.mask import check_mask
 from transformer_jax.attention.masks import Causal, Mask
 from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.checks import check_array
@@ -46,6 +47,7 @@ from transformer_jax.models.stack import (
     Stack,
     attention_weights,
 )
+from transformer_jax.tracing import known_value
 
 if TYPE_CHECKING:
     from transformer_jax.models.encoder_decoder import EncoderDecoder
@@ -485,6 +487,10 @@ def run_decoder(
             raise ValueError("segments with a cache: give each document a row of its own")
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
         if mask is not None:
+            length = known_value(cache.length) if given.positions is None else None
+            if length is not None:  # the mask is asked by the positions that follow
+                end = int(length.max(initial=0)) + tokens.shape[1]
+                check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()

@@ -1,0 +1,38 @@
+"""A mask too short for the tokens of a cache is refused, as it is without one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import transformer_jax as tj
+
+
+def test_a_mask_shorter_than_what_a_cache_holds_is_refused() -> None:
+    """A mask of 3 for 4 tokens read and 1 more is refused; one of 5 gives what no mask gives."""
+    config = tj.ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
+    model, tokens = tj.build(config), jnp.array([[1, 0, 3, 5, 4]])
+    variables = {"params": tj.init_params(config, jax.random.key(3))}
+    cache = tj.init_cache(config, 1, 16)
+    valid = jnp.ones((1, 5), bool)
+    for first in (tokens, tokens[:, :4]):
+        with pytest.raises(ValueError, match="valid has length 3 for"):
+            mask = tj.Causal() & tj.Padding(valid[:, :3])
+            model.apply(variables, first, cache=cache, mask=mask)
+    _, cache = model.apply(variables, tokens[:, :4], cache=cache)
+    with pytest.raises(ValueError, match="valid has length 3 for 5"):
+        mask = tj.Causal() & tj.Padding(valid[:, :3])
+        model.apply(variables, tokens[:, 4:], cache=cache, mask=mask)
+    mask = tj.Causal() & tj.Padding(valid)
+    found, _ = model.apply(variables, tokens[:, 4:], cache=cache, mask=mask)
+    wanted, _ = model.apply(variables, tokens)
+    assert jnp.abs(found[:, 0] - wanted[:, -1]).max() < 1e-5
+
+
+@pytest.mark.parametrize("scale", [jnp.array([1j, 1j]), jnp.array(1j)])
+def test_a_complex_scale_is_refused(scale: jax.Array) -> None:
+    """Its imaginary part would be dropped in silence."""
+    x = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match="scale is complex64"):
+        tj.dot_product_attention(x, x, x, scale=scale)
