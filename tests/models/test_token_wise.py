@@ -47,6 +47,10 @@ OF_SEVERAL = {
     "flattened": lambda x: x.reshape(x.shape[0], -1)[:, ::-1].reshape(x.shape),
     "attention": lambda x: jnp.einsum("btnh,bsnh->btnh", x, x),
     "softmax over tokens": lambda x: jax.nn.softmax(x, 1),
+    "prompts only": lambda x: x + ROW if x.shape[1] > 1 else x,
+    "decoding only": lambda x: x + ROW if x.shape[1] == 1 else x,
+    "divided by their number": lambda x: x / x.shape[1],
+    "times their number": lambda x: x + ROW * x.shape[1],
     "a loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, y: 2 * y, x),
 }
 

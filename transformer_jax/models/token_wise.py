@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxprs_in_params
 
 Constant = frozenset[int]
 """The axes along which an array that does not depend on the value is the same everywhere."""
@@ -50,21 +51,47 @@ def is_wise(
         size: that the axis is traced with.
     """
     own = [axis, *(min(axis, 1) for _ in values[1:])]
-    shapes = [
-        jax.ShapeDtypeStruct((*x.shape[:k], size, *x.shape[k + 1 :]), x.dtype)
-        for x, k in zip(values, own, strict=True)
-    ]
-    try:
-        closed = jax.make_jaxpr(function)(*shapes)
-    except Exception:  # it is not defined for as many
+
+    def traced(size: int) -> ClosedJaxpr | None:
+        shapes = [
+            jax.ShapeDtypeStruct((*x.shape[:k], size, *x.shape[k + 1 :]), x.dtype)
+            for x, k in zip(values, own, strict=True)
+        ]
+        try:
+            closed = jax.make_jaxpr(function)(*shapes)
+        except Exception:  # it is not defined for as many
+            return None
+        return closed if [x.shape for x in closed.out_avals] == [shapes[0].shape] else None
+
+    if (closed := traced(size)) is None:
         return False
-    if [x.shape for x in closed.out_avals] != [shapes[0].shape]:
-        return False
+    if axis:  # a branch or a number that follows from the size shows in a program of another size
+        others = [traced(other) for other in (1, 2 * size + 1)]
+        if any(x is None or _arithmetic(x) != _arithmetic(closed) for x in others):
+            return False
     try:
         (found,) = _outputs(closed.jaxpr, [_constant(c) for c in closed.consts], own)
     except _Mixed:
         return False
     return found == axis if isinstance(found, int) else axis in found
+
+
+def _arithmetic(closed: ClosedJaxpr) -> list[object]:
+    """Return what a program computes with which numbers, whatever the sizes of its arrays."""
+    found: list[object] = []
+
+    def read(jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
+        known = [x for x in consts if not isinstance(x, jax.core.Tracer) and jnp.size(x) < 2**16]
+        found.extend(np.asarray(x).tobytes() for x in known)
+        for eqn in jaxpr.eqns:
+            for inner in jaxprs_in_params(eqn.params):
+                read(inner, ())
+            if eqn.primitive.name in ELEMENTWISE | REDUCE:
+                numbers = [np.asarray(x.val).item() for x in eqn.invars if isinstance(x, Literal)]
+                found.append((eqn.primitive.name, str(numbers)))
+
+    read(closed.jaxpr, closed.consts)
+    return found
 
 
 def _constant(x: Any) -> Constant:
