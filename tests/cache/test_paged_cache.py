@@ -230,7 +230,6 @@ def test_int8_pages_hold_what_the_contiguous_cache_does(rng):
 # Pages that run out
 
 
-@pytest.mark.slow
 def test_a_known_row_without_a_page_is_refused_by_name(rng):
     k, v = tokens(rng, 6)
     cache = paged.update(init(num_pages=4), k, v, after([0, 0, 0], [6, 4, 0]))
