@@ -141,6 +141,9 @@ def judge(mutant: Mutant, copy: Path, known: LineMap, tests: str) -> dict[str, A
         left = LIMIT[tests] - result["seconds"]
         if chosen and result["killed"] is None and left > 0:
             more = attempt(mutant, copy, ["-m", "not slow", *chosen], left)
+            usual = sum(known.seconds.get(test, left) for test in chosen)
+            if more.get("timeout") and usual < left / 3:
+                more["killed"] = "its tests hang"
             result = more | {"seconds": round(more["seconds"] + result["seconds"], 1)}
     return result | {"tests": len(reached)}
 

@@ -148,7 +148,7 @@ def layers_of(rng, scale=1.0):
     return {f"block_{i}": drawn(50 * scale if i == 0 else scale) for i in range(3)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("Muon")
 @pytest.mark.parametrize(
     "optimizer",
     [

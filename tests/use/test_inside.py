@@ -301,3 +301,12 @@ def test_a_picture_shows_every_number_and_its_labels_lie_within(seen):
         place = text.get_window_extent()
         assert box.x0 <= place.x0 and place.x1 <= box.x1, text.get_text()
         assert box.y0 <= place.y0 and place.y1 <= box.y1, text.get_text()
+
+
+def test_columns_of_a_patching_name_both_tokens_where_they_differ():
+    shares = {"residual": np.zeros((2, 2), np.float32)}
+    found = Patching(
+        tokens=["a", "b"], other_tokens=["a", "c"], answer="x", other_answer="y", clean=1.0,
+        corrupted=0.0, by_token=shares, by_head={},
+    )  # fmt: skip
+    assert found.tables()[0].columns == ["a", "b / c"]
