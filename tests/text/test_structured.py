@@ -364,6 +364,31 @@ def test_keys_that_do_not_meet_are_not_combined():
             Grammar("schema", schema, ByteTokenizer(), 257, (256,))
 
 
+@pytest.mark.parametrize(
+    ("schema", "refused"),
+    [
+        ({"exclusiveMinimum": 3, "maximum": 3.5}, True),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, True),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, True),
+        ({"exclusiveMaximum": -3.0, "minimum": -3.5}, True),
+        ({"minimum": 3, "exclusiveMinimum": True, "maximum": 3.5}, True),
+        ({"exclusiveMinimum": 3, "allOf": [{"maximum": 3.5}]}, True),
+        ({"exclusiveMinimum": 0, "maximum": 1}, False),
+        ({"exclusiveMinimum": -3, "maximum": -2.5}, False),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.75}, False),
+    ],
+)
+def test_excluded_number_that_the_parser_would_write_is_refused(schema, refused):
+    def grammar():
+        return Grammar("schema", {"type": "number"} | schema, ByteTokenizer(), 257, (256,))
+
+    if refused:
+        with pytest.raises(ValueError, match=r"exclusive\w+ is -?[\d.]+: must be 1 or more from"):
+            grammar()
+    else:
+        grammar()
+
+
 def test_a_special_token_is_no_text_of_a_form():
     pieces = model("pieces")
     for form in (r"</s>|<s>.*|<unk>", r"[</s>unk]+"):

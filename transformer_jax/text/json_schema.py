@@ -7,8 +7,9 @@ Schema that llguidance does not implement are left to its own error.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -75,6 +76,8 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     units = sorted({int(value.scaleb(places)) for value in multiples})
     meeting = _MEETING in seen
     bounded = [Decimal(str(abs(value))) for value in seen.get(_BOUNDED, ())]
+    if meeting:
+        _check_excluded(seen, name)
     if meeting and seen.keys() & {*_BOUNDS}:
         too_large = multiples if units and units[-1] > _MOST_UNITS else []
     else:
@@ -159,6 +162,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             found[key] = value if flag else _exact(value, at)
             if key == "multipleOf" and not found[key]:
                 raise ValueError(f"{at} is {value}: must not be 0")
+    _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
     if "multipleOf" in found and found.keys() & {*_BOUNDS}:
         seen.setdefault(_BOUNDED, []).append(found["multipleOf"])
     if _meets(found):
@@ -169,6 +173,26 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         other = "additionalItems" if old[0] else "a list of items"
         raise ValueError(f"{where}: prefixItems and {other}: give one of them")
     return found
+
+
+def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
+    """Raise ValueError for an excluded whole number from which the other bound is less than 1 away.
+
+    llguidance would write it: 3 for a number above 3 and at most 3.5, -0 for one below 0 and at
+    least -0.5.
+    """
+    for side, sign in ("Minimum", 1), ("Maximum", -1):
+        excluded = list(bounds.get(f"exclusive{side}", ()))
+        if True in [value is True for value in excluded]:  # draft 4 has a flag
+            excluded += bounds.get(side.lower(), ())
+        other = "Maximum" if sign == 1 else "Minimum"
+        ends = [*bounds.get(other.lower(), ()), *bounds.get(f"exclusive{other}", ())]
+        for value, end in itertools.product(excluded, ends):
+            if not isinstance(value, bool) and not isinstance(end, bool):
+                if value == int(value) and value * sign >= 0 and 0 < (end - value) * sign < 1:
+                    rule = f"must be 1 or more from the other bound {end}"
+                    why = f"or the parser would write {value}"
+                    raise ValueError(f"{where}: exclusive{side} is {value}: {rule}, {why}")
 
 
 def _meets(schema: Mapping[str, Any]) -> bool:
