@@ -362,6 +362,9 @@ def test_keys_that_do_not_meet_are_not_combined():
     ):
         with pytest.raises(ValueError, match="multipleOf is 5000: beside a bound"):
             Grammar("schema", schema, ByteTokenizer(), 257, (256,))
+    combined = {"multipleOf": 4093, "allOf": [{"multipleOf": 2, "minimum": 3}]}
+    with pytest.raises(ValueError, match="multipleOf is 4093 and 2: beside a bound"):
+        Grammar("schema", combined, ByteTokenizer(), 257, (256,))
 
 
 @pytest.mark.parametrize(

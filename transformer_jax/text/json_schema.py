@@ -79,13 +79,14 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     if meeting:
         _check_excluded(seen, name)
     if meeting and seen.keys() & {*_BOUNDS}:
-        too_large = multiples if units and units[-1] > _MOST_UNITS else []
+        too_large = multiples if math.lcm(*units) > _MOST_UNITS else []
     else:
         too_large = [n for n in bounded if n.scaleb(_decimals(n)) > _MOST_UNITS]
     if too_large:
         # the parser has a state for each remainder and each digit of a bound, and gives up
         rule = f"beside a bound, must be at most {_MOST_UNITS} in the last of its places"
-        raise ValueError(f"{name}: multipleOf is {max(too_large)}: {rule}")
+        given = " and ".join(str(n) for n in sorted(set(too_large), reverse=True)[:4])
+        raise ValueError(f"{name}: multipleOf is {given}: {rule}")
     if len(multiples) > 1 and meeting:
         # llguidance computes least common multiples in 32 bits, and does not see an overflow
         if math.prod(units) * (units[-1] if len(units) < len(multiples) else 1) >= 2**32:
