@@ -820,7 +820,8 @@ def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
     mask = Segments(jnp.asarray(q_ids), None if k_ids is None else jnp.asarray(k_ids))
     last = shapes[0] if shapes[1] is None else shapes[1]
     seen = np.broadcast_to((at_q < shapes[0]) & (at_k < last), (2, 1, T, S))
-    check(evaluate(arrays, mask, implementation), reference(arrays, seen))
+    at = dict(q_positions=jnp.arange(T), k_positions=jnp.arange(S))  # without them it is refused
+    check(evaluate(arrays, mask, implementation, **at), reference(arrays, seen))
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def losses(x):
 
 
 PLACES = {
-    **{f"{s!r}": lambda x, s=s: s(KEY, x) == -1 for s in SAMPLERS},
+    **{f"{s!r}": lambda x, s=s: s(jax.random.clone(KEY), x) == -1 for s in SAMPLERS},
     **{f"{s!r}.distribution": lambda x, s=s: jnp.isnan(s.distribution(x)).all(-1)
        for s in SAMPLERS[1:]},
     **{f"{p!r}": lambda x, p=p: ~has_finite_maximum(p(x)) for s in SAMPLERS[2:8]

@@ -209,7 +209,9 @@ def case(seed, at, kind=None, entry=None, which=None):
             return told, f"refused: {error}"
         return told, None if REFUSED.search(str(error)) else f"raised {error}"
     if which == "missing":
-        return told, "not refused"
+        if entry not in ("prefill", "chunks", "step"):
+            return told, "not refused"
+        edit = {}  # a later call may read its token, which the sequence does not have yet
     for row, (sequence, value) in enumerate(zip(sequences, values, strict=True)):
         first, read = int(lengths[row]), sequence
         if np.ndim(value) == 1 or value is None or np.ndim(value) == 0:

@@ -140,7 +140,7 @@ def apply_edit(
     if needs is None:
         plain = told == InCall(function) and call.whole
         plain &= positions is None or "positions" in given
-        needs = set() if plain else _needs(function, value, given, axis, alone)
+        needs = set() if plain else _needs(function, value, given, axis, alone, told.apart)
     if not needs:
         return function(value, **given)
 
@@ -185,7 +185,12 @@ def _parameters(function: Edit) -> frozenset[str]:
 
 
 def _needs(
-    function: Edit, value: jax.Array, given: dict[str, object], axis: int, alone: bool
+    function: Edit,
+    value: jax.Array,
+    given: dict[str, object],
+    axis: int,
+    alone: bool,
+    apart: bool,
 ) -> set[str]:
     """Return what a function of somebody else's takes together: "tokens", "rows", or nothing."""
     names = [name for name in given if name == "positions"]
@@ -199,4 +204,7 @@ def _needs(
     # more tokens than one, of which a function of the last or of some index would show
     found = set() if alone or is_wise(call, shapes, axis, 13) else {"tokens"}
     rows = value.shape[0]
-    return found if rows == 1 or is_wise(call, shapes, 0, rows) else {*found, "rows"}
+    by_row = rows == 1 or is_wise(call, shapes, 0, rows)
+    # an array for each row of the call is no mixture, unless the rows are those of other texts
+    by_row = by_row or (not apart and is_wise(call, shapes, 0, rows, each=True))
+    return found if by_row else {*found, "rows"}

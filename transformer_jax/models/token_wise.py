@@ -39,7 +39,11 @@ class _Mixed(Exception):
 
 
 def is_wise(
-    function: Callable[..., Any], values: Sequence[jax.ShapeDtypeStruct], axis: int, size: int
+    function: Callable[..., Any],
+    values: Sequence[jax.ShapeDtypeStruct],
+    axis: int,
+    size: int,
+    each: bool = False,
 ) -> bool:
     """Return whether a function of arrays is known to treat the indices of an axis by themselves.
 
@@ -49,6 +53,7 @@ def is_wise(
             [B, T], it is axis 1, or 0 where `axis` is 0.
         axis: of the first array.
         size: that the axis is traced with.
+        each: an array of the function's own with `size` first indices has one for each index.
     """
     own = [axis, *(min(axis, 1) for _ in values[1:])]
 
@@ -70,7 +75,10 @@ def is_wise(
         if any(x is None or _arithmetic(x) != _arithmetic(closed) for x in others):
             return False
     try:
-        (found,) = _outputs(closed.jaxpr, [_constant(c) for c in closed.consts], own)
+        consts: list[State] = [
+            0 if each and jnp.shape(c)[:1] == (size,) else _constant(c) for c in closed.consts
+        ]
+        (found,) = _outputs(closed.jaxpr, consts, own)
     except _Mixed:
         return False
     return found == axis if isinstance(found, int) else axis in found

@@ -50,7 +50,7 @@ _WRAPPED = replace(_BYTES, roles=_MASKED, frame=(("cls",), ("sep",)))
 _PIECES = TokenizerClass(roles=_MASKED, options=_SPACE, frame=(("bos",), ("eos",)))
 _LANGUAGES = r"[a-z]{2}_[A-Z]{2}"
 _LLAMA = TokenizerClass(
-    roles=dict(bos="<s>", eos="</s>", unk="<unk>"), options=dict(add_prefix_space=None)
+    roles=dict(bos="<s>", eos="</s>", unk="<unk>"), options=dict(add_prefix_space=True)
 )
 
 FILE = TokenizerClass()
