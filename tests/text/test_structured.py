@@ -356,15 +356,26 @@ def test_keys_that_do_not_meet_are_not_combined():
             matcher.read(byte)
         assert matcher.ended
     for schema in (
-        {"multipleOf": 5000, "minimum": 3},
-        {"multipleOf": 5000, "anyOf": [{"minimum": 3}]},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 5000}}, "minimum": 3},
+        {"multipleOf": 5000, "minimum": 3000},
+        {"multipleOf": 5000, "anyOf": [{"minimum": 3000}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 5000}}, "minimum": 3000},
     ):
         with pytest.raises(ValueError, match="multipleOf is 5000: beside a bound"):
             Grammar("schema", schema, ByteTokenizer(), 257, (256,))
-    combined = {"multipleOf": 4093, "allOf": [{"multipleOf": 2, "minimum": 3}]}
+    combined = {"multipleOf": 4093, "allOf": [{"multipleOf": 2, "minimum": 3000}]}
     with pytest.raises(ValueError, match="multipleOf is 4093 and 2: beside a bound"):
         Grammar("schema", combined, ByteTokenizer(), 257, (256,))
+    unwritable = {"type": "number", "maximum": 1.56, "multipleOf": 0.5}
+    with pytest.raises(ValueError, match=r"a bound is 1\.56: with multipleOf 0\.5, must"):
+        Grammar("schema", unwritable, ByteTokenizer(), 257, (256,))
+    for key, given in (
+        ("is 2.4e-09: must have at most 8 digits", {"type": "number", "multipleOf": 24e-10}),
+        ("is 429496730: must be less than 429496729", {"multipleOf": 429496730}),
+        ("is 4.29496731: must be less", {"multipleOf": Decimal("4.29496731")}),
+        ("is 0.00001234: has too many digits", {"type": "integer", "multipleOf": 1234e-8}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"multipleOf {key}")):
+            Grammar("schema", given, ByteTokenizer(), 257, (256,))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ _FORMATS = (
 )  # fmt: skip
 _APART = {"$defs", "definitions", "$id", "id", "$anchor"}
 """Keywords that say nothing of the value beside which they stand."""
-_BOUNDED, _MEETING = "multipleOf beside a bound", "several schemas of one value"
+_BOUNDED, _OF_INTEGER = "multipleOf beside a bound", "multipleOf of an integer"
+_MEETING = "several schemas of one value"
 _INSTEAD = {
     "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
     "contentEncoding": "is not supported: the text would be written without it",
@@ -59,7 +60,10 @@ _INSTEAD = {
     "x-guidance": "is read at the top of a schema only",
 }
 _LARGEST = 2**53 - 1
-_MOST_UNITS = 4096
+_MOST_UNITS, _MOST_PLACES = 2**32 // 10, 8
+"""Of a multiple: remainders are computed digit by digit in 32 bits, and an overflow is not seen."""
+_MOST_STATES = 2**14
+"""Where the parser gave up had 40,000 and more, by tests.server.fuzz_numbers."""
 
 
 def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -72,26 +76,43 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
     multiples = [Decimal(str(abs(value))) for value in seen.get("multipleOf", ())]
-    places = max(map(_decimals, multiples), default=0)
-    units = sorted({int(value.scaleb(places)) for value in multiples})
     meeting = _MEETING in seen
-    bounded = [Decimal(str(abs(value))) for value in seen.get(_BOUNDED, ())]
     if meeting:
         _check_excluded(seen, name)
-    if meeting and seen.keys() & {*_BOUNDS}:
-        too_large = multiples if math.lcm(*units) > _MOST_UNITS else []
-    else:
-        too_large = [n for n in bounded if n.scaleb(_decimals(n)) > _MOST_UNITS]
-    if too_large:
-        # the parser has a state for each remainder and each digit of a bound, and gives up
-        rule = f"beside a bound, must be at most {_MOST_UNITS} in the last of its places"
-        given = " and ".join(str(n) for n in sorted(set(too_large), reverse=True)[:4])
-        raise ValueError(f"{name}: multipleOf is {given}: {rule}")
-    if len(multiples) > 1 and meeting:
-        # llguidance computes least common multiples in 32 bits, and does not see an overflow
-        if math.prod(units) * (units[-1] if len(units) < len(multiples) else 1) >= 2**32:
-            given = " and ".join(str(value) for value in multiples[:4])
+    # the parser has a state for each remainder and each digit of a bound, and gives up
+    beside = seen.get(_BOUNDED, [])
+    if meeting:
+        beside = [(multiples, [x for key in _BOUNDS for x in seen.get(key, ())])]
+    for several, bounds in beside:
+        numbers = [Decimal(str(abs(x))) for x in several]
+        last = max(map(_decimals, numbers), default=0)
+        ends = [int(Decimal(str(abs(x))).scaleb(last)) for x in bounds if not isinstance(x, bool)]
+        digits = max((len(str(end)) for end in ends), default=0)
+        if math.lcm(*(int(x.scaleb(last)) for x in numbers)) * digits > _MOST_STATES:
+            given = " and ".join(str(x) for x in sorted({*numbers}, reverse=True)[:4])
+            rule = f"beside a bound of {digits} digits, must be at most {_MOST_STATES // digits}"
+            raise ValueError(f"{name}: multipleOf is {given}: {rule} in the last of its places")
+        # it writes 1.50 but not 1.5 up to 1.56, and multiples of 0.5 with one place alone
+        places = (last if len({*numbers}) == 1 else 1) if last else math.inf
+        for x in bounds:
+            if not isinstance(x, bool) and _decimals(Decimal(str(x))) > places:
+                given = " and ".join(str(x) for x in sorted({*numbers})[:4])
+                rule = f"with multipleOf {given}, must have at most {places} digits after the point"
+                raise ValueError(f"{name}: a bound is {x}: {rule}")
+    # llguidance computes least common multiples in 32 bits, and does not see an overflow; an
+    # integer is a multiple of 1
+    of_integers = [[Decimal(1), Decimal(str(abs(x)))] for x in seen.get(_OF_INTEGER, ())]
+    if meeting:
+        of_integers = [multiples + [Decimal(1)] * ("integer" in str(seen.get("type")))]
+    for several in of_integers:
+        places = max(map(_decimals, several), default=0)
+        units = sorted({int(value.scaleb(places)) for value in several})
+        repeated = units[-1] if 0 < len(units) < len(several) else 1
+        if len(several) > 1 and math.prod(units) * repeated >= 2**32:
+            given = " and ".join(str(value) for value in several[:4])
             rule = "too large to combine: use one of them, or smaller ones"
+            if not meeting:
+                given, rule = str(several[1]), "has too many digits for an integer"
             raise ValueError(f"{name}: multipleOf is {given}: {rule}")
     return found
 
@@ -160,12 +181,15 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 value, int | float | Decimal
             ):
                 raise ValueError(f"{at} is {value!r:.80}: must be a number")
-            found[key] = value if flag else _exact(value, at)
-            if key == "multipleOf" and not found[key]:
-                raise ValueError(f"{at} is {value}: must not be 0")
+            found[key] = value if flag else _exact(value, at) or 0  # -0.0 as a bound excludes 0
+            if key == "multipleOf":
+                _check_multiple(value, at)
     _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
     if "multipleOf" in found and found.keys() & {*_BOUNDS}:
-        seen.setdefault(_BOUNDED, []).append(found["multipleOf"])
+        bounds = [found[key] for key in _BOUNDS if key in found]
+        seen.setdefault(_BOUNDED, []).append(([found["multipleOf"]], bounds))
+    if "multipleOf" in found and "integer" in str(found.get("type")):
+        seen.setdefault(_OF_INTEGER, []).append(found["multipleOf"])
     if _meets(found):
         seen.setdefault(_MEETING, []).append(True)
     # which llguidance reads in one of two ways, each without the other's key
@@ -174,6 +198,19 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         other = "additionalItems" if old[0] else "a list of items"
         raise ValueError(f"{where}: prefixItems and {other}: give one of them")
     return found
+
+
+def _check_multiple(value: Any, where: str) -> None:
+    """Raise ValueError for 0, and for a multiple of which the parser would read another."""
+    number = abs(Decimal(str(value)))
+    if not number:
+        raise ValueError(f"{where} is {value}: must not be 0")
+    if number.scaleb(_decimals(number)) >= _MOST_UNITS:
+        rule = f"must be less than {_MOST_UNITS} in the last of its places"
+        raise ValueError(f"{where} is {value}: {rule}, or the parser would read another")
+    if _decimals(number) > _MOST_PLACES:
+        rule = f"must have at most {_MOST_PLACES} digits after the point"
+        raise ValueError(f"{where} is {value}: {rule}, or the parser would read another")
 
 
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
