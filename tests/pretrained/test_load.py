@@ -839,20 +839,14 @@ def test_keys_that_change_no_number_are_read(content, keys):
 @pytest.mark.parametrize(
     ("content", "rope"),
     [
-        (small(head_dim=12, partial_rotary_factor=0.5), Rope(dims=6)),
-        (small(head_dim=6, partial_rotary_factor=0.7), Rope(dims=4)),
+        (small(model_type="phi3", hidden_size=36, partial_rotary_factor=0.5), Rope(dims=6)),
         (
-            small(
-                head_dim=10, rope_parameters=dict(
-                    rope_type="linear", rope_theta=5e5, factor=2.0, partial_rotary_factor=0.2
-                ),
-            ),
+            small(model_type="stablelm", hidden_size=30, num_key_value_heads=3,
+                  rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=2.0,
+                                       partial_rotary_factor=0.2)),
             Rope(base=5e5, dims=2, scaling="linear", factor=2.0),
         ),
-        (
-            small(model_type="gemma3_text", head_dim=8, partial_rotary_factor=0.5),
-            Rope(base=1e6, dims=4, window_base=10_000.0),
-        ),
+        (small(model_type="stablelm", hidden_size=18, partial_rotary_factor=0.7), Rope(dims=4)),
     ],
 )  # fmt: skip
 def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
@@ -865,6 +859,21 @@ def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
         assert read_config(written, (), "config.json") == changed
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "qwen3", "gemma3_text", "olmo3"])
+def test_a_part_that_transformers_would_not_rotate_is_refused(kind):
+    told = f"config.json: partial_rotary_factor must be 1: here 4 of the 8 .* all of a {kind}; "
+    content = small(model_type=kind, num_attention_heads=2, hidden_size=16)
+    content |= {} if kind in ("granite", "olmo3") else dict(head_dim=8)
+    part = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    if kind in ("gemma3_text", "olmo3"):
+        part = dict(sliding_attention=part, full_attention=part)
+    for keys in (dict(rope_parameters=part), dict(partial_rotary_factor=0.5)):
+        if kind == "olmo3" and "partial_rotary_factor" in keys:
+            told = "both must have one partial_rotary_factor"
+        with pytest.raises(ConfigError, match=told):
+            read_config(content | keys, (), "config.json")
+
+
 def test_what_transformers_would_compute_otherwise_is_written_as_another_family_or_refused():
     base = dict(
         vocab_size=29, d_model=24, num_layers=1, num_heads=3, d_ff=20, max_len=16, norm="rmsnorm",
@@ -873,10 +882,10 @@ def test_what_transformers_would_compute_otherwise_is_written_as_another_family_
     part = ModelConfig(**base, positions=Rope(dims=4))
     assert written_family(part) == "phi3"
     for name in ("llama", "mistral", "granite"):
-        with pytest.raises(ConfigError, match=rf"positions.dims=4: .* a {name}; .*phi3.* do not"):
+        with pytest.raises(ConfigError, match=rf"positions.dims must .* a {name}; .* phi3, "):
             written_family(part, name)
     stretched = Rope(dims=4, scaling="linear", factor=2.0)
-    with pytest.raises(ConfigError, match=r"no family .*positions\.dims=4"):
+    with pytest.raises(ConfigError, match=r"no family .*positions\.dims must be None"):
         written_family(dataclasses.replace(part, positions=stretched))
     odd = ModelConfig(**base | dict(num_heads=5), head_dim=8, positions=Rope())
     assert written_family(odd) == "mistral"
@@ -901,8 +910,6 @@ def test_token_ids_that_nothing_names_are_null(tmp_path):
 def test_layers_of_one_gemma_rotate_the_same_part():
     near, far = (dict(rope_type="default", partial_rotary_factor=part) for part in (0.5, 0.25))
     content = small(model_type="gemma3_text", head_dim=8)
-    content["rope_parameters"] = dict(sliding_attention=near, full_attention=near)
-    assert read_config(content, (), "config.json").positions.dims == 4
     content["rope_parameters"] = dict(sliding_attention=near, full_attention=far)
     with pytest.raises(ConfigError, match="both must have one partial_rotary_factor"):
         read_config(content, (), "config.json")

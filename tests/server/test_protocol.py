@@ -43,6 +43,9 @@ def test_all_that_is_asked_for_is_read():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said = [{"role": "system", "content": parts}, *TALK["messages"]]
     assert read("chat", TALK | {"messages": said}).prompt[0]["content"] == "ab"
+    developer = [{"role": "developer", "content": "ab"}]
+    requested = TALK | {"messages": developer, "parallel_tool_calls": False}
+    assert read("chat", requested).prompt == ({"role": "system", "content": "ab"},)
 
 
 def test_answer_can_be_sent_back():
@@ -57,7 +60,8 @@ def test_answer_can_be_sent_back():
     assert sent[0]["refusal"] is None and sent[1]["parsed"] == {"a": 1.5}
     own = answered["choices"][0]["message"]
     nothing = dict.fromkeys(("name", "reasoning", "tool_call_id", "parsed", "audio"))
-    lists = {"tool_calls": [], "annotations": [], "reasoning_content": ""}
+    lists = {"tool_calls": [], "annotations": [], "reasoning_details": []}
+    lists["reasoning_content"] = ""
     parts = {"content": [{"type": "text", "text": "a"}]}
     forms = [own, read_back.model_dump(), read_back.to_dict(), parsed.model_dump(), *sent]
     for message in [*forms, own | nothing, own | lists, own | parts]:

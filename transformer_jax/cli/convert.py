@@ -155,8 +155,7 @@ def _written_as(
 
     `definition` is the tokenizer.json beside it.
     """
-    from transformer_jax.pretrained.config_json import written_family
-    from transformer_jax.pretrained.families import FAMILIES
+    from transformer_jax.pretrained.config_json import check_tables, written_family
     from transformer_jax.pretrained.save import check_tokenizer
 
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
@@ -166,10 +165,7 @@ def _written_as(
         try:
             name = written_family(tried, family)
             check_tokenizer(name, definition)
-            shared = not config.tie_embeddings and config.source_vocab_size is None
-            if shared and FAMILIES[name].shares_if_tied:
-                rule = f"beside an output matrix of its own a {name} of transformers has two tables"
-                raise ConfigError(f"source_vocab_size=None: {rule}: tie_embeddings, or set it")
+            check_tables(name, tried)
             return name, tried
         except ConfigError as error:
             reason = reason or error

@@ -75,6 +75,8 @@ def read_keys(
         text = str(error)
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
     keys.check_all_read()
+    if (rule := _unrotated(family, config)) is not None:
+        raise ConfigError(f"{where}: partial_rotary_factor must be 1: {rule}")
     return config, keys
 
 
@@ -117,6 +119,14 @@ def written_family(config: ModelConfig, name: str | None = None) -> str:
     return name
 
 
+def check_tables(name: str, config: ModelConfig) -> None:
+    """Check that the sides of an encoder-decoder share a table in transformers if they do here."""
+    shared = not config.tie_embeddings and config.source_vocab_size is None
+    if shared and FAMILIES[name].shares_if_tied:
+        rule = f"beside an output matrix of its own a {name} of transformers has two tables"
+        raise ConfigError(f"source_vocab_size=None: {rule}: tie_embeddings, or set it")
+
+
 def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
     """Return the names of all tensors that a family writes for a config."""
     return frozenset(mapping.tensor for mapping in family.table(config))
@@ -136,15 +146,25 @@ def _first_family(config: ModelConfig) -> Family:
 
 def _check_written(family: Family, config: ModelConfig) -> None:
     """Check that a folder of this family means the config, here and in transformers."""
+    if (rule := _unrotated(family, config)) is not None:
+        raise ConfigError(f"positions.dims must be None: {rule}")
     write_config(family, config)
-    rope, width, heads = config.positions, config.key_dim, config.num_heads
-    if isinstance(rope, Rope) and rope.dims not in (None, width) and not family.rotates_parts:
-        able = ", ".join(name for name, other in FAMILIES.items() if other.rotates_parts)
-        rule = f"transformers rotates all {width} of a {family.name}; of its families {able} do"
-        raise ConfigError(f"positions.dims={rope.dims}: {rule} not")
+    heads = config.num_heads
     if family.divides_width and config.d_model % heads:
         rule = f"must be divisible by num_heads={heads}, or transformers refuses a {family.name}"
         raise ConfigError(f"d_model={config.d_model} {rule}")
+
+
+def _unrotated(family: Family, config: ModelConfig) -> str | None:
+    """Return why transformers does not rotate only a part of each head, if the config does."""
+    rope, width = config.positions, config.key_dim
+    if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
+        return None
+    able = ", ".join(name for name, other in FAMILIES.items() if other.rotates_parts)
+    return (
+        f"here {rope.dims} of the {width} dimensions of a head rotate, and transformers rotates "
+        f"all of a {family.name}; families that rotate a part: {able}"
+    )
 
 
 def _difference(name: str, one: object, two: object) -> tuple[str, object, object]:

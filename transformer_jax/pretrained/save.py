@@ -14,6 +14,7 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.pretrained.config_json import (
+    check_tables,
     family_of,
     read_config,
     read_keys,
@@ -132,6 +133,7 @@ def save_pretrained(
         named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
         written = dict.fromkeys(named) | written
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
+        check_tables(chosen.name, config)
     names = table_names(chosen, config)
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)

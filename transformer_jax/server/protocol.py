@@ -247,7 +247,8 @@ def _messages(given: list[JsonObject]) -> tuple[dict[str, str], ...]:
     for message in given:
         said = message["content"]
         text = said if isinstance(said, str) else "".join(part["text"] for part in said)
-        found.append({"role": message["role"], "content": text})
+        role = message["role"]
+        found.append({"role": "system" if role == "developer" else role, "content": text})
     return tuple(found)
 
 

@@ -19,6 +19,8 @@ Schema: TypeAlias = dict[str, Any]
 MOST_TOP = 20
 """The most tokens whose log-probabilities are returned beside that of the chosen one."""
 
+ROLES = "developer", "system", "user", "assistant"
+"""Of messages. OpenAI's newer models have `developer` in the place of `system`."""
 
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null",
@@ -101,7 +103,7 @@ _COMMON: dict[str, Schema] = {
     "logit_bias": _unsupported("is", {}),
     "modalities": _unsupported("are", ["text"]),
     "moderation": _unsupported("is"),
-    "parallel_tool_calls": _unsupported("are"),
+    "parallel_tool_calls": _unsupported("are", False, True),
     "prediction": _unsupported("is"),
     "prompt_cache_options": _unsupported("are"),
     "prompt_cache_retention": _unsupported("is"),
@@ -157,7 +159,7 @@ CHAT: Schema = {
                 "type": "object",
                 "required": ["role", "content"],
                 "properties": {
-                    "role": {"type": "string", "enum": ["system", "user", "assistant"]},
+                    "role": {"type": "string", "enum": list(ROLES)},
                     "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
                     # what a client sends back of an answer, by OpenAI's client and others
                     "annotations": _unsupported("are", []),
@@ -167,6 +169,7 @@ CHAT: Schema = {
                     "parsed": {"type": ["string", "number", "boolean", "array", "object", "null"]},
                     "reasoning": _unsupported("is", ""),
                     "reasoning_content": _unsupported("is", ""),
+                    "reasoning_details": _unsupported("are", []),
                     "refusal": _unsupported("is"),
                     "tool_call_id": _unsupported("is"),
                     "tool_calls": _unsupported("are", []),

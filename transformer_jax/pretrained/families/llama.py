@@ -437,9 +437,6 @@ def _write_olmo3(config: ModelConfig) -> JsonObject:
     near: JsonObject = dict(rope_type="default", rope_theta=far["rope_theta"])
     if (base := rope_of(config).window_base) is not None:
         near["rope_theta"] = base
-    if "partial_rotary_factor" in keys:
-        part = dict(partial_rotary_factor=keys.pop("partial_rotary_factor"))
-        far, near = far | part, near | part
     keys["rope_parameters"] = dict(full_attention=far, sliding_attention=near)
     return dict(architectures=["Olmo3ForCausalLM"], **keys)
 
