@@ -75,8 +75,8 @@ def read_keys(
         text = str(error)
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
     keys.check_all_read()
-    if (rule := _unrotated(family, config)) is not None:
-        raise ConfigError(f"{where}: partial_rotary_factor must be 1: {rule}")
+    if (unrotated := _unrotated(family, config)) is not None:
+        raise ConfigError(f"{where}: partial_rotary_factor must be 1: {unrotated}")
     return config, keys
 
 
