@@ -28,6 +28,7 @@ BY_TOKEN = {
     "einsum": lambda x: jnp.einsum("btnh,hk->btnk", x, MATRIX),
     "reshaped": lambda x: (x.reshape(*x.shape[:2], -1)[..., ::-1]).reshape(x.shape),
     "stacked": lambda x: jnp.stack([x[:, :, i] for i in range(N)], 2),
+    "largest by top_k": lambda x: jnp.where(x >= jax.lax.top_k(x, 2)[0][..., -1:], x, 0),
     "largest kept": lambda x: jnp.where(x >= jnp.sort(x, -1)[..., -2:-1], x, 0),
     "ramp": lambda x: x + jnp.arange(H, dtype=x.dtype).reshape(1, 1, 1, H),
     "half precision": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
@@ -38,6 +39,9 @@ OF_SEVERAL = {
     "first token": lambda x: x.at[:, 0].set(0),
     "last token": lambda x: x.at[:, -1].set(0),
     "token 5 of a head": lambda x: x.at[:, 5, 2].set(0),
+    "largest of tokens": lambda x: jnp.where(
+        x >= jax.lax.top_k(x.swapaxes(1, -1), 1)[0].swapaxes(1, -1), x, 0
+    ),
     "cumulative": lambda x: jnp.cumsum(x, 1),
     "reversed": lambda x: x[:, ::-1],
     "rolled": lambda x: jnp.roll(x, 1, axis=1),

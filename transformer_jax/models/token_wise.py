@@ -31,7 +31,7 @@ ELEMENTWISE = set(
 REDUCE = set(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split()
 )
-ALONG = set("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
+ALONG = set("cumsum cumprod cummax cummin cumlogsumexp sort rev top_k".split())
 
 
 class _Mixed(Exception):
@@ -195,7 +195,8 @@ def _moved_axes(
         gone = params["axes"]
         return lambda k: None if k in gone else k - sum(i < k for i in gone)
     if name in ALONG:
-        over = params.get("dimensions", (params.get("axis", params.get("dimension")),))
+        over = params.get("dimensions", (params.get("axis", params.get("dimension", -1)),))
+        over = [k % len(shape) for k in over]
         return lambda k: None if k in over else k
     if name == "broadcast_in_dim":
         to = params["broadcast_dimensions"]
