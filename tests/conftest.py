@@ -162,6 +162,8 @@ def pytest_collection_modifyitems(config, items):
     """
     unused: dict[tuple[str, str], set[str]] = {}
     for item in items:
+        if " at 0x" in item.name:  # workers and parts need the same names in each process
+            raise pytest.UsageError(f"{item.nodeid}: its name has an address in memory")
         own = {item.name, item.originalname}
         if hasattr(item, "callspec"):
             own.add(item.callspec.id)

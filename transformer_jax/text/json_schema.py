@@ -49,9 +49,8 @@ _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
 )  # fmt: skip
 _APART = {"$defs", "definitions", "$id", "id", "$anchor"}
-"""Keywords that say nothing of the value beside which they stand."""
-_BOUNDED, _OF_INTEGER = "multipleOf beside a bound", "multipleOf of an integer"
-_MEETING = "several schemas of one value"
+"""Keywords that do not constrain the value."""
+_LIMITS, _MEETING = "multiples and bounds of one value", "several schemas of one value"
 _INSTEAD = {
     "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
     "contentEncoding": "is not supported: the text would be written without it",
@@ -61,59 +60,29 @@ _INSTEAD = {
 }
 _LARGEST = 2**53 - 1
 _MOST_UNITS, _MOST_PLACES = 2**32 // 10, 8
-"""Of a multiple: remainders are computed digit by digit in 32 bits, and an overflow is not seen."""
+"""Limits of a multiple. The parser computes remainders in 32 bits and ignores an overflow."""
 _MOST_STATES = 2**14
-"""Where the parser gave up had 40,000 and more, by tests.server.fuzz_numbers."""
+"""In tests.server.fuzz_numbers the parser gave up on 40,000 states and more."""
 
 
 def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a schema as plain JSON, without its annotations; ValueError says what is wrong.
+    """Return a schema as plain JSON without its annotations.
 
     Args:
-        schema: its numbers may be `Decimal`, which are read as they are written.
-        name: what errors call it.
+        schema: may contain `Decimal` numbers, which are read exactly as written.
+        name: the name of the schema in errors.
+
+    Raises:
+        ValueError: if a key is unknown, or if the parser would misread a value.
     """
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
-    multiples = [Decimal(str(abs(value))) for value in seen.get("multipleOf", ())]
-    meeting = _MEETING in seen
-    if meeting:
+    limits = seen.get(_LIMITS, [])
+    if _MEETING in seen:
         _check_excluded(seen, name)
-    # the parser has a state for each remainder and each digit of a bound, and gives up
-    beside = seen.get(_BOUNDED, [])
-    if meeting:
-        beside = [(multiples, [x for key in _BOUNDS for x in seen.get(key, ())])]
-    for several, bounds in beside:
-        numbers = [Decimal(str(abs(x))) for x in several]
-        last = max(map(_decimals, numbers), default=0)
-        ends = [int(Decimal(str(abs(x))).scaleb(last)) for x in bounds if not isinstance(x, bool)]
-        digits = max((len(str(end)) for end in ends), default=0)
-        if math.lcm(*(int(x.scaleb(last)) for x in numbers)) * digits > _MOST_STATES:
-            given = " and ".join(str(x) for x in sorted({*numbers}, reverse=True)[:4])
-            rule = f"beside a bound of {digits} digits, must be at most {_MOST_STATES // digits}"
-            raise ValueError(f"{name}: multipleOf is {given}: {rule} in the last of its places")
-        # it writes 1.50 but not 1.5 up to 1.56, and multiples of 0.5 with one place alone
-        places = (last if len({*numbers}) == 1 else 1) if last else math.inf
-        for x in bounds:
-            if not isinstance(x, bool) and _decimals(Decimal(str(x))) > places:
-                given = " and ".join(str(x) for x in sorted({*numbers})[:4])
-                rule = f"with multipleOf {given}, must have at most {places} digits after the point"
-                raise ValueError(f"{name}: a bound is {x}: {rule}")
-    # llguidance computes least common multiples in 32 bits, and does not see an overflow; an
-    # integer is a multiple of 1
-    of_integers = [[Decimal(1), Decimal(str(abs(x)))] for x in seen.get(_OF_INTEGER, ())]
-    if meeting:
-        of_integers = [multiples + [Decimal(1)] * ("integer" in str(seen.get("type")))]
-    for several in of_integers:
-        places = max(map(_decimals, several), default=0)
-        units = sorted({int(value.scaleb(places)) for value in several})
-        repeated = units[-1] if 0 < len(units) < len(several) else 1
-        if len(several) > 1 and math.prod(units) * repeated >= 2**32:
-            given = " and ".join(str(value) for value in several[:4])
-            rule = "too large to combine: use one of them, or smaller ones"
-            if not meeting:
-                given, rule = str(several[1]), "has too many digits for an integer"
-            raise ValueError(f"{name}: multipleOf is {given}: {rule}")
+        limits = [_limits(seen)]
+    for multiples, bounds in limits:
+        _check_combined(multiples, bounds, name)
     return found
 
 
@@ -185,11 +154,8 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             if key == "multipleOf":
                 _check_multiple(value, at)
     _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
-    if "multipleOf" in found and found.keys() & {*_BOUNDS}:
-        bounds = [found[key] for key in _BOUNDS if key in found]
-        seen.setdefault(_BOUNDED, []).append(([found["multipleOf"]], bounds))
-    if "multipleOf" in found and "integer" in str(found.get("type")):
-        seen.setdefault(_OF_INTEGER, []).append(found["multipleOf"])
+    if "multipleOf" in found:
+        seen.setdefault(_LIMITS, []).append(_limits({key: [found[key]] for key in found}))
     if _meets(found):
         seen.setdefault(_MEETING, []).append(True)
     # which llguidance reads in one of two ways, each without the other's key
@@ -200,17 +166,47 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
     return found
 
 
+def _limits(keys: Mapping[str, Sequence[Any]]) -> tuple[list[Decimal], list[Decimal]]:
+    """Return the multiples and the bounds of one value; an integer is a multiple of 1."""
+    multiples = [Decimal(str(abs(value))) for value in keys.get("multipleOf", ())]
+    if "integer" in str(keys.get("type")):
+        multiples.append(Decimal(1))
+    bounds = [value for key in _BOUNDS for value in keys.get(key, ())]
+    return multiples, [Decimal(str(abs(x))) for x in bounds if not isinstance(x, bool)]
+
+
 def _check_multiple(value: Any, where: str) -> None:
-    """Raise ValueError for 0, and for a multiple of which the parser would read another."""
+    """Raise ValueError if the parser would read multiples of another number, or if it is 0."""
     number = abs(Decimal(str(value)))
     if not number:
         raise ValueError(f"{where} is {value}: must not be 0")
-    if number.scaleb(_decimals(number)) >= _MOST_UNITS:
-        rule = f"must be less than {_MOST_UNITS} in the last of its places"
-        raise ValueError(f"{where} is {value}: {rule}, or the parser would read another")
-    if _decimals(number) > _MOST_PLACES:
-        rule = f"must have at most {_MOST_PLACES} digits after the point"
-        raise ValueError(f"{where} is {value}: {rule}, or the parser would read another")
+    if _decimals(number) > _MOST_PLACES or number.scaleb(_decimals(number)) >= _MOST_UNITS:
+        rule = f"must have at most {_MOST_PLACES} decimals, and without its point be below"
+        raise ValueError(f"{where} is {value}: {rule} {_MOST_UNITS}, or the parser would overflow")
+
+
+def _check_combined(multiples: list[Decimal], bounds: list[Decimal], where: str) -> None:
+    """Raise ValueError if the parser gives up on these limits of one value, or misreads them."""
+    places = max(map(_decimals, multiples), default=0)
+    units = [int(x.scaleb(places)) for x in multiples]
+    distinct, several = {*units}, len(units) > 1
+    given = " and ".join(str(x) for x in sorted({*multiples} - {1})[:4])
+    digits = max((len(str(int(x.scaleb(places)))) for x in bounds), default=0)
+    # the parser has a state for each remainder and each digit of a bound
+    if math.lcm(*units) * digits > _MOST_STATES:
+        rule = f"next to a bound of {digits} digits, must be at most {_MOST_STATES // digits}"
+        raise ValueError(f"{where}: multipleOf is {given}: {rule} without its point")
+    # it computes a * b for their least common multiple, in 32 bits, and ignores an overflow
+    repeated = max(units) if len(distinct) < len(units) else 1
+    if several and math.prod(distinct) * repeated >= 2**32:
+        rule = "the parser cannot combine numbers this large: use one, or fewer digits"
+        raise ValueError(f"{where}: multipleOf is {given}: {rule}")
+    # up to 1.56 it writes 1.50 instead of 1.5, but not if multipleOf is 0.5
+    most = places if len(distinct) == 1 else 1
+    long = [x for x in bounds if places and _decimals(x) > most]
+    if long:
+        rule = f"must have at most {most} decimals with multipleOf {given}"
+        raise ValueError(f"{where}: a bound is {long[0]}: {rule}")
 
 
 def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
