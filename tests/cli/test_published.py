@@ -13,6 +13,7 @@ import pytest
 
 import train
 from tests.decoding.test_decode import parameters
+from tests.support.drawn import drawn
 from transformer_jax import build, init_params
 from transformer_jax.cli import generate as cli_generate
 from transformer_jax.cli.convert import _written_as, tokenizer_files
@@ -534,14 +535,17 @@ def test_names_of_tokens_in_templates_are_written(published, tmp_path):
     assert again.chat(chat) == tokenizer.chat(chat) == "<s>hi"
 
 
-def test_sides_that_share_a_table_beside_an_own_output_are_not_converted():
-    """Transformers has a table on each side then, which such a folder does not."""
+def test_untied_encoder_decoder_with_one_input_table_is_not_written(tmp_path):
+    """Transformers has one table for each side if the output is untied."""
     config = ModelConfig(
         kind="encoder-decoder", vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11,
         positions=Learned(offset=2), norm_order="post", embedding_norm=True, tie_embeddings=False,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
         _written_as(config, None)
+    with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
+        save_pretrained(tmp_path / "saved", config, drawn(config))
+    assert not (tmp_path / "saved").exists()
     assert _written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
 
 

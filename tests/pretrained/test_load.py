@@ -860,7 +860,7 @@ def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "qwen3", "gemma3_text", "olmo3"])
-def test_a_part_that_transformers_would_not_rotate_is_refused(kind):
+def test_partial_rotation_that_transformers_ignores_is_refused(kind):
     told = f"config.json: partial_rotary_factor must be 1: here 4 of the 8 .* all of a {kind}; "
     content = small(model_type=kind, num_attention_heads=2, hidden_size=16)
     content |= {} if kind in ("granite", "olmo3") else dict(head_dim=8)
@@ -869,7 +869,7 @@ def test_a_part_that_transformers_would_not_rotate_is_refused(kind):
         part = dict(sliding_attention=part, full_attention=part)
     for keys in (dict(rope_parameters=part), dict(partial_rotary_factor=0.5)):
         if kind == "olmo3" and "partial_rotary_factor" in keys:
-            told = "both must have one partial_rotary_factor"
+            told = "config.json: partial_rotary_factor must be 1 in every layer"
         with pytest.raises(ConfigError, match=told):
             read_config(content | keys, (), "config.json")
 
@@ -907,11 +907,11 @@ def test_token_ids_that_nothing_names_are_null(tmp_path):
         assert ids == dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
 
 
-def test_layers_of_one_gemma_rotate_the_same_part():
+def test_partial_rotation_in_some_layers_of_gemma_is_refused():
     near, far = (dict(rope_type="default", partial_rotary_factor=part) for part in (0.5, 0.25))
     content = small(model_type="gemma3_text", head_dim=8)
     content["rope_parameters"] = dict(sliding_attention=near, full_attention=far)
-    with pytest.raises(ConfigError, match="both must have one partial_rotary_factor"):
+    with pytest.raises(ConfigError, match="partial_rotary_factor must be 1 in every layer"):
         read_config(content, (), "config.json")
 
 

@@ -183,7 +183,7 @@ def faults(found: dict, rng: random.Random) -> tuple[str, list[str]]:
         exact = "const" in text or "enum" in text
         for x in near(found, rng):
             want = fits(Decimal(x), found)
-            # llguidance does not write -1.5 from -1.56 on, but -1.50: zeros do not change a number
+            # with the minimum -1.56, llguidance allows -1.50 but not -1.5
             zeros = "0" * 3 if want and "." in x else ""
             found_in = any(allowed(grammar, x + zeros[:n]) for n in range(len(zeros) + 1))
             if found_in != want and not (exact and want and x not in named(found)):

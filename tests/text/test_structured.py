@@ -360,25 +360,46 @@ def test_keys_that_do_not_meet_are_not_combined():
         {"multipleOf": 5000, "anyOf": [{"minimum": 3000}]},
         {"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 5000}}, "minimum": 3000},
     ):
-        with pytest.raises(ValueError, match="multipleOf is 5000: next to a bound"):
+        with pytest.raises(
+            ValueError, match="multipleOf is 5000: must be at most 4096 next to a bound of 4"
+        ):
             Grammar("schema", schema, ByteTokenizer(), 257, (256,))
     combined = {"multipleOf": 4093, "allOf": [{"multipleOf": 2, "minimum": 3000}]}
-    with pytest.raises(ValueError, match="multipleOf is 2 and 4093: next to a bound"):
+    with pytest.raises(ValueError, match=r"multipleOf is 2 and 4093: the least .* at most 4096"):
         Grammar("schema", combined, ByteTokenizer(), 257, (256,))
-    unwritable = {"type": "number", "maximum": 1.56, "multipleOf": 0.5}
-    with pytest.raises(ValueError, match=r"a bound is 1\.56: .* with multipleOf 0\.5"):
-        Grammar("schema", unwritable, ByteTokenizer(), 257, (256,))
+    half, twentieth = {"multipleOf": 0.5}, {"multipleOf": 0.05}
+    for unwritable in ({"maximum": 1.56, **half}, {"maximum": 1.56, "allOf": [half, twentieth]}):
+        with pytest.raises(ValueError, match=r"a bound is 1\.56: must have at most 1 decimal with"):
+            Grammar("schema", {"type": "number", **unwritable}, ByteTokenizer(), 257, (256,))
     for key, given in (
         ("is 2.4e-09: must have at most 8 decimals", {"type": "number", "multipleOf": 24e-10}),
+        ("is 65536: must be at most 65535", {"multipleOf": 65536}),
+        ("is 6.5536: must be at most 6.5535", {"multipleOf": Decimal("6.5536")}),
         (
-            "is 429496730: must have at most 8 decimals, and without its point be below 429496729",
-            {"multipleOf": 429496730},
+            "is 0.00001234 and 1: the least common multiple must be at most 0.00065535",
+            {"type": "integer", "multipleOf": 1234e-8},
         ),
-        ("is 4.29496731: must have", {"multipleOf": Decimal("4.29496731")}),
-        ("is 0.00001234: the parser cannot combine", {"type": "integer", "multipleOf": 1234e-8}),
     ):
         with pytest.raises(ValueError, match=re.escape(f"multipleOf {key}")):
             Grammar("schema", given, ByteTokenizer(), 257, (256,))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        ({"minimum": -0.0, "maximum": 0}, "0", True),
+        ({"maximum": 10.55}, "10.50", True),
+        ({"maximum": 10.55}, "10.5", False),  # as docs/text.md says
+        ({"maximum": 10.55}, "10.4", True),
+    ],
+)
+def test_number_at_a_bound_is_allowed_in_the_documented_spelling(schema, text, allowed):
+    schema = {"type": "number", **schema}
+    matcher = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start()
+    for byte in text.encode():
+        assert matcher.allowed[byte]
+        matcher.read(byte)
+    assert matcher.allowed[256] == allowed
 
 
 @pytest.mark.parametrize(
@@ -452,7 +473,7 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"multipleOf": 1e-320}), "schema.multipleOf is 1E-320: must have at most 15"),
         (
             dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
-            "schema: multipleOf is 65537 and 65539: the parser cannot combine",
+            "schema: multipleOf is 65537 and 65539: the least common multiple must",
         ),
         (dict(schema={"maxlength": 3}), "schema.maxlength: is no keyword.*, nearest: maxLength"),
         (

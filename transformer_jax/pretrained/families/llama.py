@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from transformer_jax.config import ModelConfig, Rope
+from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.pretrained.families.decoder_keys import (
     biases,
     layer_types,
@@ -336,8 +336,7 @@ def _read_gemma3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         local = near.base
     rope = read_rope(keys, fields, "full_attention", 1e6)
     if near is not None and near.dims != rope.dims:
-        rule = "both must have one partial_rotary_factor"
-        keys.fail("rope_parameters", keys.take("rope_parameters"), rule)
+        raise ConfigError("partial_rotary_factor must be 1 in every layer")
     base = local if window is not None else None
     rope = replace(rope, window_base=base)
     return ModelConfig(**fields, positions=rope, window=window)
@@ -421,8 +420,7 @@ def _read_olmo3(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         rule = f"must be {_OLMO3_BASE}, or rope_parameters have that of each kind of layer"
         keys.fail("rope_theta", rope.base, rule)
     if near.dims != rope.dims:
-        rule = "both must have one partial_rotary_factor"
-        keys.fail("rope_parameters", keys.take("rope_parameters", None), rule)
+        raise ConfigError("partial_rotary_factor must be 1 in every layer")
     if near != rope:
         rope = replace(rope, window_base=near.base)
     return ModelConfig(**fields, positions=rope, window=window)
