@@ -104,8 +104,8 @@ def encoded(x):
         one = jnp.ones((2, n), jnp.float32)
         dictionary = Dictionary(
             encoder=one, encoder_bias=bias.astype(jnp.float32), decoder=one.T, bias=jnp.zeros(2),
-            centre=jnp.zeros(2), size=jnp.ones(2), target_centre=jnp.zeros(2),
-            target_size=jnp.ones(2), place="residual", target="residual", active=2,
+            centre=jnp.zeros(2), size=jnp.ones(()), target_centre=jnp.zeros(2),
+            target_size=jnp.ones(()), place="residual", target="residual", active=2,
         )  # fmt: skip
         return ~jnp.isfinite(dictionary.encode(jnp.ones((1, 2)))).all()
 
