@@ -213,9 +213,9 @@ def test_tables_that_are_not_shared_are_read_used_and_saved(name, tmp_path):
     want = oracle.forward(config, params, target, source=source)
     assert want.std() > 0.2 and np.abs(got - want).max() <= TOLERANCE
     like = None
-    if not apart and not config.tie_embeddings:  # transformers would draw the table of each side
+    if not apart and not config.tie_embeddings:  # transformers would draw both tables at random
         like = folder
-        with pytest.raises(ConfigError, match="of transformers has two tables: tie_embeddings"):
+        with pytest.raises(ConfigError, match="of transformers has two input tables: set it"):
             save_pretrained(tmp_path / "saved", config, params)
     save_pretrained(tmp_path / "saved", config, params, like=like)
     back, again = load_pretrained(tmp_path / "saved")

@@ -120,11 +120,11 @@ def written_family(config: ModelConfig, name: str | None = None) -> str:
 
 
 def check_tables(name: str, config: ModelConfig) -> None:
-    """Check that the sides of an encoder-decoder share a table in transformers if they do here."""
+    """Raise ConfigError if transformers would not share the input table of encoder and decoder."""
     shared = not config.tie_embeddings and config.source_vocab_size is None
     if shared and FAMILIES[name].shares_if_tied:
-        rule = f"beside an output matrix of its own a {name} of transformers has two tables"
-        raise ConfigError(f"source_vocab_size=None: {rule}: tie_embeddings, or set it")
+        rule = f"with an untied output, a {name} of transformers has two input tables"
+        raise ConfigError(f"source_vocab_size=None: {rule}: set it, or set tie_embeddings")
 
 
 def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
@@ -156,7 +156,7 @@ def _check_written(family: Family, config: ModelConfig) -> None:
 
 
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
-    """Return why transformers does not rotate only a part of each head, if the config does."""
+    """Return the reason if the config rotates a part of each head and transformers does not."""
     rope, width = config.positions, config.key_dim
     if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
         return None

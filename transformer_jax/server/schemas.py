@@ -20,7 +20,7 @@ MOST_TOP = 20
 """The most tokens whose log-probabilities are returned beside that of the chosen one."""
 
 ROLES = "developer", "system", "user", "assistant"
-"""Of messages. OpenAI's newer models have `developer` in the place of `system`."""
+"""Roles of messages. OpenAI's newer models use `developer` instead of `system`."""
 
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null",
