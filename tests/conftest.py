@@ -84,9 +84,14 @@ def quick_options(quick, *arguments, **settings):
     return options
 
 
+unoptimised_programs = False
+
+
 @contextmanager
 def compiling(*, quick):
+    global unoptimised_programs
     known(quick)  # which compiles
+    unoptimised_programs = True  # in JAX's caches, after this module too
     jax.config.update("jax_disable_most_optimizations", True)
     compiler.get_compile_options = partial(quick_options, quick)
     yield
@@ -116,9 +121,11 @@ def quick_compilation():
 def usual_compilation():
     """For what XLA's optimisations may break, in a module that compiles quickly."""
     quick = jax.config.read("jax_disable_most_optimizations")
+    global unoptimised_programs
     jax.config.update("jax_disable_most_optimizations", False)
-    if quick:
+    if unoptimised_programs:
         jax.clear_caches()
+        unoptimised_programs = quick
     yield
     jax.config.update("jax_disable_most_optimizations", quick)
     if quick:

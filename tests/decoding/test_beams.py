@@ -27,7 +27,7 @@ from transformer_jax.decoding.logit_processors import (
     NoRepeatNGram,
     RepetitionPenalty,
 )
-from transformer_jax.decoding.step import make_step
+from transformer_jax.decoding.step import as_step, make_step
 from transformer_jax.models.factory import build, init_cache, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -699,7 +699,7 @@ def test_leaves_that_the_step_returns_untouched_are_not_gathered():
     scoring = beam._Scoring.of(np.ones(5), 0.0, True)
     lengths = jnp.full(4, 3, jnp.int32)
     arrays = automaton(1, 5), jnp.asarray(prompts(5)), lengths, jnp.full(4, 5), state, scoring
-    program = beam._search.lower(Reading(), *arrays, options).as_text()
+    program = beam._search.lower(as_step(Reading()), *arrays, options).as_text()
     gathers = [line for line in program.splitlines() if "stablehlo.gather" in line]
     assert any("12x89" in line for line in gathers)
     assert not any("12x97" in line for line in gathers)

@@ -249,6 +249,8 @@ class AppliedStep(Step[State]):
 
     def told(self, **known: Any) -> Self:
         """Return the step whose edits know what its calls read."""
+        if not self.edit:
+            return self  # programs are compiled anew for another step
         edit = tuple((name, InCall.of(function, **known)) for name, function in self.edit)
         return replace(self, edit=edit)
 
