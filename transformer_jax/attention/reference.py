@@ -6,8 +6,8 @@ With x_ij = q_i . k_j for the pairs that the mask lets see each other:
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
-The division follows the product with v, so the forward pass does not read the scores to normalise
-them. Derivatives are those of normalised weights, with one rounding of what meets v. If JAX
+The division follows the product with v, so neither pass reads the scores to normalise them. In 16
+bits, derivatives are those of normalised weights instead, with one rounding of what meets v. If JAX
 differentiated the product and the division one by one, a cotangent that is rounded to 16 bits would
 meet a denominator's that is not, and a query with one visible key would have a gradient.
 
@@ -51,18 +51,22 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        out = _average(self.exponentials, self.denominator, keep, value)
+        narrow = jnp.finfo(value.dtype).bits < 32
+        average = _average if narrow else _weigh_and_divide
+        out = average(self.exponentials, self.denominator, keep, value)
         return jnp.where(self.broken[..., None], jnp.nan, out).swapaxes(1, 2)
 
 
-@jax.custom_jvp
-def _average(
+def _weigh_and_divide(
     exponentials: jax.Array,  # [B, N, T, S]
     denominator: jax.Array,  # [B, N, T]
     keep: jax.Array | None,  # [B, N, T, S]
     value: jax.Array,  # [B, S, K, Hv]
 ) -> jax.Array:  # [B, N, T, Hv]
     return _weigh(exponentials, keep, value) / denominator[..., None]
+
+
+_average = jax.custom_jvp(_weigh_and_divide)
 
 
 @_average.defjvp
