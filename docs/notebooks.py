@@ -2,8 +2,9 @@
 
     python docs/notebooks.py
 
-A notebook is a page, or some of its sections, without what the code prints: a reader runs it. Code
-of the pages runs in tests/docs/test_docs.py; tests/docs/test_notebooks.py runs the notebooks.
+A notebook is a page, or some of its sections; what the page says that code prints is the output of
+its cell. tests/docs/test_docs.py runs the pages and compares what they print;
+tests/docs/test_notebooks.py runs the notebooks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ NOTEBOOKS = {
 }
 """Name of a notebook: its page, and the sections that it takes after the beginning (None: all)."""
 
+PRINTED = re.compile(r"```(?:python|sh)\n.*?```\n((?:\n(?:    [^\n]*\n)+)?)", flags=re.S)
+"""Code of a page, and the indented lines after it: what it prints."""
+
 SET_UP = """# Install the package from the checkout that this notebook lies in. Where there is none,
 # as in Colab, make one first: !git clone ADDRESS checkout; %cd checkout/docs/notebooks
 import importlib.util
@@ -40,16 +44,21 @@ def notebook(name: str) -> str:
     text = (DOCS / f"{page}.md").read_text()
     beginning, *rest = re.split(r"(?m)^(?=## )", text)
     kept = [s for s in rest if sections is None or s[3:].split("\n", 1)[0] in sections]
-    made = jupytext.reads(as_notebook("".join([beginning, *kept])), fmt="md")
+    text = "".join([beginning, *kept])
+    printed = [found[1] for found in PRINTED.finditer(text)]
+    made = jupytext.reads(as_notebook(text), fmt="md")
     cells = [
         {"cell_type": cell.cell_type, "id": f"cell-{n}", "metadata": {}, "source": cell.source}
         for n, cell in enumerate(made.cells, start=1)
     ]
     first = {"cell_type": "code", "id": "cell-0", "metadata": {}, "source": SET_UP.strip()}
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    for n, (cell, said) in enumerate(zip([first, *code], ["", *printed], strict=True), start=1):
+        lines = re.sub(r"(?m)^    ", "", said).strip("\n").splitlines(keepends=True)
+        stream = {"name": "stdout", "output_type": "stream", "text": lines}
+        cell |= {"execution_count": n, "outputs": [stream] if lines else []}
     for cell in [first, *cells]:
         cell["source"] = cell["source"].splitlines(keepends=True)
-        if cell["cell_type"] == "code":
-            cell |= {"execution_count": None, "outputs": []}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     whole = {
@@ -61,7 +70,7 @@ def notebook(name: str) -> str:
 
 def as_notebook(page: str) -> str:
     """Return a page without outputs, with formulas and links as a notebook reads them."""
-    page = re.sub(r"(```python\n.*?```\n)\n(?:    [^\n]*\n)+", r"\1", page, flags=re.S)
+    page = PRINTED.sub(lambda found: found[0].removesuffix(found[1]), page)
     page = re.sub(r"```math\n(.*?)```", lambda m: f"$$\n{m[1]}$$", page, flags=re.S)
     page = re.sub(r"\$`(.+?)`\$", r"$\1$", page)
     page = re.sub(r"<!-- notebook .*? -->\n\n", "", page)

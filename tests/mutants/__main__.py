@@ -215,7 +215,8 @@ def main() -> int:
     if args.map:
         for path in [*FOLDER.glob("lines.*"), *FOLDER.glob("seconds.*")]:
             path.unlink()
-        return int(pytest.main(["-p", "tests.mutants.reached", "-n", "2"]))
+        loaded = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+        return int(pytest.main(["-p", "tests.mutants.reached", "-n", "2", "-W", loaded]))
     groups = package_mutants(args.seed)
     groups = {name: found for name, found in groups.items() if name in (args.folder or groups)}
     if args.key:
