@@ -977,6 +977,16 @@ WITHOUT_NATIVE = pytest.mark.skipif(
 )
 
 
+@WITHOUT_NATIVE
+def test_a_bias_that_is_asked_by_position_is_an_array_to_native():
+    rng = np.random.default_rng(5)
+    inputs = jnp.asarray(rng.standard_normal((3, 2, 7, 2, 4)), "float32")
+    bias, at = RowSlopes(jnp.array([0.3, -0.2])), jnp.arange(7)
+    found = dot_product_attention(*inputs, bias=bias, implementation="native")
+    expected = dot_product_attention(*inputs, bias=bias.materialize(at, at), implementation="xla")
+    assert_near(found, expected, 1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation", ["xla", "blockwise", pytest.param("native", marks=WITHOUT_NATIVE), None]

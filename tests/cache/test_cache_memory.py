@@ -155,7 +155,7 @@ def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
         assert {0, 1} <= set(np.asarray(layer.positions[0]).tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("scan")
 @pytest.mark.long_except("scan")
 @pytest.mark.parametrize(
     ("changes", "capacity", "dtype"),

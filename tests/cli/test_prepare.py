@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.__main__ import main
+from transformer_jax.cli.prepare import ProgressLine
 from transformer_jax.config import ConfigError
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.corpus import documents as reading
@@ -24,7 +25,7 @@ from transformer_jax.corpus import is_prepared, open_corpus, prepare
 from transformer_jax.corpus import prepare as preparing  # the function; its module is below
 from transformer_jax.corpus.documents import cut_file, read_input
 from transformer_jax.corpus.folder import MANIFEST, PARTS, end_id, prepared_folders, sealed
-from transformer_jax.corpus.prepare import part_of, token_dtype
+from transformer_jax.corpus.prepare import Progress, part_of, token_dtype
 from transformer_jax.tokenizers.trained import ByteTokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -533,3 +534,19 @@ def test_a_file_system_without_locks_is_named_and_no_folder_is_left(tmp_path, te
         prepare(config(text), tmp_path / "out")
     assert main(["prepare", *flags]) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_line_of_progress_tells_the_rate_and_what_is_left():
+    line = ProgressLine()
+    line._began, line._before = 100.0, 2_000_000
+    done = Progress("reading", 6_000_000, 10_000_000, 1_234)
+    told = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB a second, 2 seconds left"
+    assert line._line(done, 102.0) == told
+
+
+def test_a_document_of_one_token_is_one_and_token_0_is_a_token(tmp_path):
+    written = ["a", "\0", *map(str, range(40))]
+    (tmp_path / "text.txt").write_text("\n".join(written))
+    corpus = prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
+    texts = [text for part in PARTS for text in documents(corpus, part)]
+    assert sorted(texts) == sorted(written)

@@ -342,6 +342,7 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (AdamW, {}, dict(beta2=-0.1), "beta2", "-0.1", "at least 0"),
     (TrainConfig, {}, dict(label_smoothing=1.0), "label_smoothing", "1.0", "below 1"),
     (TrainConfig, {}, dict(val_fraction=0.0), "val_fraction", "0.0", "between 0 and 1"),
+    (TrainConfig, {}, dict(data_weights=()), "data_weights", "()", "must be positive"),
     (TrainConfig, {}, dict(val_fraction=1.0), "val_fraction", "1.0", "between 0 and 1"),
     (TrainConfig, {}, dict(seed=2**70), "seed", str(2**70), "2**32"),
     (TrainConfig, {}, dict(seed=-1), "seed", "-1", "at least 0"),

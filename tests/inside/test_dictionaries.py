@@ -194,6 +194,8 @@ def test_scores_and_examples_are_those_of_captured_values(place, target, scanned
         largest = -np.sort(-f[..., i].ravel())[:4]
         assert_near(values, largest, NEAR)
         assert_near(f[rows, at, i], largest, NEAR)
+    usual = jax.eval_shape(lambda: feature_examples(model, params, own, tokens, features))
+    assert usual.values.shape == usual.rows.shape == usual.positions.shape == (3, 10)
 
 
 TEXT = "the cat sat on the mat. the dog sat on the log. " * 30

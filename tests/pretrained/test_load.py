@@ -1443,6 +1443,19 @@ def test_names_of_tensors_say_what_each_holds():
     assert sorted(path for paths in names.values() for path in paths) == sorted(shapes)
 
 
+NAMES = json.loads((Path(__file__).parents[1] / "golden/names.json").read_text())["families"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_have_the_names_that_transformers_saves(family):
+    """Their files are from `python -m tests.golden.write_names`."""
+    saved = set(NAMES[family]["tensors"])
+    config = read_config(NAMES[family]["config"], saved, "config.json")
+    if family == "pegasus":  # whose positions are computed
+        saved -= {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
+    assert set(tensor_names(config, family)) == saved
+
+
 def test_keys_that_are_off_are_ignored():
     said = dict(is_encoder_decoder=False, is_decoder=False, pruned_heads={}, unsloth_fixed=True)
     plain = PUBLISHED["Llama-2-7b"]

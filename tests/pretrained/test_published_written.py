@@ -135,6 +135,14 @@ def test_transformers_reads_what_is_written(family, rng, tmp_path, caplog):
     assert all(value is None or value < VOCAB for value in ids.values()), ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_tensors_are_still_those_of_the_golden_file(family):
+    from tests.golden.write_names import FILE, saved
+
+    assert saved(family)["tensors"] == json.loads(FILE.read_text())["families"][family]["tensors"]
+
+
 TEXTS = "don't  two\n\n", " a\tb\n", "12345 it's HÉLLO", "", "<s> x </s>", "e\u0301"
 
 

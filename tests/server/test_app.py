@@ -5,6 +5,8 @@ import functools
 import json
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -103,6 +105,17 @@ def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
     said = [one["choices"][0]["delta"].get("content", "") for one in sent]
     assert "".join(said) == want
     assert is_idle(engine)
+
+
+def test_the_space_before_the_first_word_of_a_chat_alone_is_left_out():
+    asked = SimpleNamespace(endpoint="chat", stop=())
+    ticket = SimpleNamespace(num_tokens=9, matcher=None, asked=asked)
+    writer = SimpleNamespace(ended=False)
+    row: Any = SimpleNamespace(
+        ticket=ticket, writer=writer, whole=False, count=1, decided=0, held=[], shared=0
+    )
+    unused: Any = None
+    assert [Engine._part(unused, row, [text]).text for text in (" a", " b")] == ["a", " b"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import init_params
 from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.translation import search_translations
+from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.text.writer import TextWriter, pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
@@ -273,6 +273,16 @@ def test_what_cannot_be_is_refused_by_name(params):
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
     with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
         greedy(CONFIG, params, many).complete("\u4e00", 3)
+
+
+def test_the_translation_of_one_beam_is_the_greedy_one():
+    config = dataclasses.replace(CONFIG, kind="encoder-decoder", init_std=2.0)
+    generator = greedy(config, init_params(config, jax.random.key(0)))
+    source = np.array([7, 3, 250], np.int32)
+    (want,) = translate(generator, source, 9, start=1)
+    ((_, found),) = search_translations(generator, source, 9, start=1, beams=1)
+    assert found == want
+    assert len(set(want)) > 2
 
 
 def test_prompts_are_read_whole(params):

@@ -101,6 +101,14 @@ def test_any_batch_decodes_elsewhere_as_it_is_generated_here(name, tmp_path):
     assert {*files} == {"config.json", "decode.py", "model.safetensors", "prefill.jax", "step.jax"}
 
 
+def test_several_prompts_decode_as_they_are_generated(tmp_path):
+    config, params = made("gru")
+    export_decoder(tmp_path / "out", config, params, context=71)
+    found = decode_exported.decode(tmp_path / "out", PROMPTS, 11)
+    assert found == generated(config, params, PROMPTS, 71, 11)
+    assert len({token for row in found for token in row}) > 5
+
+
 @pytest.mark.slow
 def test_a_fixed_batch_ends_rows_at_stop_tokens_and_takes_no_other_batch(tmp_path):
     config, params = made("llama")

@@ -102,3 +102,13 @@ def test_chunks_are_of_one_length_and_larger_on_an_accelerator(monkeypatch):
     monkeypatch.setattr(batch, "platform", lambda: "gpu")
     assert chosen_chunk(32, 1024, 50_304) == 147  # seven chunks, 237 M logits each
     assert chosen_chunk(1, 4096, 10**6) == TOKENS_OF_CHUNK  # more than 2**28 logits
+
+
+def test_a_router_is_told_of_the_padding_of_what_it_reads():
+    source, target = np.array([[1, 1, 0]], bool), np.array([[1, 0]], bool)
+    pair = batch.Batch(np.zeros((1, 2)), np.zeros((1, 2)), valid=target, source_valid=source)
+    logits = jnp.zeros((1, 3, 4)), jnp.zeros((1, 2, 4))
+    assert batch._real(pair, True, "encoder-decoder", logits[0]).tolist() == source.tolist()
+    assert batch._real(pair, False, "encoder-decoder", logits[1]).tolist() == target.tolist()
+    assert batch._real(pair, True, "encoder", logits[1]).tolist() == target.tolist()
+    assert batch._real(pair, True, "encoder", logits[0]) is None  # it reads other tokens

@@ -27,7 +27,7 @@ from transformer_jax.models.flops import forward_flops, training_flops
 from transformer_jax.models.lora import frozen_part, rejoined, trained_part
 from transformer_jax.training.optimizers import is_frozen
 from transformer_jax.training.phases import flops_utilisation
-from transformer_jax.training.planning import memory
+from transformer_jax.training.planning import hardware, memory
 from transformer_jax.training.planning.hardware import Hardware, find_hardware
 from transformer_jax.training.planning.network import network_traffic
 from transformer_jax.training.planning.peaks import CHIPS, chip_of
@@ -159,7 +159,7 @@ OF_MODEL = dict(
 )
 
 
-@pytest.mark.slow_except("decoder-kernels")
+@pytest.mark.slow_except("decoder-kernels", "parallel-part_of_a_block")
 @pytest.mark.parametrize(
     ("kind", "what"),
     [("decoder", what) for what in FROZEN]
@@ -448,3 +448,10 @@ def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
         assert plan.traffic.bytes["all-gather"] == pytest.approx(2 * matrices, rel=0.15)
         sums = 6 * 32 * 4096 * 4096 * 2 * 2 * 3 / 4
         assert plan.traffic.bytes["all-reduce"] == pytest.approx(sums, rel=0.1)
+
+
+def test_what_a_library_writes_to_the_errors_of_the_process_is_left_out(capfd):
+    with hardware._quiet():
+        os.write(2, b"a library's words")
+    os.write(2, b"ours")
+    assert capfd.readouterr().err == "ours"

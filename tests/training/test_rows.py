@@ -140,6 +140,10 @@ def test_an_example_fills_exactly_the_room_that_is_left():
     assert pack(np.array([4, 5, 3, 2, 1]), 7).tolist() == [0, 1, 0, 1, 2]
 
 
+def test_pieces_beyond_the_first_block_of_them_have_rows_of_their_own():
+    assert np.array_equal(pack(np.ones(2**16 + 3, np.int32), 1), np.arange(2**16 + 3))
+
+
 def test_a_prefix_of_a_packed_example_is_its_first_tokens_wherever_it_lies():
     given = [
         Batch(np.arange(n, dtype=np.int32), np.arange(n), prefix=np.arange(n) < n % 4)

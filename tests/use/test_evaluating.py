@@ -150,6 +150,13 @@ def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
         score_requests(plain(), [Request(ids, ids[:18])], 4)
 
 
+def test_an_edit_of_all_tokens_is_refused_where_a_text_is_cut():
+    ids = tuple(map(int, LETTERS.encode(TEXT)))
+    edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
+    with pytest.raises(ValueError, match="needs all tokens of a sequence, and this call reads"):
+        score_requests(plain(), [Request(ids, ids[:5])], 4, edit=edit)
+
+
 def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():
     words = {"a": [1], "a b": [1, 2], "ab": [3], "": [], "a b c": [1, 2, 4]}
     assert split_pair(words.__getitem__, "a ", "b") == ([1], [2])

@@ -19,6 +19,7 @@ from transformer_jax.tokenizers.special import encode_text, special_ids, with_sp
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 from transformer_jax.training.tasks.answers import PrefixStep
 from transformer_jax.use.attention_weights import AttentionWeights
+from transformer_jax.use.tables import Table
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -265,3 +266,10 @@ def test_the_best_targets_are_those_of_a_beam_search(made):
             (score,) = [s for s, t in best if t == target]
             assert score == pytest.approx(-model.score(("bad", target)).nats / n**0.5, rel=1e-4)
     assert model.search("bad", 4, beams=5)[0][1] == model.generate("bad", 4, beams=5)
+
+
+def test_the_largest_value_of_a_table_is_the_darkest():
+    table = Table("t", ["a"], ["x", "y", "z"], np.array([[2.0, -4.0, 0.0]]))
+    assert table.shades().tolist() == [[0.5, -1.0, 0.0]]
+    assert replace(table, most=1.0).shades().tolist() == [[1.0, -1.0, 0.0]]
+    assert not replace(table, values=np.zeros((1, 3))).shades().any()

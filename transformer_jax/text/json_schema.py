@@ -59,6 +59,7 @@ _INSTEAD = {
     "x-guidance": "is read at the top of a schema only",
 }
 _LARGEST = 2**53 - 1
+_MOST_CHARACTERS = 2**32 - 1
 _MOST_PLACES = 8
 """Limit of the decimals of a multiple: the parser computes 9 * 10^decimals in 32 bits."""
 _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
@@ -152,6 +153,10 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             ):
                 raise ValueError(f"{at} is {value!r:.80}: must be a number")
             found[key] = value if flag else _exact(value, at) or 0  # -0.0 as a bound excludes 0
+            if key in _COUNTS and not (isinstance(found[key], int) and found[key] >= 0):
+                raise ValueError(f"{at} is {value}: must be an integer of 0 or more")
+            if key.endswith("Length") and found[key] > _MOST_CHARACTERS:
+                raise ValueError(f"{at} is {value}: must be at most {_MOST_CHARACTERS}")
             if key == "multipleOf" and not value:
                 raise ValueError(f"{at} is {value}: must not be 0")
             if key == "multipleOf" and _decimals(Decimal(str(value))) > _MOST_PLACES:

@@ -348,7 +348,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.pay(found)
 
     def _replace(self, text: str, old: Value = "", new: Value = "") -> None:
-        self.meter.spend((text.count(str(old)) + 1) * len(str(new)))
+        self.meter.spend(text.count(str(old)) * len(str(new)))
 
 
 def _check_format(pattern: str, text: str) -> None:

@@ -1,0 +1,51 @@
+"""Write names.json: the tensors that transformers saves of a small model of each family.
+
+    python -m tests.golden.write_names
+
+Each has one layer. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import safe_open
+
+from tests.pretrained.test_published_written import BERT, ENCODERS, LLAMA, SIZES
+from transformer_jax.pretrained.families import FAMILIES
+
+VOCAB, FILE = 61, Path(__file__).with_name("names.json")
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
+
+LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
+
+
+def saved(family: str) -> dict[str, Any]:
+    """Save a small model of a family; return its config, and the names of its tensors."""
+    sizes = SIZES.get(family, BERT if family in ENCODERS else LLAMA)
+    content = sizes | TOKENS | dict(vocab_size=VOCAB)
+    content |= dict.fromkeys(LAYERS & content.keys(), 1)
+    if family == "mpnet":
+        content["pad_token_id"] = 1
+    config = transformers.AutoConfig.for_model(family, **content)
+    auto = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        auto = transformers.AutoModelForSeq2SeqLM
+    elif family in ENCODERS:
+        auto = transformers.AutoModelForMaskedLM
+    with tempfile.TemporaryDirectory() as folder:
+        auto.from_config(config).save_pretrained(folder)
+        with safe_open(f"{folder}/model.safetensors", "numpy") as file:
+            names = sorted(file.keys())
+        written = json.loads(Path(folder, "config.json").read_text())
+    written.pop("transformers_version")
+    return dict(config=written, tensors=names)
+
+
+if __name__ == "__main__":
+    found = dict(transformers=transformers.__version__, families={f: saved(f) for f in FAMILIES})
+    FILE.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")
