@@ -19,7 +19,12 @@ from tests.support.tolerances import assert_near, largest_error
 from transformer_jax.attention.block_plan import SKIPPED
 from transformer_jax.attention.masks import Causal, Prefix, Window
 from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import cache_limit, refuse_past_capacity, rewind_cache
+from transformer_jax.cache.model_cache import (
+    ModelCache,
+    cache_limit,
+    refuse_past_capacity,
+    rewind_cache,
+)
 from transformer_jax.config import ConfigError, ModelConfig, Shaw, T5Buckets
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
@@ -483,6 +488,28 @@ def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
 
 
 # Taking tokens back
+
+
+def test_layers_of_a_scanned_stack_are_taken_back_one_by_one(rng):
+    """Three rows, two layers: an axis that is taken for the other has another length."""
+    layer = kv.init(3, 7, 2, 4, 4, jnp.float32)
+    read = jnp.broadcast_to(jnp.arange(6), (3, 6))
+    layers = [
+        kv.update(layer, *jnp.asarray(rng.normal(size=(2, 3, 6, 2, 4)), jnp.float32), read)
+        for _ in range(2)
+    ]
+    scanned = ModelCache(jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers))
+    length = np.array([0, 4, 6], np.int32)
+    found = rewind_cache(scanned, length).layers
+    for i, one in enumerate(layers):
+        wanted = kv.rewind(one, jnp.asarray(length))
+        chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[:, i], found), wanted)
+
+
+def test_positions_are_int32_where_numbers_of_64_bits_are_enabled():
+    with jax.enable_x64(True):
+        found = kv.next_positions(jnp.array([3], jnp.int32), jnp.array([[True, False, True]]))
+    assert found.dtype == jnp.int32 and found.tolist() == [[3, -1, 4]]
 
 
 @pytest.mark.slow

@@ -159,6 +159,17 @@ def test_chunks_begin_at_the_same_documents_however_the_file_is_read(block, tmp_
         assert content[chunk.start : chunk.start + 8] == b"document"
 
 
+def test_no_chunk_begins_between_the_characters_of_a_line_end(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_bytes(b"".join(b"line %d\r\n" % i for i in range(97)))
+    given = read_input(str(tmp_path / "text.txt"))
+    for block in (1, 2, 2**20):
+        monkeypatch.setattr(reading, "BLOCK", block)
+        chunks = cut_file(given, "lines", 30)
+        content = (tmp_path / "text.txt").read_bytes()
+        assert len(chunks) > 12 and chunks[-1].end == len(content)
+        assert all(content[c.start : c.start + 4] == b"line" for c in chunks)
+
+
 def test_parquet(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

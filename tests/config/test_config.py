@@ -587,6 +587,18 @@ def test_feed_forward_sizes_are_those_of_the_table():
     }
 
 
+def test_only_the_first_transformer_scales_its_embeddings():
+    """By sqrt(d_model), section 3.4 of Vaswani et al. (2017)."""
+    assert [name for name in PRESETS if preset(name).scale_embeddings] == ["transformer-base"]
+
+
+def test_dropout_of_presets_is_that_of_weights_too():
+    found = {n: (c.dropout, c.attention_dropout) for n in PRESETS for c in [preset(n)] if c.dropout}
+    assert found["shakespeare-gpu"] == (0.2, 0.2)
+    assert found["bert-base"] == found["bert-large"] == found["gpt2"] == (0.1, 0.1)
+    assert found["transformer-base"] == (0.1, 0.0)
+
+
 def test_published_depths_heads_and_lengths():
     found = {
         name: (c.num_layers, c.num_heads, c.kv_heads, c.key_dim, c.vocab_size, c.max_len)

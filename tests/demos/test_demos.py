@@ -222,7 +222,6 @@ def test_words_that_stand_in_the_same_places_get_like_vectors(demonstrate):
     assert min(found["least"]) > 0
 
 
-@pytest.mark.slow
 def test_slopes_of_activations_are_those_of_float64(demonstrate):
     """Compare values and slopes with central differences in float64; a sigmoid's is at most 1/4."""
     found = demonstrate("activations")
@@ -240,7 +239,6 @@ def test_slopes_of_activations_are_those_of_float64(demonstrate):
     assert found["sigmoid"][1].max() == pytest.approx(0.25)
 
 
-@pytest.mark.slow
 def test_the_worked_example_is_that_of_float64(demonstrate):
     """Compare every intermediate of the worked example with NumPy in float64."""
     found = demonstrate("worked_attention")
@@ -323,7 +321,6 @@ def test_variants_differ_in_what_they_say_they_do(demonstrate):
         assert np.isfinite(one["losses"]).all() and one["losses"].min() > 0
 
 
-@pytest.mark.slow
 def test_a_table_of_sinusoids_is_turned_by_an_offset(demonstrate):
     """Compare the turned vector with cosine and sine, and the table with its own rows later."""
     found = demonstrate("rotations")

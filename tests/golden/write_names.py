@@ -1,12 +1,14 @@
-"""Write names.json: the tensors that transformers saves of a small model of each family.
+"""Write names.json: names that transformers gives to tensors and to tokens.
 
     python -m tests.golden.write_names
 
-Each has one layer. Needs torch and transformers.
+Tensors are those that it saves of a model of one layer of each family; tokens are the defaults of
+the roles of its classes of tokenizers. Needs torch and transformers.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 from pathlib import Path
@@ -17,10 +19,12 @@ from safetensors import safe_open
 
 from tests.pretrained.test_published_written import BERT, ENCODERS, LLAMA, SIZES
 from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.tokenizers.classes import CLASSES
 
 VOCAB, FILE = 61, Path(__file__).with_name("names.json")
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
 
+ROLES = "bos", "eos", "unk", "sep", "pad", "cls", "mask"
 LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 
 
@@ -46,6 +50,17 @@ def saved(family: str) -> dict[str, Any]:
     return dict(config=written, tensors=names)
 
 
+def roles(name: str) -> dict[str, str]:
+    """Return the token of each role that a class of tokenizers has unless it is told another."""
+    parameters = inspect.signature(getattr(transformers, f"{name}Tokenizer").__init__).parameters
+    given = {role: parameters.get(f"{role}_token") for role in ROLES}
+    return {role: str(p.default) for role, p in given.items() if p and p.default is not None}
+
+
 if __name__ == "__main__":
-    found = dict(transformers=transformers.__version__, families={f: saved(f) for f in FAMILIES})
+    found = dict(
+        transformers=transformers.__version__,
+        families={family: saved(family) for family in FAMILIES},
+        classes={name: of for name in CLASSES if (of := roles(name))},
+    )
     FILE.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")

@@ -615,6 +615,18 @@ def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_window_reaches_both_ways_in_an_encoder_and_back_in_a_decoder(kind, rng):
+    config = dataclasses.replace(ONE_LAYER, kind=kind, window=3)
+    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
+    tokens = np.tile(rng.integers(1, VOCAB, TOKENS, dtype=np.int32), (TOKENS + 1, 1))
+    np.fill_diagonal(tokens[1:], 0)  # row j has another token j
+    out = np.asarray(jax.jit(build(config).apply)({"params": params}, tokens)[0])
+    q, k = grid(TOKENS)
+    near = (abs(q - k) < 3) & ((k <= q) | (kind == "encoder"))
+    np.testing.assert_array_equal((out[1:] != out[:1]).any(-1).T, near)
+
+
 def test_stacked_windows_see_their_sum():
     """W keys in each of L layers: L (W - 1) + 1 tokens."""
     q, k = grid(31)

@@ -33,6 +33,7 @@ from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.pretrained.tensors import parameter_shapes, tensor_names
+from transformer_jax.tokenizers.classes import CLASSES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -1454,6 +1455,12 @@ def test_tensors_have_the_names_that_transformers_saves(family):
     if family == "pegasus":  # whose positions are computed
         saved -= {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
     assert set(tensor_names(config, family)) == saved
+
+
+def test_roles_of_tokens_are_those_of_the_classes_of_transformers():
+    saved = json.loads((Path(__file__).parents[1] / "golden/names.json").read_text())["classes"]
+    assert len(saved) > 15
+    assert {name: dict(CLASSES[name].roles) for name in saved} == saved
 
 
 def test_keys_that_are_off_are_ignored():

@@ -140,6 +140,7 @@ def test_keys_of_any_model_change_nothing(family):
         ("bart", dict(num_hidden_layers=6), "num_hidden_layers is 6: must be encoder_layers"),
         ("bert", dict(is_decoder=True), "is_decoder is True: must be False"),
         ("stablelm", dict(rope_pct=0.5), "rope_pct is 0.5: must be 0.25"),
+        ("nomic_bert", dict(mlp_fc1_bias=True), "mlp_fc1_bias is True: must be False"),
         ("llama", dict(rope_condense_ratio=8), "rope_condense_ratio is 8: no such key is known"),
     ],
 )  # fmt: skip

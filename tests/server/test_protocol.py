@@ -109,6 +109,7 @@ WRONG = {
     "no new tokens": ("completion", HI | {"max_tokens": 0}, "from 1 to", "max_tokens"),
     "seed": ("completion", HI | {"seed": -1}, "from 0 to 4294967295", "seed"),
     "no stop": ("completion", HI | {"stop": ["a", ""]}, "at least 1", "stop[1]"),
+    "a long stop": ("completion", HI | {"stop": "a" * 257}, "at most 256", "stop"),
     "echo": ("completion", HI | {"echo": True}, "must be false", "echo"),
     "two": ("chat", TALK | {"n": 2}, "must be 1", "n"),
     "true is not 1": ("chat", TALK | {"n": True}, "must be 1", "n"),

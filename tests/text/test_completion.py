@@ -23,7 +23,7 @@ from transformer_jax.decoding.logit_processors import (
 )
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.completion import TextGenerator
+from transformer_jax.text.completion import TextGenerator, _keep, _unsaid
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.text.writer import TextWriter, pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
@@ -203,6 +203,17 @@ def test_what_was_written_stays_new_where_it_is_read_anew(params):
 
 
 @pytest.mark.long
+def test_what_is_out_of_sight_counts():
+    """Of a count of new tokens, those that were written before the text is read anew."""
+    left = {gone: _unsaid(ForceLast(5, 2), gone) for gone in (0, 3, 5)}
+    assert left == {0: ForceLast(5, 2), 3: ForceLast(2, 2), 5: _keep}
+    assert [_unsaid(Force(7, 8, 9), gone) for gone in (2, 3)] == [Force(9), _keep]
+    assert [_unsaid(MinLength(4, (1,)), gone) for gone in (3, 6)] == [
+        MinLength(1, (1,)),
+        MinLength(0, (1,)),
+    ]
+
+
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"

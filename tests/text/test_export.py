@@ -104,8 +104,9 @@ def test_any_batch_decodes_elsewhere_as_it_is_generated_here(name, tmp_path):
 def test_several_prompts_decode_as_they_are_generated(tmp_path):
     config, params = made("gru")
     export_decoder(tmp_path / "out", config, params, context=71)
-    found = decode_exported.decode(tmp_path / "out", PROMPTS, 11)
-    assert found == generated(config, params, PROMPTS, 71, 11)
+    prompts = [*PROMPTS, [0, 60]]  # the first id and the last one
+    found = decode_exported.decode(tmp_path / "out", prompts, 11)
+    assert found == generated(config, params, prompts, 71, 11)
     assert len({token for row in found for token in row}) > 5
 
 

@@ -503,6 +503,10 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"enum": []}), "schema: Unsatisfiable"),
         (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
         (
+            dict(grammar='start: %json {"const": 0.10000000000000000001}'),
+            "grammar: %json.const is 0.10000000000000000001: must have at most 15 digits",
+        ),
+        (
             dict(grammar='start: %json {"const": -9223372036854775808}'),
             "grammar: %json.const is -9223372036854775808: must be from",
         ),

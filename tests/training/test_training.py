@@ -527,7 +527,6 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
     assert_near(found.loss, summed / count, 1e-6)
 
 
-@pytest.mark.slow
 def test_the_run_folder_holds_what_it_should(config):
     config = replace(config, log_every=8, sample_tokens=7)
     result = fit(config)
@@ -559,6 +558,11 @@ def test_the_run_folder_holds_what_it_should(config):
     assert saved_steps(folder.checkpoints) == sorted({best, 15, 20})
     manifest = checkpoint.verify(checkpoint.step_path(folder.checkpoints, 20))
     assert manifest.metadata["val_loss"] == result.val_loss
+    last, chosen = load_run(config.out, "last"), load_run(config.out)
+    assert (last.step, chosen.step, chosen.which) == (20, best, "best")
+    assert_same_state(last.params, result.state.params)
+    assert last.config == result.config.model and last.run == result.config
+    assert last.tokenizer.to_bytes(last.tokenizer.encode("the cat")) == b"the cat"
 
 
 def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
