@@ -501,9 +501,9 @@ def test_layers_of_a_scanned_stack_are_taken_back_one_by_one(rng):
     scanned = ModelCache(jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *layers))
     length = np.array([0, 4, 6], np.int32)
     found = rewind_cache(scanned, length).layers
-    for i, one in enumerate(layers):
-        wanted = kv.rewind(one, jnp.asarray(length))
-        chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[:, i], found), wanted)
+    back = [kv.rewind(layer, jnp.asarray(length)) for layer in layers]
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *back)
+    chex.assert_trees_all_equal(found, wanted)
 
 
 def test_positions_are_int32_where_numbers_of_64_bits_are_enabled():
