@@ -160,6 +160,17 @@ def test_logits_of_a_table_in_8_bits_have_their_bias(rng, rows):
     assert_near(plain, x @ exact.T, 1e-5)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_inputs_and_outputs_of_a_kernel_are_those_of_its_product(scan):
+    config = dataclasses.replace(MODELS["decoder"], scan_layers=scan)
+    params = quantize(init_params(config, jax.random.key(0)), "int8")["decoder"]
+    attention = params["blocks" if scan else "block_0"]["attention"]
+    heads = config.num_heads, config.value_dim
+    query, out = attention["query"]["kernel"], attention["out"]["kernel"]
+    assert (query.inputs, query.outputs) == ((config.d_model,), (config.num_heads, config.key_dim))
+    assert (out.inputs, out.outputs) == (heads, (config.d_model,))
+
+
 @pytest.mark.slow
 def test_stacked_and_unstacked_kernels_are_the_same():
     config = MODELS["decoder"]

@@ -59,6 +59,10 @@ class Mutant:
         return source[: self.begin] + self.new.encode() + source[self.end :]
 
 
+SYMMETRIC = "isinstance", "max", "min", "maximum", "minimum"
+"""Functions of which no exchange of two arguments would be a fault that a test can see."""
+
+
 def is_number(node: ast.AST) -> bool:
     """Whether an expression is a number, with or without a minus sign."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -104,11 +108,12 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Constant() if is_number(node):
             yield "number", ast.Constant(node.value + 1)
         case ast.Call():
+            called = ast.unparse(node.func).rpartition(".")[2]
             for n, keyword in enumerate(node.keywords):
-                if keyword.arg is not None:
+                if keyword.arg is not None and (called, keyword.arg) != ("zip", "strict"):
                     left = [*node.keywords[:n], *node.keywords[n + 1 :]]
                     yield "dropped keyword", changed(keywords=left)
-            first = node.args[:2] if ast.unparse(node.func) != "isinstance" else []
+            first = node.args[:2] if called not in SYMMETRIC else []
             if len(first) == 2 and not any(isinstance(x, ast.Starred) for x in first):
                 if ast.dump(first[0]) != ast.dump(first[1]):
                     yield "swapped arguments", changed(args=[*first[::-1], *node.args[2:]])
