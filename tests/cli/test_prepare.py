@@ -170,6 +170,13 @@ def test_no_chunk_begins_between_the_characters_of_a_line_end(tmp_path, monkeypa
         assert all(content[c.start : c.start + 4] == b"line" for c in chunks)
 
 
+@pytest.mark.parametrize("content", ["", "\n\n \n"])
+def test_a_file_without_a_document_is_refused(content, tmp_path):
+    (tmp_path / "text.txt").write_text(content)
+    with pytest.raises(DataError, match=r"text.txt': has no document$"):
+        prepare(config(str(tmp_path / "text.txt")), tmp_path / "out")
+
+
 def test_parquet(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -36,7 +36,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.optimizers import Lion
-from transformer_jax.config.tasks import TASKS, ChatTask
+from transformer_jax.config.tasks import TASKS, ChatTask, RecallTask
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.functional import activate
 
@@ -585,6 +585,13 @@ def test_feed_forward_sizes_are_those_of_the_table():
         "bert-large": (1024, 4096),
         "gpt2": (768, 3072),
     }
+
+
+def test_the_limits_of_recalled_pairs_may_be_reached():
+    task = RecallTask(pairs=4, letters=4, queries=4)
+    assert (task.pairs, task.letters, task.queries) == (4, 4, 4)
+    with pytest.raises(ConfigError, match="pairs is 5: must not exceed letters 4"):
+        RecallTask(pairs=5, letters=4, queries=4)
 
 
 def test_only_the_first_transformer_scales_its_embeddings():

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -109,12 +109,9 @@ def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
 
 def test_the_space_before_the_first_word_of_a_chat_alone_is_left_out():
     asked = SimpleNamespace(endpoint="chat", stop=())
-    ticket = SimpleNamespace(num_tokens=9, matcher=None, asked=asked)
-    writer = SimpleNamespace(ended=False)
-    row: Any = SimpleNamespace(
-        ticket=ticket, writer=writer, whole=False, count=1, decided=0, held=[], shared=0
-    )
-    unused: Any = None
+    ticket: Any = SimpleNamespace(num_tokens=9, matcher=None, asked=asked)
+    writer: Any = SimpleNamespace(ended=False)
+    row, unused = engine_module._Row(ticket, writer), cast(Any, None)
     assert [Engine._part(unused, row, [text]).text for text in (" a", " b")] == ["a", " b"]
 
 
