@@ -17,11 +17,13 @@ from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.attention.masks import (
     Causal,
     Dense,
+    Everything,
     Padding,
     Predicate,
     Prefix,
     Segments,
     Window,
+    causal_window,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -608,3 +610,11 @@ def test_a_mask_has_no_truth_value(mask):
             ask(mask)
     with pytest.raises(TypeError, match=re.escape(repr(mask))):
         operator.not_(mask)
+
+
+def test_what_a_mask_says_of_the_past_is_found_in_its_parts():
+    assert causal_window(Causal()) == (True, None)
+    assert causal_window(Everything()) == (False, None)
+    assert causal_window(Causal() & Window(5)) == causal_window(Window(5) & Causal()) == (True, 5)
+    assert causal_window(Window(5) & Window(3)) == (False, 3)
+    assert causal_window(Causal() | Window(5)) is causal_window(Window(5, 1)) is None

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -26,7 +27,7 @@ from transformer_jax.decoding.generation import generate, prefill
 from transformer_jax.decoding.logit_processors import NoRepeatNGram, PresencePenalty
 from transformer_jax.decoding.proposers import Draft, PromptLookup, Proposal, Proposer
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature, TopK
-from transformer_jax.decoding.speculative import acceptance, residual, speculate
+from transformer_jax.decoding.speculative import _verify, acceptance, residual, speculate
 from transformer_jax.decoding.step import Step, make_step
 from transformer_jax.models.factory import build, init_cache
 from transformer_jax.models.stack import stack_layers
@@ -474,6 +475,21 @@ def test_a_proposal_that_stays_or_is_drawn_anew_has_the_models_distribution(rng)
     some = q > 0
     np.testing.assert_allclose(stay[some], np.minimum(1, p[some] / q[some]), rtol=0, atol=1e-6)
     assert total.shape == (100, 7) and some.sum() > 500
+
+
+def test_after_the_last_proposal_the_token_is_drawn_from_the_model_alone():
+    """It is not drawn from what the model has more than the proposal before it."""
+    rows, certain = 256, jnp.array([-50.0, 50.0, -50.0])
+    after = jnp.array([0.0, 0.0, -50.0])
+    logits = jnp.broadcast_to(jnp.stack([certain, certain, after]), (rows, 3, 3))
+    options: Any = SimpleNamespace(sampler=Sample())
+    keys, count = jax.random.split(jax.random.key(5), rows), jnp.zeros(rows, jnp.int32)
+    state: Any = SimpleNamespace(keys=keys, count=count)
+    proposal, usable = Proposal(jnp.ones((rows, 2), jnp.int32)), jnp.ones((rows, 2), bool)
+    accepted, token = _verify(options, state, logits, proposal, usable)
+    assert (accepted == 2).all()
+    counts = np.bincount(token, minlength=3)
+    assert counts[2] == 0 and abs(counts[0] - rows / 2) < 5 * (rows / 4) ** 0.5
 
 
 def test_where_nothing_is_left_the_residual_is_the_distribution_itself():
