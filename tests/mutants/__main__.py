@@ -131,22 +131,24 @@ def attempt(mutant: Mutant, copy: Path, arguments: list[str], limit: float) -> d
     return result | {"killed": lines[0][:200] if lines else f"pytest ended with {status}"}
 
 
-def judge(mutant: Mutant, copy: Path, known: LineMap, tests: str) -> dict[str, Any]:
-    """Run the `default` or the `slow` tests of a mutant until one fails."""
+def judge(
+    mutant: Mutant, copy: Path, known: LineMap, tests: str, more: list[str]
+) -> dict[str, Any]:
+    """Run the `default` or the `slow` tests of a mutant, and of `more` files, until one fails."""
     reached = known.tests(mutant)
-    files = files_of(mutant, reached)
+    files = [*more, *files_of(mutant, reached)]
     if tests == "slow":
         return attempt(mutant, copy, ["-m", "slow and not long", *files], LIMIT[tests])
     result: dict[str, Any] = {"killed": None, "seconds": 0.0}
     others = [test for test in reached[FIRST:] if test.partition("::")[0] not in files]
-    for chosen in (reached[:FIRST], files, others) if reached else ():
+    for chosen in (reached[:FIRST], files, others) if reached or more else ():
         left = LIMIT[tests] - result["seconds"]
         if chosen and result["killed"] is None and left > 0:
-            more = attempt(mutant, copy, ["-m", "not slow", *chosen], left)
+            found = attempt(mutant, copy, ["-m", "not slow", *chosen], left)
             usual = sum(known.seconds.get(test, left) for test in chosen)
-            if more.get("timeout") and usual < left / 3:
-                more["killed"] = "its tests hang"
-            result = more | {"seconds": round(more["seconds"] + result["seconds"], 1)}
+            if found.get("timeout") and usual < left / 3:
+                found["killed"] = "its tests hang"
+            result = found | {"seconds": round(found["seconds"] + result["seconds"], 1)}
     return result | {"tests": len(reached)}
 
 
@@ -207,6 +209,10 @@ def main() -> int:
     parser.add_argument("--folder", action="append", help="a folder of the package; default all")
     parser.add_argument("--count", type=int, default=20, help="mutants of each folder")
     parser.add_argument("--key", action="append", help="one mutant, by its name in the table")
+    parser.add_argument(
+        "--tests", action="append", default=[],
+        help="a file of tests to run besides: some read a table, but run no line of its file",
+    )  # fmt: skip
     parser.add_argument("--slow", action="store_true", help="also run slow tests on survivors")
     parser.add_argument("--again", action="store_true", help="run survivors again")
     parser.add_argument("--list", action="store_true", help="only print the mutants")
@@ -255,7 +261,7 @@ def main() -> int:
                 if done or (tests == "slow" and row["default"]["killed"]):
                     continue
                 ast.parse(mutant.text((copy / mutant.file).read_bytes()))
-                row[tests] = judge(mutant, copy, known, tests)
+                row[tests] = judge(mutant, copy, known, tests, args.tests)
                 with args.results.open("a") as stream:
                     stream.write(json.dumps(row) + "\n")
                 what = f"{mutant.kind}: {mutant.old[:60]} -> {mutant.new[:60]}"

@@ -202,7 +202,6 @@ def test_what_was_written_stays_new_where_it_is_read_anew(params):
     assert whole == "ABCDEFGHI" + "JKLM"
 
 
-@pytest.mark.long
 def test_what_is_out_of_sight_counts():
     """Of a count of new tokens, those that were written before the text is read anew."""
     left = {gone: _unsaid(ForceLast(5, 2), gone) for gone in (0, 3, 5)}
@@ -214,6 +213,7 @@ def test_what_is_out_of_sight_counts():
     ]
 
 
+@pytest.mark.long
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
