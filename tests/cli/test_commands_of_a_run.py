@@ -1,0 +1,66 @@
+"""A run is trained once, and every command that reads a run is compared with the library's call."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.__main__ import main as run_command
+from transformer_jax.pretrained.load import load_pretrained
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MODEL = tj.ModelConfig(d_model=24, num_heads=2, num_layers=1, d_ff=29, max_len=13, positions="rope")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, quick_compilation) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    words = np.random.default_rng(5).choice(["the", "cat", "sat", "on", "a", "mat", "\n"], 301)
+    (folder / "text.txt").write_text(" ".join(words))
+    config = tj.TrainConfig(
+        model=MODEL, data=str(folder / "text.txt"), out=str(folder / "run"), val_fraction=0.2,
+        steps=4, batch_size=3, warmup_steps=1, eval_every=2, checkpoint_every=2, sample_tokens=0,
+    )  # fmt: skip
+    assert tj.fit(config).step == 4
+    return config.out
+
+
+def test_what_is_generated_is_what_the_loaded_model_writes(run, capsys):
+    argv = ["--run", run, "--prompt", "the cat", "--tokens", "9", "--temperature", "0"]
+    assert run_command(["generate", *argv]) == 0
+    wanted = tj.load(run).generate("the cat", 9)
+    assert capsys.readouterr().out.rstrip("\n") == ("the cat" + wanted).rstrip("\n")
+
+
+def test_a_text_is_judged_as_by_the_loaded_model(run, capsys):
+    assert run_command(["evaluate", "--run", run, "--prompt", "a cat sat", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nats"] == pytest.approx(tj.load(run).score("a cat sat").nats)
+
+
+def test_a_plan_of_a_run_counts_its_parameters(run, capsys):
+    assert run_command(["plan", "--run", run, "--target", "cpu", "--quick"]) == 0
+    assert f"{tj.num_params(tj.load(run).config):,}" in capsys.readouterr().out
+
+
+def test_what_is_exported_and_what_is_converted_are_the_run_s(run, tmp_path):
+    model = tj.load(run)
+    (tmp_path / "p").mkdir()
+    exported, written = tmp_path / "e", tmp_path / "w"
+    argv = ["--model", run, "--to", str(exported), "--context", "13", "--platforms", "cpu"]
+    assert run_command(["export", *argv]) == 0
+    ids = model.tokenizer.encode("the cat").tolist()
+    decode = runpy.run_path(str(exported / "decode.py"))["decode"]
+    (found,) = decode(exported, [ids], 5)
+    wanted = model.generate("the cat", 5)
+    assert model.tokenizer.to_bytes(found).decode() == wanted
+    assert run_command(["convert", "--run", run, "--to", str(written), "--dtype", "bfloat16"]) == 0
+    config, params = load_pretrained(written)
+    assert config.dtype == "bfloat16"
+    table = np.asarray(model.params["embed"]["tokens"]).astype(params["embed"]["tokens"].dtype)
+    np.testing.assert_array_equal(params["embed"]["tokens"], table)
