@@ -26,7 +26,7 @@ NOTEBOOKS = {
 }
 """Name of a notebook: its page, and the sections that it takes after the beginning (None: all)."""
 
-PRINTED = re.compile(r"```(?:python|sh)\n.*?```\n((?:\n(?:    [^\n]*\n)+)?)", flags=re.S)
+PRINTED = re.compile(r"```python\n.*?```\n((?:\n(?:    [^\n]*\n)+)?)", flags=re.S)
 """Code of a page, and the indented lines after it: what it prints."""
 
 SET_UP = """# Install the package from the checkout that this notebook lies in. Where there is none,
@@ -71,6 +71,7 @@ def notebook(name: str) -> str:
 def as_notebook(page: str) -> str:
     """Return a page without outputs, with formulas and links as a notebook reads them."""
     page = PRINTED.sub(lambda found: found[0].removesuffix(found[1]), page)
+    page = page.replace("```sh\n", "```\n")  # commands for a run of the reader's own
     page = re.sub(r"```math\n(.*?)```", lambda m: f"$$\n{m[1]}$$", page, flags=re.S)
     page = re.sub(r"\$`(.+?)`\$", r"$\1$", page)
     page = re.sub(r"<!-- notebook .*? -->\n\n", "", page)

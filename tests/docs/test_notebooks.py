@@ -62,4 +62,4 @@ def test_notebooks_run(path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     printed = [any(output.get("name") == "stdout" for output in cell.outputs) for cell in cells]
-    assert printed[1:] == stored[1:] and sum(printed) >= 3
+    assert all(printed[n] for n, there in enumerate(stored) if there) and sum(stored) >= 3
