@@ -160,29 +160,32 @@ def share(killed: int, of: int) -> str:
     return f"{killed} ({p:.0%}; {middle - width:.0%} to {middle + width:.0%})"
 
 
-def table(results: dict[str, dict[str, Any]], seed: int) -> str:
+def table(results: dict[str, dict[str, Any]]) -> str:
     """Return the page: killed by folder and by kind, and what became of each survivor."""
     lines = [
         "# Random mutants",
         "",
-        f"`python -m tests.mutants --seed {seed}` planted each of these one-token changes alone in",
-        "a copy of the project. A mutant is killed if a test fails. Equivalent mutants, and those",
-        "that change only speed, do not count: `tests/mutants/judged.py` has the judgement of each",
-        "survivor. Shares have their 95 % interval.",
+        "`python -m tests.mutants` planted each of these one-token changes alone in a copy of the",
+        "project. A mutant is killed if a test fails. Equivalent mutants, and those that change",
+        "only speed, do not count: `tests/mutants/judged.py` has the judgement of each survivor.",
+        'Shares have their 95 % interval. "First" is the share before survivors of the same draw',
+        "became tests. After that, only a new draw says which share of all mutants is killed.",
         "",
     ]
     counted = [r for key, r in results.items() if JUDGED.get(key, ("hole", ""))[0] == "hole"]
-    for field, title in (("folder", "folder"), ("kind", "change")):
-        lines += [f"| {title} | mutants | killed by default | slow tests included |"]
-        lines += ["|---|---|---|---|"]
+    for field, title in (("folder", "folder"), ("kind", "change"), ("seed", "draw of `--seed`")):
+        lines += [f"| {title} | mutants | killed by default, first | now | slow tests included |"]
+        lines += ["|---|---|---|---|---|"]
         for group in [*sorted({row[field] for row in counted}), "all"]:
             rows = [row for row in counted if group in (row[field], "all")]
+            first = share(sum(bool(row["first"]) for row in rows), len(rows))
             quick = [row for row in rows if row["default"]["killed"]]
             slow = [row for row in rows if row.get("slow", {}).get("killed")]
             unknown = [r for r in rows if not r["default"]["killed"] and "slow" not in r]
             both = share(len({id(row) for row in quick + slow}), len(rows))
             also = "not run" if unknown else both
-            lines.append(f"| {group} | {len(rows)} | {share(len(quick), len(rows))} | {also} |")
+            now = share(len(quick), len(rows))
+            lines.append(f"| {group} | {len(rows)} | {first} | {now} | {also} |")
         lines.append("")
     lines += ["| survivor of the default tests | change | slow tests | judgement |"]
     lines += ["|---|---|---|---|"]
@@ -242,9 +245,10 @@ def main() -> int:
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.touch()
     for line in map(json.loads, args.results.read_text().splitlines()):
-        results[line["key"]] = results.get(line["key"], {}) | line
+        line = {"first": line["default"]["killed"], "seed": args.seed} | line
+        results[line["key"]] = line | {"first": results.get(line["key"], line)["first"]}
     if args.write:
-        args.write.write_text(table(results, args.seed))
+        args.write.write_text(table(results))
         return 0
     known = LineMap()
     for name in IMPORTED:
@@ -253,7 +257,8 @@ def main() -> int:
         copy = Path(temporary)
         copy_project(copy)
         for mutant in chosen:
-            row = results.get(mutant.key, {"key": mutant.key, "folder": folder_of(mutant.file)})
+            row = results.get(mutant.key, {"key": mutant.key, "seed": args.seed})
+            row["folder"] = folder_of(mutant.file)
             for name in ("file", "line", "kind", "where", "old", "new"):
                 row[name] = getattr(mutant, name)
             for tests in ("default", "slow") if args.slow else ("default",):

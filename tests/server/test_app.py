@@ -107,6 +107,16 @@ def test_the_likeliest_text_is_that_of_the_model_alone(client, engine):
     assert is_idle(engine)
 
 
+def test_a_prompt_and_its_answer_may_fill_the_context():
+    """The last token is not read, so that there is room for one more than the context."""
+    engine, ids = Engine(tiny(), context=9), tuple(tiny().read("cab").tolist())
+    room = 9 + 1 - len(ids)
+    assert engine.read(Asked("completion", ids, room))[1] == room
+    assert engine.read(Asked("completion", ids))[1] == room
+    with pytest.raises(RequestError, match=f"and {room + 1} new ones are asked for"):
+        engine.read(Asked("completion", ids, room + 1))
+
+
 def test_the_space_before_the_first_word_of_a_chat_alone_is_left_out():
     asked = SimpleNamespace(endpoint="chat", stop=())
     ticket: Any = SimpleNamespace(num_tokens=9, matcher=None, asked=asked)
