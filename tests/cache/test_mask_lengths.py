@@ -8,6 +8,8 @@ import pytest
 
 import transformer_jax as tj
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def test_a_mask_shorter_than_what_a_cache_holds_is_refused() -> None:
     """A mask of 3 for 4 tokens read and 1 more is refused; one of 5 gives what no mask gives."""
@@ -20,13 +22,13 @@ def test_a_mask_shorter_than_what_a_cache_holds_is_refused() -> None:
         with pytest.raises(ValueError, match="valid has length 3 for"):
             mask = tj.Causal() & tj.Padding(valid[:, :3])
             model.apply(variables, first, cache=cache, mask=mask)
-    _, cache = model.apply(variables, tokens[:, :4], cache=cache)
+    _, cache = jax.jit(model.apply)(variables, tokens[:, :4], cache=cache)
     with pytest.raises(ValueError, match="valid has length 3 for 5"):
         mask = tj.Causal() & tj.Padding(valid[:, :3])
         model.apply(variables, tokens[:, 4:], cache=cache, mask=mask)
     mask = tj.Causal() & tj.Padding(valid)
     found, _ = model.apply(variables, tokens[:, 4:], cache=cache, mask=mask)
-    wanted, _ = model.apply(variables, tokens)
+    wanted, _ = jax.jit(model.apply)(variables, tokens)
     assert jnp.abs(found[:, 0] - wanted[:, -1]).max() < 1e-5
 
 

@@ -486,7 +486,7 @@ def test_after_the_last_proposal_the_token_is_drawn_from_the_model_alone():
     keys, count = jax.random.split(jax.random.key(5), rows), jnp.zeros(rows, jnp.int32)
     state: Any = SimpleNamespace(keys=keys, count=count)
     proposal, usable = Proposal(jnp.ones((rows, 2), jnp.int32)), jnp.ones((rows, 2), bool)
-    accepted, token = _verify(options, state, logits, proposal, usable)
+    accepted, token = jax.jit(partial(_verify, options, state))(logits, proposal, usable)
     assert (accepted == 2).all()
     counts = np.bincount(token, minlength=3)
     assert counts[2] == 0 and abs(counts[0] - rows / 2) < 5 * (rows / 4) ** 0.5
