@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels.contract import LOWEST, Index, Operands, Problem, Saved
+from transformer_jax.kernels.contract import LOWEST, Index, Operands, Problem, Saved, out_dtype
 from transformer_jax.kernels.dropout import mix, threshold
 from transformer_jax.kernels.nvidia.memory import (
     COLUMN,
@@ -181,7 +181,8 @@ def divided(
         shrink = jnp.exp2(row_max - grown)
         total, row_max = total * shrink + jnp.exp2(sink - grown), grown
     factor = jnp.where(live, shrink / total, 0) * (1 / (1 - problem.dropout_rate))
-    return (acc * across(factor, acc)).astype(operands.query.dtype), row_max, total, live
+    out = (acc * across(factor, acc)).astype(out_dtype(problem, operands))
+    return out, row_max, total, live
 
 
 def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]

@@ -239,7 +239,6 @@ def test_the_kernels_trace_where_python_integers_have_64_bits():
     assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 @pytest.mark.parametrize("bias", [None, (1, 4, 256, 1)], ids=["plain", "bias"])
 def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):
