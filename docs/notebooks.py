@@ -2,9 +2,9 @@
 
     python docs/notebooks.py
 
-A notebook is a page, or some of its sections; what the page says that code prints is the output of
-its cell. tests/docs/test_docs.py runs the pages and compares what they print;
-tests/docs/test_notebooks.py runs the notebooks.
+A notebook is a page or some of its sections. The output that the page shows below a block of code
+becomes the output of its cell. tests/docs/test_docs.py runs the code of the pages and checks that
+output; tests/docs/test_notebooks.py runs the notebooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTEBOOKS = {
 """Name of a notebook: its page, and the sections that it takes after the beginning (None: all)."""
 
 PRINTED = re.compile(r"```python\n.*?```\n((?:\n(?:    [^\n]*\n)+)?)", flags=re.S)
-"""Code of a page, and the indented lines after it: what it prints."""
+"""Match a block of code and the indented lines below it, which show its output."""
 
 SET_UP = """# Install the package from the checkout that this notebook lies in. Where there is none,
 # as in Colab, make one first: !git clone ADDRESS checkout; %cd checkout/docs/notebooks

@@ -7,9 +7,9 @@ With x_ij = q_i . k_j for the pairs that the mask lets see each other:
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
 The division follows the product with v, so neither pass reads the scores to normalise them. In 16
-bits, derivatives are those of normalised weights instead, with one rounding of what meets v. If JAX
-differentiated the product and the division one by one, a cotangent that is rounded to 16 bits would
-meet a denominator's that is not, and a query with one visible key would have a gradient.
+bits, the backward pass differentiates normalised weights instead: separate derivatives of product
+and division would combine a rounded cotangent with an unrounded one, and give a query that sees a
+single key a gradient.
 
 A product with a masked weight is 0 only while the other factor is finite, and a softcap or an
 exponential makes some of inf finite. Rows of query, key or value that hold NaN or inf are therefore

@@ -60,6 +60,7 @@ _INSTEAD = {
 }
 _LARGEST = 2**53 - 1
 _MOST_CHARACTERS = 2**32 - 1
+"""Limit of a length, which the parser holds in 32 bits."""
 _MOST_PLACES = 8
 """Limit of the decimals of a multiple: the parser computes 9 * 10^decimals in 32 bits."""
 _MOST_REMAINDERS, _MOST_STATES = 2**16 - 1, 2**14
