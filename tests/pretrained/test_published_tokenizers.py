@@ -41,7 +41,7 @@ def test_roles_and_options_of_a_class_are_the_defaults_of_its_arguments(name):
     named = {role: str(token) for role, token in defaults.items() if token is not None}
     assert CLASSES[name].roles == named
     usual = {"src_lang": {"MBart": "en_XX", "MBart50": "en_XX", "Nllb": "eng_Latn"}.get(name)}
-    usual["add_prefix_space"] = {"Qwen2": False}.get(name)
+    usual["add_prefix_space"] = {"Qwen2": False, "Llama": True}.get(name)
     for option, value in CLASSES[name].options.items():
         default = given[option].default
         default = usual.get(option) if default is None else default
