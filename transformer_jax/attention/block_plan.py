@@ -75,7 +75,7 @@ def lists_of(classes: Array) -> TileLists:
     if traced(classes):
         return tile_lists(classes)
     with at_once(classes):
-        return jax.tree.map(jnp.asarray, tile_lists(np.asarray(classes)))
+        return jax.device_put(tile_lists(np.asarray(classes)))
 
 
 @short_repr

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax import lax
 
@@ -119,10 +120,11 @@ def mask_of(call: AttentionCall) -> Mask:
 
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
+    given = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with at_once(call.mask, call.q_positions, call.k_positions):
-        plan = mask_of(call).block_plan(
-            *call.positions(sizes.T, sizes.S), block_q=sizes.block_q, block_k=sizes.block_k
-        )
+        # indices are NumPy's: then nothing is compiled for the plan of a mask without arrays
+        places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in given]
+        plan = mask_of(call).block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
         rows = sizes.rows if plan.classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
