@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ pytest.importorskip("transformers")
 
 from tests.support.drawn import drawn
 from tests.support.published import LOGITS, apply, torch, transformers
-from transformer_jax.cli.convert import tokenizer_files
-from transformer_jax.config import ConfigError, Learned, ModelConfig, Rope
+from transformer_jax.cli.convert import TASK_TYPES, tokenizer_files
+from transformer_jax.config import ConfigError, Learned, LoraConfig, ModelConfig, Rope
+from transformer_jax.models.lora import apply_lora, init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
 from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.pretrained.peft import save_lora
 from transformer_jax.pretrained.save import check_tokenizer, save_pretrained
+from transformer_jax.pretrained.tensors import tensor_names
 from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -96,19 +100,32 @@ def small(params: Any) -> Any:
     return jax.tree.map(lambda x: x * np.float32(0.25), params)
 
 
-def differs(config: ModelConfig, folder: Path, rng: np.random.Generator) -> float:
-    """The largest difference of logits to those of transformers, which only gets the folder."""
+HEADS = {
+    "encoder": transformers.AutoModelForMaskedLM,
+    "decoder": transformers.AutoModelForCausalLM,
+    "encoder-decoder": transformers.AutoModelForSeq2SeqLM,
+}
+
+
+def differs(
+    config: ModelConfig,
+    folder: Path,
+    rng: np.random.Generator,
+    *,
+    adapter: Path | None = None,
+    params: Any = None,
+) -> float:
+    """The largest difference of logits to those of transformers, which only gets the folders."""
     ids = rng.integers(3, VOCAB - 10, (2, 19), dtype=np.int32)
     given = {"input_ids": torch.tensor(ids).long()}
-    params = small(drawn(config))
+    params = small(drawn(config)) if params is None else params
+    model = HEADS[config.kind].from_pretrained(folder).eval()
+    if adapter is not None:
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter).eval()
     if config.kind == "encoder-decoder":
-        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
         got = apply(config, params)(ids, source=ids)[0]
         given["decoder_input_ids"] = given["input_ids"]
     else:
-        encoder = config.kind == "encoder"
-        auto = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(folder).eval()
         got = apply(config, params)(ids)[0]
     with torch.no_grad():
         want = model(**given).logits.numpy()
@@ -133,6 +150,32 @@ def test_transformers_reads_what_is_written(family, rng, tmp_path, caplog):
     if family == "marian":  # whose class needs a number here, and whose generate then fails
         assert ids.pop("decoder_start_token_id") == 58100
     assert all(value is None or value < VOCAB for value in ids.values()), ids
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_reads_adapters_of_all_linear_layers_or_they_are_refused(family, rng, tmp_path):
+    """Those of experts, and of a nomic_bert, can only be merged."""
+    config = config_of(family)
+    params, lora = small(drawn(config)), LoraConfig(rank=2, alpha=3.0, targets="all-linear")
+    adapters = jax.tree.map(
+        lambda x: 0.2 * rng.standard_normal(x.shape, np.float32),
+        init_lora(params, lora, jax.random.key(0)),
+    )
+    save_pretrained(tmp_path / "m", config, params, family=family)
+    save = partial(
+        save_lora, tmp_path / "adapter", params, adapters, lora, tensor_names(config, family),
+        task_type=TASK_TYPES.get(config.kind), fan_in_fan_out=family == "gpt2",
+    )  # fmt: skip
+    if config.experts is not None or family == "nomic_bert":
+        with pytest.raises(ValueError, match="merge"):
+            save()
+        return
+    save()
+    both = apply_lora(params, adapters, lora)
+    assert differs(config, tmp_path / "m", rng, params=both) > 100 * LOGITS
+    assert differs(config, tmp_path / "m", rng, params=both, adapter=tmp_path / "adapter") <= LOGITS
 
 
 @pytest.mark.slow

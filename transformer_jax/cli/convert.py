@@ -81,7 +81,7 @@ def _save_anew(
     return [_written(target, params)]
 
 
-_TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
+TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 """What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
 
 
@@ -104,7 +104,7 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     written = save_lora(
         target, shapes, adapters, config.lora, names, base_model=config.init_from or "",
-        task_type=_TASK_TYPES.get(model.kind), fan_in_fan_out=family == "gpt2",
+        task_type=TASK_TYPES.get(model.kind), fan_in_fan_out=family == "gpt2",
     )  # fmt: skip
     count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
     return [

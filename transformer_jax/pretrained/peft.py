@@ -46,11 +46,15 @@ class InTurn(tuple[str, ...]):
     """Name the kernels of a weight whose outputs take turns, in `runs` runs of a part of each."""
 
     runs: int
+    renamed_by: str
 
-    def __new__(cls, names: Iterable[str], runs: int = 1) -> InTurn:
-        """Take the paths in the order of a run, and how many runs there are."""
+    def __new__(cls, names: Iterable[str], runs: int = 1, renamed_by: str = "") -> InTurn:
+        """Take the paths in the order of a run, and how many runs there are.
+
+        `renamed_by` is a family whose modules have other names in transformers than in its files.
+        """
         made = super().__new__(cls, names)
-        made.runs = runs
+        made.runs, made.renamed_by = runs, renamed_by
         return made
 
     def rows(self, widths: Sequence[int]) -> np.ndarray:
@@ -116,9 +120,15 @@ def save_lora(
 
     Raises:
         CheckpointError: if the folder holds an adapter, unless `overwrite`.
-        ValueError: if adapters do not fit parameters, config or names, or all are zero.
+        ValueError: if adapters do not fit parameters, config or names, or all are zero; or if PEFT
+            would not find the modules, as in a nomic_bert.
     """
     check_path("path", path)
+    if renamed_by := next((x.renamed_by for x in names.values() if isinstance(x, InTurn)), ""):
+        raise ValueError(
+            f"names is of a {renamed_by}: transformers names its modules differently from its "
+            "files, and PEFT would not find them: merge the adapters"
+        )
     folder = Path(path)
     _check_replaceable(folder, overwrite)
     found, flat = matrices(params), flatten(adapters)

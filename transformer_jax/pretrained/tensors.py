@@ -111,7 +111,8 @@ def tensor_names(
             continue
         name = name.removeprefix(chosen.prefix) if bare else name
         runs = 1 if mapping.layout.rows is None else mapping.layout.rows.groups
-        names[name] = InTurn((*names.get(name, ()), mapping.param), runs)
+        renamed_by = chosen.name if chosen.renames_modules else ""
+        names[name] = InTurn((*names.get(name, ()), mapping.param), runs, renamed_by)
     return dict(names)
 
 

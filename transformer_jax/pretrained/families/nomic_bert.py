@@ -122,6 +122,7 @@ NOMIC_BERT = Family(
     _table,
     prefix="nomic_bert.",
     needed_ids=("pad_token_id",),
+    renames_modules=True,  # Wqkv is q_proj, k_proj and v_proj
     tied_copies={
         "cls.predictions.decoder.weight": "nomic_bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

@@ -273,6 +273,8 @@ class Family:
     """Whether encoder and decoder share a table in transformers only if the output does, too."""
     needed_ids: tuple[str, ...] = ()
     """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
+    renames_modules: bool = False
+    """Whether modules have other names in transformers than the tensors of the files."""
     joined_experts: bool = False
     """Whether a tensor holds a matrix of all experts of a block, and not of one."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
