@@ -503,6 +503,50 @@ def vanishing_gradients() -> Any:
     return {"measure": measure}, printed.replace("e+00", "e+00"), [curves], []
 
 
+def variants() -> Any:
+    """A small grammar with 31 letters as tokens; bytes by the sizes of the model."""
+    names = ["8 heads (MHA)", "2 key heads (GQA)", "1 key head (MQA)", "1 head", "no norm"]
+    texts = importlib.import_module("transformer_jax.demos.embeddings").sentences()
+    length, asked = len("\n".join(map(" ".join, texts))), list[Any]()
+
+    class Letters:
+        vocab_size = 31
+
+        @classmethod
+        def train(cls, text, size):
+            assert (size, len(text)) == (1024, 9 * length // 10)
+            return cls()
+
+        def encode(self, text):
+            return [ord(letter) % 31 for letter in text]
+
+    def losses(i):
+        return 1.1 + i / 10 + np.array([0, -0.05, 0.05])
+
+    def held_out_losses(config, rows, held_out, steps, seeds):
+        assert (steps, [*seeds], rows.shape[1], held_out.shape[1]) == (20, [0, 1, 2], 65, 65)
+        counts = len(rows), len(held_out)
+        assert counts == ((9 * length // 10 - 1) // 64, (length - 9 * length // 10 - 1) // 64)
+        asked.append(config)
+        return losses(len(asked) - 1)
+
+    said, table = [], ["variant parameters cache KiB nats least most perplexity"]
+    for i, name in enumerate([*names, "tables apart"]):
+        keys = {1: 2 * 8, 2: 8}.get(i, 64)  # numbers of the keys of a token
+        kib = 2 * (1024 * (2 * keys + 1) * 4 + 4) // 1024  # keys, values, positions, the next one
+        said.append(f"{name} {losses(i)}")
+        figures = f"{1.1 + i / 10:.3f} {1.05 + i / 10:.3f} {1.15 + i / 10:.3f}"
+        perplexity = f"{math.exp(1.1 + i / 10):.1f}"
+        table.append(f"{name} {123_001 + i:,} {kib} {figures} {perplexity}")
+    said.append("31 tokens, 20 steps of 12 rows of 64, 3 seeds")
+    points = [(np.exp(losses(i)), [i] * 3) for i in range(6)]
+    stand_ins = {
+        "BPETokenizer": Letters, "held_out_losses": held_out_losses,
+        "num_params": lambda config: 123_000 + asked.index(config) + 1,
+    }  # fmt: skip
+    return stand_ins, "\n".join(said + table), [points], []
+
+
 def window_choice() -> Any:
     windows, late = np.array([1, 2, 4, 8, 16]), np.array([0, 1, 2, 4, 8])
     means = windows[:, None] / 100 + late / 10  # [windows, delays]
@@ -524,7 +568,7 @@ def window_choice() -> Any:
 CASES = [
     activations, alignment, decoding_cost, depth, embeddings, exposure_bias, length_extrapolation,
     memory, norm_order, operations, path_length, perceptron, permutation, receptive_field,
-    rotations, score_variance, streaming_windows, vanishing_gradients, window_choice,
+    rotations, score_variance, streaming_windows, vanishing_gradients, variants, window_choice,
     worked_attention,
 ]  # fmt: skip
 
