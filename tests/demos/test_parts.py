@@ -194,7 +194,7 @@ def untrained(monkeypatch, module: Any, steps: tuple[int, ...], rate: float) -> 
     monkeypatch.setattr(module, "init_params", init_params)
 
 
-@pytest.mark.slow_except("memory")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["memory", "length_extrapolation", "exposure_bias", "variants"])
 def test_a_model_of_zeros_guesses(name, monkeypatch):
     """Compare shares and losses of a model that finds all tokens alike with those of token 0."""

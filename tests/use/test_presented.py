@@ -198,8 +198,8 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
 
 
 def test_programs_have_the_shapes_that_tools_read():
-    """Trace them: patches of 3 places, 2 blocks, 5 tokens and 2 heads."""
-    config = replace(CONFIG, d_model=4)
+    """Trace them: patches of 3 places, 1 block, 5 tokens and 2 heads."""
+    config = replace(CONFIG, d_model=4, num_layers=1)
 
     def shapes(name: str, *given: Any, **fixed: Any) -> Any:
         function = getattr(programs, name).function
@@ -210,11 +210,11 @@ def test_programs_have_the_shapes_that_tools_read():
 
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     tokens, ids = np.zeros((1, 5), np.int32), np.zeros(2, np.int32)
-    assert shapes("patched", params, tokens, tokens, {}, ids, at=3) == ((), (), (3, 2, 5), [(2, 2)])
-    assert shapes("without", params, tokens, {}, ids, at=3) == ((), [(2, 2)])
-    assert shapes("lens", params, tokens, {}, count=3, kinds=7) == ((3, 5, 3), (3, 5, 3))
+    assert shapes("patched", params, tokens, tokens, {}, ids, at=3) == ((), (), (3, 1, 5), [(1, 2)])
+    assert shapes("without", params, tokens, {}, ids, at=3) == ((), [(1, 2)])
+    assert shapes("lens", params, tokens, {}, count=3, kinds=7) == ((2, 5, 3), (2, 5, 3))
     assert shapes("logits", params, tokens, {}, at=3) == (11,)
-    assert shapes("weights", params, tokens, {}) == (1, 2, 2, 5, 5)
+    assert shapes("weights", params, tokens, {}) == (1, 1, 2, 5, 5)
     encoder = replace(CONFIG, kind="encoder-decoder", num_layers=3, num_decoder_layers=5)
     names = ["residual", "attention/output", "cross_attention/output"]
     assert programs.streams(encoder) == [*names, "feed_forward/output"]
