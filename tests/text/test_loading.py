@@ -112,3 +112,28 @@ def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_p
     )
     monkeypatch.setattr(decode_exported, "_read", lambda file, read: letters)
     assert run("cd") == ["bcdh"] and asked[-1][1] == [[1, 2, 3]]
+
+
+def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
+    """A part that the run trained whole keeps its place, and the base gives none of it."""
+    monkeypatch.setattr(
+        text_model, "init_params", lambda config, key: {"a": jnp.ones(2), "b": jnp.ones(3)}
+    )
+    base = {"a": np.float32([5, 6]), "b": np.float32([7, 8, 9])}
+    asked: list[Any] = []
+
+    def base_params(init_from, scanned):
+        asked.append((init_from, scanned))
+        return base
+
+    monkeypatch.setattr(text_model, "base_params", base_params)
+    monkeypatch.setattr(text_model, "check_base", lambda *given: asked.append(given))
+    config = SimpleNamespace(
+        init_from="m", model=replace(CONFIG, scan_layers=True), trained_whole=("b",)
+    )
+    found = text_model._adapted_base(config, {"base_sha256": "x"})
+    assert {name: np.asarray(x).tolist() for name, x in found.items()} == {
+        "a": [5, 6],
+        "b": [0] * 3,
+    }
+    assert asked == [("m", True), ("m", base, {"base_sha256": "x"})]

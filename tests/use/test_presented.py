@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.models import tiny
 from tests.use.models import CONFIG, LETTERS
-from transformer_jax import init_params, inside
+from transformer_jax import RecurrentConfig, init_params, inside
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, TonesTask
 from transformer_jax.decoding.samplers import Sample, Temperature
@@ -26,7 +26,7 @@ from transformer_jax.text import completion
 from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.text_model import TextModel
 from transformer_jax.use import lm_eval as adapter
-from transformer_jax.use import looking, scores, writing
+from transformer_jax.use import looking, nearest, scores, writing
 from transformer_jax.use import looking_programs as programs
 from transformer_jax.use.evaluation import task_on
 from transformer_jax.use.language_model import LanguageModel
@@ -670,3 +670,19 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
         monkeypatch.setattr(completion, "serve", stand_in("serve", [broken]))
         with pytest.raises(ValueError, match=message):
             list(writer.answer(["bad"], 5, slots=3))
+
+
+def test_words_are_compared_by_the_table_that_reads_them():
+    """Of two vocabularies that of the sources, which a recurrent model has in its encoder."""
+    tables = {name: np.full((2, 3), i) for i, name in enumerate(("own", "source", "encoder"))}
+    params = {"embed": {"tokens": tables["own"], "source_tokens": tables["source"]},
+              "encoder": {"tokens": tables["encoder"]}}  # fmt: skip
+    pair = replace(CONFIG, kind="encoder-decoder")
+    recurrent = RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
+    both = replace(recurrent, source_vocab_size=7)
+    for config, name in (
+        (CONFIG, "own"), (pair, "own"), (replace(pair, source_vocab_size=7), "source"),
+        (recurrent, "own"), (both, "encoder"),
+    ):  # fmt: skip
+        found = nearest._input_embedding(LanguageModel(TextModel(config, params, LETTERS), "here"))
+        assert found.dtype == np.float64 and (found == tables[name]).all()
