@@ -87,7 +87,7 @@ def centre(place: Bbox) -> tuple[float, float]:
     return (place.x0 + place.x1) / 2, (place.y0 + place.y1) / 2
 
 
-@pytest.mark.slow_except("Vaswani", "ELECTRA", "transform", "parallel, shared")
+@pytest.mark.slow_except("ELECTRA", "transform", "parallel, shared")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_drawing_names_every_module_and_width(name):
     """Hold the texts of the boxes against names and shapes of the parameters."""

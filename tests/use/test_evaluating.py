@@ -63,7 +63,7 @@ def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> li
     raise AssertionError("no window reaches the end")
 
 
-@pytest.mark.slow_except("7-3-4")
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize(("window", "stride"), [(7, 3), (7, 7), (16, 1), (5, 4)])
 def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride, batch_size):

@@ -25,7 +25,6 @@ from transformer_jax import (
     Vectors,
     build,
     cross_entropy,
-    init_cache,
     init_params,
 )
 from transformer_jax.demos.shared import (
@@ -37,6 +36,7 @@ from transformer_jax.demos.shared import (
     save_picture,
     train,
 )
+from transformer_jax.models.factory import cache_bytes
 from transformer_jax.pytree import Params
 from transformer_jax.training.tasks.signals import HOP, RATE, SILENCE, TONE, WINDOW, log_energies
 
@@ -139,8 +139,7 @@ def accuracies(windows: list[int], steps: int, seeds: int) -> np.ndarray:
 def state_bytes(window: int) -> int:
     """Return the bytes that a stream keeps from chunk to chunk."""
     config = replace(CONFIG, kind="decoder", inputs=None, window=window)
-    state = init_cache(config, batch=1, capacity=window)
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return cache_bytes(config, 1, window)
 
 
 def draw(means: dict[int, np.ndarray], arguments: Namespace) -> None:

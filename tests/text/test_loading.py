@@ -1,0 +1,139 @@
+"""What is said of a model that is loaded, and the program of an exported one: nothing compiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax import ModelConfig, RecurrentConfig, TrainConfig
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.config import LoraConfig
+from transformer_jax.text import decode_exported, text_model
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.tokenizers.trained import CharTokenizer
+
+CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
+
+
+def test_a_model_in_another_dtype_computes_in_it():
+    params = {"a": np.float32([1.5, 2**-20]), "count": np.int32([3])}
+    model = TextModel(CONFIG, params, CharTokenizer("abc"), (9,))
+    found = text_model.with_parameters_in(model, "bfloat16")
+    assert found.config == replace(CONFIG, dtype="bfloat16") and found.stop_ids == (9,)
+    assert found.params["a"].dtype == jnp.bfloat16 and found.params["count"].dtype == jnp.int32
+    own = replace(model, config=RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3))
+    for call, message in (
+        (lambda: text_model.with_parameters_in(own, "bfloat16"), "dtype is 'bfloat16'"),
+        (lambda: text_model.with_weights_held(own, "int8"), "weights is 'int8'"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig has float32 alone"):
+            call()
+
+
+def test_weights_are_held_in_fewer_bits_with_the_embeddings(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        text_model, "quantize", lambda *given, **options: asked.append((given, options))
+    )
+    text_model.with_weights_held(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
+    assert asked == [(({"a": 1}, "int4"), {"embeddings": True})]
+
+
+def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_path):
+    run = TrainConfig(model=CONFIG)
+    assert text_model._begun_from(run, None) is run
+    with pytest.raises(ValueError, match="init_from is 'm': the run holds all of its parameters"):
+        text_model._begun_from(run, "m")
+    tuned = replace(run, lora=LoraConfig(), init_from="old", tokenizer="pretrained")
+    assert text_model._begun_from(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
+
+    def lost(where: str | None) -> str:
+        with pytest.raises((ValueError, OSError)) as error, text_model.naming_run("run", where):
+            raise FileNotFoundError("no model")
+        return str(error.value)
+
+    assert lost(str(tmp_path)) == lost(None) == "no model"
+    assert lost(str(tmp_path / "gone")).startswith("run 'run' began from '")
+    assert lost(str(tmp_path / "gone")).endswith("`init_from=FOLDER` says where it is now")
+
+    loaded = SimpleNamespace(params={"of": "run"})
+    monkeypatch.setattr(text_model, "load_run", lambda path: loaded)
+    monkeypatch.setattr(text_model, "load_pretrained", lambda path, **given: (path, given))
+    expected = {"dtype": "float32", "scan_layers": True}
+    assert text_model.base_params(str(tmp_path), True) == expected
+    assert not text_model.is_run(str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    assert text_model.is_run(str(tmp_path))
+    assert text_model.base_params(str(tmp_path), True) == {"of": "run"}
+    monkeypatch.setattr(text_model, "sha256_of", lambda params: "1" * 64)
+    text_model.check_base("m", {}, {"base_sha256": "1" * 64})
+    message = "m: parameters have sha256 1{16}: the run began with 2{16}, so this is another model"
+    with pytest.raises(CheckpointError, match=message):
+        text_model.check_base("m", {}, {"base_sha256": "2" * 64})
+
+
+def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_path):
+    asked: list[Any] = []
+
+    def decode(folder, prompts, count):
+        asked.append((folder, prompts, count))
+        return [[*prompt, 7] for prompt in prompts]
+
+    def run(*arguments: str) -> list[str]:
+        monkeypatch.setattr(decode_exported.sys, "argv", ["decode.py", *arguments])
+        decode_exported.main()
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(decode_exported, "decode", decode)
+    monkeypatch.setattr(decode_exported, "__file__", str(tmp_path / "decode.py"))
+    about = {"context": 70, "first": [1]}
+    monkeypatch.setattr(decode_exported, "read_about", lambda folder: about)
+    assert run("12,5 , 9", " 3 ") == ["12,5,9,7", "3,7"]
+    assert asked.pop() == (tmp_path, [[12, 5, 9], [3]], 64)
+    about["context"] = 11
+    run("1,2,3")
+    run("1,2", "--tokens", "5")
+    run(",".join("1" * 12))
+    assert [count for _, _, count in asked] == [11 - 3 + 1, 5, 1]
+    for wrong in ("a", "1,", "1 2", "-1", ""):
+        with pytest.raises(ValueError, match="must be token ids, such as 12,5,9: the folder has"):
+            decode_exported._ids(wrong)
+    (tmp_path / "tokenizer.json").touch()
+    letters = SimpleNamespace(
+        encode=lambda text, add_special_tokens: SimpleNamespace(
+            ids=[ord(c) - 97 for c in text] + [99] * add_special_tokens
+        ),
+        decode=lambda ids: "".join(chr(i + 97) for i in ids),
+    )
+    monkeypatch.setattr(decode_exported, "_read", lambda file, read: letters)
+    assert run("cd") == ["bcdh"] and asked[-1][1] == [[1, 2, 3]]
+
+
+def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
+    """A part that the run trained whole keeps its place, and the base gives none of it."""
+    monkeypatch.setattr(
+        text_model, "init_params", lambda config, key: {"a": jnp.ones(2), "b": jnp.ones(3)}
+    )
+    base = {"a": np.float32([5, 6]), "b": np.float32([7, 8, 9])}
+    asked: list[Any] = []
+
+    def base_params(init_from, scanned):
+        asked.append((init_from, scanned))
+        return base
+
+    monkeypatch.setattr(text_model, "base_params", base_params)
+    monkeypatch.setattr(text_model, "check_base", lambda *given: asked.append(given))
+    config = SimpleNamespace(
+        init_from="m", model=replace(CONFIG, scan_layers=True), trained_whole=("b",)
+    )
+    found = text_model._adapted_base(config, {"base_sha256": "x"})
+    assert {name: np.asarray(x).tolist() for name, x in found.items()} == {
+        "a": [5, 6],
+        "b": [0] * 3,
+    }
+    assert asked == [("m", True), ("m", base, {"base_sha256": "x"})]

@@ -1,0 +1,688 @@
+"""What tools make of figures that are known: a stand-in gives them in place of a compiled program.
+
+The programs themselves are compared with definitions in `test_inside.py`, `test_evaluating.py` and
+`test_lm_eval.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.server.models import tiny
+from tests.use.models import CONFIG, LETTERS
+from transformer_jax import RecurrentConfig, init_params, inside
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, TonesTask
+from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.text import completion
+from transformer_jax.text.completion import TextGenerator
+from transformer_jax.text.text_model import TextModel
+from transformer_jax.use import lm_eval as adapter
+from transformer_jax.use import looking, nearest, scores, writing
+from transformer_jax.use import looking_programs as programs
+from transformer_jax.use.evaluation import task_on
+from transformer_jax.use.language_model import LanguageModel
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def letters(config=CONFIG, **fields: Any) -> LanguageModel:
+    """A model of the letters a to k without parameters, which are not asked for anything."""
+    return LanguageModel(TextModel(config, {}, LETTERS, **fields), "here")
+
+
+def likeliest(ids: str) -> Any:
+    """Return a stand-in for logits: the likeliest letter follows the last one that is read."""
+
+    def logits(config, params, tokens, given, at):
+        following = dict(zip(LETTERS.encode(ids[0::2]), LETTERS.encode(ids[1::2]), strict=True))
+        return -np.abs(np.arange(11) - following[int(tokens[0, at])])
+
+    return logits
+
+
+def test_a_lens_names_the_likeliest_of_each_place(monkeypatch):
+    ids = np.arange(3 * 2 * 2).reshape(3, 2, 2) % 11
+    p = np.arange(12, 0, -1).reshape(3, 2, 2) / 100
+
+    def lens(config, params, tokens, given, count, kinds):
+        assert (tokens.tolist(), count, kinds) == ([[1, 0]], 2, 11)
+        return p, ids
+
+    monkeypatch.setattr(programs, "lens", lens)
+    found = letters().lens("ba", count=2)
+    assert found.top == [
+        [["a", "b"], ["c", "d"]],
+        [["e", "f"], ["g", "h"]],
+        [["i", "j"], ["k", "a"]],
+    ]
+    [table] = found.tables()
+    assert table.title == "logit lens: the likeliest next token if the model ended there"
+    assert (table.rows, table.columns) == (["embedding", "block 0", "block 1"], ["b", "a"])
+    assert table.cells == [["a", "c"], ["e", "g"], ["i", "k"]]
+    assert table.hints[1] == ["'e' 0.080, 'f' 0.070", "'g' 0.060, 'h' 0.050"]
+    assert (table.values == p[..., 0]).all()
+    assert found.summary() == "after the last token: 'k' 0.020, 'a' 0.010"
+
+
+def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
+    by_token = np.arange(3 * 2 * 3).reshape(3, 2, 3) / 10
+    by_head = np.array([[1.5, 9], [-3, 1]])
+
+    def patched(config, params, clean, corrupted, given, ids, at):
+        assert (clean.tolist(), corrupted.tolist()) == ([[1, 0, 3]], [[2, 0, 4]])
+        assert (ids.tolist(), at) == ([5, 6], 2)
+        return 3.0, 1.0, by_token, [by_head]
+
+    monkeypatch.setattr(programs, "patched", patched)
+    monkeypatch.setattr(programs, "logits", likeliest("dfeg"))
+    found = letters().patch("bad", "cae")
+    assert (found.answer, found.other_answer) == ("f", "g")
+    names = ["residual", "attention/output", "feed_forward/output"]
+    assert list(found.by_token) == names
+    for name, x in zip(names, by_token, strict=True):
+        np.testing.assert_allclose(found.by_token[name], (x - 1) / 2)
+    np.testing.assert_allclose(found.by_head["attention/heads"], (by_head - 1) / 2)
+    assert found.summary() == (
+        "logit of 'f' - 'g': 3.000 of the text, 1.000 of the other\n"
+        "attention/heads: block 0 head 1 +4.000, block 1 head 0 -2.000, block 0 head 0 +0.250, "
+        "block 1 head 1 +0.000"
+    )
+    tables = found.tables()
+    assert [table.title for table in tables] == [
+        *(f"{name}, one token put in: share of the answer" for name in names),
+        "attention/heads, one head put in: share of the answer",
+    ]
+    assert tables[0].columns == ["b / c", "a", "d / e"] and tables[0].rows == ["block 0", "block 1"]
+    assert tables[3].columns == ["head 0", "head 1"]
+    for other, message in (
+        ("cafe", "other has 4 tokens: must be as many as those of the text, 3"),
+        ("bcd", "both prompts are answered by 'f': give an answer and an other_answer that differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            letters().patch("bad", other)
+    monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 0.95, by_token, [by_head]))
+    with pytest.warns(UserWarning, match=r"differs by 0.05 between the prompts, less than 0.81:"):
+        letters().patch("bad", "cae")
+    monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 1.0, by_token, [by_head]))
+    with pytest.raises(ValueError, match=r"nothing to bring back: logit of 'f' - 'g' must differ"):
+        letters().patch("bad", "cae")
+
+
+def test_heads_are_what_an_answer_loses_without_them(monkeypatch):
+    change = np.array([[0.5, -2], [0, 1]])
+
+    def without(config, params, tokens, given, ids, at):
+        assert (tokens.tolist(), ids.tolist(), at) == ([[1, 0, 3]], [2, 4], 2)
+        return 2.5, [change]
+
+    def weights(config, params, tokens, given):
+        rows, T = tokens.shape
+        assert (rows, T) in ((1, 3), (looking.ROWS, 16)) and tokens.max() < 11
+        assert T == 3 or (tokens[:, :8] == tokens[:, 8:]).all()
+        uniform = np.tri(T) / np.arange(1, T + 1)[:, None]
+        return np.broadcast_to(uniform, (rows, 2, 2, T, T))
+
+    monkeypatch.setattr(programs, "without", without)
+    monkeypatch.setattr(programs, "weights", weights)
+    repeated = np.tile(np.arange(8), (looking.ROWS, 2))
+    monkeypatch.setattr(
+        looking.inside, "repeated_tokens",
+        lambda key, kinds, rows, period: repeated if (kinds, rows, period) == (11, 4, 8) else None,
+    )  # fmt: skip
+
+    def head_scores(weights, period):
+        return inside.HeadScores(*(np.full((2, 2), x) for x in (0.1, 0.2, period)))
+
+    monkeypatch.setattr(looking.inside, "head_scores", head_scores)
+    found = letters().heads("bad", answer="c", other_answer="e")
+    np.testing.assert_allclose(found.entropy, (math.log(2) + math.log(3)) / 3, rtol=1e-6)
+    assert found.summary() == (
+        "logit of 'c' - 'e': 2.500\nchange without: block 0 head 1 -2.000, block 1 head 1 +1.000, "
+        "block 0 head 0 +0.500, block 1 head 0 +0.000"
+    )
+    assert [(table.title, table.values[0, 0]) for table in found.tables()] == [
+        ("change of logit of 'c' - 'e' without the head", 0.5),
+        ("previous token score, on random tokens repeated once", 0.1),
+        ("duplicate token score, on random tokens repeated once", 0.2),
+        ("induction score, on random tokens repeated once", 8),
+        ("entropy of attention over this text, nats", pytest.approx(math.log(6) / 3)),
+    ]
+    two = replace(found, cross_without=-change, other_answer=None)
+    assert two.tables()[1].title == "change of logit of 'c' without the head over the source"
+    assert (
+        two.summary()
+        .splitlines()[2]
+        .startswith("change without, over the source: block 0 head 1 +2")
+    )
+
+
+def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
+    shares, heads = np.array([0.25, -4, 1]), np.array([[1, -3], [2, 0.5]])
+
+    def attributed(config, params, tokens, given, ids, baseline, at):
+        assert (tokens.tolist(), ids.tolist(), int(baseline), at) == ([[1, 0, 3]], [5], 10, 2)
+        parts = np.array([7.5]), heads[None], np.array([[10, 20]]), np.array([-0.25])
+        return (2.0, 1.5, shares), inside.LogitAttribution(*parts)
+
+    monkeypatch.setattr(programs, "attributed", attributed)
+    monkeypatch.setattr(programs, "logits", likeliest("df"))
+    found = letters().attribution("bad", baseline="k")
+    assert (found.answer, found.other_answer, found.tokens) == ("f", None, ["b", "a", "d"])
+    assert (found.embedding, found.bias, found.reason) == (7.5, -0.25, None)
+    assert found.summary() == (
+        "logit of 'f': 2.000, of 'k' alone 1.500\ntokens: 'a' -4.000, 'd' +1.000, 'b' +0.250\n"
+        "heads: block 0 head 1 -3.000, block 1 head 0 +2.000, block 0 head 0 +1.000, "
+        "block 1 head 1 +0.500"
+    )
+    tokens, parts = found.tables()
+    assert tokens.title == "logit of 'f': what each token adds, for 'k' in its place"
+    assert tokens.columns == ["b", "a", "d"] and tokens.values.tolist() == [[0.25, -4, 1]]
+    assert parts.title == "what each part adds by itself; besides embedding 7.50, biases -0.25"
+    assert parts.columns == ["head 0", "head 1", "feed-forward"]
+    assert parts.values.tolist() == [[1, -3, 10], [2, 0.5, 20]]
+    over_source = replace(found, cross_heads=-heads, reason="a softcap").tables()[1]
+    assert over_source.columns[3:] == ["source head 0", "source head 1"]
+    assert over_source.values[:, 3:].tolist() == [[-1, 3], [-2, -0.5]]
+    assert len(replace(found, heads=None).tables()) == 1
+    with pytest.raises(ValueError, match="answer and other_answer are 'f': must differ"):
+        letters().attribution("bad", other_answer="f")
+
+
+def test_programs_have_the_shapes_that_tools_read():
+    """Trace them: patches of 3 places, 1 block, 5 tokens and 2 heads."""
+    config = replace(CONFIG, d_model=4, num_layers=1)
+
+    def shapes(name: str, *given: Any, **fixed: Any) -> Any:
+        function = getattr(programs, name).function
+        found = jax.eval_shape(
+            lambda params, *arrays: function(config, params, *arrays, **fixed), *given
+        )
+        return jax.tree.map(lambda leaf: leaf.shape, found)
+
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    tokens, ids = np.zeros((1, 5), np.int32), np.zeros(2, np.int32)
+    assert shapes("patched", params, tokens, tokens, {}, ids, at=3) == ((), (), (3, 1, 5), [(1, 2)])
+    assert shapes("without", params, tokens, {}, ids, at=3) == ((), [(1, 2)])
+    assert shapes("lens", params, tokens, {}, count=3, kinds=7) == ((2, 5, 3), (2, 5, 3))
+    assert shapes("logits", params, tokens, {}, at=3) == (11,)
+    assert shapes("weights", params, tokens, {}) == (1, 1, 2, 5, 5)
+    encoder = replace(CONFIG, kind="encoder-decoder", num_layers=3, num_decoder_layers=5)
+    names = ["residual", "attention/output", "cross_attention/output"]
+    assert programs.streams(encoder) == [*names, "feed_forward/output"]
+    assert programs.streams(replace(encoder, d_ff=0)) == names
+    assert programs.depth(encoder) == 5
+    assert programs.depth(replace(encoder, kind="encoder", num_decoder_layers=None)) == 3
+    z = programs._metric(ids + np.array([4, 7]), 2)(np.arange(44.0).reshape(1, 4, 11) ** 2)
+    assert float(z) == 26**2 - 29**2
+    assert float(programs._metric(ids[:1] + 4, 2)(np.arange(44.0).reshape(1, 4, 11))) == 26
+    assert programs._together(replace(config, vocab_size=2**20), np.zeros((1, 16))) == 4
+    assert programs._together(replace(config, vocab_size=2**26), np.zeros((1, 16))) == 1
+
+
+@pytest.mark.parametrize(("task", "given", "changed"), [
+    (Seq2SeqTask(beams=3), dict(beams=1), dict(judged=2**31 - 1, beams=1)),
+    (Seq2SeqTask(beams=3), dict(examples=1), dict(judged=1, beams=3)),
+    (PrefixTask(), dict(targets="t", examples=7, beams=2),
+     dict(judged=7, beams=2, targets="t", val_targets="t")),
+    (LanguageTask(), {}, {}),
+    (TonesTask(), dict(examples=1), dict(judged=1)),
+    (TonesTask(), {}, dict(judged=2**31 - 1)),
+])  # fmt: skip
+def test_a_run_is_judged_on_another_file_whole(task, given, changed):
+    two = isinstance(task, Seq2SeqTask | TonesTask)
+    model = task.fit_model(replace(CONFIG, kind="encoder-decoder" if two else "decoder"))
+    old = {} if isinstance(task, TonesTask) else {"data": "old"}
+    run = TrainConfig(model=model, task=task, eval_batches=5, **old)
+    given = dict(targets=None, examples=None, beams=None, context=None) | given
+    found = task_on(letters(run.model, run=run), "new", **given)
+    expected = replace(run, task=replace(task, **changed), eval_batches=None)
+    if not isinstance(task, TonesTask):
+        expected = replace(expected, data="new", val_data="new", data_weights=None)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (dict(examples=0), "examples is 0: must be at least 1"),
+    (dict(context=0), "context is 0: must be at least 1"),
+    (dict(context=5), "context is 5: needs model, a run has its own"),
+    (dict(beams=2), "beams is 2: a run of task 'language' has no pairs"),
+    (dict(examples=2), "examples is 2: a run of task 'language' has no pairs"),
+])  # fmt: skip
+def test_what_a_run_cannot_be_judged_by_is_refused(given, message):
+    run = TrainConfig(model=CONFIG, task=LanguageTask())
+    given = dict(targets=None, examples=None, beams=None, context=None) | given
+    with pytest.raises(ValueError, match=message):
+        task_on(letters(run=run), "new", **given)
+
+
+class Asked:
+    """Count, and keep what is reported."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def add_partial(self, *given: Any) -> None:
+        self.kept.append(given)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a function that makes lm-eval's adapter, without lm-eval."""
+
+    class Bar:
+        def __init__(self, total: int, desc: str, disable: bool = False) -> None:
+            self.left = total
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *given: object) -> None:
+            assert self.left == 0 or given[0] is not None
+
+        def update(self, count: int) -> None:
+            self.left -= count
+
+    bar = ModuleType("tqdm")
+    bar.tqdm = Bar  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tqdm", bar)
+    monkeypatch.setattr(adapter, "_Base", type("Base", (), {}))
+
+    def make(model: LanguageModel, **given: Any) -> Any:
+        found = adapter.TransformerJaxLM(model, **given)
+        found.cache_hook = Asked()
+        return found
+
+    return make
+
+
+def test_lm_eval_reads_texts_as_its_own_backend_does(asked):
+    lm = asked(letters(begin_id=10), batch_size="3")
+    assert (lm.batch_size, lm.max_length, lm.max_gen_toks) == (3, 17, 256)
+    assert (lm.eot_token_id, lm.prefix_token_id, lm.tokenizer_name) == (None, 10, "here")
+    assert lm.tok_encode("bad") == [10, 1, 0, 3]
+    assert lm.tok_encode("bad", add_special_tokens=False) == [1, 0, 3]
+    assert lm.tok_encode("bad", left_truncate_len=2) == [0, 3]
+    assert asked(letters(begin_id=10), add_bos_token=False).tok_encode("bad") == [1, 0, 3]
+    assert (lm.tok_decode([1, 0]), lm.tok_decode(3)) == ("ba", "d")
+    assert asked(letters(stop_ids=(9,))).eot_token_id == 9
+    assert asked(letters(), max_length=5).max_length == 5
+    assert asked(letters(replace(CONFIG, positions="rope", max_len=2**30))).max_length == 2048
+    lm = asked(tiny())
+    assert (lm.eot_token_id, lm.prefix_token_id) == (257, 257)
+    assert lm.tokenizer_name == "__home__somebody__secret"
+    assert lm.tok_encode("<e>ab") == [257, 256] and lm.tok_decode([257, 256]) == "ab"
+    assert lm.tok_decode([257, 256], skip_special_tokens=False) == "<e>ab"
+    assert (
+        lm.chat_template(True) == lm.chat_template("any") == tiny().tokenizer.chat_templates[0][1]
+    )
+    assert lm.chat_template() is None and lm.chat_template(None) is None
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y "}]
+    whole = lm.apply_chat_template(talk[:1])
+    assert whole == tiny().tokenizer.chat(talk[:1], add_generation_prompt=True)
+    begun = lm.apply_chat_template(talk, add_generation_prompt=False)
+    assert tiny().tokenizer.chat(talk, add_generation_prompt=False).startswith(begun)
+    assert begun.rstrip().endswith("y") and talk[1]["content"] == "y "
+    for wrong, message in (
+        (dict(batch_size="auto"), "batch_size"), (dict(max_gen_toks=0), "max_gen_toks is 0"),
+        (dict(max_length=1), "max_length is 1"), (dict(max_length=18), "max_length is 18"),
+        (dict(dtype="float32"), "dtype is 'float32': the model is loaded already"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            asked(letters(), **wrong)
+    with pytest.raises(ValueError, match="apply_chat_template: 'here' has no chat template"):
+        asked(letters()).apply_chat_template(talk)
+    with pytest.raises(ValueError, match="chat_template is True: 'here' has none"):
+        asked(letters()).chat_template(True)
+
+
+def test_lm_eval_is_told_the_score_of_each_text(asked, monkeypatch):
+    given: list[Any] = []
+
+    def score_requests(model, requests, rows, longest, report):
+        assert (rows, longest) == (8, 5)
+        given.extend((one.context, one.continuation) for one in requests)
+        report(len(requests))
+        return [SimpleNamespace(log_prob=-len(one.continuation), is_likeliest=not one.context[0])
+                for one in requests]  # fmt: skip
+
+    monkeypatch.setattr(adapter, "score_requests", score_requests)
+    lm = asked(letters(begin_id=10), max_length=5)
+    texts = ("a", "bc"), ("", "d")
+    requests = [(texts[0], [0], [1, 2]), (texts[1], [], [3]), (None, [0, 1], [4])]
+    assert lm._loglikelihood_tokens(requests) == [(-2, True), (-1, False), (-1, True)]
+    assert given == [((0,), (1, 2)), ((10,), (3,)), ((0, 1), (4,))]
+    kept = [("loglikelihood", texts[0], (-2, True)), ("loglikelihood", texts[1], (-1, False))]
+    assert lm.cache_hook.kept == kept
+    with pytest.raises(ValueError, match="continuation is 'x': must have a token of its own"):
+        lm._loglikelihood_tokens([(("a", "x"), [0], [])])
+    given.clear()
+    asks = [SimpleNamespace(args=("abcdefg",)), SimpleNamespace(args=("bad",))]
+    assert lm.loglikelihood_rolling(asks) == [-7, -3]
+    whole = [((10,), (0, 1, 2, 3, 4)), ((1, 2, 3, 4), (5, 6)), ((10,), (1, 0, 3))]
+    assert given == [(context, continuation) for context, continuation in whole]
+    assert lm.cache_hook.kept[2:] == [("loglikelihood_rolling", asks[0].args, -7),
+                                      ("loglikelihood_rolling", asks[1].args, -3)]  # fmt: skip
+
+
+def test_lm_eval_is_told_each_text_up_to_its_end(asked, monkeypatch):
+    """A stand-in writes the alphabet on from each prompt's last letter, a row in each slot."""
+    calls = SimpleNamespace(admitted=[], released=[], rooms=[])
+
+    def init_slots(step, params, empty, rows, capacity, *, sampler, processors, stop):
+        calls.rooms.append((rows, capacity, stop))
+        return SimpleNamespace(rows=[None] * rows, active=np.zeros(rows, bool), stop=stop)
+
+    def admit(slots, params, row, prompt, empty, *, limits, key):
+        assert slots.rows[row] is None
+        calls.admitted.append(prompt[0].tolist())
+        first = (prompt[0, -1] + 1) % 11
+        slots.rows[row] = [first, limits - 1]
+        slots.active[row] = first not in slots.stop and limits > 1
+        return slots, SimpleNamespace(token=np.array([first]))
+
+    def advance_slots(slots, params, steps):
+        tokens = np.full((steps, len(slots.rows)), -1)
+        for row in np.flatnonzero(slots.active):
+            for t in range(steps):
+                last, left = slots.rows[row]
+                if not slots.active[row]:
+                    break
+                tokens[t, row] = (last + 1) % 11
+                slots.rows[row] = [tokens[t, row], left - 1]
+                slots.active[row] = tokens[t, row] not in slots.stop and left > 1
+        for row, active in enumerate(slots.active):
+            if not active:
+                slots.rows[row] = None
+        return slots, SimpleNamespace(token=tokens)
+
+    def release(slots, row):
+        calls.released.append(row)
+        slots.rows[row], slots.active[row] = None, False
+        return slots
+
+    for one in (init_slots, admit, advance_slots, release):
+        monkeypatch.setattr(adapter, one.__name__, one)
+    for name in ("init_decode_state", "make_step", "build"):
+        monkeypatch.setattr(adapter, name, lambda *given: None)
+
+    def texts(lm: Any, *asks: tuple[str, dict[str, Any]]) -> list[str]:
+        return lm.generate_until([SimpleNamespace(args=one) for one in asks])
+
+    lm = asked(letters(stop_ids=(9,)), batch_size=2, max_gen_toks=4)
+    assert texts(lm, ("abc", {}), ("g", {}), ("ba", {"until": ["d"]}), ("ef", {})) == [
+        "defg", "hi", "bc", "ghi",
+    ]  # fmt: skip
+    assert calls.admitted == [[0, 1, 2], [4, 5], [6], [1, 0]]
+    assert calls.rooms == [(2, 3 + 4, (9,)), (1, 2 + 4, (9,))] and calls.released == []
+    assert [one[1][0] for one in lm.cache_hook.kept] == ["abc", "ef", "g", "ba"]
+    assert texts(lm, ("a", {"until": ["c"], "max_gen_toks": 14})) == ["b"]
+    assert calls.rooms[-1] == (1, 1 + 14, (9,)) and calls.released == []
+    long = asked(letters(), batch_size=2, max_gen_toks=14)
+    assert texts(long, ("a", {"until": "d"}), ("abcdefg", {"until": "d"})) == ["bc", "hijkabc"]
+    assert calls.admitted[-2:] == [[4, 5, 6], [0]] and calls.released == [0, 1]
+    with pytest.raises(ValueError, match="max_gen_toks is 17: must be below max_length 17"):
+        texts(lm, ("a", {"max_gen_toks": 17}))
+
+
+ROTARY = replace(CONFIG, positions="rope", max_len=200)
+
+
+def key_of(key: jax.Array) -> list[int]:
+    return jax.random.key_data(key).tolist()
+
+
+def test_prompts_are_written_in_the_way_that_was_asked_for(monkeypatch):
+    """A text alone, in pieces, in many ways, and of a list those side by side that have room."""
+    key, sampler = jax.random.key(7), Sample(Temperature(1.0))
+
+    def complete(self, prompt, count):
+        yield f"{len(prompt)}+{count} of {self.config.max_len}"
+        yield f", {key_of(self.key)}"
+
+    def samples(self, prompt, count, samples):
+        return [f"{len(prompt)}+{count} of {self.config.max_len}"] * samples
+
+    def answer(self, prompts, count, *, slots, numbers):
+        said = f"+{count} of {self.config.max_len}, {slots} at once"
+        yield from reversed(
+            [(n, f"{len(ids)}{said}") for n, ids in zip(numbers, prompts, strict=True)]
+        )
+
+    for one in (complete, samples, answer):
+        monkeypatch.setattr(TextGenerator, one.__name__, one)
+    model, greedy = letters(ROTARY), key_of(jax.random.key(0))
+    assert model.generate("bad") == f"3+400 of 200, {greedy}"
+    assert model.generate("bad", 61) == f"3+61 of 64, {greedy}"
+    assert model.generate("bad", 62) == f"3+62 of 128, {greedy}"
+    assert list(model.generate("bad", 5, stream=True)) == ["3+5 of 64", f", {greedy}"]
+    draws: dict[str, Any] = dict(sampler=sampler, key=key)
+    assert model.generate("bad", 5, **draws).endswith(f", {key_of(key)}")
+    assert model.generate("bad", 5, samples=2, **draws) == ["3+5 of 64"] * 2
+    assert model.generate("bad", samples=1, **draws) == ["3+198 of 200"]  # as many as fit
+    assert letters(ROTARY, begin_id=3).generate("bad", 5).startswith("4+5")
+    long = "a" * 197
+    own = key_of(jax.random.fold_in(key, 1))
+    assert model.generate(["bad", long, "a"], 5, **draws) == [
+        "3+5 of 64, 8 at once", f"197+5 of 200, {own}", "1+5 of 64, 8 at once",
+    ]  # fmt: skip
+    assert model.generate(["a"] * 3, 5, slots=2) == ["1+5 of 64, 2 at once"] * 3
+    assert model.generate([long], 4) == ["197+4 of 200, 8 at once"]
+    learned = letters(replace(CONFIG, positions="learned"))
+    assert learned.generate("bad", 5) == f"3+5 of 17, {greedy}"
+
+
+def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
+    asked = []
+
+    def translate(generator, source, num_tokens, *, start, count):
+        asked.append((key_of(generator.key), source.tolist(), num_tokens, start, count))
+        return ["", " one", "two"][:count] if count > 1 else [f"{source[0]}"]
+
+    monkeypatch.setattr(writing, "translate", translate)
+    config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
+    model = LanguageModel(TextModel(config, {}, tiny().tokenizer, (257,), start_id=258), "here")
+    letter = {name: tiny().tokenizer.encode(name).tolist()[0] for name in "xy"}
+    key = jax.random.key(7)
+    draws: dict[str, Any] = dict(sampler=Sample(Temperature(1.0)), key=key)
+    assert model.generate("x", **draws) == str(letter["x"])
+    assert asked == [(key_of(key), [letter["x"]], 200, 258, 1)]
+    assert model.generate(["x", "y"], 5, **draws) == [str(letter["x"]), str(letter["y"])]
+    keys = [key_of(jax.random.fold_in(key, n)) for n in (0, 1)]
+    assert asked[1:] == [
+        (own, [letter[name]], 5, 258, 1) for own, name in zip(keys, "xy", strict=True)
+    ]
+    assert model.generate("x", 5, samples=2, **draws) == ["", " one"]
+    assert list(model.generate("x", 5, stream=True)) == [str(letter["x"])]
+    forced = replace(model.model, forced_bos_id=5, forced_eos_id=6)
+    added = LanguageModel(forced, "here")._forcing(("own",), 9)
+    assert added == ("own", writing.Force(5), writing.ForceLast(9, 6))
+    learned = LanguageModel(
+        replace(model.model, config=replace(config, positions="learned")), "here"
+    )
+    assert learned._target_count(200) == learned._target_count(None) == 200
+    with pytest.raises(ValueError, match="num_tokens is 201: 200 fit"):
+        learned._target_count(201)
+    assert model._target_count(201) == 201
+    with pytest.raises(ValueError, match="prompt is '': an encoder-decoder needs a source"):
+        model.generate("")
+
+
+@pytest.fixture
+def labels_as_nats(monkeypatch):
+    """Let each label that counts have as many nats as its id."""
+    monkeypatch.setattr(
+        scores, "token_nats", lambda config, params, batch, edit: np.asarray(batch.labels) * 1.0
+    )
+
+
+def test_each_token_of_a_text_is_scored_once_whatever_the_windows(labels_as_nats):
+    text = "badcabfeedaceface"  # 17 letters
+    ids = LETTERS.encode(text).tolist()
+    for given in (
+        {},
+        dict(window=5),
+        dict(window=5, stride=2, batch_size=3),
+        dict(window=16, stride=1),
+    ):
+        found = letters().score(text, **given)
+        assert list(found.token_nats) == ids[1:] and list(found.tokens) == list(text[1:])
+        assert (found.num_bytes, found.num_tokens, found.nats) == (16, 16, sum(ids[1:]))
+    found = letters(begin_id=10).score(text)
+    assert list(found.token_nats) == ids and found.num_bytes == 17
+    assert found.perplexity == pytest.approx(math.exp(sum(ids) / 17))
+    assert found.bits_per_byte == pytest.approx(sum(ids) / 17 / math.log(2))
+    shown = f"Score(nats={sum(ids):.4f}, num_tokens=17, num_bytes=17, bits_per_byte="
+    assert repr(found).startswith(shown)
+    for given, message in (
+        (dict(window=18), "window is 18: must be at most max_len 17"),
+        (dict(window=5, stride=6), "stride is 6: must be at most window 5"),
+        (dict(stride=18), "stride is 18: must be at most max_len 17"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            letters().score(text, **given)
+    for own, least in ((letters(), "two tokens"), (letters(begin_id=10), "one token")):
+        with pytest.raises(ValueError, match=f"must have at least {least}"):
+            own.score("b" if least == "two tokens" else "")
+
+
+def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
+    model, encode = tiny(), lambda text: tiny().tokenizer.encode(text).tolist()
+    talk = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "fab"}]
+    found = model.score(talk)
+    assert list(found.token_nats) == [*encode("fab"), 257] and found.num_bytes == 3
+    whole = "é ab"
+    found = model.score(whole)
+    assert list(found.token_nats) == encode(whole)[1:] and found.num_bytes == 5 - 1
+    for wrong, message in (
+        (talk[:1], "messages do not end with the assistant's, which is what is scored"),
+        (("a", "b"), "must be a text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.score(wrong)
+    config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
+    ends = (("decoder_start_token_id", 258),)
+    tokenizer = replace(tiny().tokenizer, target_ids=ends)
+    pair = LanguageModel(TextModel(config, {}, tokenizer, (257,), start_id=258), "here")
+    batch = scores.pair_batch(pair, "bad", "fab")
+    assert batch.source.tolist()[:3] == encode("bad")
+    assert batch.labels.tolist() == [*encode("fab"), 257]
+    assert batch.tokens.tolist() == [258, *encode("fab")]
+    found = pair.score(("bad", "fab"))
+    assert list(found.token_nats) == [*encode("fab"), 257] and found.num_bytes == 3
+    for wrong, given, message in (
+        (("bad", "fab"), dict(window=5), "window is 5: of pairs, a target is scored whole"),
+        (("", "fab"), {}, "the source is '': must have at least one token"),
+        ("bad", {}, "must be .source, target., of which it scores one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pair.score(wrong, **given)
+    short = replace(config, positions="learned", max_len=3)
+    full = LanguageModel(replace(pair.model, config=short), "here")
+    with pytest.raises(ValueError, match="the source has 4 tokens: max_len is 3"):
+        scores.pair_batch(full, "abcde"[1:], "f")
+    assert scores.pair_batch(full, "bcd", "f").tokens.tolist() == [258, *encode("f")]
+
+
+def test_a_generator_passes_on_what_it_was_given(monkeypatch):
+    """Compare what decoding is asked for with the fields of a generator, by stand-ins of it."""
+    asked: dict[str, Any] = {}
+
+    def stand_in(name: str, answer: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            asked[name] = given, options
+            return answer
+
+        return call
+
+    rows = SimpleNamespace(rows=lambda: [np.array([1, 0, 9, 3])])
+    beams = SimpleNamespace(
+        scores=np.array([[-1.5, -2.5]]), tokens=np.array([[[1, 0, 3], [4, 5, 6]]]),
+        lengths=np.array([[3, 2]]),
+    )  # fmt: skip
+    done = [SimpleNamespace(id=n, error=None, end="stop", tokens=np.array([1, n])) for n in (2, 0)]
+    for name, answer in (
+        ("generate", SimpleNamespace(rows=lambda: [np.array([1, 0]), np.array([3])])),
+        ("beam_search", beams), ("speculate", rows), ("serve", done), ("init_cache", "cache"),
+        ("_prefill", (None, "read")), ("fork", "forked"),
+    ):  # fmt: skip
+        monkeypatch.setattr(completion, name, stand_in(name, answer))
+    monkeypatch.setattr(
+        TextGenerator, "_step", lambda self: SimpleNamespace(check=stand_in("check", None))
+    )
+    monkeypatch.setattr(TextGenerator, "_empty", lambda self, *given: ("empty", *given))
+    sampler, key = Sample(Temperature(0.5)), jax.random.key(7)
+    of: dict[str, Any] = dict(sampler=sampler, key=key, stop_ids=(9,))
+    writer = TextGenerator(ROTARY, {}, LETTERS, **of)
+    assert writer.samples("bad", 5, 2) == ["ba", "d"]
+    (_, _, tokens, cache), given = asked["generate"]
+    assert (np.asarray(tokens).tolist(), cache) == ([[3], [3]], "forked")
+    assert asked["_prefill"][0][2].tolist() == [[1, 0]] and asked["_prefill"][0][4].tolist() == [2]
+    assert asked["check"][0][2].tolist() == [3 + 5 - 1] and asked["fork"][0] == ("read", 2)
+    assert given == dict(num_tokens=5, sampler=sampler, key=key, processors=(), stop=(9,))
+
+    assert writer.search("bad", 5, beams=3, results=2, length_penalty=0.5) == [
+        (-1.5, "bad"),
+        (-2.5, "ef"),
+    ]
+    (_, _, tokens, cache), given = asked["beam_search"]
+    assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], ("empty",))
+    expected = dict(num_tokens=5, num_beams=3, num_results=2, stop=(9,))
+    assert {name: given[name] for name in expected} == expected and given[
+        "length_penalty"
+    ].alpha == 0.5
+
+    text, out = writer.look_up("bad", 5, 4)
+    assert (text, out) == ("ba", rows)
+    (_, _, tokens, cache), given = asked["speculate"]
+    assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], "cache")
+    expected = dict(num_tokens=5, num_draft=4, sampler=sampler, key=key, processors=(), stop=(9,))
+    assert {name: given[name] for name in expected} == expected
+    for config, space in (
+        (ROTARY, dict(capacity=200)), (replace(ROTARY, window=5), dict(capacity=204)),
+        (replace(ROTARY, window=(5, None)), dict(capacity=200, slack=4)),
+    ):  # fmt: skip
+        TextGenerator(config, {}, LETTERS, cache_dtype="bfloat16", **of).look_up("bad", 5, 4)
+        assert asked["init_cache"][1] == dict(batch=1, dtype="bfloat16") | space
+
+    assert list(writer.answer(["bad", "a"], 5, slots=3, numbers=[0, 2])) == [(2, "bc"), (0, "ba")]
+    (_, _, requests, cache), given = asked["serve"]
+    assert [one.prompt.tolist() for one in requests] == [[1, 0, 3], [0]]
+    assert [(one.id, one.num_tokens) for one in requests] == [(0, 5), (2, 5)]
+    for one in requests:
+        own = jax.random.fold_in(key, one.id)
+        assert key_of(one.key) == key_of(jax.random.fold_in(jax.random.fold_in(own, 0), 0))
+    expected = dict(slots=3, capacity=200, sampler=sampler, processors=(), stop=(9,))
+    assert (given, cache) == (expected, ("empty", 200))
+    for wrong, message in (
+        (dict(error="too long"), "prompt 1: too long"),
+        (dict(end="nonfinite"), "prompt 1: "),
+    ):
+        broken = SimpleNamespace(**dict(id=1, error=None, end="stop", tokens=np.array([1])) | wrong)
+        monkeypatch.setattr(completion, "serve", stand_in("serve", [broken]))
+        with pytest.raises(ValueError, match=message):
+            list(writer.answer(["bad"], 5, slots=3))
+
+
+def test_words_are_compared_by_the_table_that_reads_them():
+    """Of two vocabularies that of the sources, which a recurrent model has in its encoder."""
+    tables = {name: np.full((2, 3), i) for i, name in enumerate(("own", "source", "encoder"))}
+    params = {"embed": {"tokens": tables["own"], "source_tokens": tables["source"]},
+              "encoder": {"tokens": tables["encoder"]}}  # fmt: skip
+    pair = replace(CONFIG, kind="encoder-decoder")
+    recurrent = RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
+    both = replace(recurrent, source_vocab_size=7)
+    for config, name in (
+        (CONFIG, "own"), (pair, "own"), (replace(pair, source_vocab_size=7), "source"),
+        (recurrent, "own"), (both, "encoder"),
+    ):  # fmt: skip
+        found = nearest._input_embedding(LanguageModel(TextModel(config, params, LETTERS), "here"))
+        assert found.dtype == np.float64 and (found == tables[name]).all()
