@@ -265,6 +265,24 @@ def takes(form, content, text: str) -> bool:
     return bool(own.allowed[256])
 
 
+def test_no_property_has_a_second_spelling():
+    """Readers of JSON take "\\u0061" for "a", so it must not name one of the other properties."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "\n": {"type": "integer"}}}
+    for name in r"\u0061", r"\u000a", r"\u000A", r"\\\u0061", r"b\u0061", r"\ud800", r"\u001F":
+        assert not takes("schema", schema, f'{{"{name}":"s"}}'), name
+    for name in r"\\u0061", r"b\n", r"\u001f", r"\\", r"\"", "b":
+        assert takes("schema", schema, f'{{"{name}":"s"}}'), name
+
+    class Escapes(Parts):
+        parts = b'{"', b"\\u0", b"\\u00", b"\\u006", b"\\", b"0", b"61", b"1f", b'":"s"}', b"", b""
+
+    matcher = Grammar("schema", schema, Escapes(), 12, (10,)).start()
+    in_name = [0, 1, 2, 4, 5, 6, 7, 8]
+    for token, allowed in (0, in_name), (1, [5]), (5, [5, 7]), (7, in_name):
+        matcher.read(token)
+        assert matcher.allowed.nonzero()[0].tolist() == allowed
+
+
 def test_classes_of_posix_are_unicode_s():
     for name, of, not_of in (
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
