@@ -288,11 +288,23 @@ def test_classes_of_posix_are_unicode_s():
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
         ("alnum", "é1", "_"),
         ("punct", "!«+", "a1"), ("space", "\u2003\n", "a"), ("digit", "7", "٣a"),
+        ("graph", "é!", " \x01\u0378"), ("print", "é \u2003", "\t\u2028"), ("cntrl", "\n\x85", "a"),
+        ("xdigit", "F", "gé"), ("ascii", "a\n", "é"),
     ):  # fmt: skip
         for letter in of + not_of:
             assert takes("regex", f"[[:{name}:]]", letter) == (letter in of), (name, letter)
             assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in not_of + "_")
     assert takes("regex", r"\[[:alpha]+", "[:alp"), "no class of POSIX"
+    assert takes("regex", "[:alpha:][:upper:]", "lr") and not takes("regex", "[:a:][:upper:]", "aA")
+    for form, name in (lambda x: ("regex", x), "regex"), (
+        lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
+    ), (lambda x: ("schema", {"pattern": x}), r"schema\.pattern"):  # fmt: skip
+        for wrong, why in (
+            ("[[:upr:]]", r"\[:upr:\] is no class of POSIX, nearest: upper"),
+            ("a\\", "ends with a backslash, which escapes nothing"),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: {why}"):
+                takes(*form(wrong), "")
 
 
 def test_names_and_values_that_spell_as_keys_are_no_keys():

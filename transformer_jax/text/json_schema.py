@@ -128,7 +128,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                     raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
             names = {own: own for own in value}
             if key == "patternProperties":
-                names = {own: with_unicode_classes(own) for own in value}
+                names = {own: with_unicode_classes(own, at) for own in value}
             found[key] = {
                 names[own]: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()
             }
@@ -146,7 +146,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             if key == "format" and value not in _FORMATS:
                 known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
                 raise ValueError(f"{at} is {shown(value)}: is not known{known}")
-            found[key] = with_unicode_classes(value) if key == "pattern" else value
+            found[key] = with_unicode_classes(value, at) if key == "pattern" else value
         else:  # a number, but `exclusiveMinimum`, which draft 4 has as a flag
             flag = isinstance(value, bool)
             if flag != (flag and key.startswith("exclusive")) or not isinstance(
@@ -158,8 +158,8 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 raise ValueError(f"{at} is {value}: must be an integer of 0 or more")
             if key.endswith("Length") and found[key] > _MOST_CHARACTERS:
                 raise ValueError(f"{at} is {value}: must be at most {_MOST_CHARACTERS}")
-            if key == "multipleOf" and not value:
-                raise ValueError(f"{at} is {value}: must not be 0")
+            if key == "multipleOf" and value <= 0:
+                raise ValueError(f"{at} is {value}: must be above 0")
             if key == "multipleOf" and _decimals(Decimal(str(value))) > _MOST_PLACES:
                 raise ValueError(f"{at} is {value}: must have at most {_MOST_PLACES} decimals")
     _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
@@ -177,7 +177,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
 
 def _limits(keys: Mapping[str, Sequence[Any]]) -> tuple[list[Decimal], list[Decimal]]:
     """Return the multiples and the bounds of one value; an integer is a multiple of 1."""
-    multiples = [Decimal(str(abs(value))) for value in keys.get("multipleOf", ())]
+    multiples = [Decimal(str(value)) for value in keys.get("multipleOf", ())]
     if "integer" in str(keys.get("type")):
         multiples.append(Decimal(1))
     bounds = [value for key in _BOUNDS for value in keys.get(key, ())]

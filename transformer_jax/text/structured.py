@@ -128,7 +128,7 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        regex = with_unicode_classes(content)
+        regex = with_unicode_classes(content, self.name)
         (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": only["lark_grammar"]}
 
