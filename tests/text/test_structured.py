@@ -307,6 +307,38 @@ def test_classes_of_posix_are_unicode_s():
                 takes(*form(wrong), "")
 
 
+def test_a_union_is_told_apart_by_a_required_constant_behind_references():
+    """As pydantic writes a union with a discriminator, here of a type that contains itself."""
+    kind = {"const": "sum", "title": "Kind", "type": "string"}
+    either = {
+        "discriminator": {"propertyName": "kind", "mapping": {"sum": "#/$defs/Sum"}},
+        "oneOf": [{"$ref": "#/$defs/Sum"}, {"$ref": "#/$defs/a~1b"}],
+    }  # fmt: skip
+    of = {"kind": kind, "parts": {"type": "array", "items": either}}
+    number = {"kind": kind | {"const": "number"}, "value": {"type": "integer"}}
+    schema = either | {
+        "$defs": {
+            "Sum": {"type": "object", "properties": of, "required": ["kind", "parts"]},
+            "a/b": {"type": "object", "properties": number, "required": ["kind", "value"]},
+        }
+    }
+    one, two = '{"kind":"number","value":1}', '{"kind":"sum","parts":[]}'
+    for text in one, two, two.replace("[]", f"[{one},{two}]"):
+        assert takes("schema", schema, text)
+    for text in '{"kind":"number","parts":[]}', two.replace("[]", "[1]"), "1":
+        assert not takes("schema", schema, text)
+    for change in (
+        lambda s: s["$defs"]["a/b"]["required"].remove("kind"),
+        lambda s: s["$defs"]["a/b"].pop("type"),
+        lambda s: s["$defs"]["a/b"]["properties"].update(kind={"enum": ["number", "sum"]}),
+        lambda s: s["$defs"].update({"a/b": {"$ref": "#/$defs/a~1b"}}),
+    ):
+        wrong = json.loads(json.dumps(schema))
+        change(wrong)
+        with pytest.raises(ValueError, match="oneOf"):
+            takes("schema", wrong, "")
+
+
 def test_names_and_values_that_spell_as_keys_are_no_keys():
     """Names of properties, constants, and keys that say nothing about the text."""
     schema = {
