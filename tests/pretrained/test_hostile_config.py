@@ -194,7 +194,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "not JSON": (b"import os", "not JSON"),
     "empty": (b"", "not JSON"),
     "eight megabytes and a byte": (
-        b" " * (2**23 + 1), "has 8388609 bytes: at most 8388608 are read"
+        b" " * (2**23 + 1),
+        "has 8388609 bytes: at most 8388608 are read",
     ),
     "gpt2's positions": (
         json.dumps(

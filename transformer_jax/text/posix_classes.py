@@ -32,7 +32,9 @@ def with_unicode_classes(regex: str, name: str) -> str:
             raise ValueError(f"{name}: ends with a backslash, which escapes nothing")
         if kind is not None and depth:
             if kind not in _CLASSES:
-                raise ValueError(f"{name}: [:{kind}:] is no class of POSIX{nearest(kind, _CLASSES)}")
+                raise ValueError(
+                    f"{name}: [:{kind}:] is no class of POSIX{nearest(kind, _CLASSES)}"
+                )
             return f"[{match['not']}{_CLASSES[kind]}]"
         if match[0].startswith("[") and kind is None:
             depth += 1

@@ -162,7 +162,8 @@ class Matcher:
         self._own.consume_token(int(token))
         begun = self._escape + self.grammar.texts[int(token)]
         self._escape = next(
-            (e[0] for e in _ESCAPE.finditer(begun) if e.end() == len(begun) and not _is_whole(e)), b""
+            (e[0] for e in _ESCAPE.finditer(begun) if e.end() == len(begun) and not _is_whole(e)),
+            b"",
         )
         self._look()
 
@@ -195,9 +196,7 @@ def check_installed(name: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _tokens(
-    tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]
-) -> tuple[Any, list[bytes]]:
+def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[Any, list[bytes]]:
     """Return llguidance's table of a model's tokens and one more, which ends texts, and their text.
 
     A token without bytes is never allowed: so are special ones, and those that the tokenizer or the
