@@ -169,11 +169,11 @@ class Matcher:
 
     def _look(self) -> None:
         bits = np.frombuffer(self._own.compute_bitmask(), np.uint8)
+        stuck = f"{self.grammar.name}: the text cannot go on: "
+        no_token = "the tokenizer has no token for what must come next"
         if self._own.is_error():
             reason = _in_a_line(self._own.get_error())
-            if reason.startswith("NoExtension"):
-                reason = "the tokenizer has no token for what must come next"
-            raise ValueError(f"{self.grammar.name}: the text cannot go on: {reason}")
+            raise ValueError(stuck + (no_token if reason.startswith("NoExtension") else reason))
         vocab_size, stop = self.grammar.vocab_size, self.grammar.stop_ids
         found = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
         self.allowed, may_end = found[:-1], found[-1]
@@ -183,8 +183,11 @@ class Matcher:
             barred = self.grammar.respelled
             if begun := self._escape:
                 texts = self.grammar.texts
-                barred = [i for i in self.allowed.nonzero()[0] if _respells(begun + texts[i])]
+                left = self.allowed.nonzero()[0].tolist()
+                barred = [i for i in left if _respells(begun + texts[i])]
             self.allowed[barred] = False
+            if not (self.allowed.any() or may_end):
+                raise ValueError(stuck + no_token)
         self.allowed[stop] = may_end
 
 
