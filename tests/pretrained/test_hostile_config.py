@@ -193,7 +193,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a list": (b"[]", "must be an object"),
     "not JSON": (b"import os", "not JSON"),
     "empty": (b"", "not JSON"),
-    "a megabyte and one byte": (b" " * (2**20 + 1), "has 1048577 bytes: at most 1048576 are read"),
+    "eight megabytes and a byte": (
+        b" " * (2**23 + 1),
+        "has 8388609 bytes: at most 8388608 are read",
+    ),
     "gpt2's positions": (
         json.dumps(
             dict(
@@ -249,7 +252,7 @@ def test_a_hostile_config_is_refused_by_file_and_key(folder, name):
 def test_a_file_of_two_gigabytes_is_not_read(folder):
     with open(folder / "config.json", "wb") as file:
         file.truncate(2**31)
-    with pytest.raises(CheckpointError, match="has 2147483648 bytes: at most 1048576 are read"):
+    with pytest.raises(CheckpointError, match="has 2147483648 bytes: at most 8388608 are read"):
         load_pretrained(folder)
 
 

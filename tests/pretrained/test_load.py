@@ -892,6 +892,10 @@ def test_what_transformers_would_compute_otherwise_is_written_as_another_family_
     assert written_family(odd) == "mistral"
     with pytest.raises(ConfigError, match="d_model=24 must be divisible by num_heads=5, or"):
         written_family(odd, "llama")
+    normed = dict(qk_norm=True, qk_norm_over="heads", experts=Experts(count=2), positions=Rope())
+    assert written_family(ModelConfig(**base, **normed)) == "olmoe"
+    with pytest.raises(ConfigError, match="head_dim is 12: must be hidden_size / num_attention"):
+        written_family(ModelConfig(**base, **normed, head_dim=12), "olmoe")
 
 
 def test_token_ids_that_nothing_names_are_null(tmp_path):

@@ -100,6 +100,12 @@ def test_ids_and_roles_are_those_of_transformers(model_type, tmp_path):
     assert compared > 1
 
 
+@pytest.mark.parametrize("framed", [False, True])
+def test_the_class_of_barthez_leaves_the_frame_to_its_file(framed, tmp_path):
+    layout = Layout("mbart", "XLMRoberta", "BarthezTokenizer", framed=framed)
+    assert not differences(folder_of(layout, tmp_path / "barthez"))
+
+
 @pytest.mark.parametrize("legacy", [None, False, True])
 def test_languages_of_nllb_stand_where_the_class_puts_them(legacy, tmp_path):
     """The published tokenizer.json ends a source with </s> and its language."""

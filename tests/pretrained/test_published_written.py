@@ -277,6 +277,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "smollm3": [
         dict(window=5), dict(positions=Rope(pattern=(True, False))), dict(window=(None, 5)),
     ],
+    "olmoe": [dict(head_dim=12), dict(num_kv_heads=1)],
     "mistral": [dict(window=None), dict(window=(None, 5), head_dim=12)],
     "mixtral": [dict(window=5), dict(head_dim=12)], "gpt_oss": [dict(glu_limit=0.5)],
     "olmo3": [dict(window=None), dict(positions=Rope(base=500_000.0, **STRETCHED))],

@@ -644,7 +644,7 @@ def test_index_and_header_of_the_largest_experts_are_read(tmp_path):
         (b"[" * 10**6, "nested deeper than 64"),
         (b'{"a":' * 10**5, "nested deeper than 64"),
         (b'{"a": [' + b"0," * 2**17 + b"0]}", "more than 131072 values"),
-        (b'{"a": "' + b"\\" * CONFIG_LIMIT, "has 1048583 bytes: at most 1048576 are read"),
+        (b'{"a": "' + b"\\" * CONFIG_LIMIT, "has 8388615 bytes: at most 8388608 are read"),
         (b'{"a": "' + b'\\"' * 500_000, "not JSON"),
     ],
     ids=lambda value: ascii(value)[:24],
@@ -661,6 +661,13 @@ def test_a_config_of_two_gigabytes_is_not_read(tmp_path):
         stream.truncate(2**31)
     with pytest.raises(CheckpointError, match=r"config\.json: has 2147483648 bytes"):
         open_folder(tmp_path)
+
+
+def test_names_of_tens_of_thousands_of_classes_are_read(tmp_path):
+    names = [f"number {i} of the goods and services of a long catalogue" for i in range(12_007)]
+    config = {"id2label": {str(i): name for i, name in enumerate(names)}}
+    config["label2id"] = {name: i for i, name in enumerate(names)}
+    assert open_folder(lay(tmp_path, GOOD, json.dumps(config).encode())).config == config
 
 
 def test_brackets_in_strings_are_not_depth(tmp_path):

@@ -138,6 +138,9 @@ def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
     assert len(Words().encode(" ".join(words[:21]), special_tokens=True)) == encoder.max_len
     other = encoder.encode_texts([" ".join(words[:20])], Words())
     assert np.abs(other - long).max() > 1e-4
+    end = dataclasses.replace(encoder, keeps_end=True)
+    last = encoder.encode_texts([" ".join(words[-21:])], Words())
+    np.testing.assert_array_equal(end.encode_texts([" ".join(words)], Words()), last)
 
 
 def test_texts_are_lowered_only_where_the_folder_says_so(encoder):
@@ -225,7 +228,13 @@ def test_limits_are_read_from_the_config_of_each_kind_of_encoder(name, folder):
     if name != "xlnet":  # the last one that is looked for
         lay(folder, {"sentence_xlnet_config.json": {"max_seq_length": 9}})
     found = load_sentence_encoder(folder)
-    assert (found.max_len, found.lower_case) == (8, True)
+    assert (found.max_len, found.lower_case, found.keeps_end) == (8, True, False)
+
+
+def test_long_texts_lose_the_side_that_the_tokenizer_names(folder):
+    for side in "left", "right":
+        lay(folder, {"tokenizer_config.json": {"truncation_side": side}})
+        assert load_sentence_encoder(folder).keeps_end == (side == "left")
 
 
 def test_newer_keys_of_sentence_transformers_are_read(folder):
@@ -329,6 +338,16 @@ REFUSED = {
         "config_sentence_transformers.json",
         {"prompts": []},
         r"prompts is \[\]: must be an object of texts",
+    ),
+    "narrower vectors": (
+        "config_sentence_transformers.json",
+        {"truncate_dim": 4},
+        "truncate_dim is 4: must be null",
+    ),
+    "a third side": (
+        "tokenizer_config.json",
+        {"truncation_side": "both"},
+        "truncation_side is 'both': must be one of 'right', 'left'",
     ),
     "texts in another way": (
         "sentence_bert_config.json",

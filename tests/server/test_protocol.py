@@ -63,8 +63,10 @@ def test_answer_can_be_sent_back():
     lists = {"tool_calls": [], "annotations": [], "reasoning_details": []}
     lists["reasoning_content"] = ""
     parts = {"content": [{"type": "text", "text": "a"}]}
+    nulls = dict.fromkeys(("image_url", "input_audio", "file", "prompt_cache_breakpoint"))
+    of_nulls = {"content": [parts["content"][0] | nulls | {"annotations": []}]}
     forms = [own, read_back.model_dump(), read_back.to_dict(), parsed.model_dump(), *sent]
-    for message in [*forms, own | nothing, own | lists, own | parts]:
+    for message in [*forms, own | nothing, own | lists, own | parts, own | of_nulls]:
         asked = read("chat", TALK | {"messages": [*TALK["messages"], message]})
         assert asked.prompt[1] == {"role": "assistant", "content": "a"}
 
@@ -149,8 +151,10 @@ WRONG = {
     "a choice": ("completion", HI | {"structured_outputs": {"choice": ["a"]}},
                  "not a parameter", "structured_outputs.choice"),
     "an image": (
-        "chat", TALK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "text: is missing", "messages[0].content[0].text",
+        "chat", TALK | {"messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+        ]},
+        "image_url is not supported by this server", "messages[0].content[0].image_url",
     ),
     "no role": ("chat", TALK | {"messages": [{"role": "cat", "content": "hi"}]}, "or 'assistant'",
                 "messages[0].role"),

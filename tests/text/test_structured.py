@@ -265,16 +265,78 @@ def takes(form, content, text: str) -> bool:
     return bool(own.allowed[256])
 
 
+def test_no_property_has_a_second_spelling():
+    """Readers of JSON take "\\u0061" for "a", so it must not name one of the other properties."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "\n": {"type": "integer"}}}
+    for name in r"\u0061", r"\u000a", r"\u000A", r"\\\u0061", r"b\u0061", r"\ud800", r"\u001F":
+        assert not takes("schema", schema, f'{{"{name}":"s"}}'), name
+    for name in r"\\u0061", r"b\n", r"\u001f", r"\\", r"\"", "b":
+        assert takes("schema", schema, f'{{"{name}":"s"}}'), name
+
+    class Escapes(Parts):
+        parts = b'{"', b"\\u0", b"\\u00", b"\\u006", b"\\", b"0", b"61", b"1f", b'":"s"}', b"", b""
+
+    matcher = Grammar("schema", schema, Escapes(), 12, (10,)).start()
+    in_name = [0, 1, 2, 4, 5, 6, 7, 8]
+    for token, allowed in (0, in_name), (1, [5]), (5, [5, 7]), (7, in_name):
+        matcher.read(token)
+        assert matcher.allowed.nonzero()[0].tolist() == allowed
+
+
 def test_classes_of_posix_are_unicode_s():
     for name, of, not_of in (
         ("alpha", "éЖ日", "1_"), ("lower", "éж", "ÉЖ1"), ("upper", "ÉЖ", "éж1"),
         ("alnum", "é1", "_"),
         ("punct", "!«+", "a1"), ("space", "\u2003\n", "a"), ("digit", "7", "٣a"),
+        ("graph", "é!", " \x01\u0378"), ("print", "é \u2003", "\t\u2028"), ("cntrl", "\n\x85", "a"),
+        ("xdigit", "F", "gé"), ("ascii", "a\n", "é"),
     ):  # fmt: skip
         for letter in of + not_of:
             assert takes("regex", f"[[:{name}:]]", letter) == (letter in of), (name, letter)
             assert takes("regex", f"[]_[:^{name}:]]", letter) == (letter in not_of + "_")
     assert takes("regex", r"\[[:alpha]+", "[:alp"), "no class of POSIX"
+    assert takes("regex", "[:alpha:][:upper:]", "lr") and not takes("regex", "[:a:][:upper:]", "aA")
+    for form, name in (lambda x: ("regex", x), "regex"), (
+        lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
+    ), (lambda x: ("schema", {"pattern": x}), r"schema\.pattern"):  # fmt: skip
+        for wrong, why in (
+            ("[[:upr:]]", r"\[:upr:\] is no class of POSIX, nearest: upper"),
+            ("a\\", "ends with a backslash, which escapes nothing"),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: {why}"):
+                takes(*form(wrong), "")
+
+
+def test_a_union_is_told_apart_by_a_required_constant_behind_references():
+    """As pydantic writes a union with a discriminator, here of a type that contains itself."""
+    kind = {"const": "sum", "title": "Kind", "type": "string"}
+    either = {
+        "discriminator": {"propertyName": "kind", "mapping": {"sum": "#/$defs/Sum"}},
+        "oneOf": [{"$ref": "#/$defs/Sum"}, {"$ref": "#/$defs/a~1b"}],
+    }  # fmt: skip
+    of = {"kind": kind, "parts": {"type": "array", "items": either}}
+    number = {"kind": kind | {"const": "number"}, "value": {"type": "integer"}}
+    schema = either | {
+        "$defs": {
+            "Sum": {"type": "object", "properties": of, "required": ["kind", "parts"]},
+            "a/b": {"type": "object", "properties": number, "required": ["kind", "value"]},
+        }
+    }
+    one, two = '{"kind":"number","value":1}', '{"kind":"sum","parts":[]}'
+    for text in one, two, two.replace("[]", f"[{one},{two}]"):
+        assert takes("schema", schema, text)
+    for text in '{"kind":"number","parts":[]}', two.replace("[]", "[1]"), "1":
+        assert not takes("schema", schema, text)
+    for change in (
+        lambda s: s["$defs"]["a/b"]["required"].remove("kind"),
+        lambda s: s["$defs"]["a/b"].pop("type"),
+        lambda s: s["$defs"]["a/b"]["properties"].update(kind={"enum": ["number", "sum"]}),
+        lambda s: s["$defs"].update({"a/b": {"$ref": "#/$defs/a~1b"}}),
+    ):
+        wrong = json.loads(json.dumps(schema))
+        change(wrong)
+        with pytest.raises(ValueError, match="oneOf"):
+            takes("schema", wrong, "")
 
 
 def test_names_and_values_that_spell_as_keys_are_no_keys():

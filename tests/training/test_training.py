@@ -981,6 +981,6 @@ def test_a_hostile_config_is_refused_by_key(text, message):
 @pytest.mark.slow
 def test_a_config_too_long_is_not_read(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.config_file.write_bytes(b" " * (2**20 + 1))
-    with pytest.raises(ConfigError, match="longer than 1048576 bytes"):
+    folder.config_file.write_bytes(b" " * (2**23 + 1))
+    with pytest.raises(ConfigError, match="longer than 8388608 bytes"):
         folder.read_config()

@@ -45,7 +45,7 @@ from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 
 C = TypeVar("C", bound=Dataclass)
 
-CONFIG_LIMIT = 2**20
+CONFIG_LIMIT = 2**23
 """Largest config.json that is read, in bytes."""
 
 SOURCES = "-", "python-docs", "shakespeare"

@@ -44,8 +44,9 @@ ADAPTER = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-CONFIG_LIMIT = 2**20
-"""Largest config.json that is read, in bytes, and largest other JSON but the index."""
+CONFIG_LIMIT = 2**23
+"""Largest config.json that is read, in bytes, and largest other JSON but the index. It has room for
+the names of 65,000 classes in `id2label` and `label2id`."""
 HEADER_LIMIT = 10**8
 """Largest header of a safetensors file, in bytes, as the format says; an index is no longer."""
 HEADER_VALUES = 2**20

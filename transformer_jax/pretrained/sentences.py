@@ -119,6 +119,7 @@ class SentenceEncoder:
         lower_case: whether texts are read in lower case.
         prompts: what to put before texts, by its use: "query", "document".
         prompt: what is put before each text where no other is given.
+        keeps_end: whether a text that is too long loses its beginning instead of its end.
     """
 
     config: ModelConfig
@@ -129,6 +130,7 @@ class SentenceEncoder:
     lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     prompt: str = ""
+    keeps_end: bool = False
 
     def encode(
         self,
@@ -205,7 +207,7 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; a long one loses its end but keeps the special tokens."""
+        """Return the ids of a text; a long one is cut but keeps the special tokens."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
@@ -215,7 +217,8 @@ class SentenceEncoder:
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
-                return np.concatenate([whole[:front], plain[:room], whole[after:]])
+                kept = plain[len(plain) - room :] if self.keeps_end else plain[:room]
+                return np.concatenate([whole[:front], kept, whole[after:]])
         rule = "its special tokens must stand around the text, and leave room for it"
         raise ValueError(f"tokenizer cannot cut a text to max_len {self.max_len}: {rule}")
 
@@ -275,7 +278,12 @@ def load_sentence_encoder(
         rule = "is an encoder-decoder: must be an encoder or a decoder"
         raise ConfigError(f"{folder.path / 'config.json'}: {rule}")
     max_len, lower_case = _limits(folder, config)
-    return SentenceEncoder(config, params, pooling, normalise, max_len, lower_case, prompts, prompt)
+    said = _object(folder, "tokenizer_config.json")
+    sides = {"right": False, "left": True}
+    keeps_end = said is not None and said.choice("truncation_side", sides, "right")
+    return SentenceEncoder(
+        config, params, pooling, normalise, max_len, lower_case, prompts, prompt, keeps_end
+    )
 
 
 def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
@@ -355,6 +363,8 @@ def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:
     if keys is None:
         return {}, ""
     keys.require("model_type", "SentenceTransformer")
+    if (width := keys.take("truncate_dim", None)) is not None:
+        keys.fail("truncate_dim", width, "must be null: cut the vectors after they are made")
     said = keys.take("prompts", None)
     prompts = said if isinstance(said, dict) else {}
     if said not in (None, prompts) or not all(type(text) is str for text in prompts.values()):

@@ -143,7 +143,17 @@ COMPLETION: Schema = {
 _PART: Schema = {
     "type": "object",
     "required": ["type", "text"],
-    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+    "properties": {
+        "type": {"type": "string", "enum": ["text"]},
+        "text": {"type": "string"},
+        "annotations": _unsupported("are", []),
+        "file": _unsupported("is"),
+        "image_url": _unsupported("is"),
+        "input_audio": _unsupported("is"),
+        "prompt_cache_breakpoint": _unsupported("is"),
+        "refusal": _unsupported("is"),
+        "video_url": _unsupported("is"),
+    },
     "additionalProperties": False,
 }
 

@@ -51,6 +51,7 @@ _FORMATS = (
 _APART = {"$defs", "definitions", "$id", "id", "$anchor"}
 """Keywords that do not constrain the value."""
 _LIMITS, _MEETING = "multiples and bounds of one value", "several schemas of one value"
+_UNIONS = "schemas with oneOf"
 _INSTEAD = {
     "nullable": 'is OpenAPI\'s, not JSON Schema\'s: write {"type": ["string", "null"]}',
     "contentEncoding": "is not supported: the text would be written without it",
@@ -80,6 +81,9 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
+    for one in seen.get(_UNIONS, ()) if not seen.keys() & {"$id", "id"} else ():
+        if "anyOf" not in one and _are_apart(one["oneOf"], found):
+            one["anyOf"] = one.pop("oneOf")  # the parser does not compare what is behind $ref
     limits = seen.get(_LIMITS, [])
     if _MEETING in seen:
         _check_excluded(seen, name)
@@ -128,7 +132,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                     raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
             names = {own: own for own in value}
             if key == "patternProperties":
-                names = {own: with_unicode_classes(own) for own in value}
+                names = {own: with_unicode_classes(own, at) for own in value}
             found[key] = {
                 names[own]: inner(one, f"{at}.{shown(own)[1:-1]}") for own, one in value.items()
             }
@@ -146,7 +150,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             if key == "format" and value not in _FORMATS:
                 known = nearest(value, _FORMATS) or f": must be one of {', '.join(_FORMATS)}"
                 raise ValueError(f"{at} is {shown(value)}: is not known{known}")
-            found[key] = with_unicode_classes(value) if key == "pattern" else value
+            found[key] = with_unicode_classes(value, at) if key == "pattern" else value
         else:  # a number, but `exclusiveMinimum`, which draft 4 has as a flag
             flag = isinstance(value, bool)
             if flag != (flag and key.startswith("exclusive")) or not isinstance(
@@ -158,11 +162,13 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 raise ValueError(f"{at} is {value}: must be an integer of 0 or more")
             if key.endswith("Length") and found[key] > _MOST_CHARACTERS:
                 raise ValueError(f"{at} is {value}: must be at most {_MOST_CHARACTERS}")
-            if key == "multipleOf" and not value:
-                raise ValueError(f"{at} is {value}: must not be 0")
+            if key == "multipleOf" and value <= 0:
+                raise ValueError(f"{at} is {value}: must be above 0")
             if key == "multipleOf" and _decimals(Decimal(str(value))) > _MOST_PLACES:
                 raise ValueError(f"{at} is {value}: must have at most {_MOST_PLACES} decimals")
     _check_excluded({key: [found[key]] for key in _BOUNDS if key in found}, where)
+    if "oneOf" in found:
+        seen.setdefault(_UNIONS, []).append(found)
     if "multipleOf" in found:
         seen.setdefault(_LIMITS, []).append(_limits({key: [found[key]] for key in found}))
     if _meets(found):
@@ -177,7 +183,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
 
 def _limits(keys: Mapping[str, Sequence[Any]]) -> tuple[list[Decimal], list[Decimal]]:
     """Return the multiples and the bounds of one value; an integer is a multiple of 1."""
-    multiples = [Decimal(str(abs(value))) for value in keys.get("multipleOf", ())]
+    multiples = [Decimal(str(value)) for value in keys.get("multipleOf", ())]
     if "integer" in str(keys.get("type")):
         multiples.append(Decimal(1))
     bounds = [value for key in _BOUNDS for value in keys.get(key, ())]
@@ -224,6 +230,37 @@ def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
                     rule = f"must be 1 or more from the other bound {end}"
                     why = f"or the parser would write {value}"
                     raise ValueError(f"{where}: exclusive{side} is {value}: {rule}, {why}")
+
+
+def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
+    """Whether a required property tells these objects apart, as pydantic's discriminator does."""
+    tags = [_tags(schema, root) for schema in schemas]
+    for name in set.intersection(*map(set, tags)) if tags else ():
+        values = [value for one in tags for value in one[name]]
+        if len(values) == len(set(values)):
+            return True
+    return False
+
+
+def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
+    """Return the texts that each required property of an object may be, if they are listed."""
+    for _ in range(DEPTH_LIMIT):
+        if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
+            break
+        parts, schema = schema["$ref"][2:].split("/"), root
+        for part in parts:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
+        return {}
+    found: dict[str, set[str]] = {}
+    for name in schema.get("required", ()):
+        given = schema.get("properties", {}).get(name) if isinstance(name, str) else None
+        given = given if isinstance(given, Mapping) else {}
+        values = given.get("enum", [given["const"]] if "const" in given else ())
+        if values and all(isinstance(value, str) for value in values):
+            found[name] = {*values}
+    return found
 
 
 def _meets(schema: Mapping[str, Any]) -> bool:

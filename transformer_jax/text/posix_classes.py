@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import re
 
+from transformer_jax.config.fields import nearest
+
 _CLASSES = {
     "alpha": r"\p{Alphabetic}", "lower": r"\p{Lowercase}", "upper": r"\p{Uppercase}",
     "alnum": r"\p{Alphabetic}\p{Nd}", "space": r"\s", "blank": r"\p{Zs}\t", "word": r"\w",
-    "punct": r"\p{P}\p{S}",
+    "punct": r"\p{P}\p{S}", "cntrl": r"\p{Cc}", "graph": r"[^\s\p{Cc}\p{Cn}]",
+    "print": r"[^\p{Cc}\p{Cn}\p{Zl}\p{Zp}]",
+    # ASCII's
+    "digit": "0-9", "xdigit": "0-9A-Fa-f", "ascii": r"\x00-\x7F",
 }  # fmt: skip
 """Classes of POSIX as Unicode has them (UTS #18, annex C). `digit` and `xdigit` stay ASCII's."""
 
 
-def with_unicode_classes(regex: str) -> str:
-    r"""Return an expression whose `[[:alpha:]]` is of all letters, as `\w` and `\p{L}` are."""
+def with_unicode_classes(regex: str, name: str) -> str:
+    r"""Return an expression whose `[[:alpha:]]` is of all letters, as `\w` and `\p{L}` are.
+
+    ValueError names the expression if it has an unknown class, which the parser takes for letters,
+    or ends with a backslash, which the parser ignores.
+    """
     depth = 0
 
     def replaced(match: re.Match[str]) -> str:
         nonlocal depth
-        if match["name"] is not None and depth:
-            return f"[{match['not']}{_CLASSES[match['name']]}]"
-        if match[0].startswith("["):
+        kind = match["kind"]
+        if match[0] == "\\":
+            raise ValueError(f"{name}: ends with a backslash, which escapes nothing")
+        if kind is not None and depth:
+            if kind not in _CLASSES:
+                raise ValueError(
+                    f"{name}: [:{kind}:] is no class of POSIX{nearest(kind, _CLASSES)}"
+                )
+            return f"[{match['not']}{_CLASSES[kind]}]"
+        if match[0].startswith("[") and kind is None:
             depth += 1
         elif match[0] == "]":
             depth = max(0, depth - 1)
         return match[0]
 
-    names = "|".join(_CLASSES)
     return re.sub(
-        rf"\\.|\[:(?P<not>\^?)(?P<name>{names}):\]|\[\^?\]?|\]", replaced, regex, flags=re.DOTALL
+        r"\\.?|\[:(?P<not>\^?)(?P<kind>[a-z]+):\]|\[\^?\]?|\]", replaced, regex, flags=re.DOTALL
     )

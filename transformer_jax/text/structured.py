@@ -39,6 +39,11 @@ blanks without end. A schema's own "x-guidance" may say otherwise."""
 
 _JSON = json.JSONDecoder(parse_float=Decimal)
 
+_ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
+_CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
+_CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
+"""Codes that JSON needs, of characters without a shorter escape, and how these codes begin."""
+
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Allows every way of cutting a text into tokens, not the tokenizer's own alone."""
 
@@ -85,14 +90,18 @@ class Grammar:
         except TypeError as error:
             raise ValueError(f"{self.name}: is no JSON: {error}") from None
         known: Any = tokenizer
-        tokens = _tokens(known, vocab_size, stop_ids)
+        tokens, self.texts = _tokens(known, vocab_size, stop_ids)
+        self.respelled = [
+            i for i, text in enumerate(self.texts) if b"\\u" in text and _respells(text)
+        ]
         self._own = LLMatcher(tokens, definition, log_level=0)
         if self._own.is_error():
             raise ValueError(f"{self.name}: {_in_a_line(self._own.get_error())}")
         try:
             self.start()
         except ValueError:
-            with_bytes = LLMatcher(_tokens(ByteTokenizer(), 256, ()), definition, log_level=0)
+            of_bytes, _ = _tokens(ByteTokenizer(), 256, ())
+            with_bytes = LLMatcher(of_bytes, definition, log_level=0)
             with_bytes.compute_bitmask()
             if with_bytes.is_error():  # so the model's tokens are not to blame
                 raise ValueError(f"{self.name}: no text has this form") from None
@@ -119,7 +128,7 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
-        regex = with_unicode_classes(content)
+        regex = with_unicode_classes(content, self.name)
         (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": only["lark_grammar"]}
 
@@ -142,6 +151,7 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self._own = grammar._own.deep_copy()
+        self._escape = b""  # that the text ends with, not yet whole
         self._look()
 
     def __repr__(self) -> str:
@@ -150,19 +160,34 @@ class Matcher:
     def read(self, token: int) -> None:
         """Go on with a token; ValueError where it is not allowed, or the grammar too complex."""
         self._own.consume_token(int(token))
+        begun = self._escape + self.grammar.texts[int(token)]
+        self._escape = next(
+            (e[0] for e in _ESCAPE.finditer(begun) if e.end() == len(begun) and not _is_whole(e)),
+            b"",
+        )
         self._look()
 
     def _look(self) -> None:
         bits = np.frombuffer(self._own.compute_bitmask(), np.uint8)
+        stuck = f"{self.grammar.name}: the text cannot go on: "
+        no_token = "the tokenizer has no token for what must come next"
         if self._own.is_error():
             reason = _in_a_line(self._own.get_error())
-            if reason.startswith("NoExtension"):
-                reason = "the tokenizer has no token for what must come next"
-            raise ValueError(f"{self.grammar.name}: the text cannot go on: {reason}")
+            raise ValueError(stuck + (no_token if reason.startswith("NoExtension") else reason))
         vocab_size, stop = self.grammar.vocab_size, self.grammar.stop_ids
         found = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
         self.allowed, may_end = found[:-1], found[-1]
         self.ended = bool(may_end and not self.allowed.any())
+        if self.grammar.form == "schema":
+            # llguidance lets "\\u0061" be the name of another property than "a"
+            barred = self.grammar.respelled
+            if begun := self._escape:
+                texts = self.grammar.texts
+                left = self.allowed.nonzero()[0].tolist()
+                barred = [i for i in left if _respells(begun + texts[i])]
+            self.allowed[barred] = False
+            if not (self.allowed.any() or may_end):
+                raise ValueError(stuck + no_token)
         self.allowed[stop] = may_end
 
 
@@ -174,8 +199,8 @@ def check_installed(name: str) -> None:
 
 
 @lru_cache(maxsize=4)
-def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
-    """Return llguidance's table of a model's tokens, and one more, which ends texts.
+def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[Any, list[bytes]]:
+    """Return llguidance's table of a model's tokens and one more, which ends texts, and their text.
 
     A token without bytes is never allowed: so are special ones, and those that the tokenizer or the
     model has not.
@@ -197,7 +222,17 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
         def __call__(self, text: str | bytes) -> list[int]:
             return []  # it cuts no text: see _HEAD
 
-    return LLTokenizer(TokenizerWrapper(Table()))
+    return LLTokenizer(TokenizerWrapper(Table())), texts
+
+
+def _respells(text: bytes) -> bool:
+    """Whether JSON has a shorter spelling of a character that is written as its code."""
+    codes = [escape[1] for escape in _ESCAPE.finditer(text)]
+    return any(code is not None and code not in _CODES for code in codes)
+
+
+def _is_whole(escape: re.Match[bytes]) -> bool:
+    return len(escape[0]) == (2 if escape[1] is None else 6)
 
 
 def _in_a_line(error: str) -> str:

@@ -73,6 +73,7 @@ CLASSES: Mapping[str, TokenizerClass] = {
         options=_NO_SPACE,
     ),
     "XLMRoberta": _PIECES,
+    "Barthez": replace(_PIECES, frame=None, mask_strips=True),
     "Camembert": replace(_PIECES, special=r"(<s>|</s>|<unk>)NOTUSED", mask_strips=True),
     "Albert": TokenizerClass(
         roles=dict(

@@ -50,7 +50,7 @@ LIMITS = {
     "special_tokens_map.json": 2**20,
     "added_tokens.json": 2**20,
     "generation_config.json": 2**20,
-    "config.json": 2**20,
+    "config.json": 2**23,
     "chat_template.jinja": 2**20,
     "chat_template.json": 2**20,
 }

@@ -85,6 +85,10 @@ def _read_olmoe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
     )
     if fields["use_bias"]:
         fields |= dict(ff_bias=False)
+    width = fields["head_dim"]
+    if width is not None and width * fields["num_heads"] != fields["d_model"]:
+        rule = "must be hidden_size / num_attention_heads, the width of the norms in transformers"
+        keys.fail("head_dim", width, rule)
     experts = Experts(
         count=keys.integer("num_experts", 64),
         top_k=keys.integer("num_experts_per_tok", 8),

@@ -132,7 +132,10 @@ OTHER_KEYS = (
     OtherKeys(
         "The way of a vision model, and attention in chunks of a text that is longer than trained.",
         "qwen2", "dual_chunk_attention_config",
-        dict(use_mrope=[False], attention_bias=[True], qkv_bias=[True]),
+        dict(
+            use_mrope=[False], attention_bias=[True], qkv_bias=[True], mlp_bias=[False],
+            use_qk_norm=[False], qk_layernorm=[False],
+        ),
     ),
     OtherKeys(
         "The norm of queries and keys is always there.",
@@ -147,10 +150,12 @@ OTHER_KEYS = (
         ),
     ),
     OtherKeys(
-        "Parts of Qwen 2's experts that are off.", "qwen3_moe",
-        fixed=dict(
-            mlp_bias=[False], qkv_bias=[False], shared_expert_intermediate_size=[0],
-        ),
+        "Parts of Qwen 2 that are off.", "qwen3 qwen3_moe",
+        fixed=dict(mlp_bias=[False], qkv_bias=[False]),
+    ),
+    OtherKeys(
+        "There is no expert for every token.", "qwen3_moe",
+        fixed=dict(shared_expert_intermediate_size=[0]),
     ),
     OtherKeys(
         "A loss is returned or not, and noise in training.", "mixtral olmoe gpt_oss",
