@@ -381,6 +381,7 @@ def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
         ("m.content | e", "writes its content 'Be <b>' as 'Be &lt;b&gt;'"),
         ("m.content | replace(' ', '_')", "writes its content 'Be <b>' as 'Be_<b>'"),
         ("m.content if m.role == 'user'", "writes its content 'Be <b>' as ''"),
+        ("m.content + ' ' + m.content", "writes its content 'Be <b>' 2 times"),
         ("m.content if m.role != 'system'", "does not write message 1, 'Rule', as the file has it"),
         ("m.content if m.role != 'user'", "does not write message 2, 'Ask', as the file has it"),
     ],

@@ -80,7 +80,7 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     "task", [DigitsTask(), TonesTask(max_length=2)], ids=["pictures", "sounds"]
 )
 def test_streams_of_pictures_and_sounds_are_captured_as_they_are_edited(tmp_path, task):
-    """An edit of one row of what block 0 gives changes that of block 1 alone; others have padding."""
+    """An edit of one row of block 0 changes that row of block 1 alone; others have padding."""
     model, _, signals = model_and_file(task, "encoder-decoder", tmp_path / "seen.npz")
     built, place = tj.build(model.config), "encoder/block_0/residual"
     source, valid = stack_rows([signal.values for signal in signals[:2]])

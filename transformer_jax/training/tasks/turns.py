@@ -124,6 +124,9 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in written + given)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
+    if len(around) > 2:
+        rule = f"writes its content {shown(given)} {len(around) - 1} times"
+        raise DataError(f"the chat template {rule}: {_REMEDY}")
     if len(around) == 1 or written != given.join(around):
         start = _shared(written, marked)
         end = len(written) - _shared(written[start:][::-1], marked[start:][::-1])
