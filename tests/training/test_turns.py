@@ -398,6 +398,13 @@ def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written,
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
+def test_a_message_that_a_template_drops_is_missed_where_another_says_the_same(tmp_path):
+    tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content if loop.index0 != 2"))
+    task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b")))
+    with pytest.raises(DataError, match=r"line 1: message 4: .* does not write message 3, 'Ask'"):
+        task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b", "Ask", "c")))
+
+
 def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):
     thought = CHATML.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content")
     answer = dict(role="assistant", content="b", reasoning_content="so")

@@ -121,7 +121,7 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     written = whole = write(messages)
     given: str = last["content"]
     # a letter that is nowhere else shows where the content goes, and what stands around it
-    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in written + given)
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + given)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
     if len(around) > 2:
@@ -151,7 +151,11 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
             break
         if role not in ("system", "user") or not isinstance(content, str):
             continue
-        if not _loosely(content).search(prompt):
+        other = {**before[number - 1], "content": mark}  # for the text may stand elsewhere too
+        marked = tokenizer.chat(
+            [*before[: number - 1], other, *before[number:]], add_generation_prompt=True
+        )
+        if mark not in marked or not _loosely(content).search(prompt):
             rule = f"does not write message {number}, {shown(content)}, as the file has it"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
