@@ -217,7 +217,7 @@ def case(seed, at, kind=None, entry=None, which=None):
         if np.ndim(value) == 1 or value is None or np.ndim(value) == 0:
             read = sequence[:-1]
         together = None
-        if which in ("rows", "both") and rows > 1:
+        if which in ("rows", "both") and rows > 1 and entry != "step":  # reads each row alone
             if ragged:
                 continue  # alone, a row has another mean
             together = np.stack([s[: len(read)] for s in sequences])

@@ -169,6 +169,51 @@ def test_a_traced_index_counts_from_the_first_token_of_the_sequence():
         np.testing.assert_array_equal(later(at, np.array(positions)), wanted)
 
 
+@pytest.mark.slow_except("None")
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
+    """Rows of 5 and 3 tokens, and 4 more: token 8 is made in none, token 7 read in one."""
+    model, params = model_of("gpt2")
+    vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(0, None))
+    def made(at, tokens):
+        step = make_step(model, edit=add("block_0/residual", vector, at=at))
+        cache = init_cache(model.config, B, T + 5)
+        given = dict(lengths=lengths, num_tokens=4, chunk=chunk)
+        found = generate(step, params, tokens, cache, **given)
+        return found.tokens, found.log_probs
+
+    tokens, log_probs = jax.device_get(made(np.array([2, 7, 8, -1]), draw()[:, :5]))
+    wanted = np.array([[False, False], [False, True], [True, True], [True, True]])
+    np.testing.assert_array_equal(np.isnan(log_probs), np.repeat(wanted[..., None], 4, axis=2))
+    whole = np.append(draw()[0, :5], tokens[1, 0])
+    right = run("gpt2", tokens=whole[None], edit=add("block_0/residual", vector, at=7))[0]
+    right = np.asarray(jax.nn.log_softmax(right[0]))[np.arange(4, 8), whole[5:]]
+    assert_near(log_probs[1, 0], right, NEAR)
+
+
+@pytest.mark.slow
+def test_one_row_of_a_padded_batch_is_edited_alone():
+    """As where it asks for positions."""
+    model, params = model_of("gpt2")
+    vector, lengths = np.arange(D, dtype=np.float32), np.array([5, 3])
+
+    def made(edit):
+        cache = init_cache(model.config, B, T + 5)
+        step = make_step(model, edit={} if edit is None else {"block_0/residual": edit})
+        given = dict(lengths=lengths, num_tokens=4)
+        return generate(step, params, draw()[:, :5], cache, **given).log_probs
+
+    found, plain = made(lambda x: x.at[1].add(vector)), made(None)
+    assert_near(found[0], plain[0], NEAR)
+    assert_near(found, made(lambda x, positions: x.at[1].add(vector)), NEAR)
+    assert np.abs(found[1] - plain[1]).max() > 1e-3
+    with pytest.raises(ValueError, match="edit of block_0/residual sees padding"):
+        made(lambda x: x.at[1].add(x[0]))
+
+
 @pytest.mark.parametrize(
     ("edit", "shown"),
     [

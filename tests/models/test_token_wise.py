@@ -83,6 +83,23 @@ def test_rows_and_positions_are_told_apart_too():
     assert is_wise(lambda x: x.at[:, 0].set(0), [value], 0, B)
     assert not is_wise(lambda x: x - x.mean(0, keepdims=True), [value], 0, B)
     assert not is_wise(lambda x: x + np.ones((B, 1, 1), np.float32), [value], 0, B)
+    by_itself = {
+        "a number of each": lambda x: x + np.ones((B, 1, H), np.float32),
+        "one": lambda x: x.at[1].add(MATRIX[0]),
+        "some": lambda x: x.at[jnp.array([0, -1])].set(0),
+        "chosen": lambda x: jnp.where((jnp.arange(B) == 1)[:, None, None], 0, x),
+        "written over": lambda x: jax.lax.dynamic_update_slice(x, jnp.ones((1, T, H)), (1, 0, 0)),
+    }
+    of_several = {
+        "swapped": lambda x: x[jnp.array([1, 0, 2])],
+        "copied": lambda x: x.at[0].set(x[1]),
+        "written": lambda x: jax.lax.dynamic_update_slice(x, x[:1], (1, 0, 0)),
+        "mean": lambda x: x - x.mean(0, keepdims=True),
+        "rolled": lambda x: jnp.roll(x, 1, axis=0),
+    }
+    for name, function in (by_itself | of_several).items():
+        assert is_wise(function, [value], 0, B, alike=False) == (name in by_itself), name
+        assert not is_wise(function, [value], 0, B), name
     third = lambda x, p: jnp.where((p == 3)[..., None], 0, x)  # noqa: E731
     last = lambda x, p: jnp.where((p == p.max(1, keepdims=True))[..., None], 0, x)  # noqa: E731
     assert is_wise(third, [value, positions], 1, 13)

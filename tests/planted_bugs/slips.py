@@ -456,7 +456,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/decoding/arguments.py",
         (
             "a row that gets no token reads its prompt but the last",
-            "np.maximum(limits, 1) - 1",
+            "numpy.maximum(limits, 1) - 1",
             "limits - 1",
             "decoding/test_generation.py::test_a_prompt_and_what_is_read_after_it_must_fit_into_the_cache",
         ),

@@ -278,8 +278,7 @@ def write_data(folder: Path) -> None:
             for one, two in pairs
         ],
         "answers.jsonl": [
-            json.dumps({"prompt": one, "chosen": two, "rejected": one[::-1][:9]})
-            for one, two in pairs
+            json.dumps({"prompt": one, "chosen": two, "rejected": two[::-1]}) for one, two in pairs
         ],
     }  # fmt: skip
     for name, lines in files.items():

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from tests.scaling.cases import CASES, Case, run, write_data
 from transformer_jax.checkpoints.run_folder import RunFolder
@@ -125,9 +125,12 @@ def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
     config = own.config
     step = make_train_step(linear, make_optimizer(config), ema_decay=config.ema_decay)
     for n in range(3):
-        named, flat = drawn(n), flatten_dict(fresh.params)
-        batch = unflatten_dict(
-            {path: jax.device_put(like(named, path, leaf)) for path, leaf in flat.items()}
+        named = drawn(n)
+        batch = jax.tree_util.tree_map_with_path(
+            lambda path, leaf, named=named: jax.device_put(
+                like(named, tuple(part.key for part in path), leaf)
+            ),
+            fresh.params,
         )
         if own.placement.mesh is not None:
             batch = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), batch, fresh.params)

@@ -230,6 +230,23 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
         assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_run_goes_on_from_a_looped_stack_as_a_scanned_one_and_back(base, tmp_path, lora):
+    """A step at no rate leaves what it began with: the loss is that of the looped run."""
+
+    def began(name, init_from, scan_layers):
+        given = dict(init_from=init_from, lora=lora, steps=1, eval_every=1)
+        given |= dict(learning_rate=1e-20, min_learning_rate=0.0)
+        config = tuned_config(tmp_path, base, name, **given)
+        model = dataclasses.replace(config.model, scan_layers=scan_layers)
+        return fit(dataclasses.replace(config, model=model)).val_loss
+
+    looped = began("looped", base.out, False)
+    assert began("scanned", base.out, True) == pytest.approx(looped, rel=1e-5)
+    assert began("back", str(tmp_path / "scanned"), False) == pytest.approx(looped, rel=1e-5)
+
+
 @pytest.mark.long
 def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
     config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # and their end

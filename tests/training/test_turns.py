@@ -381,6 +381,7 @@ def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
         ("m.content | e", "writes its content 'Be <b>' as 'Be &lt;b&gt;'"),
         ("m.content | replace(' ', '_')", "writes its content 'Be <b>' as 'Be_<b>'"),
         ("m.content if m.role == 'user'", "writes its content 'Be <b>' as ''"),
+        ("m.content + ' ' + m.content", "writes its content 'Be <b>' 2 times"),
         ("m.content if m.role != 'system'", "does not write message 1, 'Rule', as the file has it"),
         ("m.content if m.role != 'user'", "does not write message 2, 'Ask', as the file has it"),
     ],
@@ -395,6 +396,13 @@ def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written,
     pair = dict(prompt=messages[:2], chosen=messages[2:], rejected=talk("", "c")[1:])
     with pytest.raises(DataError, match="line 1: chosen: the chat template " + re.escape(reason)):
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
+
+
+def test_a_message_that_a_template_drops_is_missed_where_another_says_the_same(tmp_path):
+    tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content if loop.index0 != 2"))
+    task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b")))
+    with pytest.raises(DataError, match=r"line 1: message 4: .* does not write message 3, 'Ask'"):
+        task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b", "Ask", "c")))
 
 
 def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):

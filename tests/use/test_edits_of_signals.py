@@ -80,10 +80,7 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     "task", [DigitsTask(), TonesTask(max_length=2)], ids=["pictures", "sounds"]
 )
 def test_streams_of_pictures_and_sounds_are_captured_as_they_are_edited(tmp_path, task):
-    """An edit of what block 0 gives changes block 1, by what it adds alone; other rows stay.
-
-    It is of one row, beside which others have padding: it asks for positions, and may do so.
-    """
+    """An edit of one row of block 0 changes that row of block 1 alone; others have padding."""
     model, _, signals = model_and_file(task, "encoder-decoder", tmp_path / "seen.npz")
     built, place = tj.build(model.config), "encoder/block_0/residual"
     source, valid = stack_rows([signal.values for signal in signals[:2]])
@@ -98,13 +95,13 @@ def test_streams_of_pictures_and_sounds_are_captured_as_they_are_edited(tmp_path
 
     known = tj.places(model.config)
     assert place in known and known[place] == ("B", "T", model.config.d_model)
-    before, after = run({}), run({place: lambda x, positions: x.at[1].add(0.5)})
+    before, after = run({}), run({place: lambda x: x.at[1].add(0.5)})
     assert before[place].shape == (2, model.config.inputs.num_tokens(source.shape[1]), 8)
     np.testing.assert_allclose(after[place][1], before[place][1] + 0.5, atol=1e-6)
     # a LayerNorm takes what all numbers of a vector gain away again
     np.testing.assert_allclose(after[names[1]], before[names[1]], atol=1e-4)
     slope = jnp.linspace(0.5, 2, model.config.d_model)
-    tilted = run({place: lambda x, positions: x.at[1].multiply(slope)})
+    tilted = run({place: lambda x: x.at[1].multiply(slope)})
     for name in names:
         np.testing.assert_array_equal(tilted[name][0], before[name][0])
         assert np.abs(tilted[name][1] - before[name][1]).max() > 1e-3, name

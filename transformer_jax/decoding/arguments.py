@@ -21,7 +21,15 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
-from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given, count_vocab
+from transformer_jax.decoding.step import (
+    AppliedStep,
+    Params,
+    Step,
+    StepLike,
+    as_step,
+    check_given,
+    count_vocab,
+)
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
@@ -128,7 +136,7 @@ def check_arguments(
     options = DecodeOptions(sampler, processors, stop, ends, attention, tuple(capture))
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
-    check_with_step(step, tokens, lengths, limits, state)
+    tokens = check_with_step(step, tokens, lengths, limits, state)
     if stop:
         check_stop(stop, step, params, rows, state)
     step, tokens, lengths = fill_prompts(step, tokens, lengths)
@@ -142,14 +150,18 @@ def check_with_step(
     lengths: Array,  # i32[B]
     limits: Array | int,  # i32[B], or one for all
     state: State,
-) -> None:
-    """Ask a step whether it can serve these prompts, where they are known.
+) -> Array:  # i32[B, P]
+    """Return the prompts, which a step can serve where they are known.
 
-    A row reads its prompt, and its new tokens but the last.
+    A row reads its prompt, and its new tokens but the last. Where it is traced that an edit names a
+    token that a row does not reach, the row's tokens are -1, which makes it nonfinite.
     """
-    if not traced(prompt, lengths, limits):
-        total = np.asarray(lengths) + np.maximum(limits, 1) - 1
+    numpy: ModuleType = jnp if traced(lengths, limits) else np
+    total = lengths + numpy.maximum(limits, 1) - 1
+    if not traced(prompt, total):
         step.check(np.asarray(prompt), state, total)
+    lacking = step.lacking(state, total) if isinstance(step, AppliedStep) else None
+    return prompt if lacking is None else jnp.where(lacking[:, None], -1, prompt)
 
 
 def check_stop(

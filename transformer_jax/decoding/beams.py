@@ -194,7 +194,7 @@ def beam_search(
     tokens, lengths = check_prompt(prompt, lengths)
     limits = jnp.asarray(check_limits(limits, len(tokens), options.num_tokens), jnp.int32)
     state = make_donatable(state)
-    check_with_step(step, tokens, lengths, limits, state)
+    tokens = check_with_step(step, tokens, lengths, limits, state)
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
         raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
     step, tokens, lengths = fill_prompts(step, tokens, lengths)

@@ -76,7 +76,7 @@ def check_prompts(
     keys = row_keys(key, rows)
     check_not_consumed(state)
     check_same_kind(slots.decode_state.state, state, rows)
-    check_with_step(slots.step, tokens, lengths, limits, state)
+    tokens = check_with_step(slots.step, tokens, lengths, limits, state)
     check_sampling(slots, sampling, rows)
     exactly = slots.step.reads_exactly
     prompts = pad_prompts(tokens, lengths, keys, limits, slots.capacity, exactly=exactly)

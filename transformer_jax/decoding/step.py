@@ -41,6 +41,7 @@ from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import shapes_of
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
+from transformer_jax.tracing import traced
 
 Params: TypeAlias = Any
 """A model's parameters: any pytree of arrays, whose type a step of one's own may narrow. Decoding
@@ -261,13 +262,24 @@ class AppliedStep(Step[State]):
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
         """Raise ValueError if an edit names a token that a row does not reach."""
+        self.lacking(state, total)
+
+    def lacking(self, state: State, total: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
+        """Return the rows in which an edit names a token that they do not reach.
+
+        ValueError if there is one; None if there is none. `total`, i32[B], is how many tokens each
+        row reads from now on; it, the state and the edit's tokens may be traced.
+        """
         length = state.length  # type: ignore[attr-defined]
-        if isinstance(length, jax.core.Tracer):
-            return
+        length = length if traced(length) else np.asarray(length)
+        found: jax.Array | None = None
         for _, edit in self.edit:
             told = InCall.of(edit)
             if check := getattr(told.function, "check_parts", None):
-                check((told.first + np.asarray(length) + total).tolist())
+                rows = check(told.first + length + total)
+                if rows is not None:
+                    found = rows if found is None else found | rows
+        return found
 
     def _apply(
         self,

@@ -25,6 +25,7 @@ import numpy as np
 
 from transformer_jax.models.editing import WHOLE, Call, Edit, axes_of
 from transformer_jax.shown import shape_text, shown
+from transformer_jax.tracing import traced
 
 Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
 """One index, or some: i32[] or i32[n], traced or not."""
@@ -225,14 +226,26 @@ class _Change:
             for row, size in enumerate(lengths):
                 _chosen("at", self.at, size, f" of row {row}" if len(set(lengths)) > 1 else "")
 
-    def check_parts(self, lengths: Sequence[int]) -> None:
-        """Raise ValueError if sequences of these lengths cannot be edited in several calls."""
+    def check_parts(self, lengths: jax.Array | np.ndarray) -> jax.Array | None:  # bool[B]
+        """Return which sequences of these lengths, i32[B], cannot be edited in several calls.
+
+        ValueError if it is known that one cannot; None if it is known that all can.
+        """
+        if self.at is None and self.length is None:
+            return None
+        if traced(lengths, self.at):
+            if self.at is None:
+                return lengths != self.length[1]
+            at = jnp.atleast_1d(jnp.asarray(self.at))[None]
+            return ((at < 0) | (at >= jnp.asarray(lengths)[:, None])).any(axis=1)
+        lengths = lengths.tolist()
         self.check(lengths)
         if self.length is not None:
             name, size = self.length
             if self.at is None and any(n != size for n in lengths):
                 rule = f"a sequence reaches {max(lengths)}; `at` names those that change"
                 raise ValueError(f"{name} has {size} tokens: {rule}")
+        return None
 
     def __call__(
         self,

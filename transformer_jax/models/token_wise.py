@@ -1,4 +1,4 @@
-"""Find out whether a function treats every index of an axis alike and by itself.
+"""Find out whether a function treats every index of an axis by itself, and all of them alike.
 
 Along such an axis a function of a long array is that of its parts, which is what an edit of tokens
 must be where a model reads some tokens at a time. The answer is read off the function's jaxpr:
@@ -43,7 +43,7 @@ def is_wise(
     values: Sequence[jax.ShapeDtypeStruct],
     axis: int,
     size: int,
-    each: bool = False,
+    alike: bool = True,
 ) -> bool:
     """Return whether a function of arrays is known to treat the indices of an axis by themselves.
 
@@ -53,7 +53,7 @@ def is_wise(
             [B, T], it is axis 1, or 0 where `axis` is 0.
         axis: of the first array.
         size: that the axis is traced with.
-        each: an array of the function's own with `size` first indices has one for each index.
+        alike: False allows one index what another one lacks, as `x.at[0].add(1)` does.
     """
     own = [axis, *(min(axis, 1) for _ in values[1:])]
 
@@ -75,10 +75,8 @@ def is_wise(
         if any(x is None or _arithmetic(x) != _arithmetic(closed) for x in others):
             return False
     try:
-        consts: list[State] = [
-            0 if each and jnp.shape(c)[:1] == (size,) else _constant(c) for c in closed.consts
-        ]
-        (found,) = _outputs(closed.jaxpr, consts, own)
+        consts = [_constant(c, alike) for c in closed.consts]
+        (found,) = _outputs(closed.jaxpr, consts, own, alike)
     except _Mixed:
         return False
     return found == axis if isinstance(found, int) else axis in found
@@ -102,29 +100,32 @@ def _arithmetic(closed: ClosedJaxpr) -> list[object]:
     return found
 
 
-def _constant(x: Any) -> Constant:
-    return frozenset(i for i, size in enumerate(jnp.shape(x)) if size == 1)
+def _constant(x: Any, alike: bool) -> Constant:
+    """Return the axes of a constant; where indices need not be treated alike, any will do."""
+    return frozenset(i for i, size in enumerate(jnp.shape(x)) if size == 1 or not alike)
 
 
-def _outputs(jaxpr: Jaxpr, consts: Sequence[State], given: Sequence[State]) -> list[State]:
+def _outputs(
+    jaxpr: Jaxpr, consts: Sequence[State], given: Sequence[State], alike: bool
+) -> list[State]:
     states: dict[Var, State] = {}
     states.update(zip(jaxpr.constvars, consts, strict=True))
     states.update(zip(jaxpr.invars, given, strict=True))
 
     def state(x: Any) -> State:
-        return _constant(x.val) if isinstance(x, Literal) else states[x]
+        return _constant(x.val, alike) if isinstance(x, Literal) else states[x]
 
     for eqn in jaxpr.eqns:
         inputs = [state(x) for x in eqn.invars]
-        found = _equation(eqn, inputs)
+        found = _equation(eqn, inputs, alike)
         for var, one in zip(eqn.outvars, found, strict=True):
             if not isinstance(one, int):
-                one = one | _constant(var.aval)
+                one = one | _constant(var.aval, alike)
             states[var] = one
     return [state(x) for x in jaxpr.outvars]
 
 
-def _equation(eqn: Any, inputs: list[State]) -> list[State]:
+def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     """Return the states of what one equation gives; raise _Mixed where it is not known."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [jnp.shape(x.aval) for x in eqn.invars]
@@ -132,8 +133,8 @@ def _equation(eqn: Any, inputs: list[State]) -> list[State]:
     inner = next((params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in params), None)
     if inner is not None and name not in ("scan", "while", "cond"):
         closed = isinstance(inner, ClosedJaxpr)
-        consts = [_constant(c) for c in inner.consts] if closed else []
-        return _outputs(inner.jaxpr if closed else inner, consts, inputs)
+        consts = [_constant(c, alike) for c in inner.consts] if closed else []
+        return _outputs(inner.jaxpr if closed else inner, consts, inputs, alike)
     along = {k for k in inputs if isinstance(k, int)}
     if name in ELEMENTWISE:
         if not along:
@@ -166,6 +167,10 @@ def _equation(eqn: Any, inputs: list[State]) -> list[State]:
         return [frozenset()] * len(outs)
     if name == "dot_general":
         return [_of_product(params["dimension_numbers"], inputs, shapes)]
+    written = name.startswith("scatter") or name == "dynamic_update_slice"
+    if written and not alike and isinstance(first, int) and along == {first}:
+        if not any(isinstance(x, int) for x in inputs[1:]):
+            return [first]  # at some indices, what is there changes by numbers of the function
     if name.startswith("scatter"):
         return [_of_scatter(params["dimension_numbers"], inputs, shapes)]
     (k,) = along if len(along) == 1 else (_mixed(),)

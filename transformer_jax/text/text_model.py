@@ -22,6 +22,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor, never
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.models.lora import merged_parts, trained_part
 from transformer_jax.models.quantized import Kind, quantize
+from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pretrained.gguf import GgufModel
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
@@ -135,12 +136,9 @@ def is_run(path: str) -> bool:
 
 
 def base_params(init_from: str, scanned: bool) -> Params:
-    """Load the f32 parameters of a run or a published model, to be gone on with.
-
-    Those of a published model are of a scanned stack, or of a looped one.
-    """
+    """Load the f32 parameters of a run or a published model, of a scanned stack or a looped one."""
     if is_run(init_from):
-        return load_run(init_from).params
+        return (stack_layers if scanned else unstack_layers)(load_run(init_from).params)
     return load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1]
 
 

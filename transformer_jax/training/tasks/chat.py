@@ -188,7 +188,7 @@ def check_messages(where: str, messages: Sequence[object]) -> Messages:
     for number, message in enumerate(messages, start=1):
         given = message if isinstance(message, dict) else {}
         if given.get("role") not in ROLES or not isinstance(given.get("content"), str):
-            rule = f"must have a role, {', '.join(ROLES)}, and a content"
+            rule = f"must have a role, {', '.join(ROLES)}, and a content of text"
             raise DataError(f"{where}: message {number} is {message!r:.60}: {rule}")
         if given.get("weight", 1) != 1:
             rule = "must be 1, since every answer is learnt alike (remove the message, or weight)"

@@ -121,9 +121,12 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     written = whole = write(messages)
     given: str = last["content"]
     # a letter that is nowhere else shows where the content goes, and what stands around it
-    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in written + given)
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + given)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
+    if len(around) > 2:
+        rule = f"writes its content {shown(given)} {len(around) - 1} times"
+        raise DataError(f"the chat template {rule}: {_REMEDY}")
     if len(around) == 1 or written != given.join(around):
         start = _shared(written, marked)
         end = len(written) - _shared(written[start:][::-1], marked[start:][::-1])
@@ -148,7 +151,11 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
             break
         if role not in ("system", "user") or not isinstance(content, str):
             continue
-        if not _loosely(content).search(prompt):
+        other = {**before[number - 1], "content": mark}  # for the text may stand elsewhere too
+        marked = tokenizer.chat(
+            [*before[: number - 1], other, *before[number:]], add_generation_prompt=True
+        )
+        if mark not in marked or not _loosely(content).search(prompt):
             rule = f"does not write message {number}, {shown(content)}, as the file has it"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
