@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Never, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import INT32, check_count, check_finite, has_finite_maximum
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     PerRow,
     Prompt,
@@ -119,6 +119,7 @@ class Beams:
     log_probs: jax.Array  # f32[B, R]
 
 
+@known_keywords
 def beam_search(
     step: StepLike[State],
     params: Params,
@@ -137,7 +138,6 @@ def beam_search(
     diversity: float = 0.0,
     early_exit: bool = True,
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Beams:
     """Return the best continuations of up to `num_tokens` tokens that a search with beams finds.
 
@@ -183,8 +183,6 @@ def beam_search(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(beam_search, unknown)
     step = as_step(step)
     check_given(params, state)
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import ModuleType
-from typing import Any, Literal, Never, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_count, check_key, check_not_consumed
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
     PerRow,
@@ -384,6 +384,7 @@ class Completion:
     error: str | None = None
 
 
+@known_keywords
 def serve(
     step: StepLike[State],
     params: Params,
@@ -399,7 +400,6 @@ def serve(
     stop: int | Sequence[int] = (),
     chunk: int | None = None,
     stream: bool = False,
-    **unknown: Never,
 ) -> Iterator[Completion]:
     """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
@@ -435,8 +435,6 @@ def serve(
     Raises:
         ValueError: if an argument of the call is wrong.
     """
-    if unknown:
-        refuse_keywords(serve, unknown)
     check_count("steps_per_call", steps_per_call, 1)
     if not isinstance(requests, Iterable):
         rule = "must be an iterable of Request"

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Never, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config.keywords import known_keywords, refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     CheckedArguments,
     DecodeOptions,
@@ -294,6 +294,7 @@ def _choose_tokens(
     return changed, output
 
 
+@known_keywords
 def generate(
     step: StepLike[State],
     params: Params,
@@ -311,7 +312,6 @@ def generate(
     early_exit: bool | None = None,
     attention: bool = False,
     capture: Sequence[str] = (),
-    **unknown: Never,
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens.
 
@@ -357,8 +357,6 @@ def generate(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(generate, unknown)
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
@@ -432,6 +430,7 @@ _generate_inside = program(_generate_tokens, static=_STATIC)
 _generate = program(_generate_tokens, static=_STATIC, donate=("state",))
 
 
+@known_keywords
 def stream(
     step: StepLike[State],
     params: Params,
@@ -446,7 +445,6 @@ def stream(
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Iterator[np.ndarray]:  # i32[B], at most num_tokens times
     """Yield the tokens of `generate` with the same arguments, each as soon as it is drawn.
 
@@ -471,8 +469,6 @@ def stream(
     Raises:
         ValueError: if an argument is wrong, at the call.
     """
-    if unknown:
-        refuse_keywords(stream, unknown)
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,

@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Never, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count, has_finite_maximum
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
     PerRow,
@@ -94,6 +94,7 @@ class Speculation(Generic[State]):
         return [tokens[:length] for tokens, length in pairs]
 
 
+@known_keywords
 def speculate(
     step: StepLike[State],
     params: Params,
@@ -110,7 +111,6 @@ def speculate(
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Speculation[State]:
     """Generate as `generate` does with the same arguments, in fewer calls of the model.
 
@@ -144,8 +144,6 @@ def speculate(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(speculate, unknown)
     check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:

@@ -61,6 +61,7 @@ from transformer_jax.use.writing import (
 )
 
 
+@known_keywords
 def load(
     path_or_id: str | Path,
     *,
@@ -69,7 +70,6 @@ def load(
     dtype: DType | None = None,
     max_len: int | None = None,
     weights: WeightKind | None = None,
-    **unknown: Never,
 ) -> LanguageModel:
     """Load a model with its tokenizer, to use it on texts.
 
@@ -88,7 +88,6 @@ def load(
         ConfigError: if an argument does not fit the model.
         CheckpointError: if a file cannot be read.
     """
-    refuse_keywords(load, unknown)
     if not isinstance(path_or_id, str | Path):
         rule = "must be a folder, or the id of a repository of the hub"
         raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
