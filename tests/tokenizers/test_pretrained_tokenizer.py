@@ -23,7 +23,7 @@ from transformer_jax.text.completion import read_prompt
 from transformer_jax.text.writer import pieces
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import target_of, tokenizer_from_json
+from transformer_jax.tokenizers.special import check_unpadded, target_of, tokenizer_from_json
 from transformer_jax.tokenizers.utf8 import byte_letters
 from transformer_jax.training.data import DataError
 
@@ -478,6 +478,14 @@ class TestFolder:
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.vocab_size == 271
         assert tokenizer.special_ids["pad"] == 269
+        for ids in ([269, 269, 97], [97, 269]):
+            with pytest.raises(
+                DataError, match="the prompt (begins|ends) with the padding token 269"
+            ):
+                check_unpadded(tokenizer, np.array(ids), "the prompt")
+        for other in (tokenizer, replace(tokenizer, stop_ids=(269,))):  # which may end a text
+            check_unpadded(other, np.array([97, 269, 97]), "the prompt")
+        check_unpadded(other, np.array([269, 97]), "the prompt")
         assert tokenizer.encode("a<tool>[PAD]").tolist() == [97, 270, 269]
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"
         assert tokenizer.encode("<tool>[PAD]", written="text")[0] == 270  # added, not special

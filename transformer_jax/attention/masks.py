@@ -379,7 +379,7 @@ class Predicate(Mask):
             except TypeError:
                 raise ValueError(
                     f"Predicate: fn is {self.fn.__name__}{inspect.signature(self.fn)}: must take "
-                    "two arguments, positions of queries and keys; rows and heads are what it reads "
+                    "two arguments, positions of queries and keys; it reads rows and heads "
                     "of arrays [B, 1, 1, 1] and [1, N, 1, 1]"
                 ) from None
 

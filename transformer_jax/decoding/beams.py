@@ -23,6 +23,7 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count, check_finite, has_finite_maximum
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
+    Lengths,
     PerRow,
     Prompt,
     check_limits,
@@ -130,7 +131,7 @@ def beam_search(
     num_beams: int,
     num_results: int = 1,
     stop: int | Sequence[int] = (),
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     limits: PerRow | None = None,  # i32[B]
     processors: Sequence[HistoryProcessor] = (),
     length_penalty: Penalty | None = None,
@@ -159,8 +160,8 @@ def beam_search(
         num_beams: M, the texts of a row that are followed side by side, at least 1.
         num_results: R, the texts of a row that are returned, from 1 to num_beams.
         stop: the token id, or ids, that end a text.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
-            every row.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens, or a mask
+            [B, P], as in `generate`; None is P in every row.
         limits: i32[B], from 0 to num_tokens: a row's result is that of the row alone with as many
             `num_tokens`; with 0 it has none. None is num_tokens.
         processors: change the logits by the text so far, from left to right.

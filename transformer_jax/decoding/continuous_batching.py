@@ -33,6 +33,7 @@ from transformer_jax.checks import check_count, check_key, check_not_consumed
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -135,7 +136,7 @@ def admit(
     state: State,
     *,
     limits: int | PerRow,
-    lengths: PerRow | None = None,  # i32[R]
+    lengths: Lengths | None = None,  # i32[R], or bool[R, P]
     key: jax.Array | None = None,  # one, or one for each row
     chunk: int | None = None,
     sampling: RowSampling | None = None,
@@ -155,7 +156,7 @@ def admit(
         prompt: i32[R, P], token ids, as an array or as rows of one length.
         state: R rows, which the prompts go on from; not consumed, so many may share a prefix.
         limits: i32[R] or one, new tokens of each prompt, at least 1.
-        lengths: i32[R], from 1 to P, tokens of each prompt; None is P.
+        lengths: i32[R], from 1 to P, tokens of each prompt, or a mask [R, P]; None is P.
         key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
         chunk: how many tokens of a prompt are read at a time; None reads all at once.
         sampling: of R rows, for slots that ask for it.

@@ -26,6 +26,7 @@ from transformer_jax.checks import check_count, has_finite_maximum
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -104,7 +105,7 @@ def speculate(
     proposer: Proposer,
     num_tokens: int,
     num_draft: int,
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,  # one, or one for each row
     processors: Sequence[HistoryProcessor] = (),
@@ -128,7 +129,8 @@ def speculate(
             own; not consumed.
         num_tokens: the most new tokens of a row, at least 1.
         num_draft: the most tokens that are proposed in a turn, at least 1.
-        lengths: i32[B], from 1 to P, tokens of each row's prompt; None is P.
+        lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
+            `generate`; None is P.
         sampler: draws the model's tokens; one of your own needs `distribution(logits)`. None takes
             the likeliest.
         key: one key, or one for each row, [B]; row b's tokens depend on its own alone. Only

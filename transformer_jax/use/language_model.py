@@ -37,7 +37,7 @@ from transformer_jax.text.translation import search_translations
 from transformer_jax.text.writer import cut_at_stop
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import target_of
+from transformer_jax.tokenizers.special import check_unpadded, target_of
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
@@ -426,6 +426,8 @@ class LanguageModel(Looker, Scorer):
                 beams=beams, results=results, length_penalty=penalty,
             )  # fmt: skip
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            check_unpadded(self.tokenizer, ids, "the prompt")
         if (left := self.room(ids)) < 1:
             rule = f"0 fit after it (max_len {longest_text(self.config)})"
             raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
