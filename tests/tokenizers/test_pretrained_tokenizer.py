@@ -478,14 +478,13 @@ class TestFolder:
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.vocab_size == 271
         assert tokenizer.special_ids["pad"] == 269
-        for ids in ([269, 269, 97], [97, 269]):
-            with pytest.raises(
-                DataError, match="the prompt (begins|ends) with the padding token 269"
-            ):
-                check_unpadded(tokenizer, np.array(ids), "the prompt")
-        for other in (tokenizer, replace(tokenizer, stop_ids=(269,))):  # which may end a text
-            check_unpadded(other, np.array([97, 269, 97]), "the prompt")
-        check_unpadded(other, np.array([269, 97]), "the prompt")
+        said = r"the prompt (begins|ends) with the padding token 269"
+        for text in ("[PAD][PAD]a", "a[PAD]"):
+            ids = tokenizer.encode(text)
+            with pytest.raises(DataError, match=said):
+                check_unpadded(tokenizer, ids, "the prompt")
+            check_unpadded(replace(tokenizer, stop_ids=(269,)), ids, "the prompt")
+        check_unpadded(tokenizer, tokenizer.encode("a[PAD]a"), "the prompt")
         assert tokenizer.encode("a<tool>[PAD]").tolist() == [97, 270, 269]
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"
         assert tokenizer.encode("<tool>[PAD]", written="text")[0] == 270  # added, not special
