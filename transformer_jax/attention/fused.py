@@ -133,9 +133,9 @@ class Pallas(Implementation):
         if call.scale_array is not None:
             where = self.environment()
             assert isinstance(where, Target)
-            inputs = _with_scale(where, call.query, call.key, call.value, call.scale_array)
-            given = dict(zip(("query", "key", "value"), inputs, strict=True))
-            out, lse = self.attend(dataclasses.replace(call, **given, scale=1.0, scale_array=None))
+            q, k, v = _with_scale(where, call.query, call.key, call.value, call.scale_array)
+            inner = dataclasses.replace(call, query=q, key=k, value=v, scale=1.0, scale_array=None)
+            out, lse = self.attend(inner)
             return out.astype(call.query.dtype), lse
         tiling, plan = self._tiling(call), call.plan
         if not isinstance(plan, FusedPlan) or plan.tiling != tiling:

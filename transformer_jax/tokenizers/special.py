@@ -97,12 +97,12 @@ def encode_answer(
     return before, encode(whole[len(prompt) :], begins=False)
 
 
-def check_unpadded(tokenizer: Tokenizer, ids: np.ndarray, what: str) -> None:
+def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
     """Raise DataError where the ids of one text, as a caller gives them, begin or end with padding.
 
     It would be read as a token. A padding token that also has another role may be a token.
     """
-    own = plain(tokenizer)
+    own = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
     if not isinstance(own, PretrainedTokenizer) or not len(ids):
         return
     roles = dict(own.special_ids)
