@@ -253,6 +253,8 @@ class Backend:
     """The number of keys of which a page that `decode` reads in place is a multiple; 0: none."""
     wide: bool = False
     """Whether `forward` writes float32 where `Problem.wide` asks for it."""
+    narrow: bool = False
+    """Whether it multiplies numbers of 16 bits alone."""
     packs: bool = False
     """Whether few queries of several heads are packed as rows of one tile: `Problem.packs`."""
     prepare: Callable[[TileLists], TileLists] = lambda lists: lists

@@ -23,7 +23,7 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.decoding.step import count_vocab
 from transformer_jax.kernels import cpu
 from transformer_jax.models import block
-from transformer_jax.programs import is_ours, undisturbed
+from transformer_jax.programs import is_ours, program, undisturbed
 from transformer_jax.training.compiled import known_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -363,6 +363,19 @@ def test_what_is_ours():
     assert not is_ours(tj.Causal() & tj.Predicate(lambda q, k: k < q))
     assert not is_ours(functools.partial(step.__call__, lambda: 0))
     assert not is_ours(jax.jit(lambda x: x)) and is_ours(jax.nn.silu)
+
+
+def test_foreign_code_may_read_what_a_transformation_traces():
+    """Its arguments are known, and the closure alone is mapped or differentiated."""
+
+    @program(static=("function",))
+    def call(function, x):
+        return function(x)
+
+    x = jnp.arange(3.0)
+    scaled = lambda w: call(lambda x: x * w, x)  # noqa: E731
+    np.testing.assert_array_equal(jax.vmap(scaled)(jnp.array([1.0, 2.0])), [x, 2 * x])
+    assert jax.grad(lambda w: scaled(w).sum())(5.0) == 3
 
 
 @pytest.mark.slow

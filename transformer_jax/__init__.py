@@ -35,9 +35,12 @@ Training has more in `transformer_jax.training`. `fit`, and what reads and write
 models, is imported when it is first asked for.
 """
 
+import dataclasses
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
+
+from flax import linen as nn
 
 from transformer_jax.attention.api import (
     dot_product_attention,
@@ -81,6 +84,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.fields import nearest
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
@@ -221,6 +225,16 @@ __all__ = [
     "train_preset",
 ]
 
+
+def _name_keywords() -> None:
+    """Let public classes name the argument that a wrong keyword means, as the functions do."""
+    for kind in (value for value in list(globals().values()) if dataclasses.is_dataclass(value)):
+        own: Any = kind
+        if not issubclass(own, nn.Module) and not hasattr(own.__init__, "__wrapped__"):  # a config
+            own.__init__ = known_keywords(own.__init__, own.__name__)
+
+
+_name_keywords()
 remember()
 
 _LATER = {

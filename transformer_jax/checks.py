@@ -106,6 +106,8 @@ def at_most(size: int, most: int) -> bool:
 def as_number(name: str, value: float | jax.Array) -> float:
     """Return a float; ValueError where this is no number, or one that is not known yet."""
     try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         given = f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)

@@ -57,5 +57,6 @@ BACKEND = Backend(
     int8=True,
     page=ROWS,  # whole tiles
     wide=True,
+    narrow=True,
     packs=True,
 )

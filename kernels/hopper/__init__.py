@@ -71,5 +71,6 @@ BACKEND = Backend(
     decode_rows=ROWS,
     int8=True,
     page=ROWS,  # whole copies
+    narrow=True,
     packs=True,
 )

@@ -752,6 +752,14 @@ def test_a_query_with_one_visible_key_has_no_gradient(implementation, dtype):
         assert np.abs(np.asarray(found, np.float64)).max() <= tiny
 
 
+@pytest.mark.parametrize("scale", [True, np.nan, -np.inf, 1e-38], ids=str)
+def test_a_known_scale_that_is_no_factor_is_refused(scale):
+    for given in (scale, [1, 1, 1, scale], np.array([0, -1, 1, scale])):
+        if scale is not True or given is True:  # in a list of numbers it is one
+            with pytest.raises(ValueError, match=f"^scale is {scale}: must be "):
+                dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=given)
+
+
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (4, 1, 1)], ids=str)
 def test_a_scale_of_another_shape_is_refused(shape):
     rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), by head"

@@ -542,6 +542,10 @@ BAD = [
     (lambda: Dense(np.ones((3, 5, 7), bool)), r"\(3, 5, 7\)"),
     (lambda: Dense(np.ones((5, 7), np.float32)), "float32"),
     (lambda: Predicate("k <= q"), "k <= q"),
+    (
+        lambda: Predicate(lambda b, h, q, k: k <= q),
+        "must take two arguments, .*; rows and heads are",
+    ),
     (lambda: Causal().materialize(np.arange(5, dtype="f4"), np.arange(7)), "float32"),
     (lambda: Causal().materialize(np.zeros((1, 1, 5), np.int32), np.arange(7)), r"\(1, 1, 5\)"),
     (

@@ -16,6 +16,7 @@ from tests.support.attention_suite import _evaluate, draw, reference
 from tests.support.plain_kernels import Plain
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 from transformer_jax import (
+    ALiBi,
     Bias,
     Causal,
     ConfigError,
@@ -289,7 +290,7 @@ def test_what_an_own_mask_must_be_is_said():
         (lambda q, k: q >= k, r"mask is a function: must be a Mask; .* Predicate\(fn\)"),
         (
             jax.device_put(np.ones((3, 3), bool)),
-            r"mask is an array: must be a Mask; Dense\(array\) makes one",
+            r"mask is an array: must be a Mask; Dense\(array\) makes one .*Padding\(array\) of one",
         ),
     ):
         for call in (dot_product_attention, explain_attention):
@@ -599,6 +600,7 @@ def test_what_an_own_bias_must_be_is_said():
             return jnp.zeros((1, 1, 5, 5))
 
     for bias, message in (
+        (ALiBi, "bias is the class ALiBi: must be a value of it"),
         (lambda q, k: q - k, "bias is a function: must be an array or a value with the method mat"),
         (
             Unregistered(),

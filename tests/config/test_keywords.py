@@ -77,7 +77,7 @@ def attend(**given):
     return tj.dot_product_attention(X, X, X, **given)
 
 
-generate = partial(tj.generate, None, None, None, None, num_tokens=1)
+generate = tj.generate  # without the arguments that it needs
 MEANT = {
     # a call of a model
     "attention_mask": (model, r"positions=jnp.where\(valid, jnp.cumsum\(valid, axis=1\) - 1, -1\)"),
@@ -104,7 +104,21 @@ MEANT = {
     "alibi_slopes": (attend, r"bias=ALiBi\("),
     "attn_mask": (partial(tj.dot_product_attention_weights, X, X), "mask$"),
     "is_causal": (partial(tj.explain_attention, X, X, X), r"mask=Causal\(\)"),
+    "q_segment_ids": (attend, r"mask=Segments\(q_segment_ids, kv_segment_ids\)"),
+    "s_aux": (attend, "sinks$"),
+    "return_softmax": (attend, r"dot_product_attention_weights\("),
+    "q": (tj.dot_product_attention, "query$"),
     # decoding
+    "max_tokens": (generate, "num_tokens$"),
+    "beam_width": (tj.beam_search, "num_beams$"),
+    "gamma": (tj.speculate, "num_draft$"),
+    "max_num_seqs": (tj.serve, "slots$"),
+    "num_return_sequences": (tj.fork, "copies$"),
+    "temperature": (tj.Sample, r"Sample\(Temperature\(...\)\)$"),
+    "top_k": (tj.TopK, "k$"),
+    "ngram_size": (tj.NoRepeatNGram, "n$"),
+    "stop_token": (partial(tj.MinLength, 3), "stop$"),
+    "key_padding_mask": (tj.Padding, "valid=~key_padding_mask$"),
     "streamer": (generate, r"stream\("),
     "output_attentions": (generate, "attention=True"),
     "bad_words_ids": (generate, r"processors=\[BanSequences\("),
@@ -119,6 +133,11 @@ MEANT = {
     "rope_theta": (tj.Rope, "base"),
     "num_local_experts": (tj.Experts, "count"),
     "normalize_qk": (tj.ModelConfig, "qk_norm"),
+    "mlp_bias": (tj.ModelConfig, "ff_bias"),
+    "rotary_base": (tj.ModelConfig, r"positions=Rope\(base="),
+    "lr": (tj.fit, r"TrainConfig\(learning_rate="),
+    "fwd_hooks": (model, r"edit=\{'block_0/residual'"),
+    "output_hidden_states": (model, "capture="),
     "n_ctx": (tj.ModelConfig, "max_len"),
     "warmup_iters": (tj.TrainConfig, "warmup_steps"),
 }
@@ -154,12 +173,18 @@ def test_every_public_function_names_the_nearest_of_its_keywords():
     functions = [getattr(tj, name) for name in tj.__all__ if name not in without]
     asked = 0
     for call in filter(inspect.isfunction, functions):
-        *named, last = [x for x in inspect.signature(call).parameters if x != "unknown"]
-        last = "block_table" if last == "options" else last
-        with pytest.raises(TypeError, match=f"nearest: {last}$"):
-            call(**{f"{last}s": 1, **dict.fromkeys(named)})
+        *named, last = inspect.signature(call).parameters
+        last, given = ("block_table", named) if last == "options" else (last, ())
+        with pytest.raises(TypeError, match=f"nearest: {last}$"):  # before any that are missing
+            call(**{f"{last}s": 1, **dict.fromkeys(given)})
         asked += 1
     assert asked > 20
+
+
+@pytest.mark.parametrize("kind", [tj.Sample, tj.Window, tj.Segments, tj.Request, tj.LengthPenalty])
+def test_a_value_names_itself_where_a_keyword_is_wrong(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no argument 'nothing'$"):
+        kind(nothing=1)
 
 
 @pytest.mark.slow
@@ -285,7 +310,11 @@ def test_what_is_said_to_be_meant_is_there():
     apply = (tj.Decoder.__call__, tj.Encoder.__call__, tj.EncoderDecoder.__call__)
     known = {name for call in (*calls, *apply) for name in inspect.signature(call).parameters}
     known |= set(inspect.signature(tj.Decoder.apply).parameters)
-    known |= {field.name for one in CONFIGS for field in fields(one)} | {"edit", "valid"}
+    classes = (tj.Temperature, tj.TopK, tj.TopP, tj.Padding, tj.Segments, tj.Window, tj.ALiBi,
+               tj.MinLength, *CONFIGS)  # fmt: skip
+    known |= {field.name for one in classes for field in fields(one)} | {"edit"}
+    for call in (tj.fork, tj.serve, tj.init_paged_cache, tj.save_pretrained):
+        known |= set(inspect.signature(call).parameters)
     for text in keywords._OTHER_NAMES:
         if text.startswith(("leave it out: ", "HF_HOME ", "jax.")) or "jnp." in text:
             continue

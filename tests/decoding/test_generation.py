@@ -28,6 +28,7 @@ from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
 from transformer_jax.cache.model_cache import rewind_cache
 from transformer_jax.decoding import generation as decode
+from transformer_jax.decoding.arguments import check_prompt
 from transformer_jax.decoding.batch_rows import (
     count_rows,
     fork,
@@ -463,6 +464,52 @@ def test_the_cache_is_donated_and_never_copied(early):
     assert aliased and aliased.group(1).count("alias)") >= len(jax.tree.leaves(state))
     copies = re.findall(r"= f32\[3,53,1,6\]\S* copy\(", text)
     assert copies == []
+
+
+# Padding on the left
+
+
+def test_a_mask_moves_the_tokens_of_a_row_to_its_beginning():
+    prompt, mask = (
+        np.array([[9, 9, 4, 5], [4, 5, 9, 9], [4, 9, 9, 5]]),
+        np.array([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 0, 1]]),
+    )
+    for given in (mask, mask == 1, mask.tolist(), jnp.asarray(mask)):
+        tokens, lengths = check_prompt(prompt, given)
+        assert tokens.tolist() == [[4, 5, 0, 0]] * 3 and lengths.tolist() == [2, 2, 2]
+    tokens, lengths = jax.jit(check_prompt)(prompt, mask == 1)
+    assert tokens.tolist() == [[4, 5, 0, 0]] * 3 and lengths.tolist() == [2, 2, 2]
+    for wrong, rule in (
+        (mask[:, :3], r"lengths have shape \(3, 3\): must be \(3,\), or a mask \(3, 4\)"),
+        (mask - 1.0, "lengths are float64: must be integers, or a mask of bool"),
+        (mask * 2, "a mask that holds 2: must be of 0 and 1"),
+        (mask * [[0], [1], [1]], r"lengths are \[0, 2, 2\]: must be from 1 to 4"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            check_prompt(prompt, wrong)
+
+
+@pytest.mark.slow
+def test_prompts_that_are_padded_on_the_left_are_continued_as_without_padding(rope):
+    step, params, empty = rope
+    free = run(rope, sampler=None)
+    shift = PROMPT - np.asarray(LENGTHS)
+    left = np.stack([np.roll(row, n) for row, n in zip(prompts(), shift, strict=True)])
+    mask = np.arange(PROMPT) >= shift[:, None]
+    given = dict(num_tokens=NEW, lengths=mask)
+    found = generate(step, params, left, empty(), **given)
+    np.testing.assert_array_equal(found.tokens, free.tokens)
+    np.testing.assert_array_equal(
+        np.stack(list(stream(step, params, left, empty(), **given)), axis=1), free.tokens
+    )
+    logits = prefill(step, params, left, empty(), mask)[0]
+    np.testing.assert_array_equal(
+        logits, prefill(step, params, prompts(), empty(), jnp.asarray(LENGTHS))[0]
+    )
+    beams = beam_search(step, params, left, empty(), num_beams=1, **given)
+    np.testing.assert_array_equal(beams.tokens[:, 0], free.tokens)
+    drafted = speculate(step, params, left, empty(), proposer=PromptLookup(), num_draft=2, **given)
+    np.testing.assert_array_equal(drafted.tokens, free.tokens)
 
 
 # Refusals

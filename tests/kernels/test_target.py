@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention_suite import draw
+from tests.support import oracle
+from tests.support.attention_suite import draw, reference
+from tests.support.hopper_kernels import needs_interpreter
 from tests.support.plain_kernels import Plain
+from tests.support.tolerances import FORWARD_BF16, GRADIENT_BF16, assert_near
 from transformer_jax import kernels
 from transformer_jax.attention.api import dot_product_attention, explain_attention
 from transformer_jax.attention.biases import ALiBi, RelativeBias
@@ -22,7 +26,7 @@ from transformer_jax.attention.masks import (
     Predicate,
     Segments,
 )
-from transformer_jax.kernels import Target, target, using
+from transformer_jax.kernels import Target, ampere, target, using
 from transformer_jax.kernels.chips import blocks, processors_of
 from transformer_jax.kernels.contract import Blocks
 
@@ -139,14 +143,70 @@ def test_what_no_kernel_takes_is_refused_by_name(options, reason):
 
 
 @pytest.mark.parametrize("scale", [jnp.float32(0.5), jnp.ones(4)], ids=["one", "by head"])
-def test_a_scale_that_is_an_array_needs_kernels_for_float32(scale):
-    low = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+def test_a_scale_that_is_an_array_is_float32_or_twice_as_wide(scale, monkeypatch):
+    monkeypatch.setattr(ampere, "HAS_MMA", True)  # whatever jax is installed here
+    low, far = (jax.ShapeDtypeStruct((1, 256, 4, H), jnp.bfloat16) for H in (64, 256))
     with using(Target("tpu")):
         assert explain_attention(low, low, low, scale=scale)["pallas"] is None
     for backend in ("hopper", "ampere"):
         with using(Target(backend)):
-            reason = str(explain_attention(low, low, low, scale=scale)["pallas"])
-        assert "multiplies bfloat16 or float16, not float32; a scale that is an array" in reason
+            assert explain_attention(low, low, low, scale=scale)["pallas"] is None
+            reason = str(explain_attention(far, far, far, scale=scale)["pallas"])
+        assert reason.startswith("head dims 512")
+        assert "; a scale that is an array makes query bfloat16(1, 256, 4, 512), key" in reason
+
+
+@dataclass(frozen=True)
+class Narrow(Plain):
+    """A backend that multiplies 16 bits alone."""
+
+    @property
+    def backend(self):
+        def refuse(problem, query, key, value):
+            return None if jnp.finfo(query.dtype).bits == 16 else "multiplies 16 bits"
+
+        return replace(super().backend, narrow=True, refuse=refuse)
+
+
+NARROW = [
+    *((Narrow(), dtype) for dtype in ("bfloat16", "float16")),
+    *(pytest.param(name, "bfloat16", marks=[pytest.mark.long, needs_interpreter])
+      for name in ("ampere", "hopper")),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(("where", "dtype"), NARROW)
+def test_a_scale_by_head_is_not_rounded_where_kernels_multiply_16_bits(where, dtype):
+    if isinstance(where, str):
+        where = Target(where, plgpu.InterpretGPUParams())
+    arrays = draw(31, dim=32, value_dim=32, dtype=dtype)
+    names, scale = ("query", "key", "value"), np.float32([0.3, 1.7, -0.2, 0.0])
+
+    def attend(*given):
+        return dot_product_attention(
+            *given[1:], scale=given[0], return_lse=True, implementation="pallas"
+        )
+
+    @jax.jit
+    def run(*given):
+        (out, lse), pull = jax.vjp(attend, *given)
+        return out, lse, *pull((arrays["out_cotangent"], jnp.zeros_like(lse)))
+
+    with using(where):
+        out, lse, dscale, *slopes = run(jnp.asarray(scale), *(arrays[x] for x in names))
+    host = {name: oracle.double(x) for name, x in arrays.items()}
+    raw, host["lse_cotangent"] = host["query"], 0 * host["lse_cotangent"]
+    host["query"] = raw * scale[:, None]
+    expected = reference(host, scale=1.0)
+    assert_near(lse, expected["lse"], 2.0**-16)  # a query of 8 bits would give 2^-9
+    assert_near(out, expected["out"], FORWARD_BF16)
+    by_hand = (expected["dquery"] * raw).sum(axis=(0, 1, 3))
+    expected["dquery"] = expected["dquery"] * scale[:, None]
+    for name, slope in zip(names, slopes, strict=True):
+        assert_near(slope, expected[f"d{name}"], GRADIENT_BF16)
+    assert np.abs(dscale - by_hand).max() < GRADIENT_BF16 * np.abs(by_hand).max()
 
 
 def test_short_sequences_take_shorter_tiles_and_keep_the_rest():

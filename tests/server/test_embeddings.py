@@ -118,6 +118,7 @@ def test_openai_s_client_reads_the_vectors_of_the_encoder(client, encoder, token
     [
         (dict(input=["a", "a " * 8]), "input", r"input[1] has 10 tokens: must have from 1 to 9"),
         (dict(input=[2, 11, 3]), "input", "input[0] has id 11: the model has 11 tokens"),
+        (dict(input=[2, 3, 0]), "input", "input[0] ends with the padding token 0"),
         (dict(input=[]), "input", "at least 1"),
         (dict(input=["a", 3]), "input[1]", "input[1] is 3: must be a text"),
         (dict(input=[[2, 3], []]), "input[1]", "input[1] has 0 items"),

@@ -23,7 +23,7 @@ from transformer_jax.text.completion import read_prompt
 from transformer_jax.text.writer import pieces
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import target_of, tokenizer_from_json
+from transformer_jax.tokenizers.special import check_unpadded, target_of, tokenizer_from_json
 from transformer_jax.tokenizers.utf8 import byte_letters
 from transformer_jax.training.data import DataError
 
@@ -478,6 +478,13 @@ class TestFolder:
         tokenizer = load_tokenizer_folder(folder)
         assert tokenizer.vocab_size == 271
         assert tokenizer.special_ids["pad"] == 269
+        said = r"the prompt (begins|ends) with the padding token 269"
+        for text in ("[PAD][PAD]a", "a[PAD]"):
+            ids = tokenizer.encode(text)
+            with pytest.raises(DataError, match=said):
+                check_unpadded(tokenizer, ids, "the prompt")
+            check_unpadded(replace(tokenizer, stop_ids=(269,)), ids, "the prompt")
+        check_unpadded(tokenizer, tokenizer.encode("a[PAD]a"), "the prompt")
         assert tokenizer.encode("a<tool>[PAD]").tolist() == [97, 270, 269]
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"
         assert tokenizer.encode("<tool>[PAD]", written="text")[0] == 270  # added, not special

@@ -305,6 +305,21 @@ def test_masks_are_filled_and_classes_named():
 
 
 @pytest.mark.slow
+def test_no_mask_is_filled_and_no_class_named_by_a_nan():
+    def broken(model):
+        params = jax.tree.map(lambda x: x * np.nan, model.params)
+        return replace(model, model=replace(model.model, params=params))
+
+    for call in (broken(masked()).generate, broken(masked()).candidates):
+        with pytest.raises(
+            DataError, match=r"prompt is 'b_d': the logits of a mask are not finite"
+        ):
+            call("b_d")
+    with pytest.raises(DataError, match="text 1: its logits are not finite"):
+        broken(classes()).classify("bad")
+
+
+@pytest.mark.slow
 def test_messages_are_answered_and_scored():
     ids, text = special_ids(chat().tokenizer), LETTERS.encode("bad")
     prompt = [ids["user"], *text, ids["assistant"]]

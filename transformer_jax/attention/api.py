@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -105,6 +105,7 @@ def dot_product_attention(
     query: Array, key: Array, value: Array, *,
     return_lse: bool, implementation: Names = None, **options: Unpack[Options],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@known_keywords
 def dot_product_attention(
     query: jax.Array,  # [B, T, N, H]
     key: jax.Array,  # [B, S, K, H], or in pages [P, page, K, H]
@@ -124,7 +125,6 @@ def dot_product_attention(
     block_table: jax.Array | None = None,  # i32[B, M]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
-    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
     """Return softmax(s) v for the scores s of queries and keys, where the mask allows.
 
@@ -188,8 +188,6 @@ def dot_product_attention(
         ValueError: if the arguments do not fit together.
         NotImplementedError: if an implementation that is named does not run them, with the reason.
     """
-    if unknown:
-        refuse_keywords(dot_product_attention, unknown)
     call = check_call(
         query,
         key,

@@ -275,6 +275,7 @@ def check_call(
                 given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
+    numbers: Any = np.ravel(scale) if isinstance(scale, np.ndarray | list | tuple) else ()
     if scale is not None and np.ndim(scale):  # a NumPy array or a list of one number a head
         scale = jnp.asarray(scale)
     scale_array = scale if isinstance(scale, jax.Array) else None
@@ -285,9 +286,12 @@ def check_call(
             raise ValueError(f"scale is {scale.dtype}{scale.shape}: {rule}")
         scale = None
     elif scale is not None:
-        check_finite("scale", as_number("scale", scale))
-        if scale:  # 0 may be; below 2^-126 a device takes it for 0
-            check_factor("scale", abs(float(scale)))
+        scale = as_number("scale", scale)
+        numbers = [scale]
+    for one in numbers:
+        check_finite("scale", float(one))
+        if one:  # 0 may be; below 2^-126 a device takes it for 0
+            check_factor("scale", abs(float(one)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
     dropout_rate = as_number("dropout_rate", dropout_rate)
@@ -305,7 +309,7 @@ def check_call(
         mask=mask,
         bias=bias,
         sinks=sinks,
-        scale=None if scale is None else float(scale),
+        scale=scale,
         scale_array=scale_array,
         softcap=None if softcap is None else float(softcap),
         q_positions=q_positions,
@@ -358,6 +362,8 @@ def _check_bias(
     k_positions: jax.Array | None,
 ) -> jax.Array | Bias:
     """Return the bias; an array with all its four axes."""
+    if isinstance(bias, type):
+        raise ValueError(f"bias is the class {bias.__name__}: must be a value of it")
     if isinstance(bias, Bias):
         _check_registered(bias)
         positions = [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation, as_array, bias_shape
 from transformer_jax.attention.biases import ALiBi, Bias
@@ -86,11 +88,10 @@ class Pallas(Implementation):
         if self.pads and 0 in (*query.shape, *key.shape, *value.shape):
             return f"an axis is empty: query {query.shape}, key {key.shape}, value {value.shape}"
         by_array = call.scale_array is not None
-        if by_array:  # then float32 is what the kernels get, as `attend` says
-            dtype = jnp.promote_types(query.dtype, jnp.float32)
-            query, key, value = (
-                as_array(jax.ShapeDtypeStruct(x.shape, dtype)) for x in (query, key, value)
-            )
+        if by_array:
+            inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
+            found = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
+            query, key, value = map(as_array, found)
             call = dataclasses.replace(call, query=query, key=key, value=value, scale_array=None)
         if _is_evaluated(bias):
             return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
@@ -101,7 +102,8 @@ class Pallas(Implementation):
             problem = _problem(call, None, where, self.single_pass)
             reason = where.backend.refuse(problem, query, key, value)
             if reason is not None and by_array:
-                reason += "; a scale that is an array multiplies the query in float32"
+                which = f"query {query.dtype}{query.shape}, key {key.dtype}{key.shape}"
+                reason += f"; a scale that is an array makes {which} of them"
         return reason or _refuse_lists(call, where)
 
     def reads_int8(self, call: AttentionCall) -> bool:
@@ -128,11 +130,12 @@ class Pallas(Implementation):
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
-        if call.scale_array is not None:  # the query takes it, before anything is rounded
-            key, value = (x.astype(jnp.float32) for x in (call.key, call.value))
-            query = scaled(call.query, call.scale_array)
-            wide = dataclasses.replace(call, query=query, key=key, value=value, scale=1.0)
-            out, lse = self.attend(dataclasses.replace(wide, scale_array=None))
+        if call.scale_array is not None:
+            where = self.environment()
+            assert isinstance(where, Target)
+            q, k, v = _with_scale(where, call.query, call.key, call.value, call.scale_array)
+            inner = dataclasses.replace(call, query=q, key=k, value=v, scale=1.0, scale_array=None)
+            out, lse = self.attend(inner)
             return out.astype(call.query.dtype), lse
         tiling, plan = self._tiling(call), call.plan
         if not isinstance(plan, FusedPlan) or plan.tiling != tiling:
@@ -200,6 +203,25 @@ class Native(Pallas):
 
 MOST_BIAS = 2**30
 """The most bytes of a bias that the native kernels get as an array though it is a value."""
+
+
+def _with_scale(
+    where: Target, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return query, key and value with a scale [] or [N] in the query, for a scale of 1.
+
+    All are float32 then, or the query would be rounded. Kernels that multiply 16 bits alone get the
+    query in two parts, what it is rounded to and what is left, over keys that stand there twice:
+    their sum has at least 16 bits of the query.
+    """
+    wide = scaled(query, scale)
+    if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
+        return wide, key.astype(jnp.float32), value.astype(jnp.float32)
+    own = jnp.finfo(query.dtype)
+    # not by `astype` and back, which XLA may leave out; one part has the slope of both
+    first = lax.stop_gradient(lax.reduce_precision(wide, own.nexp, own.nmant))
+    parts = [x.astype(query.dtype) for x in (first, wide - first)]
+    return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value
 
 
 def _is_evaluated(bias: jax.Array | Bias | None) -> TypeGuard[Bias]:

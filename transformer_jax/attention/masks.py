@@ -28,6 +28,7 @@ is a frozen dataclass, registered as a pytree, with one method, `sees`: docs/own
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -372,6 +373,15 @@ class Predicate(Mask):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
+        if inspect.isfunction(self.fn):
+            try:
+                inspect.signature(self.fn).bind(None, None)
+            except TypeError:
+                raise ValueError(
+                    f"Predicate: fn is {self.fn.__name__}{inspect.signature(self.fn)}: must take "
+                    "two arguments, positions of queries and keys; it reads rows and heads "
+                    "of arrays [B, 1, 1, 1] and [1, N, 1, 1]"
+                ) from None
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         sees = jnp.asarray(self.fn(q, k))

@@ -67,11 +67,14 @@ OTHER_NAMES = {
 """What other libraries call a choice of this one."""
 
 
-def nearest(text: object, known: Collection[str]) -> str:
-    """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing."""
+def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
+    """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing.
+
+    `least` is how much of two spellings must be alike, from 0 to 1.
+    """
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
-    near = [other] if other in known else difflib.get_close_matches(str(text), known, n=1)
-    near = near or difflib.get_close_matches(str(text).lower(), known, n=1)
+    near = [other] if other in known else difflib.get_close_matches(str(text), known, 1, least)
+    near = near or difflib.get_close_matches(str(text).lower(), known, 1, least)
     return f", nearest: {near[0]}" if near else ""
 
 

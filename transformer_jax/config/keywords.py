@@ -21,17 +21,30 @@ _OTHER_NAMES = {
     "capacity": "max_len max_length max_seq_len max_cache_len",
     "num_tokens": "max_new_tokens max_tokens max_length",
     "generate(step, ..., num_tokens=...)": "max_new_tokens max_tokens max_length",
-    "sampler=Sample(Temperature(...))": "temperature",
+    "sampler=Sample(Temperature(...))": "temperature temp",
     "sampler=Sample(TopK(...))": "top_k",
     "sampler=Sample(TopP(...))": "top_p",
     "sampler=Sample(MinP(...))": "min_p",
+    "sampler=Sample(Typical(...))": "typical_p",
+    "t": "temperature temp",
+    "k": "top_k",
+    "p": "top_p min_p typical_p penalty repetition_penalty",
+    "Sample(Temperature(...))": "temperature temp",
+    "Sample(TopK(...))": "top_k",
+    "Sample(TopP(...))": "top_p",
     "sampler=Sample()": "do_sample",
     "sampler=Greedy()": "deterministic",
-    "beam_search(..., num_beams=...)": "num_beams",
+    "num_beams": "beam_size beam_width beams n_beams",
+    "beam_search(..., num_beams=...)": "num_beams beam_size beam_width beams n_beams",
+    "beam_search(..., length_penalty=LengthPenalty(...))": "length_penalty",
+    "groups": "num_beam_groups",
+    "diversity": "diversity_penalty",
     "num_results": "num_return_sequences",
+    "copies": "num_return_sequences num_samples count times n",
+    "fork(state, n), a row for each": "num_return_sequences num_samples",
     "processors=[RepetitionPenalty(...)]": "repetition_penalty",
     "processors=[PresencePenalty(...)]": "presence_penalty",
-    "processors=[FrequencyPenalty(...)]": "frequency_penalty",
+    "processors=[FrequencyPenalty(...)]": "frequency_penalty freq_penalty",
     "processors=[NoRepeatNGram(...)]": "no_repeat_ngram_size",
     "processors=[MinLength(...)]": "min_new_tokens min_length",
     "processors=[BanSequences(...)]": "bad_words_ids",
@@ -39,13 +52,22 @@ _OTHER_NAMES = {
     "processors=[Force(...)]": "forced_bos_token_id",
     "processors=[ForceLast(...)]": "forced_eos_token_id",
     "processors": "logits_processor logits_processors",
-    "stop": "eos_token_id eos_id stop_token stop_tokens stop_token_ids stopping_criteria",
+    "n": "ngram_size no_repeat_ngram_size min_length min_new_tokens",
+    "stop": "eos_token_id eos_id stop_token stop_tokens stop_token_ids stopping_criteria "
+    "stop_at_eos",
+    "load(FOLDER).generate(..., stop=...)": "stop_strings",
     "stream(...)": "streamer",
+    "num_draft": "num_assistant_tokens num_speculative_tokens gamma",
+    "proposer=PromptLookup(...)": "prompt_lookup_num_tokens",
+    "proposer=Draft(...)": "assistant_model draft_model",
     "speculate(..., proposer=Draft(...))": "assistant_model draft_model",
+    "slots": "batch_size max_batch_size max_num_seqs",
     "prompt": "input_ids inputs tokens",
     "state": "cache kv_cache past_key_values",
-    "lengths": "attention_mask prompt_lengths seq_lens",
-    "leave it out: `lengths` tells padding from tokens": "pad_token_id pad_id",
+    "lengths=attention_mask": "attention_mask",
+    "lengths": "prompt_lengths seq_lens padding_side",
+    "leave it out: `lengths` tells padding from tokens, also on the left": "pad_token_id pad_id",
+    "leave it out: it is the tokenizer's, and a prompt begins with it": "bos_token_id",
     "leave it out: decoding always has a cache": "use_cache",
     "attention=True": "output_attentions",
     "capture=('block_*/residual',)": "output_hidden_states",
@@ -56,9 +78,11 @@ _OTHER_NAMES = {
     # attention
     "q_positions": "q_indices query_positions",
     "k_positions": "k_indices key_positions",
-    "scale": "sm_scale softmax_scale logits_scale",
+    "scale": "sm_scale softmax_scale logits_scale scaling",
+    "sinks": "s_aux attention_sinks",
+    "block_table": "page_table page_indices",
     "softcap": "logits_soft_cap soft_cap attn_logits_soft_cap logits_softcap",
-    "dropout_rate=0.0, which leaves nothing out": "deterministic train training",
+    "dropout_rate=0.0, which leaves nothing out": "deterministic train training is_training",
     "dropout_rate": "dropout dropout_p",
     "dropout_rate and dropout_key, which draw it": "dropout_mask",
     "dropout_key": "dropout_rng rng rngs seed prng_key",
@@ -67,22 +91,28 @@ _OTHER_NAMES = {
     "query": "q",
     "query, whose dtype the result has": "dtype",
     "value": "v",
-    "dot_product_attention_weights(query, key, ...)": "need_weights",
+    "dot_product_attention_weights(query, key, ...)": "need_weights average_attn_weights "
+    "return_attention_scores return_softmax",
     "leave it out: key heads may divide the query's": "enable_gqa",
     "leave it out: what is left out is drawn for each row and head": "broadcast_dropout",
     "leave it out: scores and softmax are in float32": "force_fp32_for_softmax",
     # a call of a model
     "positions=jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, -1)": "attention_mask "
     "key_padding_mask padding_mask src_key_padding_mask",
-    "key, a random key, turns dropout on, None off": "deterministic train training dropout_rng",
+    "key, a random key, turns dropout on, None off": "deterministic train training is_training "
+    "dropout_rng",
     "source": "input_ids encoder_input_ids src",
     "tokens": "input_ids inputs idx decoder_input_ids",
-    "positions": "position_ids input_pos segment_pos position_embedding_type",
+    "positions": "position_ids input_pos segment_pos position_embedding_type "
+    "positional_embedding_type",
     "segments": "segment_ids document_ids",
     "types": "token_type_ids",
     "method='attend'": "output_attentions",
     "edit={'embedding': ...}": "inputs_embeds input_embeddings",
-    "cache": "past_key_values kv_cache layer_past decode use_cache",
+    "edit={'block_0/residual': ...}": "fwd_hooks hooks",
+    "capture": "names_filter stop_at_layer return_cache_object",
+    "at": "logits_to_keep num_logits_to_keep",
+    "cache": "past_key_values past_kv_cache kv_cache layer_past decode use_cache",
     "cross_entropy(logits, labels)": "labels targets",
     # attention, and a model
     "mask=Padding(~key_padding_mask)": "key_padding_mask",
@@ -90,9 +120,17 @@ _OTHER_NAMES = {
     "mask=Segments(1 * (jnp.arange(T)[None] >= query_seq_lengths[:, None]), jnp.zeros((B, S), int))"
     "": "query_seq_lengths",
     "mask": "attn_mask attention_mask block_mask",
-    "mask=Causal()": "is_causal causal",
+    "mask=Predicate(lambda q, k: ...)": "mask_mod",
+    "mask=Causal()": "is_causal causal use_causal_mask",
     "mask=Causal() & Window(...)": "window window_size local_window_size sliding_window",
     "mask=Causal() & Segments(...)": "segment_ids",
+    "mask=Segments(q_segment_ids, kv_segment_ids)": "q_segment_ids kv_segment_ids",
+    "valid": "attention_mask mask",
+    "valid=~key_padding_mask": "key_padding_mask",
+    "q_ids": "segment_ids q_segment_ids ids",
+    "k_ids": "kv_segment_ids",
+    "left": "window window_size size sliding_window",
+    "slopes": "alibi_slopes",
     "bias=ALiBi(...)": "alibi_slopes",
     "bias, a `Bias` of your own, or softcap": "score_mod",
     "bias": "attn_bias attention_bias",
@@ -102,22 +140,31 @@ _OTHER_NAMES = {
     "d_hidden": "hidden_size",
     "num_layers": "n_layer n_layers num_hidden_layers depth",
     "num_heads": "n_head n_heads nhead num_attention_heads",
-    "num_kv_heads": "n_kv_heads num_key_value_heads",
+    "num_kv_heads": "n_kv_heads num_key_value_heads n_key_value_heads",
     "head_dim=qkv_features // num_heads": "qkv_features",
     "head_dim": "d_head",
     "d_ff": "intermediate_size n_inner dim_feedforward mlp_dim d_mlp",
     "max_len": "max_position_embeddings n_positions max_seq_len block_size seq_len context_length "
     "n_ctx",
-    "window": "sliding_window",
+    "window": "sliding_window window_size",
     "tie_embeddings": "tie_word_embeddings",
     "activation": "hidden_act act_fn",
     "use_bias": "bias",
+    "qkv_bias": "attention_bias use_qkv_bias",
+    "ff_bias": "mlp_bias",
+    "norm": "normalization_type norm_type",
+    "norm_order='parallel'": "parallel_attn parallel_attn_mlp use_parallel_residual",
+    "norm_order": "norm_first",
     "qk_norm": "normalize_qk use_qk_norm",
     "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon",
-    "positions=Rope(base=...)": "rope_theta",
-    "base": "rope_theta theta",
-    "dropout": "dropout_rate resid_pdrop embd_pdrop lora_dropout",
-    "attention_dropout": "attn_pdrop",
+    "positions=Rope(base=...)": "rope_theta rotary_base rotary_emb_base",
+    "positions=Rope(dims=...)": "rotary_dim rotary_pct partial_rotary_factor",
+    "positions=Rope(scaling=..., factor=...)": "rope_scaling rope_parameters",
+    "base": "rope_theta theta rotary_base",
+    "dims": "rotary_dim",
+    "dropout": "dropout_rate resid_pdrop embd_pdrop lora_dropout hidden_dropout_prob",
+    "attention_dropout": "attn_pdrop attention_probs_dropout_prob",
+    "model=ModelConfig(dropout=...)": "dropout",
     "init_std": "initializer_range",
     "remat='full'": "gradient_checkpointing",
     "num_classes": "num_labels",
@@ -125,9 +172,13 @@ _OTHER_NAMES = {
     "dtype": "torch_dtype precision",
     "jax.default_matmul_precision(...) around the call": "precision",
     # an expert, a cache, a file
+    "experts=Experts(count=...)": "num_experts num_local_experts n_routed_experts",
     "count": "num_experts num_local_experts n_routed_experts",
     "top_k": "num_experts_per_tok",
     "batch": "batch_size max_batch_size",
+    "num_pages": "num_blocks",
+    "page_size": "block_size",
+    "shard_bytes": "max_shard_size",
     "path_or_id": "pretrained_model_name_or_path model_name model_id",
     "weights": "load_in_8bit load_in_4bit quantization_config",
     "quantize(params, ...)": "load_in_8bit load_in_4bit quantization_config",
@@ -137,8 +188,14 @@ _OTHER_NAMES = {
     "HF_HOME in the environment": "cache_dir",
     # a run
     "learning_rate": "lr",
+    "TrainConfig(learning_rate=...)": "lr",
+    "min_learning_rate": "min_lr",
     "steps": "max_steps epochs num_train_epochs num_steps",
+    "TrainConfig(steps=...)": "max_steps epochs num_train_epochs num_steps",
     "batch_size": "per_device_train_batch_size",
+    "fit(..., resume=True)": "resume_from_checkpoint",
+    "optimizer=AdamW(beta1=...)": "adam_beta1 beta1",
+    "optimizer=AdamW(beta2=...)": "adam_beta2 beta2",
     "context": "block_size seq_len context_length",
     "accumulation": "gradient_accumulation_steps",
     "clip_norm": "max_grad_norm grad_clip",
@@ -212,8 +269,12 @@ def refuse_keywords(
         raise TypeError(f"{name or function.__name__}() has no argument {keyword!r}{meant}")
 
 
-def known_keywords(function: F) -> F:
-    """Let a function name the argument that was meant by a keyword which it does not have."""
+def known_keywords(function: F, name: str | None = None) -> F:
+    """Let a function name the argument that was meant by a keyword which it does not have.
+
+    It is asked before Python looks for arguments that are missing. `name` is as in
+    `refuse_keywords`.
+    """
     known = {
         name for name, one in inspect.signature(function).parameters.items()
         if one.kind is not one.POSITIONAL_ONLY
@@ -222,7 +283,8 @@ def known_keywords(function: F) -> F:
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         if not keywords.keys() <= known:
-            refuse_keywords(function, {x: keywords[x] for x in keywords if x not in known})
+            unknown = {x: keywords[x] for x in keywords if x not in known}
+            refuse_keywords(function, unknown, name=name)
         return function(*args, **keywords)
 
     return cast(F, checked)
@@ -285,7 +347,7 @@ def _meant(name: str, known: Collection[str], value: object = None) -> str:
         elsewhere = re.match(r"[\w.]+\(|leave it out|[A-Z_]+ in ", text)
         if name in others.split() and (elsewhere or re.split(r"\W", text)[0] in known):
             return f", {text}" if text.startswith("leave") else f", meant: {text}"
-    return nearest(name, known)
+    return nearest(name, known, least=0.65)
 
 
 def nearest_flag(flag: str, flags: Collection[str]) -> str:

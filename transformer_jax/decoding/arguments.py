@@ -41,6 +41,9 @@ Prompt: TypeAlias = Array | Sequence[Sequence[int]]
 PerRow: TypeAlias = Array | Sequence[int]
 """One integer for each row, i32[B]."""
 
+Lengths: TypeAlias = PerRow | Sequence[Sequence[int]]
+"""Tokens of each row, i32[B], or which columns are tokens, bool[B, P]."""
+
 
 @short_repr
 class DecodeOptions(NamedTuple):
@@ -92,7 +95,7 @@ def check_arguments(
     state: State,
     *,
     num_tokens: int,
-    lengths: PerRow | None,
+    lengths: Lengths | None,
     sampler: Sampler | None,
     key: jax.Array | None,
     processors: Sequence[HistoryProcessor],
@@ -194,10 +197,11 @@ def fill_prompts(
     return step, jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
-def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
+def check_prompt(prompt: Prompt, lengths: Lengths | None) -> tuple[Array, Array]:
     """Return prompt i32[B, P], with zeros after a row's end, and lengths i32[B].
 
-    ValueError where shape or dtype are wrong, or a known value is; traced values are not checked.
+    Where `lengths` is a mask, the tokens of a row move to its beginning. ValueError where shape or
+    dtype are wrong, or a known value is; traced values are not checked.
     """
     try:
         tokens = _on_host(prompt)
@@ -216,10 +220,22 @@ def check_prompt(prompt: Prompt, lengths: PerRow | None) -> tuple[Array, Array]:
     if lengths is None:
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
     counts = _on_host(lengths)
-    if counts.shape != (rows,):
-        raise ValueError(f"lengths have shape {counts.shape}: must be ({rows},)")
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(f"lengths are {counts.dtype}: must be integers")
+    if counts.shape not in ((rows,), tokens.shape):
+        rule = f"must be ({rows},), or a mask {tokens.shape} of what is no padding"
+        raise ValueError(f"lengths have shape {counts.shape}: {rule}")
+    is_mask = counts.ndim == 2
+    if not jnp.issubdtype(counts.dtype, jnp.integer) and not (is_mask and counts.dtype == bool):
+        raise ValueError(f"lengths are {counts.dtype}: must be integers, or a mask of bool")
+    if is_mask:
+        numpy: ModuleType = jnp if traced(tokens, counts) else np
+        valid = counts != 0
+        if not traced(counts) and (wrong := counts[valid & (counts != 1)]).size:
+            raise ValueError(
+                f"lengths is a mask that holds {wrong[0]}: must be of 0 and 1, or bool"
+            )
+        order = numpy.argsort(~valid, axis=1, stable=True)
+        tokens = numpy.take_along_axis(tokens, order, axis=1)
+        counts = valid.sum(axis=1, dtype=np.int32)
     if traced(tokens, counts):
         return jnp.where(jnp.arange(columns)[None] < counts[:, None], tokens, 0), counts
     if rows and not 1 <= counts.min() <= counts.max() <= columns:

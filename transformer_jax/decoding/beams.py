@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Never, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import INT32, check_count, check_finite, has_finite_maximum
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
+    Lengths,
     PerRow,
     Prompt,
     check_limits,
@@ -119,6 +120,7 @@ class Beams:
     log_probs: jax.Array  # f32[B, R]
 
 
+@known_keywords
 def beam_search(
     step: StepLike[State],
     params: Params,
@@ -129,7 +131,7 @@ def beam_search(
     num_beams: int,
     num_results: int = 1,
     stop: int | Sequence[int] = (),
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     limits: PerRow | None = None,  # i32[B]
     processors: Sequence[HistoryProcessor] = (),
     length_penalty: Penalty | None = None,
@@ -137,7 +139,6 @@ def beam_search(
     diversity: float = 0.0,
     early_exit: bool = True,
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Beams:
     """Return the best continuations of up to `num_tokens` tokens that a search with beams finds.
 
@@ -159,8 +160,8 @@ def beam_search(
         num_beams: M, the texts of a row that are followed side by side, at least 1.
         num_results: R, the texts of a row that are returned, from 1 to num_beams.
         stop: the token id, or ids, that end a text.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
-            every row.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens, or a mask
+            [B, P], as in `generate`; None is P in every row.
         limits: i32[B], from 0 to num_tokens: a row's result is that of the row alone with as many
             `num_tokens`; with 0 it has none. None is num_tokens.
         processors: change the logits by the text so far, from left to right.
@@ -183,8 +184,6 @@ def beam_search(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(beam_search, unknown)
     step = as_step(step)
     check_given(params, state)
     options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)

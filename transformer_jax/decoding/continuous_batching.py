@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import ModuleType
-from typing import Any, Literal, Never, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.checks import check_count, check_key, check_not_consumed
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -135,7 +136,7 @@ def admit(
     state: State,
     *,
     limits: int | PerRow,
-    lengths: PerRow | None = None,  # i32[R]
+    lengths: Lengths | None = None,  # i32[R], or bool[R, P]
     key: jax.Array | None = None,  # one, or one for each row
     chunk: int | None = None,
     sampling: RowSampling | None = None,
@@ -155,7 +156,7 @@ def admit(
         prompt: i32[R, P], token ids, as an array or as rows of one length.
         state: R rows, which the prompts go on from; not consumed, so many may share a prefix.
         limits: i32[R] or one, new tokens of each prompt, at least 1.
-        lengths: i32[R], from 1 to P, tokens of each prompt; None is P.
+        lengths: i32[R], from 1 to P, tokens of each prompt, or a mask [R, P]; None is P.
         key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
         chunk: how many tokens of a prompt are read at a time; None reads all at once.
         sampling: of R rows, for slots that ask for it.
@@ -384,6 +385,7 @@ class Completion:
     error: str | None = None
 
 
+@known_keywords
 def serve(
     step: StepLike[State],
     params: Params,
@@ -399,7 +401,6 @@ def serve(
     stop: int | Sequence[int] = (),
     chunk: int | None = None,
     stream: bool = False,
-    **unknown: Never,
 ) -> Iterator[Completion]:
     """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
@@ -435,8 +436,6 @@ def serve(
     Raises:
         ValueError: if an argument of the call is wrong.
     """
-    if unknown:
-        refuse_keywords(serve, unknown)
     check_count("steps_per_call", steps_per_call, 1)
     if not isinstance(requests, Iterable):
         rule = "must be an iterable of Request"

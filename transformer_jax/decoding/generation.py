@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Never, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config.keywords import known_keywords, refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     CheckedArguments,
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -60,7 +61,8 @@ def prefill(
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, P at least 1.
         state: what the step goes on from, of B rows; not consumed.
-        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens.
+        lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; or a mask
+            [B, P], as in `generate`.
         chunk: how many tokens are read at a time: the same numbers in less memory. None reads all
             at once.
 
@@ -294,6 +296,7 @@ def _choose_tokens(
     return changed, output
 
 
+@known_keywords
 def generate(
     step: StepLike[State],
     params: Params,
@@ -301,7 +304,7 @@ def generate(
     state: State,
     *,
     num_tokens: int,
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,  # one, or one for each row
     processors: Sequence[HistoryProcessor] = (),
@@ -311,7 +314,6 @@ def generate(
     early_exit: bool | None = None,
     attention: bool = False,
     capture: Sequence[str] = (),
-    **unknown: Never,
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens.
 
@@ -333,7 +335,8 @@ def generate(
             is consumed: its memory becomes the result's. `fork(state, 1)` keeps a copy.
         num_tokens: the most new tokens of a row, at least 1.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
-            every row.
+            every row. Or a mask [B, P] of the tokens that are no padding, which may be on the left,
+            of bool or as the `attention_mask` of transformers.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         key: one key, of which row b uses `fold_in(key, b)`, or one for each row, [B]. Token n of a
             row is drawn with `fold_in(the row's key, n)`. Only `Greedy` does without.
@@ -357,8 +360,6 @@ def generate(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(generate, unknown)
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
@@ -432,6 +433,7 @@ _generate_inside = program(_generate_tokens, static=_STATIC)
 _generate = program(_generate_tokens, static=_STATIC, donate=("state",))
 
 
+@known_keywords
 def stream(
     step: StepLike[State],
     params: Params,
@@ -439,14 +441,13 @@ def stream(
     state: State,
     *,
     num_tokens: int,
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Iterator[np.ndarray]:  # i32[B], at most num_tokens times
     """Yield the tokens of `generate` with the same arguments, each as soon as it is drawn.
 
@@ -456,7 +457,8 @@ def stream(
         prompt: i32[B, P], token ids, as an array or as rows of one length.
         state: what the step goes on from, of B rows; it is consumed.
         num_tokens: the most new tokens of a row, at least 1.
-        lengths: i32[B], from 1 to P, tokens of each row's prompt; None is P.
+        lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
+            `generate`; None is P.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         key: one key, or one for each row, [B], as in `generate`. Only `Greedy` does without.
         processors: change the logits by the text so far, before the sampler sees them.
@@ -471,8 +473,6 @@ def stream(
     Raises:
         ValueError: if an argument is wrong, at the call.
     """
-    if unknown:
-        refuse_keywords(stream, unknown)
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,

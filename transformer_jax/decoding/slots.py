@@ -14,6 +14,7 @@ from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.decoding.arguments import (
     Array,
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -58,7 +59,7 @@ class Slots(Generic[State]):
 def check_prompts(
     slots: Slots[State],
     prompt: Prompt,
-    lengths: PerRow | None,
+    lengths: Lengths | None,
     state: State,
     limits: Array,
     key: jax.Array | None,

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Never, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count, has_finite_maximum
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     DecodeOptions,
+    Lengths,
     PerRow,
     Prompt,
     Prompts,
@@ -94,6 +95,7 @@ class Speculation(Generic[State]):
         return [tokens[:length] for tokens, length in pairs]
 
 
+@known_keywords
 def speculate(
     step: StepLike[State],
     params: Params,
@@ -103,14 +105,13 @@ def speculate(
     proposer: Proposer,
     num_tokens: int,
     num_draft: int,
-    lengths: PerRow | None = None,  # i32[B]
+    lengths: Lengths | None = None,  # i32[B], or bool[B, P]
     sampler: Sampler | None = None,
     key: jax.Array | None = None,  # one, or one for each row
     processors: Sequence[HistoryProcessor] = (),
     stop: int | Sequence[int] = (),
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
-    **unknown: Never,
 ) -> Speculation[State]:
     """Generate as `generate` does with the same arguments, in fewer calls of the model.
 
@@ -128,7 +129,8 @@ def speculate(
             own; not consumed.
         num_tokens: the most new tokens of a row, at least 1.
         num_draft: the most tokens that are proposed in a turn, at least 1.
-        lengths: i32[B], from 1 to P, tokens of each row's prompt; None is P.
+        lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
+            `generate`; None is P.
         sampler: draws the model's tokens; one of your own needs `distribution(logits)`. None takes
             the likeliest.
         key: one key, or one for each row, [B]; row b's tokens depend on its own alone. Only
@@ -144,8 +146,6 @@ def speculate(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    if unknown:
-        refuse_keywords(speculate, unknown)
     check_count("num_draft", num_draft, 1)
     _check_proposer(proposer)
     if sampler is not None:

@@ -91,7 +91,7 @@ class CheckedModule(nn.Module):
             known = {*named, *(inspect.signature(options).parameters if options else ())}
             if not every or options:
                 unknown = {x: value for x, value in arguments.items() if x not in known}
-                refuse_keywords(called, unknown, known, "apply")
+                refuse_keywords(called, unknown, [*known, "method"], "apply")
         flax = dict(rngs=rngs, mutable=mutable, capture_intermediates=capture_intermediates)
         return super().apply(variables, *args, method=method, **flax, **arguments)
 

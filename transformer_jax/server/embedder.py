@@ -13,6 +13,8 @@ import numpy as np
 from transformer_jax.checks import check_count
 from transformer_jax.pretrained.sentences import SentenceEncoder, TextTokenizer
 from transformer_jax.server.protocol import EmbeddingRequest, RequestError
+from transformer_jax.tokenizers.special import check_unpadded
+from transformer_jax.tokenizers.utf8 import DataError
 
 
 class Embedder:
@@ -103,6 +105,10 @@ class Embedder:
             if ids.max() >= size:
                 message = f"{name} has id {ids.max()}: the model has {size} tokens"
                 raise RequestError(message, param="input")
+            try:
+                check_unpadded(self.tokenizer, ids, name)
+            except DataError as error:
+                raise RequestError(str(error), param="input") from None
         if not 1 <= len(ids) <= encoder.max_len:
             message = f"{name} has {len(ids)} tokens: must have from 1 to {encoder.max_len}"
             raise RequestError(message, param="input", code="context_length_exceeded")

@@ -51,7 +51,7 @@ from transformer_jax.text.completion import (
 from transformer_jax.text.structured import Grammar, Matcher
 from transformer_jax.text.writer import NO_TOKEN, TextWriter
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.tokenizers.special import plain
+from transformer_jax.tokenizers.special import check_unpadded, plain
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import brief
 from transformer_jax.use.language_model import LanguageModel
@@ -222,6 +222,7 @@ class Engine:
                 ids = self.model.read(asked.prompt)
             else:
                 ids = self.model.known(np.array(asked.prompt, np.int32), "the prompt")
+                check_unpadded(self.model.tokenizer, ids, "the prompt")
         except DataError as error:
             raise RequestError(str(error), param=name) from None
         if not len(ids):

@@ -27,7 +27,7 @@ FORMAT = "transformer_jax export 1"
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Return the `count` likeliest tokens after each prompt, one by one, up to a stop token.
 
-    ValueError where the folder is no such export, or the prompts do not fit it.
+    ValueError where the folder is no such export, the prompts do not fit it, or a logit is NaN.
     """
     folder = Path(folder)
     about = read_about(folder)
@@ -40,15 +40,27 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
         row[: len(prompt)] = prompt
     prefill, step = load_programs(folder)
     logits, state = prefill(tokens, lengths)
-    found = [jnp.argmax(logits, axis=-1)]
-    stop = np.array(about["stop"], np.int32)
+    stop, ended = np.array(about["stop"], np.int32), np.zeros(len(prompts), bool)
+    found = [likeliest(logits, ended)]
     ended = np.isin(found[0], stop)
     while len(found) < count and not ended.all():
         logits, state = step(found[-1].astype(jnp.int32), state)
-        found.append(jnp.argmax(logits, axis=-1))
+        found.append(likeliest(logits, ended))
         ended |= np.isin(found[-1], stop)
     rows = np.stack(found, axis=1)
     return [row[: _end(row, stop)].tolist() for row in rows]
+
+
+def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], bool[B] -> i32[B]
+    """Return the likeliest token of each row.
+
+    ValueError where the largest logit of a row that has not ended is not finite.
+    """
+    # a maximum on a CPU loses a NaN of a long row
+    top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
+    if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):
+        raise ValueError(f"prompt {wrong[0]}: the largest logit of a next token is not finite")
+    return jnp.argmax(logits, axis=-1)
 
 
 def load_programs(folder: Path) -> tuple[Any, Any]:

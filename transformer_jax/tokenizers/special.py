@@ -97,6 +97,24 @@ def encode_answer(
     return before, encode(whole[len(prompt) :], begins=False)
 
 
+def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
+    """Raise DataError where the ids of one text, as a caller gives them, begin or end with padding.
+
+    It would be read as a token. A padding token that also has another role may be a token.
+    """
+    own = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
+    if not isinstance(own, PretrainedTokenizer) or not len(ids):
+        return
+    roles = dict(own.special_ids)
+    pad = roles.pop("pad", None)
+    if pad in (*roles.values(), *own.stop_ids, *own.frame[0], *own.frame[1]):
+        return
+    for at, where in ((0, "begins"), (-1, "ends")):
+        if ids[at] == pad:
+            rule = "which would be read as a token: leave padding out"
+            raise DataError(f"{what} {where} with the padding token {pad}, {rule}")
+
+
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a text that a model writes."""
     base, own = plain(tokenizer), special_ids(tokenizer)

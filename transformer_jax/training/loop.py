@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Never
 
 import jax
 
@@ -30,7 +29,7 @@ from transformer_jax.checkpoints.run_folder import (
 )
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import check_new_folder
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
 from transformer_jax.shown import short_repr
 from transformer_jax.text.text_model import naming_run
@@ -92,6 +91,7 @@ class Result:
         return math.exp(min(self.val_loss, 700.0))
 
 
+@known_keywords
 def fit(
     config: TrainConfig,
     *,
@@ -100,7 +100,6 @@ def fit(
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
     task: OwnTask | None = None,
-    **unknown: Never,
 ) -> Result:
     """Train as a config says, into its folder.
 
@@ -127,8 +126,6 @@ def fit(
         CheckpointError: if what to start from cannot be read, before anything is written.
         RunError: for what happens on the way, as does OSError; the checkpoints so far stay good.
     """
-    if unknown:
-        refuse_keywords(fit, unknown)
     if not isinstance(config, TrainConfig):
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
         rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"

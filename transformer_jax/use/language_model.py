@@ -37,7 +37,7 @@ from transformer_jax.text.translation import search_translations
 from transformer_jax.text.writer import cut_at_stop
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import target_of
+from transformer_jax.tokenizers.special import check_unpadded, target_of
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.answers import answer_sources, search_targets
 from transformer_jax.training.tasks.classify import label_texts
@@ -61,6 +61,7 @@ from transformer_jax.use.writing import (
 )
 
 
+@known_keywords
 def load(
     path_or_id: str | Path,
     *,
@@ -69,7 +70,6 @@ def load(
     dtype: DType | None = None,
     max_len: int | None = None,
     weights: WeightKind | None = None,
-    **unknown: Never,
 ) -> LanguageModel:
     """Load a model with its tokenizer, to use it on texts.
 
@@ -88,7 +88,6 @@ def load(
         ConfigError: if an argument does not fit the model.
         CheckpointError: if a file cannot be read.
     """
-    refuse_keywords(load, unknown)
     if not isinstance(path_or_id, str | Path):
         rule = "must be a folder, or the id of a repository of the hub"
         raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
@@ -427,6 +426,8 @@ class LanguageModel(Looker, Scorer):
                 beams=beams, results=results, length_penalty=penalty,
             )  # fmt: skip
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            check_unpadded(self.tokenizer, ids, "the prompt")
         if (left := self.room(ids)) < 1:
             rule = f"0 fit after it (max_len {longest_text(self.config)})"
             raise DataError(f"the prompt has {len(ids)} tokens: {rule}")

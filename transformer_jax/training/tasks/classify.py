@@ -166,6 +166,8 @@ def label_texts(
         given = config.model, params, batch, columns if names else None
         logits = _class_logits(*given, edit_items(edit))
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
+            if not np.isfinite(row).all():
+                raise DataError(f"text {len(found) + 1}: its logits are not finite")
             best = int(row.argmax())
             found.append((labels[best], float(row[best])))
     return found

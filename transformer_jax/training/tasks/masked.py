@@ -267,8 +267,10 @@ def _read(
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
-    logits = _logits(config.model, params, tokens[None], edit_items(edit))
-    return tokens, masks, np.asarray(logits)[0]
+    logits = np.asarray(_logits(config.model, params, tokens[None], edit_items(edit)))[0]
+    if not np.isfinite(logits[masks]).all():
+        raise DataError(f"prompt is {text!r:.60}: the logits of a mask are not finite")
+    return tokens, masks, logits
 
 
 def fill_masks(
