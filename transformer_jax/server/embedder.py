@@ -57,7 +57,7 @@ class Embedder:
 
     def start(self) -> None:
         """Compile the program of one short text."""
-        self.embed(EmbeddingRequest(((0,),), False, None))
+        self.encoder.encode_ids([np.zeros(1, np.int32)], batch_size=self.slots)
 
     def stop(self) -> None:
         """Refuse all requests from now on, once the present one has its vectors."""
