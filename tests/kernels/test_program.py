@@ -49,15 +49,16 @@ def program(name: str) -> Program:
     return combined(name, *(Program((), ("k", i)) for i in range(2 + (name == "select_n"))))
 
 
-@pytest.mark.slow_except("and", "eq", "le", "min")
+@pytest.mark.slow_except("*-100")
+@pytest.mark.parametrize("cases", [100, 300])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_bounds_hold_what_may_come_of_any_integers(name):
+def test_bounds_hold_what_may_come_of_any_integers(name, cases):
     """At the ends of 32 bits too, where results wrap; and they are exact of single integers."""
     rng = np.random.default_rng(list(OPERATIONS).index(name))
     tight = 0
-    ranges = [sorted(rng.choice(ENDS, 2).tolist()) for _ in range(900)]
+    ranges = [sorted(rng.choice(ENDS, 2).tolist()) for _ in range(3 * cases)]
     ranges[::3] = [[n, n] for n, _ in ranges[::3]]
-    for case in range(300):
+    for case in range(cases):
         given = ranges[3 * case : 3 * case + 3]
         if case % 3:
             given = [given[i] for i in rng.permutation(3)]
@@ -71,7 +72,7 @@ def test_bounds_hold_what_may_come_of_any_integers(name):
             found = MEANING[name](*values)
             assert low.item() <= found <= high.item(), (given, values)
         tight += low.item() > LOW or high.item() < HIGH
-    assert tight > 30
+    assert tight > (30 if cases == 300 else 0)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
