@@ -9,11 +9,12 @@ import pytest
 
 from tests.inside.tiny import B, D, T, draw, model_of, params_of
 from tests.support.tolerances import FORWARD_F32, assert_near
+from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.inside import add, mean, resample, zero
 from transformer_jax.models.editing import Call
-from transformer_jax.models.factory import init_cache
+from transformer_jax.models.factory import build, init_cache, init_decode_state, init_params
 from transformer_jax.models.places import places
 from transformer_jax.models.stack import stack_layers
 
@@ -192,6 +193,27 @@ def test_a_traced_token_that_no_row_reaches_makes_its_row_nan(chunk):
     right = run("gpt2", tokens=whole[None], edit=add("block_0/residual", vector, at=7))[0]
     right = np.asarray(jax.nn.log_softmax(right[0]))[np.arange(4, 8), whole[5:]]
     assert_near(log_probs[1, 0], right, NEAR)
+
+
+@pytest.mark.slow
+def test_keys_and_values_of_a_source_are_numbered_by_its_own_tokens():
+    """Token 5 of a source of 7 is one, though the target has 3; and all of it is seen at once."""
+    config = ModelConfig(
+        kind="encoder-decoder", vocab_size=13, d_model=D, num_layers=1, num_heads=2, max_len=11
+    )
+    model, params = build(config), init_params(config, jax.random.key(0))
+    place, source, target = "block_0/cross_attention/value", draw()[:1] % 13, draw()[:1, :2] % 13
+    vector = np.arange(D // 2, dtype=np.float32)
+    for edit in (add(place, vector, at=5), mean(place, "tokens")):
+        state = init_decode_state(config, params, 1, 4, source=source)
+        made = generate(make_step(model, edit=edit), params, target, state, num_tokens=2)
+        whole = np.append(target, made.tokens[:, :1], axis=1)
+        logits = jax.jit(partial(model.apply, edit=edit))({"params": params}, whole, source=source)
+        right = np.asarray(jax.nn.log_softmax(logits[0]))[0, [1, 2], made.tokens[0]]
+        assert_near(made.log_probs[0], right, NEAR)
+    step = make_step(model, edit=add(place, vector, at=7)).told(part=True)
+    with pytest.raises(ValueError, match=r"at is 7: must be in 0\.\.6"):
+        jax.eval_shape(step, params, target[:, :1], state)
 
 
 @pytest.mark.slow

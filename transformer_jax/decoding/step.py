@@ -26,7 +26,14 @@ from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.editing import InCall
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.ngram import NgramLM
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, places
+from transformer_jax.models.places import (
+    NO_EDIT,
+    OF_SOURCE,
+    Captured,
+    Edit,
+    Places,
+    places,
+)
 from transformer_jax.models.recent_tokens import RecentTokens, check_recent_tokens
 from transformer_jax.models.recurrent import (
     RecurrentLM,
@@ -273,9 +280,10 @@ class AppliedStep(Step[State]):
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
         found: jax.Array | None = None
-        for _, edit in self.edit:
+        for name, edit in self.edit:
             told = InCall.of(edit)
-            if check := getattr(told.function, "check_parts", None):
+            check = getattr(told.function, "check_parts", None)
+            if check and not name.endswith(OF_SOURCE):
                 rows = check(told.first + length + total)
                 if rows is not None:
                     found = rows if found is None else found | rows

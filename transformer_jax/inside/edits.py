@@ -231,20 +231,19 @@ class _Change:
 
         ValueError if it is known that one cannot; None if it is known that all can.
         """
-        if self.at is None and self.length is None:
+        name, size = self.length or ("", 0)
+        if self.at is None and not name:
             return None
         if traced(lengths, self.at):
             if self.at is None:
-                return lengths != self.length[1]
+                return jnp.asarray(lengths) != size
             at = jnp.atleast_1d(jnp.asarray(self.at))[None]
             return ((at < 0) | (at >= jnp.asarray(lengths)[:, None])).any(axis=1)
-        lengths = lengths.tolist()
-        self.check(lengths)
-        if self.length is not None:
-            name, size = self.length
-            if self.at is None and any(n != size for n in lengths):
-                rule = f"a sequence reaches {max(lengths)}; `at` names those that change"
-                raise ValueError(f"{name} has {size} tokens: {rule}")
+        known = lengths.tolist()
+        self.check(known)
+        if self.at is None and any(n != size for n in known):
+            rule = f"a sequence reaches {max(known)}; `at` names those that change"
+            raise ValueError(f"{name} has {size} tokens: {rule}")
         return None
 
     def __call__(

@@ -196,6 +196,10 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
+OF_SOURCE = "cross_attention/key", "cross_attention/value"
+"""Ends of the places whose tokens are those of the source."""
+
+
 def edit_items(edit: Mapping[str, Edit]) -> tuple[tuple[str, Edit], ...]:
     """Return the names and functions of an edit, which a program takes as static."""
     if not isinstance(edit, Mapping):
@@ -411,9 +415,12 @@ class Visit:
         if name not in self.asked:
             return value
         positions, call = self.positions, self.call
-        if name in ("cross_attention/key", "cross_attention/value"):  # of the source's tokens
+        of_source = name.endswith(OF_SOURCE)
+        if of_source:
             positions, call = self.source, Call.of(self.source)
         for place, number, function in self.edits.get(name, ()):
+            if of_source:  # of which every call sees all
+                function = cast(Edit, replace(InCall.of(function), part=False, first=0))
             found = apply_edit(place, function, value, positions, call, alone)
             rule = f"must be {value.dtype}{list(value.shape)}"
             if found is None:

@@ -154,11 +154,11 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     moved = _moved_axes(name, params, shape, outs[0])
     if moved is not None:
         if isinstance(first, int) and along == {first}:
-            alike = [
+            fit = [
                 isinstance(x, int) or first in x or not s
                 for x, s in zip(inputs, shapes, strict=True)
             ]
-            return [_known(moved(first)) if all(alike) else _mixed()] * len(outs)
+            return [_known(moved(first)) if all(fit) else _mixed()] * len(outs)
         if not along and not isinstance(first, int):
             kept = {at for at in map(moved, first) if at is not None}
             fresh = set(range(len(outs[0]))) - {moved(i) for i in range(len(shape))}
