@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import transformer_jax as tj
-from transformer_jax.cli import attention, evaluate, export, generate, inside, nearest
-from transformer_jax.config.tasks import DigitsTask, Seq2SeqTask
+from transformer_jax.cli import attention, convert, evaluate, export, generate, inside, nearest
+from transformer_jax.config import LoraConfig
+from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.models.factory import init_params
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training.tasks.task import Tokenizers
@@ -399,3 +403,192 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
         "takes token ids: the run's characters hold a lone surrogate, which has no UTF-8"
     )
     assert two == "f: written; python f/decode.py '1,2,3' decodes" and made[-1][1]["files"] == {}
+
+
+REFUSED = [
+    (generate, "text", "", "run and model: give one of them"),
+    (generate, "text", "--model m --run r", "run and model: give one of them"),
+    (generate, "text", "--run r --dtype float16", "dtype with run: a run has its own, it needs mo"),
+    (generate, "text", "--run r --max-len 7", "max_len with run: a run has its own, it needs mode"),
+    (generate, "text", "--model m --checkpoint last", "checkpoint with model: needs run"),
+    (generate, "text", "--model m --init-from b", "init_from with model: needs run"),
+    (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
+    (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
+    (generate, "text", "--model m --tokens 0", "tokens is 0: must be positive"),
+    (generate, "text", "--model m --prompts p --beams 2", "prompts and beams: give one of them"),
+    (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: give one of them"),
+    (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: give one of the"),
+    (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: give one of them"),
+    (generate, "text", "--model m --beams 0", "beams is 0: must be at least 1"),
+    (generate, "text", "--model m --slots 0", "slots is 0: must be at least 1"),
+    (generate, "text", "--model m --beams 2 --samples 3", "samples is 3: must be at most beams, 2"),
+    (generate, "text", "--model m --length-penalty 1", "length_penalty is 1.0: needs beams"),
+    (generate, "text", "--model m --slots 2", "slots is 2: needs prompts"),
+    (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: a beam search takes no"),
+    (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: a beam search takes none"),
+    (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: give one of them"),
+    (generate, "text", "--model m --chat", "chat: needs a prompt, the message"),
+    (generate, "text", "--model m --regex a --grammar g", "regex and grammar: give one of them"),
+    (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: give one of them"),
+    (generate, "text", "--model m --languages a", "languages is 'a': must be two, such as eng_Lat"),
+    (generate, "text", "--model m --prompt a --beams 2 --tokens 10",
+     "tokens is 10: 9 fit after the prompt (max_len 20)"),
+    (generate, "text", "--model m --prompt a --temperature -1", "temperature is -1.0: must be"),
+    (generate, "chat", "--model m", "prompt is '': the model needs one, or prompts"),
+    (generate, "labels", "--model m --prompt a --tokens 3",
+     "tokens is 3: the model reads prompt, prompts, checkpoint"),
+    (generate, "masks", "--model m --prompt a --top-k 3",
+     "top_k is 3: the model reads prompt, prompts, checkpoint, samples"),
+    (generate, "targets", "--model m --prompt a --lookup 3", "lookup: needs a decoder, the model"),
+    (generate, "targets", "--model m --prompt a --chat", "chat: needs a decoder, the model is an"),
+    (generate, "pairs", "--model m --prompt a --top-p 0.5",
+     "top_p is 0.5: a run of task 'seq2seq' reads prompt, prompts, checkpoint, beams, samples, "
+     "length_penalty, tokens, languages"),
+    (generate, "pairs", "--model m --prompt a --samples 2",
+     "samples is 2: a run of task 'seq2seq' draws nothing: several targets need beams"),
+    (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
+    (evaluate, "text", "--run r --context 3 --data d", "context is 3: needs model, a run has its"),
+    (evaluate, "text", "--run r --task chat --data d", "task is 'chat': needs model, a run has it"),
+    (evaluate, "text", "--model m", "data, prompt, text and choices: give one of them, to say wha"),
+    (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: give one"),
+    (evaluate, "text", "--model m --data d --window 3", "window is 3: needs text"),
+    (evaluate, "text", "--model m --prompt p --batch-size 3", "batch_size is 3: needs text or cho"),
+    (evaluate, "text", "--model m --text p --stride 0", "stride is 0: must be at least 1"),
+    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place tha"),
+    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: the answer to sco"),
+    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: the target to"),
+    (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),
+    (inside, "text", "--model m", "prompt is None: the text to look at is needed"),
+    (inside, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
+    (inside, "text", "--model m --prompt a --answer b",
+     "answer is 'b': needs what to be patch or heads or attribution"),
+    (inside, "text", "--model m --prompt a --what patch", "other is None: the prompt to patch is"),
+    (inside, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and has n"),
+    (attention, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and ha"),
+    (attention, "text", "--model m", "prompt is None: the text to look at is needed"),
+    (attention, "text", "--model m --prompt a --out a.gif", "out is 'a.gif': must end in .png or"),
+    (attention, "text", "--model m --prompt a --out no/a.png", "out is 'no/a.png': must be a file"),
+    (nearest, "text", "--model m", "word is None: the word to begin with is needed"),
+    (nearest, "text", "--model m --word a --count 0", "count is 0: must be at least 1"),
+    (nearest, "text", "--model m --word a --checkpoint best", "checkpoint is 'best': needs run"),
+    (convert, "text", "--to t", "run and model: give one of them"),
+    (convert, "text", "--to t --model m --adapter", "adapter with model: needs run"),
+    (convert, "text", "--to t --model m --family bert", "family with model: needs run"),
+    (convert, "text", "--to t --run r --adapter --shard-gb 1", "shard_gb with adapter: an adapter"),
+    (convert, "text", "--to t --run r --shard-gb 0", "shard_gb is 0.0: must be above 0 and below"),
+    (convert, "text", "--to t --run r --shard-gb 1e6", "shard_gb is 1000000.0: must be above 0 an"),
+    (convert, "text", "--to . --run r", "to is '.': exists already: must be new or empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "kind", "argv", "message"), REFUSED)
+def test_what_contradicts_itself_is_refused_in_a_line(said, module, kind, argv, message):
+    task = {"pairs": Seq2SeqTask(), "signals": DigitsTask()}.get(kind)
+    model = Recorder({"pairs": "targets"}.get(kind, kind), task)
+    said(module.main, model, *argv.split(), status=2)
+    (line,) = said.errors.splitlines()
+    assert line.startswith(f"{module.__name__.rpartition('.')[2]}: {message}")
+
+
+def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
+    file = tmp_path / "lines"
+    file.write_text("a\n \nb\n")
+    argv = "--model", "m", "--prompts", file
+    said(generate.main, Recorder("labels"), *argv, status=2)
+    rule = "line 2 is empty, and every line is answered"
+    assert said.errors == f"generate: prompts is {str(file)!r}: {rule}\n"
+    file.write_text(" \n\n")
+    said(generate.main, Recorder(), *argv, status=2)
+    assert said.errors == f"generate: prompts is {str(file)!r}: it has no line with text\n"
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n")))
+    out, _ = said(generate.main, Recorder(), *argv[:3], "-")
+    assert out == "--- 1\nx!x\n--- 2\ny!x\n"
+
+
+def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
+    """What `save_pretrained` and `save_lora` are given; that they write it has its own tests."""
+    from transformer_jax.pretrained import peft, save
+    from transformer_jax.text import text_model
+
+    saved, target = [], tmp_path / "new"
+    record = lambda *given, **named: saved.append((given, named))  # noqa: E731
+    monkeypatch.setattr(save, "save_pretrained", record)
+    sizes = dict(vocab_size=29, d_model=4, num_heads=1, num_layers=1, max_len=9)
+    tokenizer = with_special_tokens(
+        CharTokenizer("abcdefghijklmnopqrstuvwxyz"), ["pad", "cls", "eos"]
+    )
+    encoder = tj.ModelConfig(kind="encoder", num_classes=2, pooler="tanh", **sizes)
+    config = SimpleNamespace(task=ClassifyTask(labels=("no", "yes")))
+    params = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
+    run = SimpleNamespace(config=encoder, params=params, tokenizer=tokenizer, run=config)
+    monkeypatch.setattr(convert, "load_run", lambda name, arguments: run)
+    held = []
+    monkeypatch.setattr(
+        text_model, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
+    )
+    monkeypatch.setattr(convert, "_written_as", lambda config, family, definition: (family, config))
+    argv = "--run", "r", "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
+    out, _ = said(convert.main, Recorder(), *argv, "--dtype", "float16")
+    one, two = out.splitlines()
+    assert one == f"{target}: 10 parameters in float16 and float32 as a bert"
+    assert two.startswith(
+        "tokenizer.json: the run's 26 characters, as a BPE without merges; another"
+    )
+    assert held == ["float16"]
+    ((given, named),) = saved
+    assert given == (target, encoder, params)
+    files = {name: json.loads(content) for name, content in named.pop("files").items()}
+    keys = {
+        "bos_token_id": None, "pad_token_id": 26, "eos_token_id": 28,
+        "id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1},
+    }  # fmt: skip
+    assert named == dict(family="bert", shard_bytes=500_000_000, keys=keys)
+    assert files["generation_config.json"] == {"pad_token_id": 26, "eos_token_id": 28}
+    assert files["tokenizer_config.json"] == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "cls_token": "<cls>",
+        "eos_token": "<eos>",
+    }  # fmt: skip
+    around = [next(iter(part)) for part in files["tokenizer.json"]["post_processor"]["single"]]
+    assert around == ["SpecialToken", "Sequence"]  # <cls> before a text
+
+    adapters = {"x": {"a": np.zeros((4, 2)), "b": np.zeros((2, 4))}}
+    lora = LoraConfig(rank=2)
+    training = SimpleNamespace(model=CONFIG, lora=lora, init_from="base")
+    asked = []
+    monkeypatch.setattr(
+        text_model, "load_adapters", lambda *g, **n: asked.append((g, n)) or (training, adapters)
+    )
+    monkeypatch.setattr(convert, "_written_as", lambda config, family: ("gpt2", config))
+    monkeypatch.setattr(
+        peft, "save_lora", lambda *g, **n: saved.append((g, n)) or LoraConfig(rank=4)
+    )
+    argv = (
+        "--run",
+        "r",
+        "--to",
+        str(target),
+        "--adapter",
+        "--checkpoint",
+        "last",
+        "--init-from",
+        "i",
+    )
+    out, _ = said(convert.main, Recorder(), *argv)
+    wanted = f"{target}: adapters of 16 parameters, rank 4, of a gpt2; base model: base\n"
+    assert out == wanted and asked == [(("r", "last"), {"init_from": "i"})]
+    (folder, shapes, *rest, names), named = saved[-1]
+    assert folder == target and rest == [adapters, lora] and "transformer.wte.weight" in names
+    assert shapes["embed"]["tokens"].shape == (29, 4)
+    assert named == dict(base_model="base", task_type="CAUSAL_LM", fan_in_fan_out=True)
+
+
+def test_missing_biases_are_written_as_zeros():
+    config = tj.ModelConfig(vocab_size=7, d_model=4, num_heads=1, num_layers=1, max_len=3, d_ff=5)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    flat = {path: np.ones(leaf.shape, np.float16) for path, leaf in flatten_dict(shapes).items()}
+    given = {path: leaf for path, leaf in flat.items() if path[-1] != "bias" or "norm" in path[-2]}
+    found = flatten_dict(convert.with_zero_biases(config, unflatten_dict(given)))
+    assert found.keys() == flat.keys() and len(found) > len(given)
+    for path, leaf in found.items():
+        assert leaf.dtype == np.float16 and leaf.shape == flat[path].shape
+        assert (leaf == (path in given)).all()
