@@ -1,11 +1,15 @@
 """Every command refuses a flag's value that is none of its choices in one line."""
 
+import contextlib
+import importlib
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from transformer_jax.__main__ import main
+from transformer_jax.__main__ import COMMANDS, main
+from transformer_jax.cli import command
 from transformer_jax.cli.generate import _answer
 
 
@@ -32,3 +36,29 @@ def test_answer_of_a_file_is_one_line_to_every_reader_of_lines(capsys):
     _answer(Namespace(prompts="file"), model, ["x", "y"])
     written = capsys.readouterr().out
     assert written.splitlines() == [r"a\nb\r\x0b\x85\u2028c", "é d"]
+
+
+def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
+    """A metavar is a word for the value; argparse would make one of the flag's name."""
+    parsers = {}
+
+    def keep(parser, argv):
+        parsers[parser.name] = parser
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Parser, "parse_args", keep)
+    monkeypatch.setattr(command.Parser, "parse_known_args", keep)
+    names = {*COMMANDS} - {"train", "demo"}  # whose flags are fields, and a demonstration's own
+    for name in names:
+        with contextlib.suppress(KeyboardInterrupt):
+            importlib.import_module(f"transformer_jax.cli.{name}").main(["x"])
+    assert parsers.keys() == names
+    for name, parser in parsers.items():
+        assert parser.description and not parser.allow_abbrev
+        for action in parser._actions:
+            assert action.help or action.dest == "seed", (name, action.dest)
+            if action.nargs == 0 or action.choices is not None:
+                continue
+            assert action.type in (int, float, Path, None), (name, action.dest)
+            bare = name in ("compare", "plan", "plot") and "_" not in action.dest
+            assert action.metavar is not None or bare or name == "compare", (name, action.dest)
