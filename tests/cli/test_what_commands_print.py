@@ -346,9 +346,9 @@ def test_training_ends_with_what_to_type_next(monkeypatch, capsys):
     monkeypatch.setattr(train, "keep_programs", lambda: None)
     monkeypatch.setattr(train, "how_to_write", lambda result: "WRITE")
     for argv, status, told in (
-        ("--data f --steps 10 --out o", 0, [
+        ("--data f --steps 2 --out o", 0, [
             "Write with the model, or train on:", "  WRITE",
-            "  python train.py --out o --resume --steps 20"]),
+            "  python train.py --out o --resume --steps 4"]),
         ("--task digits --out o --steps 1", 0, ["Train on:"]),
         ("--data - --out o --seed 3", 143, [
             "stopped at step 7; to go on (TEXT: a file of what came from standard input):",

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.checkpoints.run_folder import RunError
-from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, NgramConfig, TrainConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.lora import init_lora
@@ -26,12 +26,13 @@ from transformer_jax.pytree import sha256_of
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training import adapting, initial, processes, progress
 from transformer_jax.training.batch import Batch
+from transformer_jax.training.compiled import programs_of
 from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.placement import Placement, make_placement, parameter_spec
 from transformer_jax.training.profiling import Profile
 from transformer_jax.training.progress import Bar, Lines, Silent
 from transformer_jax.training.spikes import MOST, Spikes
-from transformer_jax.training.tasks.task import Tokenizers
+from transformer_jax.training.tasks.task import Tokenizers, TrainingTask
 from transformer_jax.training.trackers import Trackers, check_trackers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -386,3 +387,29 @@ def test_adapters_begin_beside_a_base_that_stays(monkeypatch):
         ConfigError, match=r"lora\.trained lacks 'decoder/block_0/attention/out/kern"
     ):
         base.load(lacking, key)
+
+
+def test_the_only_step_of_an_ngram_counts():
+    """Of order 1: (c - d) / N + d K / (N V), K of V kinds seen, d = n1 / (n1 + 2 n2)."""
+    text = np.array([0, 1, 1, 2, 3, 3, 3, 0, 4], np.int32)
+    task = TrainingTask()
+    task.config = TrainConfig(model=NgramConfig(vocab_size=6, order=1), steps=1)
+    task.documents = lambda: [text[:4], text[4:]]
+    config, programs = programs_of(task)
+    assert config == replace(task.config, model=NgramConfig(vocab_size=6, order=1, nodes=(5,)))
+    counts = np.bincount(text, minlength=6)
+    discount = 2 / (2 + 2 * 2)  # 2 and 4 occur once, 0 and 1 twice
+    p = np.maximum(counts - discount, 0) / 9 + discount * 5 / 9 / 6
+    assert p.sum() == pytest.approx(1)
+    tokens = np.array([[[1, 5, 3, 2]], [[0, 0, 0, 0]]], np.int32)
+    labels = np.array([[[5, 3, 2, -100]], [[0, 0, 0, 0]]], np.int32)
+    state = programs.fresh_state(np.uint32(3))
+    found, metrics = programs.train_step(state, Batch(tokens, labels), frozen=())
+    nats = -np.log(p[[5, 3, 2]])
+    assert (int(found.step), float(metrics.weight)) == (1, 3)
+    assert float(metrics.loss) == pytest.approx(nats.mean(), rel=1e-5)
+    zeros = metrics.grad_norm, metrics.rejected, metrics.rejected_in_a_row, programs.rate(0)
+    assert [float(number) for number in zeros] == [0.0] * 4
+    batch = Batch(tokens[0], labels[0])
+    scores = programs.eval_step(found.params, batch)
+    np.testing.assert_allclose(scores, [nats.sum(), 3, 1], rtol=1e-5)  # 3 is the likeliest
