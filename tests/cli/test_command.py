@@ -38,6 +38,13 @@ def test_answer_of_a_file_is_one_line_to_every_reader_of_lines(capsys):
     assert written.splitlines() == [r"a\nb\r\x0b\x85\u2028c", "é d"]
 
 
+REQUIRED = {
+    ("compare", "data"), ("convert", "to"), ("export", "to"), ("plan", "target"),
+    ("plot", "runs"), ("prepare", "data"), ("prepare", "out"),
+}  # fmt: skip
+"""The flags without which a command has nothing to do."""
+
+
 def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
     """A metavar is a word for the value; argparse would make one of the flag's name."""
     parsers = {}
@@ -57,6 +64,9 @@ def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
         assert parser.description and not parser.allow_abbrev
         for action in parser._actions:
             assert action.help, (name, action.dest)
+            assert action.required == ((name, action.dest) in REQUIRED)
+            if isinstance(action.default, int | float) and type(action.default) is not bool:
+                assert f"default {action.default:g}" in action.help.replace(":", "")
             if action.nargs == 0 or action.choices is not None:
                 continue
             assert action.type in (int, float, Path, None), (name, action.dest)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.training.test_continuous_tasks import small
+from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.tasks import (
     ChatTask,
@@ -16,14 +20,19 @@ from transformer_jax.config.tasks import (
     DigitsTask,
     MaskedTask,
     PreferenceTask,
+    PrefixTask,
     Seq2SeqTask,
     TonesTask,
 )
-from transformer_jax.tokenizers.special import special_ids
+from transformer_jax.decoding.beams import LengthPenalty
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.rows import Rows
 from transformer_jax.training.tasks import (
+    answers,
     chat,
     classify,
     continuous,
@@ -33,7 +42,7 @@ from transformer_jax.training.tasks import (
     preferences,
 )
 from transformer_jax.training.tasks.signals import DIGITS
-from transformer_jax.training.tasks.task import RowsTask
+from transformer_jax.training.tasks.task import RowsTask, Tokenizers
 
 PARAMS = {"of": "a model that is never run"}
 SIZES = dict(d_model=4, num_heads=1, num_layers=1)
@@ -252,3 +261,118 @@ def test_rows_are_documents_for_a_model_that_counts():
     assert task.described() == (
         f"rows: 2 of 4 tokens, 2 of 4 tokens; 2 held out; {Rows((plain, packed)).labels:,} labels"
     )
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    """Replace what decodes by recorders; what is written are the ids of `written`."""
+    found = SimpleNamespace(calls=[], written=[[1, 2, 9], [3, -1, -1]])
+
+    def keep(name, result):
+        def call(*given, **named):
+            found.calls.append((name, given, named))
+            return result() if callable(result) else result
+
+        monkeypatch.setattr(answers, name, call)
+
+    keep("init_decode_state", "state")
+    keep("_init", "source state")
+    keep("build", "built")
+    step = SimpleNamespace(told=lambda **named: ("step", named))
+    keep("make_step", step)
+    keep("generate", lambda: SimpleNamespace(rows=lambda: [np.array(x) for x in found.written]))
+    best = lambda: SimpleNamespace(  # noqa: E731
+        tokens=np.array([[[1, 2, 9], [2, 2, 9], [1, 1, 1]], [[3, 9, 0], [3, 3, 3], [0, 0, 0]]]),
+        lengths=np.array([[3, 2, 0], [1, 3, 0]]), scores=np.array([[-0.5, -1.0, -9.0]] * 2),
+    )  # fmt: skip
+    keep("beam_search", best)
+    return found
+
+
+LETTERS = with_special_tokens(CharTokenizer("abcd"), ["sep", "eos"])
+
+
+def test_a_decoder_is_asked_to_go_on_after_the_sources(decoder):
+    model = ModelConfig(vocab_size=6, max_len=20, **SIZES)
+    config = TrainConfig(task=PrefixTask(bidirectional=False, beams=1), model=model, context=11)
+    given = config, Tokenizers(LETTERS), PARAMS
+    assert answers.answer_sources(*given, ["ab", "abcd"]) == ["bc", "d"]
+    (_, state, _), (name, (step, params, prompt, held), named) = (
+        next(call for call in decoder.calls if call[0] == one)
+        for one in ("init_decode_state", "generate")
+    )
+    assert state == (model, PARAMS, 2, 11)
+    assert (name, step, params, held) == ("generate", ("step", {"apart": True}), PARAMS, "state")
+    assert prompt.tolist() == [[0, 1, 4, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
+    assert named.pop("lengths").tolist() == [3, 5] and named.pop("limits").tolist() == [9, 7]
+    assert named == dict(num_tokens=11, stop=(5,), processors=())
+    decoder.calls.clear()
+    decoder.written = [[1, 5, 5], [5, -1, -1]]
+    assert answers.answer_sources(*given, ["ab", "abcd"], num_tokens=4) == ["b", ""]
+    named = decoder.calls[-1][2]
+    assert named["num_tokens"] == 4 and named["limits"].tolist() == [4, 4]
+    written = answers.answer_sources(*given, ["ab", "abcd"], beams=3)
+    assert written == ["bc", "d"]
+    named = decoder.calls[-1][2]
+    assert (named["num_beams"], named["length_penalty"]) == (3, LengthPenalty(1.0))
+    scored = answers.search_targets(*given, "ab", beams=4, results=3, length_penalty=0.5)
+    assert scored == [(-0.5, "bc"), (-1.0, "cc")]  # the last has no token
+    named = decoder.calls[-1][2]
+    told = named["num_beams"], named["num_results"], named["length_penalty"]
+    assert told == (4, 3, LengthPenalty(0.5)) and named["num_tokens"] == 11
+    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': 12 tokens, the model was"):
+        answers.answer_sources(*given, ["a" * 11])
+    assert answers.answer_sources(*given, ["a" * 10]) == ["b"]
+    with pytest.raises(DataError, match="prompt is '': a source must have at least one token"):
+        answers.answer_sources(*given, [""])
+
+
+def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
+    letters = with_special_tokens(CharTokenizer("abcd"), ["bos", "eos"])
+    model = ModelConfig(kind="encoder-decoder", vocab_size=6, max_len=20, **SIZES)
+    config = TrainConfig(task=Seq2SeqTask(beams=2), model=model, context=7)
+    assert answers.answer_sources(config, Tokenizers(letters), PARAMS, ["ab", "c"]) == ["d", "bc"]
+    _, (_, params, rows, count, tokens, valid, edit), _ = decoder.calls[-2]
+    assert (params, rows, count, edit) == (PARAMS, 2, 7, ())
+    assert tokens[:, :3].tolist() == [[2, 0, 0], [0, 1, 0]]  # the shortest source comes first
+    assert valid.sum(1).tolist() == [1, 2]
+    name, (_, _, prompt, state), named = decoder.calls[-1]
+    assert (name, prompt.tolist(), state) == ("beam_search", [[4], [4]], "source state")
+    assert (named["num_beams"], named["num_tokens"], named["stop"]) == (2, 7, (5,))
+    assert "lengths" not in named and "limits" not in named
+
+
+def test_sources_are_read_by_length_a_batch_at_a_time(monkeypatch):
+    model = ModelConfig(vocab_size=6, max_len=99, **SIZES)
+    config = TrainConfig(task=PrefixTask(), model=model)
+    read, told = [], []
+
+    def write(config, tokenizers, params, rows, beams, num_tokens, edit):
+        read.append([len(row) for row in rows])
+        assert (params, beams, num_tokens, edit) == (PARAMS, 3, 8, {"embed": abs})
+        return [np.array([len(row) % 4]) for row in rows]
+
+    monkeypatch.setattr(answers, "_write", write)
+    monkeypatch.setattr(answers, "BATCH", 4)
+    sizes = [5, 1, 9, 3, 7, 2]
+    given = config, Tokenizers(LETTERS), PARAMS, [np.zeros(n, np.int32) for n in sizes]
+    more = dict(beams=3, num_tokens=8, edit={"embed": abs})
+    report = lambda *count: told.append(count)  # noqa: E731
+    assert answers.write_targets(*given, report=report, **more) == ["abcd"[n % 4] for n in sizes]
+    assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and told == [(0, 6), (4, 6), (6, 6)]
+    read.clear()
+    answers.write_targets(*given[:3], given[3][:3], **more)
+    assert read == [[1, 5, 9]]  # one batch is as large as it is
+
+
+def test_a_prompt_that_is_a_prefix_is_read_in_both_directions(monkeypatch):
+    positions = np.array([[0, 1, 2, -1], [0, 1, 2, 3]])
+    usual = lambda self, tokens, state, valid: {"positions": jnp.array(positions), "a": 1}  # noqa: E731
+    monkeypatch.setattr(answers.ModelStep, "arguments", usual)
+    step = answers.PrefixStep.__new__(answers.PrefixStep)
+    given = step.arguments(np.zeros((2, 4)), None, None)
+    mask, wanted = given["mask"], Causal() | Prefix(jnp.array([3, 4]))
+    assert type(mask) is type(wanted) and given["a"] == 1
+    one, two = jax.tree.leaves(mask), jax.tree.leaves(wanted)
+    assert [np.asarray(x).tolist() for x in one] == [np.asarray(x).tolist() for x in two] != []
+    assert "mask" not in step.arguments(np.zeros((2, 1)), None, None)
