@@ -252,7 +252,7 @@ def test_an_end_that_one_path_has_is_a_spelling_of_it():
     """Fields of adapters and of a mesh, which stand in one word, give way to the others."""
     names, paths = FLAGS.names, [*FLAGS.fields]
     for short, long in (
-        ("d-model", "model.d-model"), ("dropout", "model.dropout"), ("lora.dropout", "lora.dropout"),
+        ("d-model", "model.d-model"), ("dropout", "model.dropout"), ("lora.rank", "lora.rank"),
         ("rank", "lora.rank"), ("tensor", "mesh.tensor"), ("clip-norm", "clip-norm"),
         ("positions.base", "model.positions.base"), ("targets", "task.targets"),
     ):  # fmt: skip
