@@ -107,8 +107,9 @@ def test_preferences_are_judged_by_the_formula(rng):
     config = TrainConfig(model=CONFIG, task=PreferenceTask(beta=BETA), loss_chunk=3)
     loss = jax.jit(preference_loss(config, BETA, row_shards=5))
     assert_near(loss(params, batch, None, reference), (losses.mean(), 4), 1e-5)
-    scores = jax.jit(preference_scores(config, BETA))(params, batch, reference)
-    assert_near(scores, (losses.sum(), 4, right), 1e-5)
+    scores = jax.jit(preference_scores(config, BETA))
+    assert_near(scores(params, batch, reference), (losses.sum(), 4, right), 1e-5)
+    assert_near(scores(params, batch, params), (4 * np.log(2), 4, 0), 1e-6)  # no reward is larger
 
 
 def test_a_model_is_told_what_a_batch_has(rng):

@@ -527,6 +527,7 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
     assert_near(found.loss, summed / count, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_in_its_folder_and_loaded(config):
     config = replace(config, log_every=8, sample_tokens=7, checkpoint_every=20)
     result = fit(config)
