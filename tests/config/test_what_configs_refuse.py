@@ -35,6 +35,7 @@ FILES = PrepareConfig(data=("a.txt",))
 LORA = dict(init_from="x", tokenizer="pretrained")
 
 BORDERS = [
+    (MODEL, dict(activation="sys:version"), dict(activation="math:cos"), "activation is 'sys:ver"),
     (FILES, dict(data=()), dict(data=("a",)), "data is .*: must name at least one file"),
     (FILES, dict(val_fraction=0.0), dict(val_fraction=0.001), "val_fraction is 0.0: must be betw"),
     (FILES, dict(val_fraction=1.0), dict(val_fraction=0.999), "val_fraction is 1.0: must be betw"),
