@@ -254,6 +254,7 @@ def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, c
         (["gru", "ngram"], "tokens", out / "compared.png"),
     ]
     last, resumed, vocab_size = trained[-1]
+    assert last.sample_tokens == 0 and last.model == model
     assert (last.steps, last.batch_size, last.sequence_len, last.seed, last.eval_every) == (
         30,
         5,
