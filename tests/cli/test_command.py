@@ -1,12 +1,21 @@
 """Every command refuses a flag's value that is none of its choices in one line."""
 
+import contextlib
+import importlib
+import os
+import signal
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from transformer_jax.__main__ import main
+from transformer_jax.__main__ import COMMANDS, main
+from transformer_jax.checkpoints.checkpoint import CheckpointError
+from transformer_jax.cli import command, demo, process
 from transformer_jax.cli.generate import _answer
+from transformer_jax.cli.run_flags import parse
+from transformer_jax.config import ConfigError
 
 
 @pytest.mark.slow_except("argv0-nearest: bfloat16", "argv1-nearest: last")
@@ -32,3 +41,135 @@ def test_answer_of_a_file_is_one_line_to_every_reader_of_lines(capsys):
     _answer(Namespace(prompts="file"), model, ["x", "y"])
     written = capsys.readouterr().out
     assert written.splitlines() == [r"a\nb\r\x0b\x85\u2028c", "é d"]
+
+
+REQUIRED = {
+    ("compare", "data"), ("convert", "to"), ("export", "to"), ("plan", "target"),
+    ("plot", "runs"), ("prepare", "data"), ("prepare", "out"),
+}  # fmt: skip
+"""The flags without which a command has nothing to do."""
+
+
+def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
+    """A metavar is a word for the value; argparse would make one of the flag's name."""
+    parsers = {}
+
+    def keep(parser, argv):
+        parsers[parser.name] = parser
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.Parser, "parse_args", keep)
+    monkeypatch.setattr(command.Parser, "parse_known_args", keep)
+    names = {*COMMANDS} - {"train", "demo"}  # whose flags are fields, and a demonstration's own
+    for name in names:
+        with contextlib.suppress(KeyboardInterrupt):
+            importlib.import_module(f"transformer_jax.cli.{name}").main(["x"])
+    assert parsers.keys() == names
+    for name, parser in parsers.items():
+        assert parser.description and not parser.allow_abbrev
+        for action in parser._actions:
+            assert action.help, (name, action.dest)
+            assert action.required == ((name, action.dest) in REQUIRED)
+            if isinstance(action.default, int | float) and type(action.default) is not bool:
+                assert f"default {action.default:g}" in action.help.replace(":", "")
+            if action.nargs == 0 or action.choices is not None:
+                continue
+            assert action.type in (int, float, Path, None), (name, action.dest)
+            bare = name in ("compare", "plan", "plot") and "_" not in action.dest
+            assert action.metavar is not None or bare or name == "compare", (name, action.dest)
+
+
+def test_an_error_is_one_line_with_the_file_the_reason_and_settings_as_flags():
+    for error, line in (
+        (ValueError("a\n  b"), "a b"), (ValueError(""), "ValueError"),
+        (KeyError("x"), "KeyError: 'x' (--debug shows where)"),
+        (ZeroDivisionError("y"), "ZeroDivisionError: y (--debug shows where)"),
+        (OSError(2, "No such file", "f"), "f: No such file"), (OSError(5, "broken"), "broken"),
+        (OSError("plain"), "plain"),
+        (ValueError("use `text_errors='replace'` or `resume=True`"),
+         "use --text-errors replace or --resume"),
+    ):  # fmt: skip
+        assert process.one_line(error) == line
+
+
+def test_the_first_signal_is_kept_and_the_second_ends_the_process(monkeypatch, capfd):
+    ended, before = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(process.os, "_exit", ended.append)
+    with process.interrupts() as received:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] and ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [128 + signal.SIGINT]
+    assert signal.getsignal(signal.SIGTERM) is before
+    line = "\nstopping after this step; once more stops at once\n"
+    assert capfd.readouterr().err == line * 2  # again, since the end is only recorded here
+
+
+def test_a_command_ends_with_the_status_of_its_error(capsys):
+    parser = command.Parser("name", "about")
+    parser.add_argument("--it")
+
+    def fail(error):
+        def work(arguments):
+            raise error
+
+        return command.run(parser, ["--it", "x"], work)
+
+    assert command.run(parser, ["--it", "x"], lambda arguments: None) == 0
+    assert fail(KeyboardInterrupt()) == 130
+    for error, status in (
+        (CheckpointError("a"), 1), (OSError(2, "no", "f"), 1), (ConfigError("b"), 2),
+        (KeyError(3), 2),
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert fail(error) == status
+        assert capsys.readouterr().err == f"name: {process.one_line(error)}\n"
+    with pytest.raises(KeyError):
+        command.run(parser, ["--debug"], lambda arguments: {}["x"])
+
+
+def test_the_first_process_is_found_by_its_address(monkeypatch):
+    joined = []
+    monkeypatch.setattr("jax.distributed.initialize", lambda *given: joined.append(given))
+    for argv, wanted in (
+        ("--distributed", (None, None, None)),
+        ("--coordinator h:1 --processes 3 --process 2", ("h:1", 3, 2)),
+    ):
+        parse(argv.split(), None).processes.join()
+        assert joined.pop() == wanted
+    assert parse([], None).processes is None
+    for argv, message in (
+        ("--distributed --process 1", "distributed and coordinator: give one of them"),
+        ("--process 1", "coordinator is None: coordinator, processes and process go together"),
+        ("--coordinator h --processes x --process 1", "processes is 'x': must be INTEGER"),
+        ("--coordinator h --processes 2 --process 2", "process is 2: must be below processes 2"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}$"):
+            parse(argv.split(), None)
+
+
+def test_the_flags_of_a_demonstration_are_its_settings(monkeypatch, tmp_path, capsys):
+    seen = []
+    own = SimpleNamespace(
+        __doc__="About it.", demonstrate=seen.append, OPTIONS={"tokens": (7, 3), "seed": (1, 1)}
+    )
+    found = importlib.import_module
+    load = lambda name, *more: own if name.endswith("rotations") else found(name, *more)  # noqa: E731
+    monkeypatch.setattr(demo.importlib, "import_module", load)
+    out = tmp_path / "a" / "b"
+    argv = ["rotations", "--out", str(out), "--tokens", "5"]
+    assert demo.main([*argv, "--format", "svg", "--dark"]) == 0
+    assert demo.main(["rotations", "--out", str(out), "--quick"]) == 0
+    one, two = seen
+    assert (one.tokens, one.seed, one.out, one.format, one.dark) == (5, 1, out, "svg", True)
+    assert (two.tokens, two.quick, two.format, two.dark) == (3, True, "png", False)
+    assert out.is_dir()
+    assert demo.main([*argv, "--dark"]) == 2
+    assert capsys.readouterr().err == "demo rotations: dark needs --format svg\n"
+    with pytest.raises(SystemExit):
+        demo.main(["rotations", "--help"])
+    text = capsys.readouterr().out
+    assert (
+        "About it." in text and "(default 7)" in text and "--width" not in text.split("options:")[1]
+    )
+    assert demo.main(["--help"]) == demo.main(["-h"]) == 0

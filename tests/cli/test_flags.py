@@ -246,3 +246,24 @@ def test_every_field_of_a_run_is_read_back_as_it_is_shown():
                 given[path] = ",".join(map(str, value)) if type(value) is tuple else str(value)
         assert len(given) > 60
         assert changed(base, FLAGS.read(given, base)) == base
+
+
+def test_an_end_that_one_path_has_is_a_spelling_of_it():
+    """Fields of adapters and of a mesh, which stand in one word, give way to the others."""
+    names, paths = FLAGS.names, [*FLAGS.fields]
+    for short, long in (
+        ("d-model", "model.d-model"), ("dropout", "model.dropout"), ("lora.rank", "lora.rank"),
+        ("rank", "lora.rank"), ("tensor", "mesh.tensor"), ("clip-norm", "clip-norm"),
+        ("positions.base", "model.positions.base"), ("targets", "task.targets"),
+    ):  # fmt: skip
+        assert names[f"--{short}"] == f"--{long}"
+    words = {("lora",), ("mesh",), ("model", "experts")}
+    for path in paths:
+        whole = "--" + ".".join(path).replace("_", "-")
+        assert names[whole] == whole
+        for start in range(1, len(path)):
+            end = path[start:]
+            alike = [other for other in paths if other[-len(end) :] == end]
+            first = [other for other in alike if other[:-1] not in words] or alike
+            if first == [path]:
+                assert names["--" + ".".join(end).replace("_", "-")] == whole

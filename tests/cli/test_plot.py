@@ -8,8 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.cli.test_train import run_command
-from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.cli.plot import draw, named, read_runs, table
+from transformer_jax.checkpoints.run_folder import RunFolder, smooth
+from transformer_jax.cli import plot
+from transformer_jax.cli.plot import COLOURS, draw, named, read_runs, table
 from transformer_jax.config import (
     AdamW,
     Lion,
@@ -104,6 +105,76 @@ def test_points_stand_at_steps_tokens_or_hours(runs, axis, last):
     points = small.points("loss", axis)
     assert len(points) == 30 and points[-1][0] == pytest.approx(last)
     assert len(small.points("val_loss", axis)) == 6
+
+
+def test_the_table_is_laid_out_in_columns(runs, tmp_path, capsys, monkeypatch):
+    """Two runs of few numbers each, the second with none but its step."""
+    one, two = (tmp_path / name for name in ("first", "b"))
+    for path, seed in ((one, 0), (two, 3)):
+        path.mkdir()
+        RunFolder(path).write_config(replace(BASE, seed=seed, out=str(path)))
+    for step, loss, held_out, rate in (
+        (4, 3.0, None, 10.0),
+        (2, 2.0, 1.25, None),
+        (8, 1.0, 1.5, 30),
+    ):
+        line = {"step": step, "loss": loss, "val_loss": held_out, "tokens_per_second": rate}
+        RunFolder(one).append_metrics(line)
+    with RunFolder(one).metrics_file.open("a") as file:
+        file.write("x\n")
+    RunFolder(two).append_metrics({"step": 1200, "loss": None})
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda *given: drawn.append(given))
+    out = tmp_path / "a.svg"
+    assert run_command(["plot", str(one), str(two), "--x", "hours", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "run     step  tokens  training  held out  best, at step  perplexity  tokens/s  what",
+        "first      8     512    2.0000    1.5000      1.2500, 2        3.49        20  seed 0",
+        "b      1,200  76,800         -         -              -           -         -  seed 3",
+        "first: damaged lines of metrics.jsonl left out: 1", f"drawn: {out}",
+    ]  # fmt: skip
+    ((curves, axis, file),) = drawn
+    assert (axis, file) == ("hours", out)
+    hours = 2 * 64 / 10 / 3600  # from step 2 to step 4 at ten tokens a second
+    assert curves[0].points("loss", "hours") == [
+        (0.0, 2.0), (pytest.approx(hours), 3.0), (pytest.approx(hours + 4 * 64 / 30 / 3600), 1.0)
+    ]  # fmt: skip
+    assert curves[0].points("loss", "tokens") == [(128.0, 2.0), (256.0, 3.0), (512.0, 1.0)]
+    pairs = replace(curves[0], of_pairs=True)
+    assert pairs.perplexity(0.5) == "-" == curves[0].perplexity(700.0)
+    assert curves[0].perplexity(0.5) == "1.649"
+
+
+def test_each_run_is_drawn_in_its_colour_with_its_name_at_the_end(runs, tmp_path, monkeypatch):
+    curves = read_runs(runs)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: drawn.append((figure, out)))
+    draw(curves, "step", tmp_path / "runs.png")
+    ((figure, out),) = drawn
+    loss, rate, speed = figure.axes
+    assert out == tmp_path / "runs.png"
+    faint, smoothed, held_out, *others = loss.lines
+    assert len(others) == 3 and loss.get_xlabel() == "step" and rate.get_xlabel() == ""
+    points = curves[0].points("loss", "step")
+    assert [*zip(faint.get_xdata(), faint.get_ydata(), strict=True)] == points
+    assert [*smoothed.get_ydata()] == list(smooth([y for _, y in points]))
+    assert [*held_out.get_xdata()] == [5, 10, 15, 20, 25, 30] and held_out.get_marker() == "o"
+    assert held_out.get_color() == faint.get_color() != others[0].get_color()
+    rates = [line.get_ydata()[-1] for line in rate.lines]
+    assert rates == [pytest.approx(1e-3 / 30), pytest.approx(1e-3 / 25)]
+    assert [line.get_ydata()[0] for line in speed.lines] == [1000, 500]
+    assert speed.get_ylim()[0] == 0
+    later = [y for one in curves for name in ("loss", "val_loss")
+             for x, y in one.points(name, "step") if x >= 3]  # fmt: skip
+    room = 0.08 * (max(later) - min(later))
+    assert loss.get_ylim() == pytest.approx((min(later) - room, max(later) + 3 * room))
+    ends = [(one.points("val_loss", "step")[-1][1], one.name) for one in curves]
+    wanted = [f" {name}  {y:.3f} ({np.exp(y):.4g})" for y, name in sorted(ends)]
+    assert [text.get_text() for text in loss.texts] == wanted
+    places = [text.xyann[1] for text in loss.texts]
+    least = np.subtract(*loss.get_ylim()[::-1]) / 22
+    assert places[0] == min(ends)[0] and places[1] == max(max(ends)[0], places[0] + least)
+    assert [text.get_color() for text in loss.texts] == [COLOURS[1], COLOURS[0]]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -560,6 +562,62 @@ def test_the_line_of_progress_tells_the_rate_and_what_is_left():
     done = Progress("reading", 6_000_000, 10_000_000, 1_234)
     told = "prepare: reading 60% of 10.0 MB, 1,234 documents, 2.0 MB a second, 2 seconds left"
     assert line._line(done, 102.0) == told
+
+
+def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_file(monkeypatch):
+    rate = ", 3 documents, 0.2 MB a second, 3 seconds left"
+    told = ["a 10% of 1.0 MB", f"a 40% of 1.0 MB{rate}"]
+    whole = ["a 100% of 1.0 MB, 0.6 MB a second, 0 seconds left", "b"]
+    for alone, wanted in (
+        (True, "".join(f"\r\x1b[Kprepare: {line}" for line in told + whole) + "\n"),
+        (False, "".join(f"prepare: {line}\n" for line in told[:1] + whole)),
+    ):
+        stream = io.StringIO()
+        stream.isatty = lambda alone=alone: alone
+        monkeypatch.setattr(sys, "stderr", stream)
+        clock = iter([1.0, 1.1, 2.5, 2.6, 2.61, 2.62])
+        monkeypatch.setattr(time, "monotonic", lambda clock=clock: next(clock))
+        with ProgressLine() as line:
+            for done, documents in ((10**5, 0), (2 * 10**5, 1), (4 * 10**5, 3), (10**6, 0)):
+                line.show(Progress("a", done, 10**6, documents))
+            line.show(Progress("b", 0, 0, 0))
+        found = stream.getvalue()
+        assert found == wanted, found
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressLine():
+        pass
+    assert stream.getvalue() == ""
+
+
+def test_every_flag_is_a_field(monkeypatch, capsys):
+    given = []
+    part = SimpleNamespace(tokens=1234, documents=5, dtype=np.dtype("<u4"))
+    corpus = SimpleNamespace(
+        path=Path("-a b"), train=part, val=part, tokenizer=SimpleNamespace(vocab_size=70000)
+    )
+    monkeypatch.setattr(module, "prepare", lambda *g, **n: given.append((g, n)) or corpus)
+    argv = "--data a.jsonl b --out o --documents jsonl --field f --tokenizer bpe --workers 3 "
+    argv += (
+        "--bpe-vocab-size 300 --sample-mb 2 --val-fraction 0.25 --text-errors replace --shard-mb 7"
+    )
+    assert main(["prepare", *argv.split()]) == 0
+    (((made, out), named),) = given
+    assert (made, out) == (PrepareConfig(
+        data=("a.jsonl", "b"), documents="jsonl", field="f", tokenizer="bpe", bpe_vocab_size=300,
+        sample_mb=2, val_fraction=0.25, text_errors="replace", shard_mb=7,
+    ), "o")  # fmt: skip
+    assert named["tokenizer"] is None and named["workers"] == 3 and callable(named["report"])
+    assert capsys.readouterr().out.splitlines() == [
+        "-a b: 1,234 tokens of 5 documents, 1,234 of 5 held out; vocabulary of 70,000, 32 bits a "
+        "token",
+        "python train.py --data './-a b' --out FOLDER",
+    ]
+    given.clear()
+    assert main("prepare --data a --out o --tokenizer word --word-count 4".split()) == 0
+    ((made, _), named) = given[0]
+    assert made == PrepareConfig(data=("a",), tokenizer="word", word_count=4)
+    assert named["workers"] == len(os.sched_getaffinity(0))
 
 
 def test_a_document_of_one_token_is_one_and_token_0_is_a_token(tmp_path):

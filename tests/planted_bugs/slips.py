@@ -1044,7 +1044,7 @@ SLIPS: tuple[Slip, ...] = (
             "a pair of equal rewards is right",
             "found > 0, False)",
             "found >= 0, False)",
-            "training/test_preference.py::test_no_pair_is_right_where_the_model_is_the_reference",
+            "training/test_losses_of_a_table.py::test_preferences_are_judged_by_the_formula",
         ),
         (
             "the reference has a gradient",

@@ -84,7 +84,6 @@ def adam_step(g, n, memory, beta1, beta2):
     return mu / (1 - beta1 ** (n + 1)) / (np.sqrt(nu / (1 - beta2 ** (n + 1))) + 1e-8)
 
 
-@pytest.mark.slow
 def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
     def oracle(name, p, g, n, memory):
         mean = memory.get("mean", 0.0)
@@ -115,7 +114,6 @@ def adafactor_step(g, n, memory, smallest):
     return step / max(1.0, np.sqrt((step**2).mean()) / 0.5)
 
 
-@pytest.mark.slow
 def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_step(rng):
     def oracle(name, p, g, n, memory):
         return p - RATE * (adafactor_step(g, n, memory, 3) + decayed(name) * p)
@@ -365,6 +363,17 @@ def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
     moved = 1 - np.asarray(state.params["w"], np.float64)
     assert set(np.unique(moved * 2**8)) <= set(range(-20, 20)) and len(np.unique(moved)) > 4
     assert moved.mean() == pytest.approx(64 * 2**-12, rel=0.03)
+
+
+def test_a_quarter_of_the_way_is_rounded_up_a_quarter_of_the_time():
+    """Next to 1, numbers of bfloat16 are 2^-7 apart; one that it has stays itself."""
+    x = np.full((3, 4096), 1.0, np.float32)
+    x[0] += 2.0**-9
+    x[1] += 2.0**-7
+    found = np.asarray(jax.jit(round_stochastically)(x, jax.random.key(3))).astype(np.float64)
+    assert set(found[0]) == {1.0, 1 + 2.0**-7}
+    assert (found[0] > 1).mean() == pytest.approx(0.25, abs=0.03)
+    assert set(found[1]) == {1 + 2.0**-7} and set(found[2]) == {1.0}
 
 
 @pytest.mark.slow

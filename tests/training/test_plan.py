@@ -455,3 +455,10 @@ def test_what_a_library_writes_to_the_errors_of_the_process_is_left_out(capfd):
         os.write(2, b"a library's words")
     os.write(2, b"ours")
     assert capfd.readouterr().err == "ours"
+
+
+def test_a_grid_has_as_many_chips_as_it_is_named_for():
+    for grids in hardware._GRIDS.values():
+        for count, shape in grids.items():
+            assert math.prod(map(int, shape.split("x"))) == count
+            assert all(int(side).bit_count() == 1 for side in shape.split("x"))  # powers of two

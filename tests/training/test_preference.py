@@ -73,6 +73,7 @@ def test_the_loss_is_that_of_the_paper(rng, chunk):
     assert 0 < (margins > 0).sum() < 3
 
 
+@pytest.mark.slow
 def test_no_pair_is_right_where_the_model_is_the_reference(rng):
     """Both answers then have the reward 0: the chosen one has no larger one."""
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))

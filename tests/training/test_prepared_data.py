@@ -26,6 +26,7 @@ from transformer_jax.config.tasks import LanguageTask, MaskedTask
 from transformer_jax.corpus import prepare
 from transformer_jax.corpus.folder import Part, end_id, open_corpus
 from transformer_jax.models.factory import init_params
+from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training import prepared
 from transformer_jax.training import rows as training_rows
@@ -36,6 +37,7 @@ from transformer_jax.training.prepared import DocumentRows, Mixture, WindowRows,
 from transformer_jax.training.rows import pack
 from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.prepared import PreparedText
+from transformer_jax.training.tasks.task import Tokenizers
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
@@ -390,6 +392,33 @@ def test_the_loss_of_characters_counts_the_end_of_each_document(tmp_path):
     assert unit == "character"
     assert loss == 2.0 * labels / (corpus.val.characters + corpus.val.documents)
     assert corpus.val.characters > labels
+
+
+def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
+    given = config(folders, "web", "books", val_data=str(folders / "books"))
+    task = load_task(given, Tokenizers(ByteTokenizer()))
+    streams = [stream(folders, name) for name in ("web", "books")]
+    for found, tokens in zip(task.documents(), streams, strict=True):
+        np.testing.assert_array_equal(found, tokens)
+    held_out = len(stream(folders, "books", "val"))
+    rows = [(len(tokens) - 1) // 13 for tokens in streams]
+    assert [len(part) for part in task.rows] == rows  # whole windows, the rest is left out
+    parts = ", ".join(
+        f"{folders / name}: {len(tokens):,} tokens in {count:,} rows"
+        for name, tokens, count in zip(("web", "books"), streams, rows, strict=True)
+    )
+    assert task.described() == f"{parts}; {held_out:,} tokens held out, 156 in a step"
+    assert task.per_character(1.5) == (1.5, "byte") and task.tokens_per_step == 2 * 6 * 13
+    other = f"has another tokenizer than {folders}/run: prepare it with `tokenizer={folders}/run`"
+    with pytest.raises(ConfigError, match=f"web': {other}$"):
+        load_task(given, Tokenizers(CharTokenizer("ab")))
+    documented = replace(given, task=documents())
+    corpus = open_corpus(folders / "books")
+    task = load_task(documented)
+    task.tokenizers = Tokenizers(CharTokenizer("ab"))  # of which a character is no byte
+    loss, unit = task.per_character(1.5)
+    labels, ends = corpus.val.tokens - 1, corpus.val.documents
+    assert (loss, unit) == (1.5 * labels / (corpus.val.characters + ends), "character")
 
 
 def test_a_damaged_folder_is_refused_before_anything_is_written(folders, tmp_path):

@@ -46,7 +46,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.architectures import ARCHITECTURES
 from transformer_jax.config.presets import task_recipe
-from transformer_jax.config.tasks import TASKS, LanguageTask
+from transformer_jax.config.tasks import TASKS, LanguageTask, PreferenceTask
 from transformer_jax.models.experts import route
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
@@ -411,6 +411,21 @@ def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog)
     ] == [said]
 
 
+def test_what_may_be_meant_and_seldom_is_has_a_line(config):
+    dropped = replace(config.model, dropout=0.25, attention_dropout=0.5)
+    assert [*_doubts(replace(config, model=dropped))] == []
+    pairs = replace(
+        config, model=dropped, task=PreferenceTask(), init_from="x", tokenizer="pretrained"
+    )
+    rule = "the model that answers are compared with has none, so the loss does not start at log 2"
+    assert [*_doubts(pairs)] == [f"dropout is 0.25: {rule}", f"attention_dropout is 0.5: {rule}"]
+    assert [*_doubts(replace(pairs, model=config.model))] == []
+    assert [*_doubts(replace(config, steps=4, warmup_steps=3))] == []
+    (line,) = _doubts(replace(config, steps=3, warmup_steps=3))
+    assert line == "warmup_steps is 3: learning_rate 0.001 is not reached in 3 steps"
+    assert [*_doubts(replace(config, model=RecurrentConfig(dropout=0.5)))] == []
+
+
 @pytest.mark.parametrize(
     "experts", [{}, dict(score="sigmoid"), dict(normalize=False), dict(top_k=2), dict(count=1)]
 )
@@ -527,6 +542,7 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
     assert_near(found.loss, summed / count, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_in_its_folder_and_loaded(config):
     config = replace(config, log_every=8, sample_tokens=7, checkpoint_every=20)
     result = fit(config)

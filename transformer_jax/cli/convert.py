@@ -219,6 +219,9 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
     return found
 
 
+_SURROGATE = "the run's characters hold a lone surrogate, which has no UTF-8"
+
+
 def tokenizer_files(
     tokenizer: Tokenizer, vocab_size: int, *, classifies: bool = False
 ) -> tuple[dict[str, bytes], str]:
@@ -253,6 +256,8 @@ def tokenizer_files(
             definition = _byte_definition()
             note = "tokenizer.json: one token a byte, as a BPE without merges"
         case CharTokenizer() as own:
+            if any("\ud800" <= character <= "\udfff" for character in own.characters):
+                raise ConfigError(_SURROGATE)
             definition = _char_definition(own.characters, vocab_size)
             note = (
                 f"tokenizer.json: the run's {own.vocab_size} characters, as a BPE without "
@@ -272,9 +277,7 @@ def tokenizer_files(
     try:
         return {name: f"{text}\n".encode() for name, text in written.items()}, note
     except UnicodeEncodeError:
-        raise ConfigError(
-            "the run's characters hold a lone surrogate, which has no UTF-8"
-        ) from None
+        raise ConfigError(_SURROGATE) from None
 
 
 def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, str]:

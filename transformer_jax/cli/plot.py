@@ -85,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("plot", __doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--x", choices=("step", "tokens", "hours"), default="step")
+    parser.add_argument(
+        "--x", choices=("step", "tokens", "hours"), default="step",
+        help="what the losses are drawn over; default: step",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("runs.png"), help="the picture, .png, .svg or .pdf"
     )

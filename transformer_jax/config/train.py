@@ -169,7 +169,7 @@ class TrainConfig:
         self.task.check_model(self.model)
         if isinstance(self.model, NgramConfig) and self.steps != 1:
             fail("steps", self.steps, "an n-gram model is counted in one step: must be 1")
-        if self.dump_batch is not None and not 1 < self.dump_batch < float("inf"):
+        if self.dump_batch is not None and self.dump_batch <= 1:
             fail("dump_batch", self.dump_batch, "must be above 1")
         log = self.log or ()
         if not {*log} <= {*TRACKERS} or len({*log}) < len(log):

@@ -1,0 +1,594 @@
+"""Commands call a model as their flags say and print what it returns; the model is a recorder."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import transformer_jax as tj
+from transformer_jax.cli import attention, convert, evaluate, export, generate, inside, nearest
+from transformer_jax.config import LoraConfig
+from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask
+from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
+from transformer_jax.models.factory import init_params
+from transformer_jax.tokenizers.special import with_special_tokens
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.training.tasks.task import Tokenizers
+from transformer_jax.use import evaluation, language_model
+from transformer_jax.use.scores import Score
+
+CONFIG = tj.ModelConfig(vocab_size=29, d_model=4, num_heads=1, num_layers=1, max_len=20)
+ANSWERS = {
+    "generate": "!x", "chat": "!y", "read": np.arange(5), "read_messages": np.arange(7),
+    "room": 9, "search": [(-1.25, " a"), (-2.0, "b")], "classify": ("good", 0.75),
+    "candidates": [[("a", 0.5), (" b", 0.25)], [("c", 1.0)]], "instead": "it says labels",
+    "multiple_choice": SimpleNamespace(
+        accuracy=0.5, accuracy_per_character=0.25, accuracy_per_byte=0.75
+    ),
+    "nearest": [("king", 0.98765), (" man", -0.5)],
+}  # fmt: skip
+
+
+class Recorder:
+    """A model whose methods return ANSWERS; a list of texts gets a list."""
+
+    def __init__(self, kind="text", task=None, **changes):
+        tokenizer = with_special_tokens(CharTokenizer(" !abcdefghijklmnopqrstuvwxyz"), ["eos"])
+        self.kind, self.task, self.name, self.masks = kind, task, "the model", ("[MASK]",)
+        self.tokenizers, self.tokenizer = Tokenizers(tokenizer), tokenizer
+        self.config, self.params, self.calls = CONFIG, {"p": 1}, []
+        self.model = SimpleNamespace(
+            tokenizer=tokenizer, config=CONFIG, processors=(tj.Ban(3),), stop_ids=(28,),
+            run="a run", params=self.params, begin_id=None,
+        )  # fmt: skip
+        self.answers = ANSWERS | changes
+
+    def with_languages(self, *names):
+        self.calls.append(("with_languages", names, {}))
+        return self
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name not in self.answers:
+            raise AttributeError(name)
+
+        def call(*given, **named):
+            if name not in ("read", "read_messages", "room", "instead"):
+                if "key" in named:
+                    named["key"] = jax.random.key_data(named["key"]).tolist()[-1]
+                self.calls.append((name, given, named))
+            found = self.answers[name]
+            if named.get("stream") or (
+                given and isinstance(given[0], list) and name not in ("search", "score")
+            ):
+                count = 2 if named.get("stream") else len(given[0])
+                return [found] * count if name != "multiple_choice" else found
+            return [found] * named["samples"] if "samples" in named else found
+
+        return call
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Run a command on a model; return its output and what the model was asked."""
+
+    def run(main, model, *argv, status=0):
+        loaded = []
+
+        def load(name, **given):
+            loaded.append((name, given))
+            return model
+
+        monkeypatch.setattr(language_model, "load", load)
+        assert main([str(word) for word in argv]) == status, capsys.readouterr()
+        asked, model.calls[:] = list(model.calls), []
+        run.loaded = loaded
+        out, run.errors = capsys.readouterr()
+        return out, asked
+
+    return run
+
+
+PLAIN = dict(cache_dtype=None, processors=(), sampler=Sample(Temperature(0.8)), key=0, stop=())
+
+
+def test_texts_are_written_as_the_flags_say(said, tmp_path):
+    run = lambda model, *argv: said(generate.main, model, "--model", "m", *argv)  # noqa: E731
+    out, asked = run(Recorder(), "--prompt", "ab")
+    assert (out, asked) == ("ab!x!x\n", [("generate", ("ab", None), {"stream": True} | PLAIN)])
+    flags = (
+        "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical-p 0.7 --tokens 4 --seed 7 "
+        "--repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty 0.4 --stop X --stop Y "
+        "--no-repeat-ngram 2 --ban ab --force c --cache-dtype int8 --dtype bfloat16 --weights int4 "
+        "--max-len 11 --samples 2 --prompt a --regex a+"
+    )
+    given = dict(
+        cache_dtype="int8", key=7, stop=("X", "Y"), samples=2, regex="a+",
+        processors=(
+            tj.RepetitionPenalty(1.2), tj.PresencePenalty(0.3), tj.FrequencyPenalty(0.4),
+            tj.NoRepeatNGram(2), tj.Ban(2, 3), tj.Force(4),
+        ),
+        sampler=Sample(Temperature(0.5), TopK(3), TopP(0.9), MinP(0.1), Typical(0.7)),
+    )  # fmt: skip
+    out, asked = run(Recorder(), *flags.split())
+    assert (out, asked) == ("--- 1\na!x\n--- 2\na!x\n", [("generate", ("a", 4), given)])
+    loaded = dict(dtype="bfloat16", max_len=11, weights="int4")
+    assert said.loaded == [("m", loaded)]
+    file = tmp_path / "lines"
+    file.write_text("ab\n\nc\n")
+    out, asked = run(Recorder(), "--prompts", file, "--slots", "3")
+    assert out == "--- 1\nab!x\n--- 2\nc!x\n"
+    assert asked == [("generate", (["ab", "c"], 9), {"slots": 3} | PLAIN)]  # what fits
+    out, asked = run(Recorder(), "--prompts", file, "--tokens", "2")
+    assert asked == [("generate", (["ab", "c"], 2), {"slots": 8} | PLAIN)]
+    for kind, more in (("text", ("--chat",)), ("chat", ())):
+        out, asked = run(Recorder(kind), "--prompt", "hi", *more)
+        assert (out, asked) == ("!y!y\n", [("chat", ("hi", None), {"stream": True} | PLAIN)])
+    out, asked = run(Recorder("targets"), "--prompt", "ab", "--languages", "x,y", "--samples", 2)
+    assert out == "--- 1\n!x\n--- 2\n!x\n"
+    assert asked == [
+        ("with_languages", ("x", "y"), {}), ("generate", ("ab", None), {"samples": 2} | PLAIN)
+    ]  # fmt: skip
+    grammar, schema = tmp_path / "g", tmp_path / "s"
+    grammar.write_text('start: "a"')
+    schema.write_text('{"maximum": 1.50}')
+    ((_, _, named),) = run(Recorder(), "--prompt", "a", "--grammar", grammar)[1]
+    assert named == {"stream": True, "grammar": 'start: "a"'} | PLAIN
+    ((_, _, named),) = run(Recorder(), "--prompt", "a", "--schema", schema)[1]
+    assert named.keys() == PLAIN.keys() | {"stream", "schema"}
+    assert str(named["schema"]["maximum"]) == "1.50"
+
+
+def test_beams_answers_and_masks_are_printed(said, tmp_path):
+    run = lambda model, *argv: said(generate.main, model, "--model", "m", *argv)  # noqa: E731
+    search = dict(beams=3, results=2, length_penalty=0.5, cache_dtype=None, processors=())
+    out, asked = run(
+        Recorder(), "--prompt", "ab", "--beams", 3, "--samples", 2, "--length-penalty", 0.5
+    )
+    assert out == "--- score -1.2500\nab a\n--- score -2.0000\nabb\n"
+    assert asked == [("search", ("ab", 9), search)]
+    out, asked = run(Recorder(), "--prompt", "ab", "--beams", 3, "--chat", "--tokens", 4)
+    assert out == "--- score -1.2500\na\n--- score -2.0000\nb\n"
+    ((name, (read, count), named),) = asked
+    assert (name, list(read), count) == ("search", [*range(7)], 4)
+    assert named == search | dict(results=1, length_penalty=None)
+    out, asked = run(Recorder("targets"), "--prompt", "ab", "--beams", 3)
+    assert asked == [("search", ("ab", None), search | dict(results=1, length_penalty=None))]
+    assert out.splitlines()[1] == " a"
+
+    pairs = Recorder("targets", Seq2SeqTask(beams=2))
+    file = tmp_path / "lines"
+    file.write_text("ab\nc\n")
+    assert run(pairs, "--prompts", file) == (
+        "!x\n!x\n", [("generate", (["ab", "c"], None), {"beams": 2})]
+    )  # fmt: skip
+    out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--tokens", 3)
+    assert (out, asked) == ("!x\n", [("generate", (["ab"], 3), {"beams": 4})])
+    out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--samples", 2)
+    wanted = dict(beams=4, results=2, length_penalty=None)
+    assert asked == [("search", ("ab", None), wanted)]
+    assert out == "--- score -1.2500\n a\n--- score -2.0000\nb\n"
+    labels = Recorder("labels")
+    assert run(labels, "--prompt", "ab") == ("good 0.750\n", [("classify", (["ab"],), {})])
+    masks = Recorder("masks", generate="a\rb")
+    out, asked = run(masks, "--prompt", "a[MASK]", "--samples", 3)
+    assert out == "a\rb\n  a 0.500  ␣b 0.250\n  c 1.000\n"
+    assert asked == [
+        ("generate", (["a[MASK]"],), {}), ("candidates", ("a[MASK]",), {"count": 3})
+    ]  # fmt: skip
+    assert run(masks, "--prompts", file)[0] == "a\\rb\n" * 2
+    assert run(masks, "--prompt", "_")[1][1] == ("candidates", ("_",), {"count": 5})
+
+
+def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
+    from transformer_jax.text import completion
+    from transformer_jax.training.tasks import continuous, signals
+    from transformer_jax.use import writing
+
+    task, model = DigitsTask(), Recorder("signals", DigitsTask())
+    read = lambda *given, **named: (given, named)  # noqa: E731
+    monkeypatch.setattr(signals, "read_signals", read)
+    seen = []
+    monkeypatch.setattr(
+        continuous, "answer_signals", lambda *given: seen.append(given) or ["three", "one"]
+    )
+    out, _ = said(generate.main, model, "--model", "m", "--prompts", "f.npz")
+    assert out == "three\none\n"
+    file = ((task, "f.npz"), {"targets": False})
+    assert seen == [("a run", model.tokenizers, model.params, file)]
+
+    model, made = Recorder(), []
+    counts = SimpleNamespace(
+        accepted=np.array([3]), proposed=np.array([8]), calls=5, lengths=np.array([9])
+    )
+    look_up = lambda *given: made.append(given) or (" ab", counts)  # noqa: E731
+    monkeypatch.setattr(completion, "TextGenerator", lambda *given, **named: (given, named))
+    monkeypatch.setattr(
+        writing, "sized", lambda *given: made.append(given) or SimpleNamespace(look_up=look_up)
+    )
+    argv = "--model", "m", "--prompt", "ab", "--lookup", "4", "--ban", "c"
+    out, _ = said(generate.main, model, *argv)
+    assert out == "ab ab\n"
+    ((generator, named), (prompt,), count), (again, same, proposed) = made
+    assert generator == (CONFIG, model.params, model.tokenizer)
+    named["key"] = jax.random.key_data(named["key"]).tolist()[-1]
+    assert named == PLAIN | {"processors": (tj.Ban(3), tj.Ban(4)), "stop_ids": (28,)}
+    assert prompt is again is model.answers["read"] and count == same == 9 and proposed == 4
+    assert said.errors == ("3 of 8 proposed tokens accepted, 5 calls of the model for 9 tokens\n")
+    assert said(generate.main, Recorder(), *argv, "--chat")[0] == "ab\n"
+
+
+def test_a_run_is_loaded_and_held_as_the_flags_say(said, monkeypatch, capsys):
+    from transformer_jax.text import text_model
+
+    loaded, model = [], Recorder()
+    monkeypatch.setattr(
+        text_model, "load_run",
+        lambda *given, **named: (
+            loaded.append((given, named)) or SimpleNamespace(which="last", step=3)
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(language_model, "with_weights_held", lambda *given: given)
+    monkeypatch.setattr(
+        language_model, "LanguageModel", lambda *given: loaded.append(given) or model
+    )
+    argv = "--run", "r", "--init-from", "b", "--weights", "int8", "--prompt", "a"
+    assert said(generate.main, model, *argv)[0] == "a!x!x\n"
+    assert loaded[0] == (("r", None), {"init_from": "b"})
+    assert loaded[1][0][1] == "int8" and loaded[1][1] == "r"
+    line = "no step was evaluated yet: this is the last one saved, step 3\n"
+    assert said.errors == "generate: " + line
+    said(generate.main, model, *argv[:2], "--checkpoint", "last", "--prompt", "a")
+    assert said.errors == "" and loaded[2] == (("r", "last"), {"init_from": None})
+    assert said(nearest.main, model, "--run", "r", "--word", "king")[0].startswith(" 0.9877  king")
+    assert said.errors == "nearest: " + line and loaded[-1][1] == "r"
+
+
+NATS = Score(tokens=("a", "b", "c", "d"), token_nats=np.array([0.5, 1.0, 1.5, 1.0]), num_bytes=8)
+
+
+def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
+    run = lambda model, *argv: said(evaluate.main, model, "--model", "m", *argv)  # noqa: E731
+    model = Recorder(score=NATS)
+    out, asked = run(model, "--prompt", "ab", "--json")
+    wanted = {
+        "tokens": 4, "nats": 4.0, "nats_per_token": 1.0, "perplexity": np.e,
+        "bits_per_byte": 4 / np.log(2) / 8,
+    }  # fmt: skip
+    assert json.loads(out) == pytest.approx(wanted)
+    assert asked == [("score", ("ab",), {"edit": {}})] and said.loaded == [
+        ("m", {"dtype": "float32"})
+    ]
+    out, asked = run(model, "--prompt", "ab", "--target", "c")
+    assert out.splitlines() == [
+        "tokens          4", "nats            4", "nats_per_token  1",
+        "perplexity      2.71828", "bits_per_byte   0.721348",
+    ]  # fmt: skip
+    assert asked == [("score", (("ab", "c"),), {"edit": {}})]
+    chat = Recorder("chat", score=NATS)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert run(chat, "--prompt", "a", "--target", "b")[1] == [("score", (talk,), {"edit": {}})]
+    out, asked = run(Recorder("labels"), "--prompt", "ab")
+    assert out == "label        good\nprobability  0.75\n"
+    assert asked == [("classify", ("ab",), {"edit": {}})]
+    text = tmp_path / "text"
+    text.write_text("abc\n")
+    _, asked = run(model, "--text", text, "--window", 5, "--stride", 2, "--batch-size", 3)
+    assert asked == [("score", ("abc\n",), dict(window=5, stride=2, batch_size=3, edit={}))]
+    _, asked = run(model, "--text", text)
+    assert asked == [("score", ("abc\n",), dict(window=None, stride=None, edit={}))]
+    file = tmp_path / "questions"
+    file.write_text('{"context": "a", "choices": ["b", "c"], "answer": 1}\n')
+    out, asked = run(model, "--choices", file, "--json", "--batch-size", 3)
+    found = {"questions": 1, "accuracy": 0.5, "accuracy_per_character": 0.25}
+    assert json.loads(out) == found | {"accuracy_per_byte": 0.75}
+    ((_, (questions,), named),) = asked
+    assert (named, questions[0].answer) == (dict(batch_size=3, edit={}), 1)
+
+    place = "block_0/attention/heads"
+    _, asked = run(model, "--prompt", "a", "--zero", place, "--heads", 0, 2)
+    assert asked[0][2]["edit"].keys() == tj.inside.zero(place, heads=[0, 2]).keys()
+    told = []
+
+    def judge(model, data, **options):
+        told.append((model, data, options))
+        return {"exact_match": 0.5}
+
+    monkeypatch.setattr(evaluation, "evaluate", judge)
+    out, _ = run(
+        model, "--data", "file", "--targets", "t", "--examples", 3, "--beams", 2, "--context", 7
+    )
+    assert out == "exact_match  0.5\n"
+    assert said.errors.startswith("evaluate: BLEU and chrF need sacrebleu")
+    ((given, data, options),) = told
+    report = options.pop("report")
+    assert type(report).__name__ == "DecodingLine" and (given, data) == (model, "file")
+    assert options == dict(targets="t", examples=3, beams=2, context=7, task=None, edit={}) | {
+        k: v for k, v in options.items() if k == "data"
+    }
+
+
+def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
+    drawn = []
+
+    def picture(**given):
+        drawn.append(given)
+        return SimpleNamespace(savefig=drawn.append)
+
+    seen = SimpleNamespace(html=lambda: "<p>é", plot=picture, summary=lambda: "the summary")
+    model = Recorder(lens=seen, patch=seen, heads=seen, attribution=seen, attend=seen)
+    page, png = tmp_path / "a.html", tmp_path / "a.png"
+    run = lambda model, *argv: said(inside.main, model, "--model", "m", *argv)  # noqa: E731
+    out, asked = run(model, "--prompt", "ab", "--out", page)
+    assert out == f"the summary\ndrawn: {page}\n" and page.read_text("utf-8") == "<p>é"
+    assert asked == [("lens", ("ab",), {})] and drawn == []
+    answer = "--answer", "x", "--other-answer", "y"
+    _, asked = run(
+        model, "--what", "patch", "--prompt", "ab", "--other", "ac", *answer, "--out", png
+    )
+    told = dict(answer="x", other_answer="y")
+    assert asked == [("patch", ("ab", "ac"), told)] and drawn == [{}, png]
+    for what, more in (("heads", ()), ("attribution", ("--baseline", "_"))):
+        _, asked = run(model, "--what", what, "--prompt", "a", *answer, *more, "--out", png)
+        assert asked == [(what, ("a",), told | ({"baseline": "_"} if more else {}))]
+    pairs = Recorder("targets", lens=seen, patch=seen, attend=seen)
+    out, asked = run(pairs, "--prompt", "ab", "--out", png)
+    assert out == f"ab -> !x\nthe summary\ndrawn: {png}\n"
+    assert asked == [("generate", ("ab", 10), {}), ("lens", (("ab", "!x"),), {})]
+    patch = "--what", "patch", "--prompt", "ab", "--other", "c", "--out", png
+    assert run(pairs, *patch)[1] == [("patch", (("ab", ""), ("ab", "c")), {})]
+    assert run(pairs, *patch, "--target", "d")[1] == [("patch", (("ab", "d"), ("ab", "c")), {})]
+
+    drawn.clear()
+    run = lambda model, *argv: said(attention.main, model, "--model", "m", *argv)  # noqa: E731
+    out, asked = run(pairs, "--prompt", "ab", "--out", png, "--part", "cross", "--layer", 1)
+    assert out == f"ab -> !x\ndrawn: {png}\n"
+    assert asked == [("generate", ("ab",), {}), ("attend", (("ab", "!x"),), {})]
+    assert drawn == [dict(part="cross", layer=1, head=None), png]
+    out, asked = run(pairs, "--prompt", "ab", "--target", "c", "--out", png)
+    assert out.startswith("ab -> c\n") and asked == [("attend", (("ab", "c"),), {})]
+    out, asked = run(model, "--prompt", "ab", "--head", 2, "--out", png)
+    assert asked == [("attend", ("ab",), {})] and drawn[-2] == dict(part=None, layer=None, head=2)
+    argv = "--model", "m", "--word", "king", "--minus", "man", "--plus", "a", "--plus", "b"
+    out, asked = said(nearest.main, model, *argv, "--count", 2)
+    assert out == " 0.9877  king\n-0.5000  ␣man\n"
+    assert asked == [("nearest", ("king",), dict(minus=["man"], plus=["a", "b"], count=2))]
+
+
+def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
+    from transformer_jax.text import export as exporting
+
+    made, model = [], Recorder()
+    model.model.processors = ()
+    monkeypatch.setattr(
+        exporting, "export_decoder", lambda *given, **named: made.append((given, named))
+    )
+    argv = (
+        "--model",
+        "m",
+        "--to",
+        "new folder",
+        "--context",
+        7,
+        "--batch",
+        3,
+        "--platforms",
+        "cpu,tpu",
+    )
+    loading = "--dtype", "bfloat16", "--weights", "int8", "--checkpoint", "last"
+    out, _ = said(export.main, model, *argv, *loading)
+    assert out == "new folder: written; python new folder/decode.py 'a text' decodes\n"
+    assert said.loaded == [("m", dict(checkpoint="last", dtype="bfloat16", weights="int8"))]
+    ((given, named),) = made
+    assert given == ("new folder", CONFIG, model.params)
+    tokenizer = json.loads(named.pop("files")["tokenizer.json"])
+    assert tokenizer["model"]["vocab"]["a"] == 2
+    assert named == dict(context=7, batch=3, platforms=["cpu", "tpu"], first=(), stop=(28,))
+    model.model.begin_id = 5
+    said(export.main, model, "--model", "m", "--to", "f")
+    assert made[-1][1]["first"] == (5,) and made[-1][1]["platforms"] == ["cpu", "cuda", "tpu"]
+    assert made[-1][1]["batch"] is made[-1][1]["context"] is None
+    model.model.processors = (tj.Ban(1),)
+    said(export.main, model, "--model", "m", "--to", "f", status=2)
+    assert said.errors.startswith("export: the model was published with tokens that it never")
+    model.model.processors, model.model.tokenizer = (), CharTokenizer("\ud800")
+    out, _ = said(export.main, model, "--model", "m", "--to", "f")
+    one, two = out.splitlines()
+    assert one.endswith(
+        "takes token ids: the run's characters hold a lone surrogate, which has no UTF-8"
+    )
+    assert two == "f: written; python f/decode.py '1,2,3' decodes" and made[-1][1]["files"] == {}
+
+
+REFUSED = [
+    (generate, "text", "", "run and model: give one of them"),
+    (generate, "text", "--model m --run r", "run and model: give one of them"),
+    (generate, "text", "--run r --dtype float16", "dtype with run: a run has its own, it needs mo"),
+    (generate, "text", "--run r --max-len 7", "max_len with run: a run has its own, it needs mode"),
+    (generate, "text", "--model m --checkpoint last", "checkpoint with model: needs run"),
+    (generate, "text", "--model m --init-from b", "init_from with model: needs run"),
+    (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
+    (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
+    (generate, "text", "--model m --tokens 0", "tokens is 0: must be positive"),
+    (generate, "text", "--model m --prompts p --beams 2", "prompts and beams: give one of them"),
+    (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: give one of them"),
+    (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: give one of the"),
+    (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: give one of them"),
+    (generate, "text", "--model m --beams 0", "beams is 0: must be at least 1"),
+    (generate, "text", "--model m --slots 0", "slots is 0: must be at least 1"),
+    (generate, "text", "--model m --beams 2 --samples 3", "samples is 3: must be at most beams, 2"),
+    (generate, "text", "--model m --length-penalty 1", "length_penalty is 1.0: needs beams"),
+    (generate, "text", "--model m --slots 2", "slots is 2: needs prompts"),
+    (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: a beam search takes no"),
+    (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: a beam search takes none"),
+    (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: give one of them"),
+    (generate, "text", "--model m --chat", "chat: needs a prompt, the message"),
+    (generate, "text", "--model m --regex a --grammar g", "regex and grammar: give one of them"),
+    (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: give one of them"),
+    (generate, "text", "--model m --languages a", "languages is 'a': must be two, such as eng_Lat"),
+    (generate, "text", "--model m --prompt a --beams 2 --tokens 10",
+     "tokens is 10: 9 fit after the prompt (max_len 20)"),
+    (generate, "text", "--model m --prompt a --temperature -1", "temperature is -1.0: must be"),
+    (generate, "chat", "--model m", "prompt is '': the model needs one, or prompts"),
+    (generate, "labels", "--model m --prompt a --tokens 3",
+     "tokens is 3: the model reads prompt, prompts, checkpoint"),
+    (generate, "masks", "--model m --prompt a --top-k 3",
+     "top_k is 3: the model reads prompt, prompts, checkpoint, samples"),
+    (generate, "targets", "--model m --prompt a --lookup 3", "lookup: needs a decoder, the model"),
+    (generate, "targets", "--model m --prompt a --chat", "chat: needs a decoder, the model is an"),
+    (generate, "pairs", "--model m --prompt a --top-p 0.5",
+     "top_p is 0.5: a run of task 'seq2seq' reads prompt, prompts, checkpoint, beams, samples, "
+     "length_penalty, tokens, languages"),
+    (generate, "pairs", "--model m --prompt a --samples 2",
+     "samples is 2: a run of task 'seq2seq' draws nothing: several targets need beams"),
+    (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
+    (evaluate, "text", "--run r --context 3 --data d", "context is 3: needs model, a run has its"),
+    (evaluate, "text", "--run r --task chat --data d", "task is 'chat': needs model, a run has it"),
+    (evaluate, "text", "--model m", "data, prompt, text and choices: give one of them, to say wha"),
+    (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: give one"),
+    (evaluate, "text", "--model m --data d --window 3", "window is 3: needs text"),
+    (evaluate, "text", "--model m --prompt p --batch-size 3", "batch_size is 3: needs text or cho"),
+    (evaluate, "text", "--model m --text p --stride 0", "stride is 0: must be at least 1"),
+    (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place tha"),
+    (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: the answer to sco"),
+    (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: the target to"),
+    (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),
+    (inside, "text", "--model m", "prompt is None: the text to look at is needed"),
+    (inside, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
+    (inside, "text", "--model m --prompt a --answer b",
+     "answer is 'b': needs what to be patch or heads or attribution"),
+    (inside, "text", "--model m --prompt a --what patch", "other is None: the prompt to patch is"),
+    (inside, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and has n"),
+    (attention, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and ha"),
+    (attention, "text", "--model m", "prompt is None: the text to look at is needed"),
+    (attention, "text", "--model m --prompt a --out a.gif", "out is 'a.gif': must end in .png or"),
+    (attention, "text", "--model m --prompt a --out no/a.png", "out is 'no/a.png': must be a file"),
+    (nearest, "text", "--model m", "word is None: the word to begin with is needed"),
+    (nearest, "text", "--model m --word a --count 0", "count is 0: must be at least 1"),
+    (nearest, "text", "--model m --word a --checkpoint best", "checkpoint is 'best': needs run"),
+    (convert, "text", "--to t", "run and model: give one of them"),
+    (convert, "text", "--to t --model m --adapter", "adapter with model: needs run"),
+    (convert, "text", "--to t --model m --family bert", "family with model: needs run"),
+    (convert, "text", "--to t --run r --adapter --shard-gb 1", "shard_gb with adapter: an adapter"),
+    (convert, "text", "--to t --run r --shard-gb 0", "shard_gb is 0.0: must be above 0 and below"),
+    (convert, "text", "--to t --run r --shard-gb 1e6", "shard_gb is 1000000.0: must be above 0 an"),
+    (convert, "text", "--to . --run r", "to is '.': exists already: must be new or empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "kind", "argv", "message"), REFUSED)
+def test_what_contradicts_itself_is_refused_in_a_line(said, module, kind, argv, message):
+    task = {"pairs": Seq2SeqTask(), "signals": DigitsTask()}.get(kind)
+    model = Recorder({"pairs": "targets"}.get(kind, kind), task)
+    said(module.main, model, *argv.split(), status=2)
+    (line,) = said.errors.splitlines()
+    assert line.startswith(f"{module.__name__.rpartition('.')[2]}: {message}")
+
+
+def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
+    file = tmp_path / "lines"
+    file.write_text("a\n \nb\n")
+    argv = "--model", "m", "--prompts", file
+    said(generate.main, Recorder("labels"), *argv, status=2)
+    rule = "line 2 is empty, and every line is answered"
+    assert said.errors == f"generate: prompts is {str(file)!r}: {rule}\n"
+    file.write_text(" \n\n")
+    said(generate.main, Recorder(), *argv, status=2)
+    assert said.errors == f"generate: prompts is {str(file)!r}: it has no line with text\n"
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n")))
+    out, _ = said(generate.main, Recorder(), *argv[:3], "-")
+    assert out == "--- 1\nx!x\n--- 2\ny!x\n"
+
+
+def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
+    """What `save_pretrained` and `save_lora` are given; that they write it has its own tests."""
+    from transformer_jax.pretrained import peft, save
+    from transformer_jax.text import text_model
+
+    saved, target = [], tmp_path / "new"
+    record = lambda *given, **named: saved.append((given, named))  # noqa: E731
+    monkeypatch.setattr(save, "save_pretrained", record)
+    sizes = dict(vocab_size=29, d_model=4, num_heads=1, num_layers=1, max_len=9)
+    tokenizer = with_special_tokens(
+        CharTokenizer("abcdefghijklmnopqrstuvwxyz"), ["pad", "cls", "eos"]
+    )
+    encoder = tj.ModelConfig(kind="encoder", num_classes=2, pooler="tanh", **sizes)
+    config = SimpleNamespace(task=ClassifyTask(labels=("no", "yes")))
+    params = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
+    run = SimpleNamespace(config=encoder, params=params, tokenizer=tokenizer, run=config)
+    monkeypatch.setattr(convert, "load_run", lambda name, arguments: run)
+    held = []
+    monkeypatch.setattr(
+        text_model, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
+    )
+    monkeypatch.setattr(convert, "_written_as", lambda config, family, definition: (family, config))
+    argv = "--run", "r", "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
+    out, _ = said(convert.main, Recorder(), *argv, "--dtype", "float16")
+    one, two = out.splitlines()
+    assert one == f"{target}: 10 parameters in float16 and float32 as a bert"
+    assert two.startswith(
+        "tokenizer.json: the run's 26 characters, as a BPE without merges; another"
+    )
+    assert held == ["float16"]
+    ((given, named),) = saved
+    assert given == (target, encoder, params)
+    files = {name: json.loads(content) for name, content in named.pop("files").items()}
+    keys = {
+        "bos_token_id": None, "pad_token_id": 26, "eos_token_id": 28,
+        "id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1},
+    }  # fmt: skip
+    assert named == dict(family="bert", shard_bytes=500_000_000, keys=keys)
+    assert files["generation_config.json"] == {"pad_token_id": 26, "eos_token_id": 28}
+    assert files["tokenizer_config.json"] == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "cls_token": "<cls>",
+        "eos_token": "<eos>",
+    }  # fmt: skip
+    around = [next(iter(part)) for part in files["tokenizer.json"]["post_processor"]["single"]]
+    assert around == ["SpecialToken", "Sequence"]  # <cls> before a text
+
+    adapters = {"x": {"a": np.zeros((4, 2)), "b": np.zeros((2, 4))}}
+    lora = LoraConfig(rank=2)
+    training = SimpleNamespace(model=CONFIG, lora=lora, init_from="base")
+    asked = []
+    monkeypatch.setattr(
+        text_model, "load_adapters", lambda *g, **n: asked.append((g, n)) or (training, adapters)
+    )
+    monkeypatch.setattr(convert, "_written_as", lambda config, family: ("gpt2", config))
+    monkeypatch.setattr(
+        peft, "save_lora", lambda *g, **n: saved.append((g, n)) or LoraConfig(rank=4)
+    )
+    argv = (
+        "--run",
+        "r",
+        "--to",
+        str(target),
+        "--adapter",
+        "--checkpoint",
+        "last",
+        "--init-from",
+        "i",
+    )
+    out, _ = said(convert.main, Recorder(), *argv)
+    wanted = f"{target}: adapters of 16 parameters, rank 4, of a gpt2; base model: base\n"
+    assert out == wanted and asked == [(("r", "last"), {"init_from": "i"})]
+    (folder, shapes, *rest, names), named = saved[-1]
+    assert folder == target and rest == [adapters, lora] and "transformer.wte.weight" in names
+    assert shapes["embed"]["tokens"].shape == (29, 4)
+    assert named == dict(base_model="base", task_type="CAUSAL_LM", fan_in_fan_out=True)
+
+
+def test_missing_biases_are_written_as_zeros():
+    config = tj.ModelConfig(vocab_size=7, d_model=4, num_heads=1, num_layers=1, max_len=3, d_ff=5)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    flat = {path: np.ones(leaf.shape, np.float16) for path, leaf in flatten_dict(shapes).items()}
+    given = {path: leaf for path, leaf in flat.items() if path[-1] != "bias" or "norm" in path[-2]}
+    found = flatten_dict(convert.with_zero_biases(config, unflatten_dict(given)))
+    assert found.keys() == flat.keys() and len(found) > len(given)
+    for path, leaf in found.items():
+        assert leaf.dtype == np.float16 and leaf.shape == flat[path].shape
+        assert (leaf == (path in given)).all()
