@@ -544,7 +544,7 @@ BAD = [
     (lambda: Predicate("k <= q"), "k <= q"),
     (
         lambda: Predicate(lambda b, h, q, k: k <= q),
-        "must take two arguments, .*; rows and heads are",
+        "must take two arguments, positions of queries and keys; it reads rows and heads of",
     ),
     (lambda: Causal().materialize(np.arange(5, dtype="f4"), np.arange(7)), "float32"),
     (lambda: Causal().materialize(np.zeros((1, 1, 5), np.int32), np.arange(7)), r"\(1, 1, 5\)"),

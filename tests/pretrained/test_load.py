@@ -537,9 +537,10 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         ),
     ),
     "olmoe": (
-        small(model_type="olmoe", **NO_DEFAULT), (),
+        small(model_type="olmoe", **NO_DEFAULT | dict(num_attention_heads=6)), (),
         SMALL_LLAMA | dict(
-            num_kv_heads=8, head_dim=2, norm_eps=1e-5, qk_norm=True, qk_norm_over="heads",
+            num_heads=6, num_kv_heads=6, head_dim=2, norm_eps=1e-5, qk_norm=True,
+            qk_norm_over="heads",
             experts=Experts(count=64, top_k=8, normalize=False, balance_loss=0.01),
         ),
     ),

@@ -222,7 +222,8 @@ def test_a_request_is_read_or_refused_by_what_the_model_reads():
     engine = Engine.__new__(Engine)
     engine.context, engine.answers_chats = 6, False
     read = lambda text: np.arange(len(text))  # noqa: E731
-    engine.model = SimpleNamespace(kind="text", read=read, known=lambda ids, what: ids)
+    known = lambda ids, what: ids  # noqa: E731
+    engine.model = SimpleNamespace(kind="text", read=read, known=known, tokenizer=None)
     ask = lambda prompt, count, endpoint="completion": engine.read(  # noqa: E731
         Asked(endpoint, prompt, count)
     )
