@@ -768,6 +768,12 @@ def test_a_scale_of_another_shape_is_refused(shape):
             dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=scale)
 
 
+def test_a_list_of_scales_may_hold_traced_ones():
+    arrays = [zeros(*s) for s in (Q, K, K)]
+    found = jax.eval_shape(lambda s: dot_product_attention(*arrays, scale=[s, 1, s, 2]), 1.0)
+    assert found.shape == Q
+
+
 def test_an_explanation_names_who_takes_a_scale_by_head():
     arrays = [zeros(*s) for s in (Q, K, K)]
     reasons = explain_attention(*arrays, scale=np.ones(4, np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 import re
@@ -544,7 +545,7 @@ BAD = [
     (lambda: Predicate("k <= q"), "k <= q"),
     (
         lambda: Predicate(lambda b, h, q, k: k <= q),
-        "must take two arguments, positions of queries and keys; it reads rows and heads of",
+        "must take two arguments, positions of queries and of keys; for rows or heads, let it",
     ),
     (lambda: Causal().materialize(np.arange(5, dtype="f4"), np.arange(7)), "float32"),
     (lambda: Causal().materialize(np.zeros((1, 1, 5), np.int32), np.arange(7)), r"\(1, 1, 5\)"),
@@ -580,6 +581,18 @@ def test_a_traced_window_is_written_as_a_predicate():
 
     want = (Causal() & Window(3)).materialize(np.arange(5), np.arange(7))
     np.testing.assert_array_equal(seen(3), want)
+
+
+def test_a_wrapper_that_gives_a_predicate_its_other_arguments_is_one():
+    def near(q, k, left):
+        return q - k < left
+
+    @functools.wraps(near)
+    def seen(q, k):
+        return near(q, k, 3)
+
+    found = Predicate(seen).materialize(np.arange(5), np.arange(7))
+    np.testing.assert_array_equal(found, Window(3, None).materialize(np.arange(5), np.arange(7)))
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 1), (1, 1), (2, 1, 1, 7), (1, 3, 5, 1)], ids=str)

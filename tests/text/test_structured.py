@@ -337,6 +337,10 @@ def test_a_union_is_told_apart_by_a_required_constant_behind_references():
         change(wrong)
         with pytest.raises(ValueError, match="oneOf"):
             takes("schema", wrong, "")
+    number["next"] = {"$ref": "#/oneOf/0"}
+    texts = {"type": "object", "properties": {"kind": kind}, "required": ["kind"]}
+    into = {"oneOf": [schema["$defs"]["a/b"], texts]}  # a pointer keeps its place
+    assert takes("schema", into, one.replace("1", f'1,"next":{one}'))
 
 
 def test_names_and_values_that_spell_as_keys_are_no_keys():

@@ -312,7 +312,7 @@ def test_no_mask_is_filled_and_no_class_named_by_a_nan():
 
     for call in (broken(masked()).generate, broken(masked()).candidates):
         with pytest.raises(
-            DataError, match=r"prompt is 'b_d': the logits of a mask are not finite"
+            DataError, match=r"prompt is 'b_d': the largest logit of a mask is not finite"
         ):
             call("b_d")
     with pytest.raises(DataError, match="text 1: its logits are not finite"):

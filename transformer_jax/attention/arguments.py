@@ -23,6 +23,7 @@ from transformer_jax.kernels.dropout import exact_rate, head_words
 from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
+from transformer_jax.tracing import traced
 
 POOLS = ("key", "value", "key_scale", "value_scale")
 DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
@@ -275,8 +276,10 @@ def check_call(
                 given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
-    numbers: Any = np.ravel(scale) if isinstance(scale, np.ndarray | list | tuple) else ()
-    if scale is not None and np.ndim(scale):  # a NumPy array or a list of one number a head
+    is_list = isinstance(scale, list | tuple)
+    known = not traced(*scale) if is_list else isinstance(scale, np.ndarray)  # type: ignore[misc]
+    numbers: Any = np.ravel(scale) if known else ()  # type: ignore[arg-type]
+    if is_list or np.ndim(scale):  # type: ignore[arg-type]  # one number for each head
         scale = jnp.asarray(scale)
     scale_array = scale if isinstance(scale, jax.Array) else None
     if isinstance(scale, jax.Array):

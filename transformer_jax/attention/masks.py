@@ -374,13 +374,14 @@ class Predicate(Mask):
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
         if inspect.isfunction(self.fn):
+            own = inspect.signature(self.fn, follow_wrapped=False)  # a wrapper may take fewer
             try:
-                inspect.signature(self.fn).bind(None, None)
+                own.bind(None, None)
             except TypeError:
                 raise ValueError(
-                    f"Predicate: fn is {self.fn.__name__}{inspect.signature(self.fn)}: must take "
-                    "two arguments, positions of queries and keys; it reads rows and heads "
-                    "of arrays [B, 1, 1, 1] and [1, N, 1, 1]"
+                    f"Predicate: fn is {self.fn.__name__}{own}: must take two arguments, positions "
+                    "of queries and of keys; for rows or heads, let it read arrays [B, 1, 1, 1] or "
+                    "[1, N, 1, 1]"
                 ) from None
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:

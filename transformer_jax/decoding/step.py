@@ -277,6 +277,8 @@ class AppliedStep(Step[State]):
         ValueError if there is one; None if there is none. `total`, i32[B], is how many tokens each
         row reads from now on; it, the state and the edit's tokens may be traced.
         """
+        if not self.edit:  # then nothing is fetched from the device
+            return None
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
         found: jax.Array | None = None

@@ -81,7 +81,8 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     seen: dict[str, list[Any]] = {}
     found = _checked(schema, name, seen, 0)
-    for one in seen.get(_UNIONS, ()) if not seen.keys() & {"$id", "id"} else ():
+    stays = seen.keys() & {"$id", "id"} or any("/oneOf/" in ref for ref in seen.get("$ref", ()))
+    for one in () if stays else seen.get(_UNIONS, ()):
         if "anyOf" not in one and _are_apart(one["oneOf"], found):
             one["anyOf"] = one.pop("oneOf")  # the parser does not compare what is behind $ref
     limits = seen.get(_LIMITS, [])
