@@ -320,6 +320,15 @@ def test_no_mask_is_filled_and_no_class_named_by_a_nan():
 
 
 @pytest.mark.slow
+def test_a_token_of_which_an_edit_makes_minus_infinity_fills_no_mask():
+    first, second = (text for text, _ in masked().candidates("b_d", count=2)[0])
+    (at,) = LETTERS.encode(first)
+    edit = {"logits": lambda x: x.at[..., at].set(-np.inf)}
+    assert masked().generate("b_d", edit=edit) == f"b{second}d"
+    assert first not in dict(masked().candidates("b_d", edit=edit)[0])
+
+
+@pytest.mark.slow
 def test_messages_are_answered_and_scored():
     ids, text = special_ids(chat().tokenizer), LETTERS.encode("bad")
     prompt = [ids["user"], *text, ids["assistant"]]
