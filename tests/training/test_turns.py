@@ -403,6 +403,8 @@ def test_a_message_that_a_template_drops_is_missed_where_another_says_the_same(t
     task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b")))
     with pytest.raises(DataError, match=r"line 1: message 4: .* does not write message 3, 'Ask'"):
         task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b", "Ask", "c")))
+    quotes = folder(tmp_path, CHATML.replace("m.content", "m.content | tojson(ensure_ascii=true)"))
+    task_of(tmp_path, quotes, ChatTask(), dict(messages=talk("Ask", "b")))
 
 
 def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):

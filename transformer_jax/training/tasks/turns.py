@@ -151,11 +151,10 @@ def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
             break
         if role not in ("system", "user") or not isinstance(content, str):
             continue
-        other = {**before[number - 1], "content": mark}  # for the text may stand elsewhere too
-        marked = tokenizer.chat(
-            [*before[: number - 1], other, *before[number:]], add_generation_prompt=True
-        )
-        if mark not in marked or not _loosely(content).search(prompt):
+        other = {**before[number - 1], "content": mark}  # another message may say the same
+        others = [*before[: number - 1], other, *before[number:]]
+        is_dropped = tokenizer.chat(others, add_generation_prompt=True) == prompt
+        if is_dropped or not _loosely(content).search(prompt):
             rule = f"does not write message {number}, {shown(content)}, as the file has it"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
