@@ -166,7 +166,7 @@ class Program(Generic[P, Result]):
             jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in constants
         ]
         leaves = [jax.tree.leaves(tree) for tree in trees]
-        lifted = len(found.jaxpr.in_avals) > sum(map(len, leaves))  # JAX's arguments, of a closure
+        lifted = len(found.jaxpr.in_avals) > sum(map(len, leaves))  # of a closure, by JAX
         given = *constants, *leaves[0], *leaves[1]
         if lifted or any(isinstance(x, jax.core.Tracer) for x in given):
             return fresh(*trees)

@@ -481,8 +481,8 @@ def test_a_mask_moves_the_tokens_of_a_row_to_its_beginning():
     assert tokens.tolist() == [[4, 5, 0, 0]] * 3 and lengths.tolist() == [2, 2, 2]
     for wrong, rule in (
         (mask[:, :3], r"lengths have shape \(3, 3\): must be \(3,\), or a mask \(3, 4\)"),
-        (mask - 1.0, "lengths are float64: must be integers, or a mask of bool"),
-        (mask * 2, "a mask that holds 2: must be of 0 and 1"),
+        (mask - 1.0, "lengths are float64: must be integers, or a bool mask"),
+        (mask * 2, "a mask with 2: must be 0 and 1"),
         (mask * [[0], [1], [1]], r"lengths are \[0, 2, 2\]: must be from 1 to 4"),
     ):
         with pytest.raises(ValueError, match=rule):

@@ -93,6 +93,7 @@ def test_rows_and_positions_are_told_apart_too():
     of_several = {
         "swapped": lambda x: x[jnp.array([1, 0, 2])],
         "copied": lambda x: x.at[0].set(x[1]),
+        "added elsewhere": lambda x: x.at[jnp.array([1, 0, 2])].add(x),
         "written": lambda x: jax.lax.dynamic_update_slice(x, x[:1], (1, 0, 0)),
         "mean": lambda x: x - x.mean(0, keepdims=True),
         "rolled": lambda x: jnp.roll(x, 1, axis=0),

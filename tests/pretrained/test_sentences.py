@@ -143,6 +143,12 @@ def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
     np.testing.assert_array_equal(end.encode_texts([" ".join(words)], Words()), last)
 
 
+def test_a_text_without_room_keeps_its_special_tokens_alone(encoder):
+    for keeps_end in False, True:
+        small = dataclasses.replace(encoder, max_len=2, keeps_end=keeps_end)
+        assert small._ids("3 4 5", Words()).tolist() == [1, 2]
+
+
 def test_texts_are_lowered_only_where_the_folder_says_so(encoder):
     lower = dataclasses.replace(encoder, lower_case=True)
     one, two = (e.encode_texts(["Apple", "apple"], Words()) for e in (encoder, lower))

@@ -195,15 +195,17 @@ def test_the_script_says_what_does_not_fit(changes, prompts, count, message, tmp
 
 def test_the_script_writes_no_token_after_a_nan(tmp_path, monkeypatch):
     def programs(folder):
-        logits = jnp.zeros((2, 1000)).at[:, 7].set(1.0)
+        logits = jnp.zeros((2, 1000)).at[:, 7].set(1.0).at[1, 5].set(2.0)
         broken = logits.at[1, 3].set(jnp.nan)  # the second row, of the second token
         return lambda *given: (logits, ()), lambda *given: (broken, ())
 
     monkeypatch.setattr(decode_exported, "load_programs", programs)
     folder = about(tmp_path, vocab_size=1000)
-    assert decode_exported.decode(folder, [[1], [2]], 1) == [[7], [7]]
+    assert decode_exported.decode(folder, [[1], [2]], 1) == [[7], [5]]
     with pytest.raises(ValueError, match="prompt 1: the largest logit of a next token is not fin"):
         decode_exported.decode(folder, [[1], [2]], 2)
+    folder = about(tmp_path, vocab_size=1000, stop=[5])  # the second row has ended
+    assert decode_exported.decode(folder, [[1], [2]], 2) == [[7, 7], [5]]
 
 
 @pytest.mark.parametrize(

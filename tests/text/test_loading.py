@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_p
     assert lost(str(tmp_path / "gone")).startswith("run 'run' began from '")
     assert lost(str(tmp_path / "gone")).endswith("`init_from=FOLDER` says where it is now")
 
-    loaded = SimpleNamespace(params={"of": "run"})
+    stacks = dict(block_0={"w": np.ones(3)}, out=7), dict(blocks={"w": np.ones((1, 3))}, out=7)
+    loaded = SimpleNamespace(params=stacks[0])
     monkeypatch.setattr(text_model, "load_run", lambda path: loaded)
     monkeypatch.setattr(text_model, "load_pretrained", lambda path, **given: (path, given))
     expected = {"dtype": "float32", "scan_layers": True}
@@ -69,7 +71,10 @@ def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_p
     assert not text_model.is_run(str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     assert text_model.is_run(str(tmp_path))
-    assert text_model.base_params(str(tmp_path), True) == {"of": "run"}
+    for loaded.params in stacks:
+        for scanned in False, True:
+            found = text_model.base_params(str(tmp_path), scanned)
+            jax.tree.map(np.testing.assert_array_equal, found, stacks[scanned])
     monkeypatch.setattr(text_model, "sha256_of", lambda params: "1" * 64)
     text_model.check_base("m", {}, {"base_sha256": "1" * 64})
     message = "m: parameters have sha256 1{16}: the run began with 2{16}, so this is another model"

@@ -300,7 +300,7 @@ def test_classes_of_posix_are_unicode_s():
         lambda x: ("schema", {"patternProperties": {x: {}}}), r"schema\.patternProperties"
     ), (lambda x: ("schema", {"pattern": x}), r"schema\.pattern"):  # fmt: skip
         for wrong, why in (
-            ("[[:upr:]]", r"\[:upr:\] is no class of POSIX, nearest: upper"),
+            ("[[:upr:]]", r"\[:upr:\] is not a POSIX class, nearest: upper"),
             ("a\\", "ends with a backslash, which escapes nothing"),
         ):
             with pytest.raises(ValueError, match=f"{name}: {why}"):

@@ -484,6 +484,10 @@ class TestFolder:
             with pytest.raises(DataError, match=said):
                 check_unpadded(tokenizer, ids, "the prompt")
             check_unpadded(replace(tokenizer, stop_ids=(269,)), ids, "the prompt")
+            for around in ((269,), ()), ((), (269,)):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setitem(vars(tokenizer), "frame", around)
+                    check_unpadded(tokenizer, ids, "the prompt")
         check_unpadded(tokenizer, tokenizer.encode("a[PAD]a"), "the prompt")
         assert tokenizer.encode("a<tool>[PAD]").tolist() == [97, 270, 269]
         assert tokenizer.to_bytes([97, 270, 269]) == b"a<tool>[PAD]"

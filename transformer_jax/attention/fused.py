@@ -103,7 +103,7 @@ class Pallas(Implementation):
             reason = where.backend.refuse(problem, query, key, value)
             if reason is not None and by_array:
                 which = f"query {query.dtype}{query.shape}, key {key.dtype}{key.shape}"
-                reason += f"; a scale that is an array makes {which} of them"
+                reason += f"; with a scale that is an array, the kernels get {which}"
         return reason or _refuse_lists(call, where)
 
     def reads_int8(self, call: AttentionCall) -> bool:
@@ -208,17 +208,17 @@ MOST_BIAS = 2**30
 def _with_scale(
     where: Target, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return query, key and value with a scale [] or [N] in the query, for a scale of 1.
+    """Return query, key and value, with a scale [] or [N] multiplied into the query.
 
-    All are float32 then, or the query would be rounded. Kernels that multiply 16 bits alone get the
-    query in two parts, what it is rounded to and what is left, over keys that stand there twice:
-    their sum has at least 16 bits of the query.
+    They become float32, so that the query is not rounded. Kernels that multiply only 16 bits get
+    the query in two parts, the rounded value and the rest, next to keys of twice the width: the two
+    parts have at least 16 bits together.
     """
     wide = scaled(query, scale)
     if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
     own = jnp.finfo(query.dtype)
-    # not by `astype` and back, which XLA may leave out; one part has the slope of both
+    # XLA may remove a cast there and back; the gradient of the second part is that of the query
     first = lax.stop_gradient(lax.reduce_precision(wide, own.nexp, own.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value

@@ -436,8 +436,8 @@ def check_mask(
             raise ValueError(f"mask is the class {mask.__name__}: must be a value of it")
         given = "a function" if callable(mask) else f"a {type(mask).__name__}"
         given = "an array" if isinstance(mask, jax.Array | np.ndarray) else given
-        rule = "Dense(array) makes one of an array [T, S], Padding(array) of one [B, S], "
-        rule += "Predicate(fn) of a function"
+        rule = "use Dense(array) for an array [T, S], Padding(array) for one [B, S], "
+        rule += "Predicate(fn) for a function"
         if isinstance(mask, jax.Array | np.ndarray) and jnp.issubdtype(mask.dtype, jnp.floating):
             given, rule = f"{mask.dtype}{list(mask.shape)}", "bias=array adds it to the scores"
         raise ValueError(f"mask is {given}: must be a Mask; {rule}")

@@ -70,7 +70,7 @@ OTHER_NAMES = {
 def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
     """Return `, nearest: X` with the known spelling that a wrong one resembles, else nothing.
 
-    `least` is how much of two spellings must be alike, from 0 to 1.
+    `least` is the smallest similarity of a spelling that counts, from 0 to 1.
     """
     other = OTHER_NAMES.get(str(text).lower().replace("-", "_"))
     near = [other] if other in known else difflib.get_close_matches(str(text), known, 1, least)

@@ -270,10 +270,9 @@ def refuse_keywords(
 
 
 def known_keywords(function: F, name: str | None = None) -> F:
-    """Let a function name the argument that was meant by a keyword which it does not have.
+    """Let a function name the argument that was meant by a keyword that it does not have.
 
-    It is asked before Python looks for arguments that are missing. `name` is as in
-    `refuse_keywords`.
+    This comes before Python's own check for missing arguments. `name` is as in `refuse_keywords`.
     """
     known = {
         name for name, one in inspect.signature(function).parameters.items()

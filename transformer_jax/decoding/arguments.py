@@ -42,7 +42,7 @@ PerRow: TypeAlias = Array | Sequence[int]
 """One integer for each row, i32[B]."""
 
 Lengths: TypeAlias = PerRow | Sequence[Sequence[int]]
-"""Tokens of each row, i32[B], or which columns are tokens, bool[B, P]."""
+"""The number of tokens of each row, i32[B], or a mask of the tokens, bool[B, P]."""
 
 
 @short_repr
@@ -154,10 +154,10 @@ def check_with_step(
     limits: Array | int,  # i32[B], or one for all
     state: State,
 ) -> Array:  # i32[B, P]
-    """Return the prompts, which a step can serve where they are known.
+    """Return the prompts; ValueError if the step is known not to serve them.
 
-    A row reads its prompt, and its new tokens but the last. Where it is traced that an edit names a
-    token that a row does not reach, the row's tokens are -1, which makes it nonfinite.
+    A row reads its prompt and all new tokens but the last. If an edit names a token that a row does
+    not reach, and this is traced, the row's tokens become -1, which makes its logits NaN.
     """
     numpy: ModuleType = jnp if traced(lengths, limits) else np
     total = lengths + numpy.maximum(limits, 1) - 1
@@ -200,8 +200,8 @@ def fill_prompts(
 def check_prompt(prompt: Prompt, lengths: Lengths | None) -> tuple[Array, Array]:
     """Return prompt i32[B, P], with zeros after a row's end, and lengths i32[B].
 
-    Where `lengths` is a mask, the tokens of a row move to its beginning. ValueError where shape or
-    dtype are wrong, or a known value is; traced values are not checked.
+    If `lengths` is a mask, the tokens of a row move to its beginning. ValueError if a shape, a
+    dtype or a known value is wrong; traced values are not checked.
     """
     try:
         tokens = _on_host(prompt)
@@ -221,18 +221,16 @@ def check_prompt(prompt: Prompt, lengths: Lengths | None) -> tuple[Array, Array]
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
     counts = _on_host(lengths)
     if counts.shape not in ((rows,), tokens.shape):
-        rule = f"must be ({rows},), or a mask {tokens.shape} of what is no padding"
+        rule = f"must be ({rows},), or a mask {tokens.shape} of the tokens"
         raise ValueError(f"lengths have shape {counts.shape}: {rule}")
     is_mask = counts.ndim == 2
     if not jnp.issubdtype(counts.dtype, jnp.integer) and not (is_mask and counts.dtype == bool):
-        raise ValueError(f"lengths are {counts.dtype}: must be integers, or a mask of bool")
+        raise ValueError(f"lengths are {counts.dtype}: must be integers, or a bool mask [B, P]")
     if is_mask:
         numpy: ModuleType = jnp if traced(tokens, counts) else np
         valid = counts != 0
         if not traced(counts) and (wrong := counts[valid & (counts != 1)]).size:
-            raise ValueError(
-                f"lengths is a mask that holds {wrong[0]}: must be of 0 and 1, or bool"
-            )
+            raise ValueError(f"lengths is a mask with {wrong[0]}: must be 0 and 1, or bool")
         order = numpy.argsort(~valid, axis=1, stable=True)
         tokens = numpy.take_along_axis(tokens, order, axis=1)
         counts = valid.sum(axis=1, dtype=np.int32)

@@ -335,8 +335,8 @@ def generate(
             is consumed: its memory becomes the result's. `fork(state, 1)` keeps a copy.
         num_tokens: the most new tokens of a row, at least 1.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
-            every row. Or a mask [B, P] of the tokens that are no padding, which may be on the left,
-            of bool or as the `attention_mask` of transformers.
+            every row. Or a mask [B, P] of the tokens, bool or 0 and 1, such as the
+            `attention_mask` of transformers: padding may be on either side.
         sampler: chooses a token, called with (key, logits); None takes the likeliest.
         key: one key, of which row b uses `fold_in(key, b)`, or one for each row, [B]. Token n of a
             row is drawn with `fold_in(the row's key, n)`. Only `Greedy` does without.

@@ -205,6 +205,6 @@ def _needs(
     found = set() if alone or is_wise(call, shapes, axis, 13) else {"tokens"}
     rows = value.shape[0]
     by_row = rows == 1 or is_wise(call, shapes, 0, rows)
-    # a row may be changed otherwise than another, unless the rows are those of other texts
+    # rows may be changed in different ways, unless they are the rows of other texts
     by_row = by_row or (not apart and is_wise(call, shapes, 0, rows, alike=False))
     return found if by_row else {*found, "rows"}

@@ -419,7 +419,7 @@ class Visit:
         if of_source:
             positions, call = self.source, Call.of(self.source)
         for place, number, function in self.edits.get(name, ()):
-            if of_source:  # of which every call sees all
+            if of_source:  # every call sees the whole source
                 function = cast(Edit, replace(InCall.of(function), part=False, first=0))
             found = apply_edit(place, function, value, positions, call, alone)
             rule = f"must be {value.dtype}{list(value.shape)}"

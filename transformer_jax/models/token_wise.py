@@ -53,7 +53,7 @@ def is_wise(
             [B, T], it is axis 1, or 0 where `axis` is 0.
         axis: of the first array.
         size: that the axis is traced with.
-        alike: False allows one index what another one lacks, as `x.at[0].add(1)` does.
+        alike: False allows indices to be treated differently, as by `x.at[0].add(1)`.
     """
     own = [axis, *(min(axis, 1) for _ in values[1:])]
 
@@ -170,7 +170,7 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     written = name.startswith("scatter") or name == "dynamic_update_slice"
     if written and not alike and isinstance(first, int) and along == {first}:
         if not any(isinstance(x, int) for x in inputs[1:]):
-            return [first]  # at some indices, what is there changes by numbers of the function
+            return [first]  # what is written, and where, does not depend on the value
     if name.startswith("scatter"):
         return [_of_scatter(params["dimension_numbers"], inputs, shapes)]
     (k,) = along if len(along) == 1 else (_mixed(),)

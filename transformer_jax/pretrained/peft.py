@@ -51,7 +51,7 @@ class InTurn(tuple[str, ...]):
     def __new__(cls, names: Iterable[str], runs: int = 1, renamed_by: str = "") -> InTurn:
         """Take the paths in the order of a run, and how many runs there are.
 
-        `renamed_by` is a family whose modules have other names in transformers than in its files.
+        `renamed_by` is a family whose modules transformers names differently from its files.
         """
         made = super().__new__(cls, names)
         made.runs, made.renamed_by = runs, renamed_by

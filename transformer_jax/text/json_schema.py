@@ -234,7 +234,7 @@ def _check_excluded(bounds: Mapping[str, Sequence[Any]], where: str) -> None:
 
 
 def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
-    """Whether a required property tells these objects apart, as pydantic's discriminator does."""
+    """Whether a required property distinguishes these objects, as pydantic's discriminator does."""
     tags = [_tags(schema, root) for schema in schemas]
     for name in set.intersection(*map(set, tags)) if tags else ():
         values = [value for one in tags for value in one[name]]
@@ -244,7 +244,7 @@ def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
 
 
 def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
-    """Return the texts that each required property of an object may be, if they are listed."""
+    """Return the strings that each required property of an object allows, if they are listed."""
     for _ in range(DEPTH_LIMIT):
         if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
             break

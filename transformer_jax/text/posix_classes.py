@@ -11,17 +11,17 @@ _CLASSES = {
     "alnum": r"\p{Alphabetic}\p{Nd}", "space": r"\s", "blank": r"\p{Zs}\t", "word": r"\w",
     "punct": r"\p{P}\p{S}", "cntrl": r"\p{Cc}", "graph": r"[^\s\p{Cc}\p{Cn}]",
     "print": r"[^\p{Cc}\p{Cn}\p{Zl}\p{Zp}]",
-    # ASCII's
+    # ASCII only
     "digit": "0-9", "xdigit": "0-9A-Fa-f", "ascii": r"\x00-\x7F",
 }  # fmt: skip
 """Classes of POSIX as Unicode has them (UTS #18, annex C). `digit` and `xdigit` stay ASCII's."""
 
 
 def with_unicode_classes(regex: str, name: str) -> str:
-    r"""Return an expression whose `[[:alpha:]]` is of all letters, as `\w` and `\p{L}` are.
+    r"""Return an expression whose `[[:alpha:]]` matches all letters, as `\w` and `\p{L}` do.
 
-    ValueError names the expression if it has an unknown class, which the parser takes for letters,
-    or ends with a backslash, which the parser ignores.
+    ValueError if the expression contains an unknown class, which the parser reads as letters, or
+    ends with a backslash, which the parser ignores. `name` is its name in errors.
     """
     depth = 0
 
@@ -33,7 +33,7 @@ def with_unicode_classes(regex: str, name: str) -> str:
         if kind is not None and depth:
             if kind not in _CLASSES:
                 raise ValueError(
-                    f"{name}: [:{kind}:] is no class of POSIX{nearest(kind, _CLASSES)}"
+                    f"{name}: [:{kind}:] is not a POSIX class{nearest(kind, _CLASSES)}"
                 )
             return f"[{match['not']}{_CLASSES[kind]}]"
         if match[0].startswith("[") and kind is None:

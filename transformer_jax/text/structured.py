@@ -42,7 +42,7 @@ _JSON = json.JSONDecoder(parse_float=Decimal)
 _ESCAPE = re.compile(rb"\\(?:u([0-9A-Fa-f]{0,4})|.|$)", re.DOTALL)
 _CODES = {f"{code:04x}"[:n].encode() for code in (*range(32), 127) for n in range(5)}
 _CODES -= {f"{ord(letter):04x}".encode() for letter in "\b\t\n\f\r"}
-"""Codes that JSON needs, of characters without a shorter escape, and how these codes begin."""
+"""The codes of characters that need an escape and have no shorter one, and their beginnings."""
 
 _HEAD = '%llguidance {"no_forcing": true}\nstart: @text'
 """Allows every way of cutting a text into tokens, not the tokenizer's own alone."""
@@ -151,7 +151,7 @@ class Matcher:
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self._own = grammar._own.deep_copy()
-        self._escape = b""  # that the text ends with, not yet whole
+        self._escape = b""  # an unfinished escape at the end of the text
         self._look()
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ class Matcher:
         self.allowed, may_end = found[:-1], found[-1]
         self.ended = bool(may_end and not self.allowed.any())
         if self.grammar.form == "schema":
-            # llguidance lets "\\u0061" be the name of another property than "a"
+            # to llguidance, the name "\\u0061" is not "a"
             barred = self.grammar.respelled
             if begun := self._escape:
                 texts = self.grammar.texts
@@ -200,7 +200,7 @@ def check_installed(name: str) -> None:
 
 @lru_cache(maxsize=4)
 def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple[Any, list[bytes]]:
-    """Return llguidance's table of a model's tokens and one more, which ends texts, and their text.
+    """Return llguidance's table of a model's tokens and one more, which ends texts; their bytes.
 
     A token without bytes is never allowed: so are special ones, and those that the tokenizer or the
     model has not.
@@ -226,7 +226,7 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple
 
 
 def _respells(text: bytes) -> bool:
-    """Whether JSON has a shorter spelling of a character that is written as its code."""
+    """Whether a text contains the code of a character that has a shorter spelling in JSON."""
     codes = [escape[1] for escape in _ESCAPE.finditer(text)]
     return any(code is not None and code not in _CODES for code in codes)
 

@@ -136,7 +136,7 @@ def is_run(path: str) -> bool:
 
 
 def base_params(init_from: str, scanned: bool) -> Params:
-    """Load the f32 parameters of a run or a published model, of a scanned stack or a looped one."""
+    """Load the f32 parameters of a run or a published model, for a scanned or a looped stack."""
     if is_run(init_from):
         return (stack_layers if scanned else unstack_layers)(load_run(init_from).params)
     return load_pretrained(init_from, dtype="float32", scan_layers=scanned)[1]

@@ -98,9 +98,9 @@ def encode_answer(
 
 
 def check_unpadded(tokenizer: object, ids: np.ndarray, what: str) -> None:
-    """Raise DataError where the ids of one text, as a caller gives them, begin or end with padding.
+    """Raise DataError if the ids that a caller passes begin or end with a padding token.
 
-    It would be read as a token. A padding token that also has another role may be a token.
+    A padding token with another role, such as the end of a text, is accepted.
     """
     own = tokenizer.base if isinstance(tokenizer, SpecialTokens) else tokenizer
     if not isinstance(own, PretrainedTokenizer) or not len(ids):

@@ -274,7 +274,7 @@ class Family:
     needed_ids: tuple[str, ...] = ()
     """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
     renames_modules: bool = False
-    """Whether modules have other names in transformers than the tensors of the files."""
+    """Whether the modules of transformers are named differently from the tensors of the files."""
     joined_experts: bool = False
     """Whether a tensor holds a matrix of all experts of a block, and not of one."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
