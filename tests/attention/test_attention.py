@@ -527,8 +527,10 @@ def test_no_name_runs_what_the_explanation_chooses(settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["blockwise", "native"])
-def test_lists_of_known_tiles_take_few_programs(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "counts"), [("blockwise", {0}), ("native", range(1, 20))]
+)
+def test_lists_of_known_tiles_take_few_programs(implementation, counts):
     """Each step of a plan would be a program of its own, and two seconds of the first call."""
     arrays = draw(64, batch=1, queries=301, keys=301)
     if explain(arrays)[implementation] is not None:
@@ -547,7 +549,7 @@ def test_lists_of_known_tiles_take_few_programs(implementation):
         )
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
-    assert 0 < len(compiled) < 20
+    assert len(compiled) in counts
 
 
 @pytest.mark.slow_except("xla")

@@ -84,6 +84,11 @@ def copy_with_changes(text: str, folder: Path) -> None:
         (folder / name).write_text(before.replace(old, new))
 
 
+@pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
+def test_lines_that_a_page_changes_are_in_their_files(page, tmp_path):
+    copy_with_changes(page.read_text(), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", CHANGES, ids=lambda p: p.stem)
 def test_code_after_a_change_prints_what_the_page_says(page, tmp_path):
