@@ -211,6 +211,7 @@ def test_a_run_writes_the_numbers_of_the_same_steps_in_numpy(config):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_last_whole_checkpoint(config):
     stops = deque([False] * 7 + [True])
     assert fit(config, stop=stops.popleft).interrupted

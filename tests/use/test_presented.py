@@ -197,6 +197,7 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
         letters().attribution("bad", other_answer="f")
 
 
+@pytest.mark.slow
 def test_programs_have_the_shapes_that_tools_read():
     """Trace them: patches of 3 places, 1 block, 5 tokens and 2 heads."""
     config = replace(CONFIG, d_model=4, num_layers=1)
