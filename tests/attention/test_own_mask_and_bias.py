@@ -290,7 +290,7 @@ def test_what_an_own_mask_must_be_is_said():
         (lambda q, k: q >= k, r"mask is a function: must be a Mask; .* Predicate\(fn\)"),
         (
             jax.device_put(np.ones((3, 3), bool)),
-            r"mask is an array: must be a Mask; use Dense\(array\) for .*, Padding\(array\) for one",
+            r"mask is an array: must be a Mask; .*Dense\(array\) for .*, Padding\(array\) for",
         ),
     ):
         for call in (dot_product_attention, explain_attention):
