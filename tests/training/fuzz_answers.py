@@ -228,6 +228,11 @@ def check(rng, folder):
         read_before = [m for m in talk[:at] if m["role"] != "assistant"]
         refused |= not whole.startswith(prompt) or not is_there
         refused |= any(loose(m["content"]) not in loose(prompt) for m in read_before)
+        for i in range(at):  # what is dropped may stand in another message
+            if roles[i] != "assistant" and "assistant" not in roles[i:at]:
+                changed = [*talk[:i], talk[i] | dict(content="\ue000"), *talk[i + 1 : at]]
+                after = other.apply_chat_template(changed, add_generation_prompt=True, **given)
+                refused |= after == prompt
     try:
         trained, _ = tokenizer_of_talks(own, "line 1", talk)
         turns = talk_turns(trained, "line 1", talk)
