@@ -254,7 +254,7 @@ class Backend:
     wide: bool = False
     """Whether `forward` writes float32 where `Problem.wide` asks for it."""
     narrow: bool = False
-    """Whether it multiplies numbers of 16 bits alone."""
+    """Whether it multiplies only 16-bit numbers."""
     packs: bool = False
     """Whether few queries of several heads are packed as rows of one tile: `Problem.packs`."""
     prepare: Callable[[TileLists], TileLists] = lambda lists: lists

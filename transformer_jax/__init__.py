@@ -227,7 +227,7 @@ __all__ = [
 
 
 def _name_keywords() -> None:
-    """Let public classes name the argument that a wrong keyword means, as the functions do."""
+    """Make public classes suggest the intended argument for an unknown keyword."""
     for kind in (value for value in list(globals().values()) if dataclasses.is_dataclass(value)):
         own: Any = kind
         if not issubclass(own, nn.Module) and not hasattr(own.__init__, "__wrapped__"):  # a config

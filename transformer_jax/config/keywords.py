@@ -270,7 +270,7 @@ def refuse_keywords(
 
 
 def known_keywords(function: F, name: str | None = None) -> F:
-    """Let a function name the argument that was meant by a keyword that it does not have.
+    """Make a function suggest the intended argument for an unknown keyword.
 
     This comes before Python's own check for missing arguments. `name` is as in `refuse_keywords`.
     """

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.checks import has_finite_maximum
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
@@ -268,7 +269,7 @@ def _read(
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
     logits = np.asarray(_logits(config.model, params, tokens[None], edit_items(edit)))[0]
-    if not np.isfinite(logits[masks].max(axis=-1)).all():  # others may be -inf
+    if not has_finite_maximum(jnp.asarray(logits[masks])).all():  # others may be -inf
         raise DataError(f"prompt is {text!r:.60}: the largest logit of a mask is not finite")
     return tokens, masks, logits
 
