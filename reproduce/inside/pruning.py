@@ -39,7 +39,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import Rope
 from transformer_jax.demos.shared import COLOURS, label, new_figure, save_picture
 from transformer_jax.models.factory import init_decode_state
-from transformer_jax.models.places import Edit, split_edit
+from transformer_jax.models.places import Edit
 from transformer_jax.text.text_model import TextModel, load_run
 from transformer_jax.tokenizers.special import target_of
 from transformer_jax.training.data import IGNORE
@@ -146,14 +146,14 @@ def write(
     stop: tuple[int, ...],
 ) -> jax.Array:  # i32[B, LONGEST]
     """Write the targets of sources with masked heads, each word the likeliest one."""
-    of_source, own = split_edit(config, edits(masks[:, :, None]))
+    model = tj.build(config).edited(edits(masks[:, :, None]))
     state = init_decode_state(
-        config, params, len(source), LONGEST, source=source, source_valid=positions >= 0,
-        edit=of_source,
-    )  # fmt: skip
+        model, params, len(source), LONGEST, source=source, source_valid=positions >= 0
+    )
     prompt = jnp.full((len(source), 1), start, jnp.int32)
-    step = tj.make_step(tj.build(config), edit=own)
-    return tj.generate(step, params, prompt, state, num_tokens=LONGEST, stop=stop).tokens
+    return tj.generate(
+        tj.make_step(model), params, prompt, state, num_tokens=LONGEST, stop=stop
+    ).tokens
 
 
 def bleu(model: TextModel, rows: Rows, masks: np.ndarray) -> float:

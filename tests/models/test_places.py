@@ -268,23 +268,20 @@ def test_an_edit_under_a_cache_is_the_edit_of_the_full_pass(kind, scanned):
     variables = {"params": stack_layers(params) if scanned else params}
     tokens, source, names = draw(T), draw(S, 5), editable(kind)
     crossed = config.kind == "encoder-decoder"
-    own = [name for name in names if not name.startswith("encoder/")]
 
     def full(strengths):
         more = dict(source=source) if crossed else {}
         return model.apply(variables, tokens, edit=edits(names, strengths), **more)[0]
 
     def cached(strengths):
-        changes = edits(names, strengths)
-        inside = {name: f for name, f in changes.items() if name not in own}
+        edited = model.edited(edits(names, strengths))
         if crossed:
-            state = model.apply(variables, source, capacity=T, method="init_cache", edit=inside)
+            state = edited.apply(variables, source, capacity=T, method="init_cache")
         else:
             state = init_cache(config, B, T)
 
         def read(state, token):
-            edit = {name: changes[name] for name in own}
-            logits, state = model.apply(variables, token[:, None], cache=state, edit=edit)
+            logits, state = edited.apply(variables, token[:, None], cache=state)
             return state, logits[:, 0]
 
         return jax.lax.scan(read, state, tokens.T)[1].swapaxes(0, 1)

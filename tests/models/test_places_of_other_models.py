@@ -93,12 +93,12 @@ def run(kind: str, params=None, **asked):
     return apply({"params": own if params is None else params}, tokens, **more)
 
 
-def begin(kind: str, edit=None):
+def begin(kind: str, model=None):
     """Return the state before any token."""
-    model, params = made(kind)
+    plain, params = made(kind)
+    model = plain if model is None else model
     if has_source(kind):
-        variables = {"params": params}
-        return model.apply(variables, draw(S, 5), method="init_state", edit=edit or {})
+        return model.apply({"params": params}, draw(S, 5), method="init_state")
     if kind == "streaming":
         return init_cache(model.config, B, 3)
     if kind in ("convolution", "window", "ngram"):
@@ -199,7 +199,6 @@ def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
     """Token after token, of every place by itself: programs for all, mapped over which it is."""
     model, params = made(kind)
     names = [name for name in known(kind) if not name.endswith("key_positions")]
-    inside = [name for name in names if name.startswith("encoder/")]
     variables, plain = {"params": params}, run(kind)[0]
     tokens = frames() if kind == "streaming" else draw(T)
     holds = "cache" if kind == "streaming" else "state"
@@ -209,12 +208,11 @@ def test_an_edit_under_a_state_is_the_edit_of_the_full_pass(kind):
         return model.apply(variables, tokens, edit=edits(names, strengths), **more)[0]
 
     def in_steps(strengths):
-        changes = edits(names, strengths)
-        state = begin(kind, {name: changes[name] for name in inside})
-        own = {name: f for name, f in changes.items() if name not in inside}
+        edited = model.edited(edits(names, strengths))
+        state = begin(kind, edited)
 
         def read(state, token):
-            out, state = model.apply(variables, token[:, None], edit=own, **{holds: state})
+            out, state = edited.apply(variables, token[:, None], **{holds: state})
             return state, out[:, 0]
 
         return jax.lax.scan(read, state, tokens.swapaxes(0, 1))[1].swapaxes(0, 1)

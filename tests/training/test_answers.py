@@ -13,7 +13,6 @@ from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, Tr
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask
 from transformer_jax.decoding import beams
 from transformer_jax.models.factory import build, init_params
-from transformer_jax.models.places import NO_EDIT
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
@@ -88,7 +87,7 @@ def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
     two_rows = "bos" in ids
     prompts = [[ids["bos"]] if two_rows else [*source, ids["sep"]] for source in sources]
     read = sources if two_rows else [np.array(prompt, np.int32) for prompt in prompts]
-    written = _write(config, tokenizers, params, read, 1, None, NO_EDIT)
+    written = _write(config, tokenizers, params, read, 1, None, build(config.model))
     likely = likeliest(config, params, sources, prompts, written)
     for row, prompt, target in zip(likely, prompts, written, strict=True):
         limit = 13 if two_rows else 14 - len(prompt)  # whatever stands in the other rows

@@ -10,6 +10,7 @@ from tests.support.tolerances import assert_near
 from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, TrainConfig, WindowConfig
 from transformer_jax.config.tasks import PreferenceTask
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.training import batch as batches
 from transformer_jax.training import preference
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores, token_nats
@@ -24,13 +25,17 @@ CONFIG = ModelConfig(
 )
 
 
-class Table:
-    """Logits of the next token by the token alone; `told` is what a call was given besides."""
+GIVEN: list[dict] = []
 
-    told: dict
+
+class Table(CheckedModule):
+    """Logits of the next token by the token alone; `given` is what a call was given besides."""
+
+    config: ModelConfig
 
     def apply(self, variables, tokens, *, method="__call__", **given):
-        params, Table.told = variables["params"], given | {"method": method}
+        params = variables["params"]
+        GIVEN[:] = [given | {"method": method}]
         x = params["x"][tokens]
         if method == "output_layer":
             return x, params["table"], params["bias"]
@@ -41,7 +46,9 @@ class Table:
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     for module in (batches, preference):
-        monkeypatch.setattr(module, "build", lambda config: Table())
+        monkeypatch.setattr(
+            module, "build", lambda config: config if isinstance(config, Table) else Table(config)
+        )
 
 
 def params_of(seed: int) -> dict[str, np.ndarray]:
@@ -77,15 +84,14 @@ def test_losses_and_scores_are_those_of_the_formula_whole_and_in_chunks(rng, mon
         monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", 4)
         loss = batch_loss(CONFIG, SMOOTHING, z_loss=Z, chunk=chunk, row_shards=shards)
         assert_near(jax.jit(loss)(params, batch, None), (mean, counts.sum()), 1e-5)
-        assert Table.told == {"key": None, "method": "__call__" if chunk == 14 else "output_layer"}
+        assert GIVEN == [{"key": None, "method": "__call__" if chunk == 14 else "output_layer"}]
         if chunk != 5:
             found = jax.jit(batch_scores(CONFIG, row_shards=shards))(params, batch)
             assert_near(found, scores, 1e-5)
             program = str(jax.make_jaxpr(batch_scores(CONFIG, row_shards=shards))(params, batch))
             assert ("f32[3,4,11]" in program) == (chunk is None)  # 14 in four chunks
-    doubled = ("logits", lambda x: x)
-    for edit in ((), (doubled,)):
-        found = token_nats(CONFIG, params, batch, edit)
+    for edit in ({}, {"logits": lambda x: x}):
+        found = token_nats(Table(CONFIG).edited(edit), params, batch)
         assert_near(found, np.where(counts, nats, 0), 1e-5)
 
 
@@ -133,7 +139,7 @@ def test_a_model_is_told_what_a_batch_has(rng):
     for config, given, wanted in cases:
         read = batches.batch_logits(config)
         read(params_of(1), Batch(batch.tokens, batch.labels, **given), None)
-        told = jax.tree.map(np.asarray, Table.told)
+        told = jax.tree.map(np.asarray, GIVEN[0])
         wanted = jax.tree.map(np.asarray, {"key": None, "method": "__call__"} | wanted)
         assert jax.tree.structure(told) == jax.tree.structure(wanted)
         jax.tree.map(np.testing.assert_array_equal, told, wanted)

@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
     TonesTask,
 )
 from transformer_jax.decoding.beams import LengthPenalty
+from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
@@ -77,13 +78,15 @@ def test_pairs_show_what_was_wanted_and_judge_the_first(of, monkeypatch):
     assert task.sample(PARAMS) == (
         "a -> x y\nb -> y   (wanted: z)\na b -> y z\nb a -> z   (wanted: z x)"
     )
-    report, edit = print, {"embed": abs}
-    found = task.judge(PARAMS, report, edit)
+    report, edited = print, task.edited({"embedding": abs})
+    found = edited.judge(PARAMS, report)
     assert found["exact_match"] == pytest.approx(2 / 3)
     assert found["word_error_rate"] == pytest.approx(1 / 5)
     assert asked == [
-        (["a", "b", "a b", "b a"], {}), (["a", "b", "a b"], {"report": report, "edit": edit})
-    ]  # fmt: skip
+        (["a", "b", "a b", "b a"], {}),
+        (["a", "b", "a b"], {"report": report, "model": edited.model}),
+    ]
+    assert edited.model.edits and not task.model.edits
 
 
 TALKS = [
@@ -132,8 +135,8 @@ def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
         rows = iter(logits[:5])
         seen.clear()
 
-        def given(model, params, batch, columns, edit, rows=rows):
-            seen.append((batch, columns, edit))
+        def given(model, params, batch, columns, rows=rows):
+            seen.append((batch, columns, model))
             return np.stack([next(rows, np.zeros(3)) for _ in range(2)] + [np.zeros(3)])
 
         monkeypatch.setattr(classify, "_class_logits", given)
@@ -143,8 +146,8 @@ def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
         }  # fmt: skip
         assert [batch.tokens.shape[0] for batch, *_ in seen] == [3, 3, 3]
         ids = special_ids(task.tokenizers.tokenizer)
-        batch, columns, edit = seen[2]  # a text, one that fills the batch up, and the longest
-        assert edit == ()
+        batch, columns, built = seen[2]  # a text, one that fills the batch up, and the longest
+        assert built == build(task.config.model)
         if model is READER:
             assert columns is None and batch.labels.tolist() == [0, IGNORE, IGNORE]
             length = 2 if ids.get("sep") is None else 3
@@ -155,8 +158,10 @@ def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
             assert batch.tokens[0, 1] == ids["cls"] and batch.labels[0, 1] == columns[0]
         rows = iter(logits)
         monkeypatch.setattr(classify, "_class_logits", lambda *g, rows=rows: np.stack([next(rows)]))
-        assert task.judge(PARAMS, edit={"embed": abs})["accuracy"] == 3 / 5  # a text at a time
-        shown = classify.label_texts(task.config, task.tokenizers, PARAMS, ["ab"], {"embed": abs})
+        edited = task.edited({"embedding": abs})
+        assert edited.judge(PARAMS)["accuracy"] == 3 / 5  # a text at a time
+        given = task.config, task.tokenizers, PARAMS, ["ab"]
+        shown = classify.label_texts(*given, edited.model)
         assert shown == [("z", pytest.approx(0.98))]
 
 
@@ -169,7 +174,8 @@ def test_texts_with_their_classes_are_shown(of, monkeypatch):
 
 def test_signals_are_judged_by_their_letters_and_classes(monkeypatch):
     config = small(TonesTask(examples=9, judged=3), val_fraction=0.5)
-    task, asked, report, edit = load_task(config), [], print, {"embed": abs}
+    task, asked, report = load_task(config), [], print
+    edited = task.edited({"embedding": abs})
     wanted = [signal.target for signal in task.signals]
     longest = max(map(len, wanted))
 
@@ -179,22 +185,22 @@ def test_signals_are_judged_by_their_letters_and_classes(monkeypatch):
         return [wanted[0] + "a", *wanted[1 : len(sources)]]
 
     monkeypatch.setattr(continuous, "write_targets", write)
-    found = task.judge(PARAMS, report, edit)
+    found = edited.judge(PARAMS, report)
     letters = sum(map(len, wanted[:3]))
     assert found == {"exact_match": 2 / 3, "letter_error_rate": pytest.approx(1 / letters)}
-    told = dict(num_tokens=max(map(len, wanted[:3])) + 1, report=report, edit=edit)
+    told = dict(num_tokens=max(map(len, wanted[:3])) + 1, report=report, model=edited.model)
     assert asked == [told]
     shown = [f"tones of {name} -> {name}" for name in wanted[:5]]
     shown[0] += f"a   (wanted: {wanted[0]})"
     assert task.sample(PARAMS) == "\n".join(shown)
-    assert asked[1] == dict(num_tokens=longest + 1, report=None, edit={})
+    assert asked[1] == dict(num_tokens=longest + 1, report=None, model=task.model)
 
     task = load_task(small(DigitsTask(examples=9, judged=4), "encoder", val_fraction=0.5))
     right = [DIGITS.index(signal.target) for signal in task.signals]
     monkeypatch.setattr(continuous, "READ", 3)
     rows, sizes = iter([(right[0] + 1) % 10, *right[1:]] * 2), []
 
-    def classes(model, params, pictures, edit):
+    def classes(model, params, pictures):
         sizes.append(len(pictures))
         return np.array([next(rows) for _ in pictures])
 
@@ -215,7 +221,7 @@ def test_a_masked_text_is_judged_by_each_token_hidden_alone(of, monkeypatch):
     mask, length = task.masking.mask, task.length
     rows = []
 
-    def score(model, params, batch, edit):
+    def score(model, params, batch):
         rows.extend(zip(batch.tokens, batch.labels, strict=True))
         counts = (batch.labels != IGNORE).sum()
         return np.array([counts * 0.5, counts, 0])
@@ -232,8 +238,8 @@ def test_a_masked_text_is_judged_by_each_token_hidden_alone(of, monkeypatch):
         window = task.data.val[number // length * length :][:length]
         whole = np.where(labels != IGNORE, labels, tokens)[first : first + length]
         np.testing.assert_array_equal(whole, window)
-    guess = lambda config, params, tokens, kinds: np.zeros_like(tokens)  # noqa: E731
-    monkeypatch.setattr(masked, "_guesses", guess)
+    guess = lambda model, params, tokens: np.eye(30)[np.zeros_like(tokens)]  # noqa: E731
+    monkeypatch.setattr(masked, "_logits", guess)
     _, hidden, _, filled, _, shown = task.sample(PARAMS).split("\n")
     assert shown == task.tokenizers.tokenizer.decode(task.data.val[:length])
     assert "_" in hidden and len(hidden) == len(filled) == len(shown) == length
@@ -277,7 +283,6 @@ def decoder(monkeypatch):
 
     keep("init_decode_state", "state")
     keep("_init", "source state")
-    keep("build", "built")
     step = SimpleNamespace(told=lambda **named: ("step", named))
     keep("make_step", step)
     keep("generate", lambda: SimpleNamespace(rows=lambda: [np.array(x) for x in found.written]))
@@ -332,8 +337,8 @@ def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
     model = ModelConfig(kind="encoder-decoder", vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=Seq2SeqTask(beams=2), model=model, context=7)
     assert answers.answer_sources(config, Tokenizers(letters), PARAMS, ["ab", "c"]) == ["d", "bc"]
-    _, (_, params, rows, count, tokens, valid, edit), _ = decoder.calls[-2]
-    assert (params, rows, count, edit) == (PARAMS, 2, 7, ())
+    _, (built, params, rows, count, tokens, valid), _ = decoder.calls[-2]
+    assert (built, params, rows, count) == (build(model), PARAMS, 2, 7)
     assert tokens[:, :3].tolist() == [[2, 0, 0], [0, 1, 0]]  # the shortest source comes first
     assert valid.sum(1).tolist() == [1, 2]
     name, (_, _, prompt, state), named = decoder.calls[-1]
@@ -345,18 +350,18 @@ def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
 def test_sources_are_read_by_length_a_batch_at_a_time(monkeypatch):
     model = ModelConfig(vocab_size=6, max_len=99, **SIZES)
     config = TrainConfig(task=PrefixTask(), model=model)
-    read, told = [], []
+    read, told, edited = [], [], build(model).edited({"embedding": abs})
 
-    def write(config, tokenizers, params, rows, beams, num_tokens, edit):
+    def write(config, tokenizers, params, rows, beams, num_tokens, model):
         read.append([len(row) for row in rows])
-        assert (params, beams, num_tokens, edit) == (PARAMS, 3, 8, {"embed": abs})
+        assert (params, beams, num_tokens, model) == (PARAMS, 3, 8, edited)
         return [np.array([len(row) % 4]) for row in rows]
 
     monkeypatch.setattr(answers, "_write", write)
     monkeypatch.setattr(answers, "BATCH", 4)
     sizes = [5, 1, 9, 3, 7, 2]
     given = config, Tokenizers(LETTERS), PARAMS, [np.zeros(n, np.int32) for n in sizes]
-    more = dict(beams=3, num_tokens=8, edit={"embed": abs})
+    more = dict(beams=3, num_tokens=8, model=edited)
     report = lambda *count: told.append(count)  # noqa: E731
     assert answers.write_targets(*given, report=report, **more) == ["abcd"[n % 4] for n in sizes]
     assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and told == [(0, 6), (4, 6), (6, 6)]

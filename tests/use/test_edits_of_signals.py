@@ -71,7 +71,8 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     def said(one: LanguageModel, **given) -> list[str]:
         return answer_signals(one.model.run, one.tokenizers, one.params, signals, 7, **given)
 
-    assert said(model, edit=edit) == said(other) != said(model)
+    edited = tj.build(model.config).edited(edit)
+    assert said(model, model=edited) == said(other) != said(model)
     assert len(said(other)) == len(signals)
 
 

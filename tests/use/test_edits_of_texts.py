@@ -26,7 +26,6 @@ from tests.use.models import (
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, mean, resample, steering_vector, zero
-from transformer_jax.models.factory import init_decode_state
 from transformer_jax.text.completion import TextGenerator
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.training import batch
@@ -219,11 +218,6 @@ def test_sources_are_read_and_targets_written_with_edits(side):
         return once, [text for _, text in best], np.round(best[0][0], 4)
 
     assert written(pairs().params, edit=edit) == written(other.params) != written(pairs().params)
-
-
-def test_an_edit_of_no_source_is_refused_where_a_state_is_made():
-    with pytest.raises(ValueError, match="edit has 'embedding': no source is read here; make_step"):
-        init_decode_state(plain().config, None, 1, 4, edit={"embedding": abs})
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import State
 from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.convolution import ConvolutionLM
-from transformer_jax.models.editing import InCall
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import (
@@ -31,7 +30,9 @@ from transformer_jax.models.places import (
     OF_SOURCE,
     Captured,
     Edit,
+    Edits,
     Places,
+    named_edits,
     places,
 )
 from transformer_jax.models.recent_tokens import RecentTokens, check_recent_tokens
@@ -233,12 +234,10 @@ class AppliedStep(Step[State]):
     """Run a flax model as a step; a subclass says with which arguments.
 
     Attributes:
-        model: what `build(config)` gave.
-        edit: changes of places on the way, as pairs of a name and a function.
+        model: what `build(config)` gave, which may be edited.
     """
 
     model: Any  # of flax; a subclass says which
-    edit: tuple[tuple[str, Edit | InCall], ...] = ()
 
     def arguments(
         self,
@@ -257,15 +256,18 @@ class AppliedStep(Step[State]):
 
     def told(self, **known: Any) -> Self:
         """Return the step whose edits know what its calls read."""
-        if not self.edit:
-            return self  # programs are compiled anew for another step
-        edit = tuple((name, InCall.of(function, **known)) for name, function in self.edit)
-        return replace(self, edit=edit)
+        model = self.model.told(**known)
+        return self if model is self.model else replace(self, model=model)
+
+    @property
+    def edits(self) -> Edits:
+        """The edits of what the step runs: those of an encoder are for what reads its source."""
+        return tuple(one for one in self.model.edits if not one[0].startswith("encoder/"))
 
     @property
     def reads_exactly(self) -> bool:
         """Whether an edit is a function that does not say what it needs: it would see padding."""
-        return any(not hasattr(InCall.of(edit).function, "needs") for _, edit in self.edit)
+        return any(not hasattr(told.function, "needs") for _, told in self.edits)
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
         """Raise ValueError if an edit names a token that a row does not reach."""
@@ -277,13 +279,12 @@ class AppliedStep(Step[State]):
         ValueError if there is one; None if there is none. `total`, i32[B], is how many tokens each
         row reads from now on; it, the state and the edit's tokens may be traced.
         """
-        if not self.edit:  # then nothing is fetched from the device
+        if not self.edits:  # then nothing is fetched from the device
             return None
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
         found: jax.Array | None = None
-        for name, edit in self.edit:
-            told = InCall.of(edit)
+        for name, told in self.edits:
             check = getattr(told.function, "check_parts", None)
             if check and not name.endswith(OF_SOURCE):
                 rows = check(told.first + length + total)
@@ -301,8 +302,6 @@ class AppliedStep(Step[State]):
     ) -> Any:  # logits, the new state, and what else the model's method returns
         check_not_consumed(state)
         given = self.arguments(tokens, state, valid) | more
-        if self.edit:
-            given["edit"] = dict(self.edit)
         return self.model.apply({"params": params}, tokens, **given)
 
     def __call__(
@@ -344,7 +343,7 @@ class AppliedStep(Step[State]):
 
     def check_look(self, capture: tuple[str, ...]) -> None:
         """Raise ValueError where a name is that of no place, or of one in the encoder."""
-        for name in Places.of(self.model.config, capture, NO_EDIT).capture:
+        for name in Places.of(self.model.config, capture).capture:
             if name.startswith("encoder/"):
                 raise ValueError(f"{name} while decoding: the source has been read before")
 
@@ -570,12 +569,11 @@ def make_step(
 ) -> ModelStep | RecurrentStep | RecentTokensStep:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
-    `init_decode_state` makes the first state.
+    `init_decode_state` makes the first state. A step with an edit is that of the edited model.
 
     Args:
         model: what `build(config)` gave, of a model that writes tokens.
-        edit: functions by the names of places inside the model (`transformer_jax.places`), which
-            change the values there for all that decodes with the step.
+        edit: functions by the names of places, as in `model.edited`.
 
     Returns:
         A hashable step, which gives logits f32[B, T, V] of tokens i32[B, T] and valid bool[B, T].
@@ -600,10 +598,9 @@ def make_step(
     if kind is None:
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
-    changes = Places.of(model.config, (), edit).edit
-    for name, _ in changes:
+    for name, _ in named_edits(model.config, edit):
         if name.startswith("encoder/"):
             rule = "edit it where the source is read, in `init_cache` of the model"
             raise ValueError(f"edit of {name} in a step: {rule}")
-    step: ModelStep | RecurrentStep | RecentTokensStep = kind(model, changes)
+    step: ModelStep | RecurrentStep | RecentTokensStep = kind(model.edited(edit) if edit else model)
     return step

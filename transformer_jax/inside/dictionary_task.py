@@ -208,7 +208,7 @@ class DictionaryWindows(TrainingTask):
         text = LanguageWindows(
             replace(config, task=LanguageTask()), Tokenizers(model.tokenizer), own.vocab_size
         )
-        self.task, self.model, self.text = task, model, text
+        self.task, self.read, self.text = task, model, text
         self.config, self.tokenizers = replace(config, model=text.config.model), text.tokenizers
         self.tokens_per_step = text.tokens_per_step
         self.sha256 = sha256_of([text.data.sha256.encode(), model.params])
@@ -255,11 +255,11 @@ class DictionaryWindows(TrainingTask):
         tokens = text[: count * length].reshape(count, length).astype(np.int32)
         place, active = self.task.place, self.task.active
         own = _dictionary(params, place=place, target=self.target, active=active)
-        config = self.model.config
+        config = self.read.config
         assert isinstance(config, ModelConfig)
         model = build(config)
         assert isinstance(model, Decoder)  # as __init__ has checked
-        found = dictionary_scores(model, self.model.params, own, tokens)
+        found = dictionary_scores(model, self.read.params, own, tokens)
         names = "variance_explained", "l0", "dead", "loss_recovered"
         return {name: float(getattr(found, name)) for name in names}
 

@@ -42,7 +42,7 @@ def known_places(model: Transformer, names: str | Iterable[str]) -> tuple[str, .
 
 def refuse_edits(tool: str, model: Transformer, edit: Mapping[str, Edit], *names: str) -> None:
     """Raise ValueError where an edit is of a place that the tool computes by itself."""
-    for name, _ in Places.of(model.config, (), edit).edit:
+    for name, _ in Places.of(model, (), edit).edit:
         if name in names:
             raise ValueError(f"{tool} with an edit of {name}: it computes {name} by itself")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import field
+from typing import Any, Protocol, Self
 
 import flax.linen as nn
 import jax
@@ -34,8 +35,9 @@ from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.models.editing import Edit, InCall
 from transformer_jax.models.packing import documents_of
-from transformer_jax.models.places import Visit
+from transformer_jax.models.places import Edits, Visit, named_edits
 from transformer_jax.shown import shape_text
 from transformer_jax.tracing import at_once, known_sizes, known_value
 
@@ -48,8 +50,48 @@ class OutputTable(Protocol):
         ...
 
 
-class CheckedModule(nn.Module):
-    """A linen module whose `apply` names what was meant where it is called with something else."""
+class CheckedModule(nn.Module, kw_only=True):
+    """Linen module that carries edits, and whose `apply` suggests the intended argument or method.
+
+    Attributes:
+        edits: functions by the names of places, as `edited` adds them. No parameter depends on
+            them, and a model without any equals one that was never edited.
+    """
+
+    edits: Edits = field(default=(), repr=False)
+
+    @nn.nowrap
+    def edited(self, edit: Mapping[str, Edit]) -> Self:
+        """Return the model with functions that change values inside it, after those it has.
+
+        All of its methods, and a step of it, compute with the changed values. A value of the source
+        is changed where the source is read: in `init_cache`, `init_state` and `init_decode_state`.
+
+        Args:
+            edit: functions by the names of places (`transformer_jax.places`). `*` matches any
+                number of a block.
+
+        Raises:
+            ValueError: if a name is that of no place, or a value is not a function.
+        """
+        return self._with((*self.edits, *named_edits(self, edit)))
+
+    @nn.nowrap
+    def told(self, **known: Any) -> Self:
+        """Return the model whose edits know of its calls what `InCall.of` says."""
+        if not self.edits:  # programs are compiled again for another model
+            return self
+        return self._with(tuple((name, InCall.of(one, **known)) for name, one in self.edits))
+
+    def _with(self, edits: Edits) -> Self:
+        # of a bound model, the names of whose layers are taken, the scope is entered again
+        scope = None if self.scope is None else self.scope.rewound()
+        return self.clone(parent=scope, edits=edits)
+
+    @nn.nowrap
+    def __repr__(self) -> str:
+        edit = {name: told.function for name, told in self.edits}
+        return super().__repr__() + (f".edited({edit})" if edit else "")
 
     @nn.nowrap
     def apply(

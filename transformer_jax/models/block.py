@@ -25,6 +25,7 @@ from transformer_jax.config import ModelConfig, OwnBlock, OwnPositions, Rope, Sh
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
+from transformer_jax.models.editing import InCall
 from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import F32, dropout, split_key
 from transformer_jax.models.layers import (
@@ -560,7 +561,7 @@ class Block(nn.Module):
             if name not in known or name.endswith("/key_positions"):
                 rule = f"must be a place of a block that can be edited{nearest(name, known)}"
                 raise ValueError(f"{type(self.config.block).__name__}.edit has {name!r}: {rule}")
-            found.edits[name] = [(name, None, function), *found.edits.get(name, [])]
+            found.edits[name] = [(name, None, InCall(function)), *found.edits.get(name, [])]
         found.asked = visit.asked | found.edits.keys()
         return found
 

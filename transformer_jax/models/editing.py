@@ -110,7 +110,7 @@ def axes_of(place: str, ndim: int) -> dict[str, int]:
 
 def apply_edit(
     place: str,
-    edit: Edit | InCall,
+    told: InCall,
     value: jax.Array,
     positions: jax.Array | None,  # i32[B, T], negative is padding; None is arange(T)
     call: Call,
@@ -124,7 +124,6 @@ def apply_edit(
         ValueError: if it is known that the edit needs more tokens or rows than the call has, or
             sees padding.
     """
-    told = InCall.of(edit)
     function, axis = told.function, axes_of(place, value.ndim)["token"]
     rows, count = value.shape[0], value.shape[axis]
     tokens = jnp.arange(count)[None] if positions is None else positions

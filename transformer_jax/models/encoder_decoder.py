@@ -68,7 +68,6 @@ class EncoderDecoder(CheckedModule):
         mask: Mask | None = None,
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> jax.Array:  # [B, S, D]
         """Return the encoder's output of a source, which the decoder attends to: its memory.
 
@@ -78,13 +77,12 @@ class EncoderDecoder(CheckedModule):
             mask: which tokens of the source each sees; None is all.
             head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix.
             key: a single key, which turns dropout on.
-            edit: functions by the names of the encoder's places, which change the values there.
 
         Returns:
             [B, S, D], in the compute dtype.
         """
         masks = [("head_mask", head_mask, "encoder/attention")]
-        places = Places.of(self.config, (), edit, masks).inside("encoder/")
+        places = Places.of(self, head_masks=masks).inside("encoder/")
         given = BlockInputs(positions=positions, mask=mask, places=places)
         return run_encoder(self, source, given, key=key)[0]
 
@@ -103,7 +101,7 @@ class EncoderDecoder(CheckedModule):
             mask: which tokens of the source each sees; None is all.
         """
         names = [f"encoder/{name}" for name in WEIGHTS]
-        places = Places.of(self.config, names, NO_EDIT).inside("encoder/")
+        places = Places.of(self, names).inside("encoder/")
         given = BlockInputs(positions=positions, mask=mask, places=places)
         x, captured, _ = run_encoder(self, source, given)
         return x, attention_weights(self.config, captured, x, None)
@@ -116,7 +114,6 @@ class EncoderDecoder(CheckedModule):
         positions: jax.Array | None = None,  # i32[B, S]
         dtype: jax.typing.DTypeLike | None = None,
         slack: int = 0,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> ModelCache:
         """Read the source once: its cross-attention keys and values, and an empty target cache.
 
@@ -128,9 +125,8 @@ class EncoderDecoder(CheckedModule):
             positions: i32[B, S], of the source, negative is padding; None is arange(S).
             dtype: of the target's keys and values; None is the compute dtype.
             slack: as in `transformer_jax.init_cache`.
-            edit: functions by the names of the encoder's places, which change the values there.
         """
-        cfg, places = self.config, Places.of(self.config, (), edit).inside("encoder/")
+        cfg, places = self.config, Places.of(self).inside("encoder/")
         given = self._read(source, positions, places)[0]
         assert given.memory is not None and given.memory_positions is not None
         cross = self.decoder.init_cross_cache(given.memory, given.memory_positions)
@@ -195,8 +191,12 @@ class EncoderDecoder(CheckedModule):
             ("cross_head_mask", cross_head_mask, "cross_attention"),
             ("encoder_head_mask", encoder_head_mask, "encoder/attention"),
         ]
-        places = Places.of(self.config, capture, edit, masks)
+        places = Places.of(self, capture, edit, masks)
         inside = places.inside("encoder/")
+        if cache is not None:  # the model's own edits of the encoder made what the cache holds
+            asked = Places.of(self.config, capture, edit).inside("encoder/")
+            for name in (*asked.capture, *dict(asked.edit)):
+                raise ValueError(f"encoder/{name} with a cache: it has already read its source")
         given, own, key = self._given(source, source_positions, cache, inside, key)
         given = replace(given, positions=positions, mask=mask, places=places)
         logits, cache, captured, _ = decoder_logits(
@@ -214,7 +214,6 @@ class EncoderDecoder(CheckedModule):
         positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what the decoder weighed target and source with.
 
@@ -226,9 +225,8 @@ class EncoderDecoder(CheckedModule):
                 comes after the cache's.
             mask: on the target, takes the place of `Causal()`.
             cache: of the source and of the target's tokens before; None with a source.
-            edit: functions by the names of places, which change the values there.
         """
-        places = Places.of(self.config, CROSS_WEIGHTS, edit)
+        places = Places.of(self, CROSS_WEIGHTS)
         inside = places.inside("encoder/")
         given, _, _ = self._given(source, source_positions, cache, inside)
         given = replace(given, positions=positions, mask=mask, places=places)
@@ -243,11 +241,11 @@ class EncoderDecoder(CheckedModule):
         source_positions: jax.Array | None = None,  # i32[B, S]
         positions: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
-        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them. An edit
+        of "logits" has no effect.
 
         Args:
             tokens: i32[B, T], the target.
@@ -255,10 +253,8 @@ class EncoderDecoder(CheckedModule):
             source_positions: i32[B, S], negative is padding; None is arange(S).
             positions: i32[B, T], of the target, negative is padding; None is arange(T).
             key: a single key, which turns dropout on, in both stacks.
-            edit: functions by the names of places, which change the values there; an edit of
-                "logits" has no effect.
         """
-        places = Places.of(self.config, (), edit)
+        places = Places.of(self)
         inside = places.inside("encoder/")
         given, _, key = self._given(source, source_positions, None, inside, key=key)
         given = replace(given, positions=positions, places=places)
@@ -282,8 +278,6 @@ class EncoderDecoder(CheckedModule):
             return given, {f"encoder/{name}": value for name, value in captured.items()}, key
         if positions is not None:
             raise ValueError("source_positions without a source: a cache already holds them")
-        for name in (*places.capture, *dict(places.edit)):
-            raise ValueError(f"encoder/{name} with a cache: it has already read its source")
         return BlockInputs(), {}, key
 
     def _read(

@@ -27,13 +27,13 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.fields import ConfigError, fail
 from transformer_jax.config.keywords import known_keywords
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.drawing import draw
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.inputs import example_inputs
 from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.packing import check_valid
-from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.recent_tokens import RecentTokens, init_recent_tokens
 from transformer_jax.models.recurrent import (
     RecurrentLM,
@@ -83,15 +83,20 @@ def build(config: ConvolutionConfig) -> ConvolutionLM: ...
 def build(config: WindowConfig) -> WindowLM: ...
 @overload
 def build(config: NgramConfig) -> NgramLM: ...
-def build(config: Config) -> Model | Recurrent | ConvolutionLM | WindowLM | NgramLM:
+@overload
+def build(config: CheckedModule) -> CheckedModule: ...
+def build(config: Config | CheckedModule) -> CheckedModule:
     """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
 
     Args:
-        config: of a transformer, a recurrent, a convolutional, a window or an n-gram model.
+        config: of a transformer, a recurrent, a convolutional, a window or an n-gram model. A model
+            is returned as it is, with its edits.
 
     Raises:
         ConfigError: if `config.implementation` names none of `IMPLEMENTATIONS`.
     """
+    if isinstance(config, CheckedModule):
+        return config
     _check_config(config)
     if isinstance(config, RecurrentConfig):
         if config.is_tagger:
@@ -290,7 +295,7 @@ def cache_bytes(
 
 @known_keywords
 def init_decode_state(
-    config: Config,
+    config: Config | CheckedModule,
     params: Params | None,  # read where there is a source only
     batch: int,
     capacity: int,
@@ -298,7 +303,6 @@ def init_decode_state(
     source: Array | None = None,  # i32[B, S], or what the config's inputs describe
     source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> DecodeState:
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
 
@@ -308,36 +312,31 @@ def init_decode_state(
     `capacity` and `dtype` are static under `jax.jit`.
 
     Args:
-        config: of a model that writes tokens.
+        config: of a model that writes tokens, or such a model, which reads its source as it is
+            edited.
         params: its parameters, which are read where there is a source only.
         batch: B, rows.
         capacity: positions of a row of a cache, as in `init_cache`.
         source: i32[B, S], or what the config's inputs describe, of a model that reads one.
         source_valid: bool[B, S], False is padding; None has none.
         dtype: of a cache's keys and values; None is the compute dtype.
-        edit: functions by the names of the places of the source's encoder, "encoder/...", which
-            change the values there; those of the decoder are `make_step`'s.
 
     Raises:
         ValueError: if a source is missing, or given to a model that reads none, the model writes no
             tokens, `dtype` is given to a model without a cache, or a size cannot be.
     """
-    _check_config(config)
+    model: Any = build(config)
+    config = model.config
     reads = _check_state_arguments(config, batch, source, source_valid, dtype)
     if not reads:
-        if edit:
-            rule = "no source is read here; make_step(model, edit=...) edits what reads the tokens"
-            raise ValueError(f"edit has {next(iter(edit))!r}: {rule}")
         if isinstance(config, ModelConfig):
             return init_cache(config, batch, capacity, dtype)
         if isinstance(config, RecurrentConfig):
             return init_recurrent_state(config, batch)
         return init_recent_tokens(config, batch)
-    model: Any = build(config)
     state: DecodeState
     if isinstance(config, RecurrentConfig):
-        given: dict[str, Any] = dict(valid=source_valid, edit=edit)
-        state = model.apply({"params": params}, source, **given, method="init_state")
+        state = model.apply({"params": params}, source, valid=source_valid, method="init_state")
         return state
     positions = None
     if source_valid is not None:
@@ -345,7 +344,7 @@ def init_decode_state(
         rows = source if source.ndim == 2 else source[:, :, 0]  # a frame has one place
         valid = check_valid("source", rows, source_valid)
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
-    given = dict(capacity=capacity, dtype=dtype, positions=positions, edit=edit)
+    given = dict(capacity=capacity, dtype=dtype, positions=positions)
     state = model.apply({"params": params}, source, **given, method="init_cache")
     return state
 

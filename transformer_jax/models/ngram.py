@@ -189,7 +189,7 @@ class NgramLM(CheckedModule):
         Raises:
             ValueError: if arguments do not fit.
         """
-        cfg, places = self.config, Places.of(self.config, capture, edit)
+        cfg, places = self.config, Places.of(self, capture, edit)
         read, at = at, None if places.edit else at  # an edit is told all tokens
         length = None if state is None else state.length
         positions = sequence_positions(tokens, length, valid, segments) if places.edit else None

@@ -2,13 +2,15 @@
 
 A place is a value with a name. `places(config)` lists the names with their shapes;
 `model.apply(..., capture=(name, ...))` returns the values of some in a dict, after what it returns
-otherwise; `edit={name: function}` puts what a function returns in the place of a value:
+otherwise; `model.edited({name: function})` puts the result of a function in the place of a value:
 
     capture = "block_1/residual", "block_*/attention/weights"
     logits, cache, captured = model.apply({"params": params}, tokens, capture=capture)
 
-    without = {"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)}
-    logits, cache = model.apply({"params": params}, tokens, edit=without)
+    without = model.edited({"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)})
+    logits, cache = without.apply({"params": params}, tokens)
+
+`edit=` of a model's call is for that call only, after the model's own edits.
 
 A place is edited before it is captured. `*` stands for every number of a block. Names are known
 when a program is traced; values and functions may be traced, mapped and differentiated: a captured
@@ -24,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -200,26 +201,27 @@ OF_SOURCE = "cross_attention/key", "cross_attention/value"
 """Ends of the places whose tokens are those of the source."""
 
 
-def edit_items(edit: Mapping[str, Edit]) -> tuple[tuple[str, Edit], ...]:
-    """Return the names and functions of an edit, which a program takes as static."""
+Edits = tuple[tuple[str, InCall], ...]
+"""Functions by the names of places, in a form that can be a static argument."""
+
+
+def named_edits(config: Config | nn.Module, edit: Mapping[str, Edit]) -> Edits:
+    """Return an edit by the whole names of its places; ValueError if a name or value is none."""
     if not isinstance(edit, Mapping):
         raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
-    return tuple(edit.items())
-
-
-def edit_in_calls(edit: Mapping[str, Edit], **known: Any) -> dict[str, Edit]:
-    """Return an edit that is told of calls what `InCall.of` says."""
-    told = {name: InCall.of(function, **known) for name, function in edit_items(edit)}
-    return cast(dict[str, Edit], told)
-
-
-def split_edit(config: Config, edit: Mapping[str, Edit]) -> tuple[dict[str, Edit], dict[str, Edit]]:
-    """Return the edits of the encoder that reads a source, and all others: for `make_step`."""
-    if not edit:
-        return {}, {}
-    named = Places.of(config, (), edit).edit
-    parts = [{name: f for name, f in named if name.startswith("encoder/") == of} for of in (1, 0)]
-    return parts[0], parts[1]
+    known = list(places(config)) if edit else []
+    found: dict[str, InCall] = {}
+    for one, function in edit.items():
+        if not callable(function) and not isinstance(function, InCall):
+            given = shape_text(function) if hasattr(function, "shape") else repr(function)
+            raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
+        for name in _expand(one, known):
+            if name in found:
+                raise ValueError(f"edit has {name} twice: {one!r} names it again")
+            if name.endswith("/key_positions"):
+                raise ValueError(f"edit has {name}: positions can be captured, not edited")
+            found[name] = InCall.of(function)
+    return tuple(found.items())
 
 
 @short_repr
@@ -229,7 +231,7 @@ class Places:
     """Say which places of a stack are captured and edited; static, and so known under any trace."""
 
     capture: tuple[str, ...] = ()
-    edit: tuple[tuple[str, Edit], ...] = ()
+    edit: Edits = ()
     every_block: tuple[tuple[str, Callable[[jax.Array, Index], jax.Array]], ...] = ()
     """Edits of a place in every block, by functions of the value and of the block's number."""
     prefix: str = ""
@@ -240,38 +242,29 @@ class Places:
     @classmethod
     def of(
         cls,
-        config: Config | nn.Module,
-        capture: Iterable[str],
-        edit: Mapping[str, Edit],
+        model: Config | nn.Module,
+        capture: Iterable[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
         head_masks: Sequence[HeadMask] = (),
     ) -> Places:
         """Return the places of names that may hold `*`; ValueError for one that is none.
 
-        Heads are also multiplied by masks [N] or [L, N] of their branch.
+        The edits of a model come before those of the call. Heads are also multiplied by masks [N]
+        or [L, N] of their branch.
         """
+        own: Edits = model.edits if isinstance(model, nn.Module) else ()
         masked = [(name, mask, at) for name, mask, at in head_masks if mask is not None]
-        if not capture and not edit and not masked:
+        if not capture and not edit and not masked and not own:
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
-        known = list(places(config))
+        known = list(places(model)) if capture else []
         asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
-        changes: dict[str, Edit] = {}
-        for one, function in edit_items(edit):
-            if not callable(function) and not isinstance(function, InCall):
-                given = shape_text(function) if hasattr(function, "shape") else repr(function)
-                raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
-            for name in _expand(one, known):
-                if name in changes:
-                    raise ValueError(f"edit has {name} twice: {one!r} names it again")
-                if name.endswith("/key_positions"):
-                    raise ValueError(f"edit has {name}: positions can be captured, not edited")
-                changes[name] = function
         every_block = tuple(
-            (f"{branch}/heads", _scaled(name, mask, _layers_and_heads(config, branch)))
+            (f"{branch}/heads", _scaled(name, mask, _layers_and_heads(model, branch)))
             for name, mask, branch in masked
         )
-        return cls(asked, tuple(changes.items()), every_block)
+        return cls(asked, (*own, *named_edits(model, edit)), every_block)
 
     def inside(self, prefix: str) -> Places:
         """Return the places whose names begin with `prefix`, named without it."""
@@ -302,8 +295,7 @@ class Places:
             return self
         call = Call.of(positions, whole=whole, packed=packed)
         if whole and count is not None:
-            for _, edit in self.edit:
-                told = InCall.of(edit)
+            for _, told in self.edit:
                 if not told.part and (check := getattr(told.function, "check", None)):
                     check((count,) if call.lengths is None else call.lengths)
         return replace(self, call=call)
@@ -337,7 +329,7 @@ class Places:
                 edits.setdefault(place, []).append((self.prefix + name, number, function))
         for name, of_layer in self.every_block if layer is not None else ():
             own_layer = lambda x, of_layer=of_layer: of_layer(x, layer)  # noqa: E731
-            edits.setdefault(name, []).append((name, None, own_layer))
+            edits.setdefault(name, []).append((name, None, InCall(own_layer)))
         return Visit(capture, edits, layer, positions, source, self.call)
 
     def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
@@ -382,7 +374,7 @@ class Places:
         return {name: captured[name] for name in self.capture}
 
 
-_BlockEdit = tuple[str, int | None, Edit]
+_BlockEdit = tuple[str, int | None, InCall]
 """A place, as one writes it in `edit=`, the block that it is of, None the one at hand, its edit."""
 
 NOWHERE = Places()
@@ -420,7 +412,7 @@ class Visit:
             positions, call = self.source, Call.of(self.source)
         for place, number, function in self.edits.get(name, ()):
             if of_source:  # every call sees the whole source
-                function = cast(Edit, replace(InCall.of(function), part=False, first=0))
+                function = replace(function, part=False, first=0)
             found = apply_edit(place, function, value, positions, call, alone)
             rule = f"must be {value.dtype}{list(value.shape)}"
             if found is None:
@@ -449,6 +441,7 @@ class Visit:
 
 
 def _layers_and_heads(config: Config | nn.Module, branch: str) -> tuple[int, int]:
+    config = config.config if isinstance(config, nn.Module) else config
     assert isinstance(config, ModelConfig)  # no other has heads
     inside = config.kind == "encoder" or branch.startswith("encoder/")
     return config.num_layers if inside else config.decoder_layers, config.num_heads

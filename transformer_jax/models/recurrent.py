@@ -137,7 +137,7 @@ class RecurrentLM(CheckedModule):
         """
         check_tokens(tokens, self.config.vocab_size)
         check_segments(tokens, segments, state)
-        places = Places.of(self.config, capture, edit)
+        places = Places.of(self, capture, edit)
         whole = state is None
         if state is None:
             state = init_recurrent_state(self.config, tokens.shape[0])
@@ -201,7 +201,7 @@ class RecurrentTagger(CheckedModule):
         """
         check_segments(tokens, segments, None)
         positions, packed = sequence_positions(tokens, None, valid, segments), segments is not None
-        places = Places.of(self.config, capture, edit).told(positions, packed=packed)
+        places = Places.of(self, capture, edit).told(positions, packed=packed)
         visit = places.visit(positions=positions)
         read_key, top_key = split_key(key, 2)
         states, valid = self._read(tokens, valid, segments, read_key, visit)
@@ -238,7 +238,9 @@ class RecurrentTagger(CheckedModule):
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this model has no classification head")
         read_key, top_key = split_key(key, 2)
-        states, valid = self._read(tokens, valid, None, read_key, Visit())
+        positions = sequence_positions(tokens, None, valid)
+        visit = Places.of(self).told(positions).visit(positions=positions)
+        states, valid = self._read(tokens, valid, None, read_key, visit)
         return self._classes(states, valid, top_key)
 
     def _read(
@@ -291,7 +293,6 @@ class RecurrentSeq2Seq(CheckedModule):
         *,
         valid: jax.Array | None = None,  # bool[B, S]
         key: jax.Array | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> RecurrentState:
         """Read the source once: what the decoder starts from, and its attention looks at.
 
@@ -299,9 +300,8 @@ class RecurrentSeq2Seq(CheckedModule):
             source: i32[B, S].
             valid: bool[B, S], False is padding; None has none.
             key: a single key, which turns dropout on.
-            edit: functions by the names of the encoder's places, which change the values there.
         """
-        places = Places.of(self.config, (), edit).inside("encoder/")
+        places = Places.of(self).inside("encoder/")
         return self._read(source, valid, key, places)[0]
 
     def _read(
@@ -366,14 +366,15 @@ class RecurrentSeq2Seq(CheckedModule):
         refuse_rngs(self, key)
         check_tokens(tokens, self.config.vocab_size)
         encoder_key, key = split_key(key, 2)
-        places = Places.of(self.config, capture, edit)
+        places = Places.of(self, capture, edit)
         inside = places.inside("encoder/")
         captured: Captured = {}
         whole = state is None
         if source is not None:
             state, captured = self._read(source, source_valid, encoder_key, inside)
-        else:
-            for name in (*inside.capture, *dict(inside.edit)):
+        else:  # the model's own edits of the encoder made what the state holds
+            asked = Places.of(self.config, capture, edit).inside("encoder/")
+            for name in (*asked.capture, *dict(asked.edit)):
                 raise ValueError(f"encoder/{name} with a state: it has already read its source")
         assert state is not None
         logits, state, own = read_tokens(

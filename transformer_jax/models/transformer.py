@@ -65,7 +65,6 @@ class EncodeOptions(TypedDict, total=False):
     types: jax.Array | None
     head_mask: jax.Array | None
     key: jax.Array | None
-    edit: Mapping[str, Edit]
 
 
 class Encoder(CheckedModule):
@@ -108,7 +107,6 @@ class Encoder(CheckedModule):
         types: jax.Array | None = None,  # i32[B, T]
         head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> jax.Array:  # [B, T, D]
         """Return the hidden state of every token; of frames, of every output of theirs.
 
@@ -121,8 +119,6 @@ class Encoder(CheckedModule):
             head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix
                 (Michel et al. 2019).
             key: a single key, which turns dropout on.
-            edit: functions by the names of places (`transformer_jax.places`), which change the
-                values there.
 
         Returns:
             [B, T, D], in the compute dtype.
@@ -131,7 +127,7 @@ class Encoder(CheckedModule):
             ValueError: if an argument does not fit the tokens or the config.
         """
         masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self.config, (), edit, masks)
+        places = Places.of(self, head_masks=masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         return run_encoder(self, tokens, given, segments=segments, types=types, key=key)[0]
 
@@ -155,7 +151,7 @@ class Encoder(CheckedModule):
             segments: i32[B, T], ids of packed documents; None is one document.
             types: i32[B, T], BERT's token types; None is 0.
         """
-        places = Places.of(self.config, WEIGHTS, NO_EDIT)
+        places = Places.of(self, WEIGHTS)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         x, captured, _ = run_encoder(self, tokens, given, segments=segments, types=types)
         weights = attention_weights(self.config, captured, x, None)
@@ -199,7 +195,7 @@ class Encoder(CheckedModule):
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
             raise ValueError(f"{name} is {getattr(self.config, name)!r}: {rule}")
         masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self.config, capture, edit, masks)
+        places = Places.of(self, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         x, captured, given = run_encoder(
             self, tokens, given, segments=segments, types=types, key=key
@@ -359,7 +355,7 @@ class Decoder(CheckedModule):
                 position is past the cache's end.
         """
         masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self.config, capture, edit, masks)
+        places = Places.of(self, capture, edit, masks)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         logits, cache, captured, _ = decoder_logits(
             self, tokens, given, cache=cache, segments=segments, key=key, at=at
@@ -374,11 +370,11 @@ class Decoder(CheckedModule):
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         segments: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> OutputLayer:
         """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
 
-        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them.
+        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them. An edit
+        of "logits" has no effect.
 
         Args:
             tokens: i32[B, T].
@@ -386,10 +382,8 @@ class Decoder(CheckedModule):
             mask: takes the place of `Causal()`.
             segments: i32[B, T], ids of packed documents.
             key: a single key, which turns dropout on.
-            edit: functions by the names of places, which change the values there; an edit of
-                "logits" has no effect.
         """
-        given = BlockInputs(positions=positions, mask=mask, places=Places.of(self.config, (), edit))
+        given = BlockInputs(positions=positions, mask=mask, places=Places.of(self))
         x = run_decoder(self, tokens, given, segments=segments, key=key)[0]
         return self.embed.output_layer(x)
 
@@ -401,7 +395,6 @@ class Decoder(CheckedModule):
         mask: Mask | None = None,  # None is Causal(); another mask replaces it
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
         """Return what `__call__` does, and what every layer weighed the keys with.
 
@@ -412,9 +405,8 @@ class Decoder(CheckedModule):
             mask: takes the place of `Causal()`.
             cache: of the tokens before; None has none.
             segments: i32[B, T], ids of packed documents.
-            edit: functions by the names of places, which change the values there.
         """
-        places = Places.of(self.config, WEIGHTS, edit)
+        places = Places.of(self, WEIGHTS)
         given = BlockInputs(positions=positions, mask=mask, places=places)
         logits, cache, captured, x = decoder_logits(
             self, tokens, given, cache=cache, segments=segments

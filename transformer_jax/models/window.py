@@ -84,7 +84,7 @@ class WindowLM(CheckedModule):
         Raises:
             ValueError: if arguments do not fit.
         """
-        cfg, places = self.config, Places.of(self.config, capture, edit)
+        cfg, places = self.config, Places.of(self, capture, edit)
         read, at = at, None if places.edit else at  # an edit is told all tokens
         refuse_rngs(self, key)
         before = state

@@ -21,7 +21,6 @@ from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import ModelStep, make_step
 from transformer_jax.models.encoder_decoder import EncoderDecoder
-from transformer_jax.models.places import Edit, edit_items, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import TextGenerator, scored_texts
@@ -85,17 +84,15 @@ def search_translations(
     return scored_texts(found, partial(_text, generator))
 
 
-@program(static=("config", "capacity", "dtype", "edit"))
+@program(static=("model", "capacity", "dtype"))
 def _state(
-    config: ModelConfig,
+    model: EncoderDecoder,
     params: Params,
     source: jax.Array,  # i32[1, S]
     capacity: int,
     dtype: jax.typing.DTypeLike | None,
-    edit: tuple[tuple[str, Edit], ...],
 ) -> ModelCache:
-    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, edit=dict(edit))
-    model: Any = EncoderDecoder(config)
+    arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype)
     found: ModelCache = model.apply({"params": params}, source, method="init_cache", **arguments)
     return found
 
@@ -113,12 +110,11 @@ def _begun(
     if wrong := [int(i) for i in source if not 0 <= i < config.encoder_vocab_size]:
         rule = f"the model has {config.encoder_vocab_size}"
         raise ValueError(f"the source has id {wrong[0]}: {rule}")
-    of_source, of_target = split_edit(config, generator.edit)
+    model = EncoderDecoder(config).edited(generator.edit)
     state = _state(
-        config, generator.params, jnp.asarray(source[None]), num_tokens, generator.cache_dtype,
-        edit_items(of_source),
-    )  # fmt: skip
-    return make_step(EncoderDecoder(config), edit=of_target).told(apart=True), state
+        model, generator.params, jnp.asarray(source[None]), num_tokens, generator.cache_dtype
+    )
+    return make_step(model).told(apart=True), state
 
 
 def _text(generator: TextGenerator, ids: Sequence[int]) -> str:

@@ -20,9 +20,9 @@ from transformer_jax.attention.masks import Causal, Padding
 from transformer_jax.config import ModelConfig, NgramConfig
 from transformer_jax.config.architectures import AnyModelConfig, model_shape
 from transformer_jax.kernels import platform
+from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.experts import ROUTED, router_loss
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import Edit, Places, edit_in_calls
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
@@ -72,13 +72,9 @@ def as_given(batch: Batch) -> Batch:
     return batch
 
 
-Edits = tuple[tuple[str, Edit], ...]
-"""Functions by the names of places, in a form that can be a static argument."""
-
-
-def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
+def _reading(model: AnyModel) -> Callable[..., Any]:
     """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
-    model = build(config)
+    config: AnyModelConfig = model.config
     experts = config.experts if isinstance(config, ModelConfig) else None
     transformer, shape = isinstance(config, ModelConfig), model_shape(config)
 
@@ -108,14 +104,12 @@ def _reading(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., Any]:
             given["mask"] = Causal() | Padding(batch.prefix)
         if shape == "encoder-decoder":
             given |= {"source": batch.source, **padding("source_", batch.source_valid)}
-        if edit:
-            several = len(batch.tokens) > 1  # of which some may be none, to fill a batch up
-            padded = several and batch.valid is not None
-            given["edit"] = edit_in_calls(dict(edit), apart=several, padded=padded)
+        several = len(batch.tokens) > 1  # of which some may be none, to fill a batch up
+        told = model.told(apart=several, padded=several and batch.valid is not None)
         if experts is None or routed is None:
-            return model.apply({"params": params}, batch.tokens, method=method, **given)
+            return told.apply({"params": params}, batch.tokens, method=method, **given)
         given["mutable"] = [ROUTED]
-        found, state = model.apply({"params": params}, batch.tokens, method=method, **given)
+        found, state = told.apply({"params": params}, batch.tokens, method=method, **given)
         logits = jax.tree_util.tree_leaves_with_path(state[ROUTED])
         valid = [_real(batch, path[0].key == "encoder", shape, x) for path, x in logits]
         routed.append(router_loss(experts, [x for _, x in logits], valid))
@@ -136,14 +130,14 @@ def _real(batch: Batch, source: bool, shape: str, logits: jax.Array) -> jax.Arra
     return jnp.asarray(valid) if fits else None
 
 
-def batch_logits(config: AnyModelConfig, edit: Edits = ()) -> Callable[..., jax.Array]:
+def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., jax.Array]:
     """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
 
     A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
-    encoder reads a row in both directions; an encoder-decoder reads the source besides. `edit`
-    changes the values of places on the way.
+    encoder reads a row in both directions; an encoder-decoder reads the source too. The `config`
+    may be the model itself, with its edits.
     """
-    read = _reading(config, edit)
+    read = _reading(build(config))
 
     def logits(
         params: Params,
@@ -209,7 +203,7 @@ def batch_loss(
     Returns:
         A function `loss(params, batch, key) -> (mean, weight)`; a key turns dropout on.
     """
-    read, logits = _reading(config), batch_logits(config)
+    read, logits = _reading(build(config)), batch_logits(config)
     whole = partial(
         cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
     )
@@ -242,15 +236,16 @@ def batch_loss(
 
 
 def batch_scores(
-    config: AnyModelConfig, *, row_shards: int = 1, edit: Edits = ()
+    config: AnyModelConfig | AnyModel, *, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
     """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest.
 
-    Logits that would be large are computed in chunks, as in `batch_loss`, unless an `edit`, which
-    changes the values of places on the way, is of the logits.
+    The `config` may be the model itself, with its edits. Logits that would be large are computed in
+    chunks, as in `batch_loss`, unless they are edited.
     """
-    read, logits = _reading(config, edit), batch_logits(config, edit)
-    whole = "logits" in dict(Places.of(config, (), dict(edit)).edit)
+    model = build(config)
+    read, logits, config = _reading(model), batch_logits(model), model.config
+    whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
         mean, weight = cross_entropy(found, labels, ignore_label=IGNORE)
@@ -293,14 +288,15 @@ def batch_scores(
     return scores
 
 
-@program(static=("config", "edit"))
+@program(static=("config",))
 def token_nats(
-    config: AnyModelConfig, params: Params, batch: Batch, edit: Edits
+    config: AnyModelConfig | AnyModel, params: Params, batch: Batch
 ) -> jax.Array:  # f32[B, T]
     """Return -log p of each label [B, T]; 0 of one that does not count."""
-    labels = batch.labels
-    if isinstance(config, ModelConfig) and not edit:
-        x, table, bias = _reading(config)("output_layer", params, batch, None)
+    labels, model = batch.labels, build(config)
+    config = model.config
+    if isinstance(config, ModelConfig) and not model.edits:
+        x, table, bias = _reading(model)("output_layer", params, batch, None)
         rows, length = labels.shape
         size = chosen_chunk(rows, length, config.vocab_size)
         log_probs, _ = label_scores(
@@ -308,15 +304,13 @@ def token_nats(
             ignore_label=IGNORE,
         )  # fmt: skip
         return -log_probs
-    found = jax.nn.log_softmax(batch_logits(config, edit)(params, batch, None).astype(jnp.float32))
+    found = jax.nn.log_softmax(batch_logits(model)(params, batch, None).astype(jnp.float32))
     picked = jnp.where(labels == IGNORE, 0, labels)[..., None]
     nats = -jnp.take_along_axis(found, picked, axis=-1)[..., 0]
     return jnp.where(labels == IGNORE, 0.0, nats)
 
 
-@program(static=("config", "edit"))
-def scored(
-    config: AnyModelConfig, params: Params, batch: Batch, edit: Edits
-) -> jax.Array:  # f32[3]
+@program(static=("model",))
+def scored(model: AnyModel, params: Params, batch: Batch) -> jax.Array:  # f32[3]
     """Return `batch_scores` of one batch."""
-    return batch_scores(config, edit=edit)(params, batch)
+    return batch_scores(model)(params, batch)

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items, places
+from transformer_jax.models.places import NO_EDIT, Edit, places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import token_texts
-from transformer_jax.training.batch import Edits
 from transformer_jax.use.attention_picture import Maps, draw_maps
 from transformer_jax.use.prompts import arguments, read_prompt
 from transformer_jax.use.reading import Reader
@@ -114,7 +113,8 @@ def attention_weights(
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
     prompt, tokenizer = read_prompt(model, text), model.tokenizer
     ids, source = prompt.ids, prompt.source
-    found = _weights(config, model.params, ids[None], prompt.given(), edit_items(edit))
+    built = build(config).edited(edit)
+    found = _weights(built, model.params, ids[None], prompt.given())
     labels = token_texts(tokenizer, ids)
     of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
     if isinstance(config, ModelConfig):
@@ -137,14 +137,13 @@ def _stacked(found: dict[str, jax.Array], name: str, depth: int) -> np.ndarray: 
     return np.stack([np.asarray(found[name.format(i)], np.float32)[0] for i in range(depth)])
 
 
-@program(static=("config", "edit"))
+@program(static=("model",))
 def _weights(
-    config: AnyModelConfig, params: Params, tokens: Array, given: dict[str, Array], edit: Edits
+    model: CheckedModule, params: Params, tokens: Array, given: dict[str, Array]
 ) -> dict[str, jax.Array]:
     """Return the weights of all layers by their places."""
-    capture = tuple(name for name in places(config) if name.endswith("attention/weights"))
-    found: Any = build(config).apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, edit=dict(edit),
-        **arguments(given),
-    )  # fmt: skip
+    capture = tuple(name for name in places(model) if name.endswith("attention/weights"))
+    found: Any = model.apply(
+        {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
+    )
     return dict(found[-1])

@@ -19,14 +19,15 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
 from transformer_jax.decoding.step import make_step
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.models.places import NO_EDIT, Edit, edit_in_calls, edit_items
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import ON_ACCELERATORS, Edits, chosen_chunk
+from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
 from transformer_jax.training.losses import label_scores
 from transformer_jax.use.reading import Reader
 from transformer_jax.use.writing import shortened
@@ -127,6 +128,7 @@ def score_requests(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(given):
         by_context.setdefault(request.context, []).append(n)
+    built = build(model.config).edited(edit)
     if edit:  # it may be of one row, and of tokens that are counted from the beginning
         batch_size, together = 1, []
     else:
@@ -140,8 +142,8 @@ def score_requests(
         part = alone[start : start + batch_size]
         rows = min(batch_size, _power(len(alone)))
         first = len(requests[part[0]]) - len(given[part[0]])
-        told = edit_in_calls(edit, part=True, first=first) if edit and first else edit
-        scores = _score_rows(model, [given[n] for n in part], rows, edit_items(told))
+        told = built.told(part=True, first=first) if first else built
+        scores = _score_rows(model, [given[n] for n in part], rows, told)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
     parts = [*_groups(given, together, batch_size)]
@@ -191,11 +193,11 @@ def _groups(
 
 
 def _score_rows(
-    model: Reader, part: Sequence[Request], rows: int, edit: Edits
+    model: Reader, part: Sequence[Request], rows: int, built: CheckedModule
 ) -> list[Continuation]:
     """Score requests, each of which is a row of its own."""
     longest, size = longest_text(model.config), max(map(len, part))
-    length = size if edit else min(longest, bucket(size))  # an edit sees no padding
+    length = size if built.edits else min(longest, bucket(size))  # an edit sees no padding
     width = min(length, bucket(max(len(request.continuation) for request in part)))
     tokens = np.zeros((rows, length), np.int32)
     at, labels = np.zeros((2, rows, width), np.int32)
@@ -205,7 +207,7 @@ def _score_rows(
         at[n, :count] = np.arange(size - count, size)
         labels[n, :count] = request.continuation
     log_probs, likeliest = _rows_program(
-        model.config, model.params, jnp.asarray(tokens), jnp.asarray(at), jnp.asarray(labels), edit
+        built, model.params, jnp.asarray(tokens), jnp.asarray(at), jnp.asarray(labels)
     )
     return _summed(part, log_probs, likeliest)
 
@@ -250,20 +252,19 @@ def _summed(
     ]
 
 
-@program(static=("config", "edit"))
+@program(static=("model",))
 def _rows_program(
-    config: AnyModelConfig,
+    model: CheckedModule,
     params: Params,
     tokens: jax.Array,  # i32[B, T]
     at: jax.Array,  # i32[B, C]
     labels: jax.Array,  # i32[B, C]
-    edit: Edits,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]
     """Return log p of each label after token `at`, and whether it is the likeliest one."""
-    model: Any = build(config)
+    config = model.config
     given = {"params": params}
-    if edit or not isinstance(config, ModelConfig):
-        logits = model.apply(given, tokens, **({"edit": dict(edit)} if edit else {}))[0]
+    if model.edits or not isinstance(config, ModelConfig):
+        logits = model.apply(given, tokens)[0]
         return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
     x, table, bias = model.apply(given, tokens, method="output_layer")
     size = chosen_chunk(len(labels), labels.shape[1], config.vocab_size)

@@ -23,7 +23,7 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items
+from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.utf8 import DataError
@@ -228,13 +228,13 @@ def judge(
     edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
-    config = task.config
-    step = make_eval_step(batch_scores(config.model, edit=edit_items(edit)), task.prepare)
+    task = task.edited(edit) if edit else task
+    step = make_eval_step(batch_scores(task.model), task.prepare)
     scores = scores_of(step, params, task.held_out, task.evaluation())
     found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}
     found["perplexity"] = math.exp(min(scores.loss, 700.0))
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]
         found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
-    own = task.judge(params, report, edit) if edit else task.judge(params, report)
+    own = task.judge(params, report)
     return found | {"likeliest_label": scores.accuracy} | own

@@ -22,6 +22,7 @@ from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample
+from transformer_jax.models.factory import build
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.text.completion import longest_text
@@ -222,13 +223,14 @@ class LanguageModel(Looker, Scorer):
             given |= {"key": None if key is None else "a key"}
             self._refuse(given, "each mask is filled with its likeliest token")
             run = self._masked_run()
-            filled = [fill_masks(run, self.tokenizers, self.params, text, edit) for text in texts]
+            built = build(run.model).edited(edit)
+            filled = [fill_masks(run, self.tokenizers, self.params, text, built) for text in texts]
             return as_given(filled, is_list, stream)
         if self.kind == "targets" and self.model.run is not None:
             self._refuse(given | {"samples": samples}, "it takes the likeliest tokens, or beams")
             found = answer_sources(
                 self.model.run, self.tokenizers, self.params, texts, beams=beams or 1,
-                num_tokens=num_tokens, edit=edit,
+                num_tokens=num_tokens, model=build(self.config).edited(edit),
             )  # fmt: skip
             cut = [cut_at_stop(text, stop) for text in found]
             return as_given(cut, is_list, stream)
@@ -414,7 +416,8 @@ class LanguageModel(Looker, Scorer):
             return search_targets(
                 self.model.run, self.tokenizers, self.params, str(prompt), beams=beams,
                 results=results, num_tokens=num_tokens,
-                length_penalty=1.0 if length_penalty is None else length_penalty, edit=edit,
+                length_penalty=1.0 if length_penalty is None else length_penalty,
+                model=build(self.config).edited(edit),
             )  # fmt: skip
         generator = self._generator(processors=processors, cache_dtype=cache_dtype, edit=edit)
         penalty = length_penalty or 0.0
@@ -520,7 +523,8 @@ class LanguageModel(Looker, Scorer):
             raise ConfigError(f"candidates: {self.instead()}")
         check_count("count", count, 1)
         self.warn_of_unknown([text])
-        return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count, edit)
+        built = build(self.config).edited(edit)
+        return mask_candidates(self._masked_run(), self.tokenizers, self.params, text, count, built)
 
     @overload
     def classify(self, text: str, *, edit: Mapping[str, Edit] = ...) -> tuple[str, float]: ...
@@ -550,7 +554,9 @@ class LanguageModel(Looker, Scorer):
         for one in texts:
             self.check_tokens(one)
         self.warn_of_unknown(texts)
-        found = label_texts(self.model.run, self.tokenizers, self.params, texts, edit)
+        found = label_texts(
+            self.model.run, self.tokenizers, self.params, texts, build(self.config).edited(edit)
+        )
         return found if is_list else found[0]
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:

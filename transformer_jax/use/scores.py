@@ -14,7 +14,9 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
-from transformer_jax.models.places import Edit, edit_in_calls, edit_items
+from transformer_jax.models.arguments import CheckedModule
+from transformer_jax.models.factory import build
+from transformer_jax.models.places import Edit
 from transformer_jax.text.completion import longest_text
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
@@ -174,13 +176,13 @@ def _score_ids(
     if edit:  # it sees one row, no padding, and how many tokens come before a window
         read_after = range(-(-max(0, len(ids) - 1 - longest) // stride), -1, -1)
         for before, row in zip(read_after, [*rows][::-1], strict=False):
-            told = edit
+            told = build(model.config).edited(edit)
             if len(read_after) > 1:
-                told = edit_in_calls(edit, part=True, first=before * stride)
+                told = told.told(part=True, first=before * stride)
             nats = _nats(model, row, told) + nats
     while part := [*islice(rows, read.batch_size)]:
         count = count or len(part)
-        nats += _nats(model, _stacked(part, count), edit)
+        nats += _nats(model, _stacked(part, count), build(model.config))
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
 
 
@@ -193,10 +195,9 @@ def _stacked(rows: Sequence[Batch], count: int) -> Batch:
     return Batch(np.pad(tokens, missing), np.pad(labels, missing, constant_values=IGNORE))
 
 
-def _nats(model: Reader, batch: Batch, edit: Mapping[str, Edit]) -> list[float]:
+def _nats(model: Reader, batch: Batch, built: CheckedModule) -> list[float]:
     """Return -log p of each label that counts, row after row."""
-    given = model.config, model.params, batch, edit_items(edit)
-    found = np.asarray(token_nats(*given), np.float64)
+    found = np.asarray(token_nats(built, model.params, batch), np.float64)
     values: list[float] = found[np.asarray(batch.labels) != IGNORE].tolist()
     return values
 
@@ -244,7 +245,8 @@ def _score_pair(model: Reader, text: Scored, read: Windows, edit: Mapping[str, E
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
     labels = np.asarray(example.labels)
     tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
-    return Score(len(utf8(text[1])), tuple(tokens), tuple(_nats(model, row, edit)))
+    nats = _nats(model, row, build(model.config).edited(edit))
+    return Score(len(utf8(text[1])), tuple(tokens), tuple(nats))
 
 
 def pair_batch(model: Reader, source: str, target: str) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,15 @@ import numpy as np
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import Force, ForceLast, HistoryProcessor, never
 from transformer_jax.decoding.step import ModelStep, make_step
+from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.models.places import NO_EDIT, Edit, edit_in_calls, split_edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, PyTree
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -72,21 +72,21 @@ def answer_sources(
     *,
     beams: int | None = None,
     num_tokens: int | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
     report: Report | None = None,
 ) -> list[str]:
     """Write the target of each source: with `beams`, those of the task where it is None.
 
     One beam takes the likeliest token at each step. Scores of beams are mean log-probabilities of
-    their tokens. `report` is told after every batch. DataError for a source that does not fit the
-    model.
+    their tokens. The `model` is that of the config, which may be edited. `report` is told after
+    every batch. DataError for a source that does not fit the model.
     """
     task = config.task
     if beams is None:
         beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
     encoded = [_encoded(config, tokenizers, text) for text in sources]
     return write_targets(
-        config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens, edit=edit,
+        config, tokenizers, params, encoded, beams=beams, num_tokens=num_tokens, model=model,
         report=report,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def write_targets(
     *,
     beams: int = 1,
     num_tokens: int | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
     report: Report | None = None,
 ) -> list[str]:
     """Write the target of each source that is given as the model reads it, as `answer_sources`.
@@ -109,13 +109,14 @@ def write_targets(
     found = [""] * len(sources)
     begins = model_shape(config.model) == "encoder-decoder"
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    model = build(config.model) if model is None else model
     tell = report or (lambda done, total: None)
     tell(0, len(sources))
     for start in range(0, len(order), BATCH):
         chosen = order[start : start + BATCH]
         rows = [sources[i] for i in chosen]
         rows += [rows[-1]] * (BATCH - len(rows) if len(sources) > BATCH else 0)  # one program
-        written = _write(config, tokenizers, params, rows, beams, num_tokens, edit)
+        written = _write(config, tokenizers, params, rows, beams, num_tokens, model)
         for i, ids in zip(chosen, written, strict=False):
             found[i] = _text(tokenizers.tokenizer, ids, begins)
         tell(start + len(chosen), len(sources))
@@ -146,7 +147,7 @@ def _start(
     params: Params,
     rows: Sequence[np.ndarray],
     num_tokens: int | None,
-    edit: Mapping[str, Edit],
+    built: AnyModel,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what `generate` and `beam_search` go on from: arguments in order, and by name."""
     model, tokenizer = config.model, tokenizers.tokenizer
@@ -156,14 +157,11 @@ def _start(
     prompts: dict[str, Any] = {}
     processors: tuple[HistoryProcessor, ...] = ()
     stop: tuple[int, ...] = ()
-    built: Any = build(model)  # one that writes: `make_step` refuses the others
-    of_source, edit = split_edit(model, edit)
-    if of_source:  # it sees no padding that all rows have, and no other sources
+    if any(name.startswith("encoder/") for name, _ in built.edits):
+        # they see no padding that all rows have, and no other sources
         tokens = tokens[:, : lengths.max()]
         valid = None if valid is None else valid[:, : lengths.max()]
-        padded = len(set(lengths.tolist())) > 1
-        of_source = edit_in_calls(of_source, apart=len(rows) > 1, padded=padded)
-    step: Any = make_step(built, edit=edit).told(apart=True)  # rows are filled up
+    step: Any = make_step(built).told(apart=True)  # type: ignore[call-overload]  # rows are filled
     if model_shape(model) == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)
@@ -172,8 +170,9 @@ def _start(
             processors = (*processors, Force(target.forced_bos))
         if target.forced_eos is not None:
             processors = (*processors, ForceLast(count, target.forced_eos))
-        given = tokens, valid, tuple(of_source.items())
-        state = _init(model, params, len(rows), count, *given)
+        padded = len(set(lengths.tolist())) > 1
+        told = built.told(apart=len(rows) > 1, padded=padded)
+        state = _init(told, params, len(rows), count, tokens, valid)
     else:
         stop, capacity = end_ids(tokenizer), config.sequence_len
         if isinstance(model, ModelConfig):
@@ -182,7 +181,7 @@ def _start(
             count = min(count, config.sequence_len)
             capacity = min(capacity, bucket(tokens.shape[1]) + count)
         if isinstance(config.task, PrefixTask) and config.task.bidirectional:
-            step = PrefixStep(step.model, step.edit) if isinstance(step, ModelStep) else step
+            step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
         prompt, prompts["lengths"] = tokens, lengths
         state = init_decode_state(model, params, len(rows), capacity)
     named = dict(num_tokens=count, stop=stop, processors=processors, **prompts)
@@ -196,10 +195,10 @@ def _write(
     rows: Sequence[np.ndarray],
     beams: int,
     num_tokens: int | None,
-    edit: Mapping[str, Edit],
+    built: AnyModel,
 ) -> list[np.ndarray]:
     """Return the ids that are written after each row, up to their end."""
-    start, named = _start(config, tokenizers, params, rows, num_tokens, edit)
+    start, named = _start(config, tokenizers, params, rows, num_tokens, built)
     if beams == 1:
         written = generate(*start, **named).rows()
     else:
@@ -223,14 +222,15 @@ def search_targets(
     results: int = 1,
     num_tokens: int | None = None,
     length_penalty: float = 1.0,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
 ) -> list[tuple[float, str]]:
     """Return the best targets of a source that a beam search finds, and their scores.
 
     A score is log p / n^length_penalty, of the n tokens of a target with its end.
     """
     row = _encoded(config, tokenizers, source)
-    start, named = _start(config, tokenizers, params, [row], num_tokens, edit)
+    model = build(config.model) if model is None else model
+    start, named = _start(config, tokenizers, params, [row], num_tokens, model)
     found = beam_search(
         *start, num_beams=beams, num_results=results,
         length_penalty=LengthPenalty(length_penalty), **named,
@@ -246,20 +246,17 @@ def search_targets(
     ]
 
 
-@program(static=("model", "batch", "capacity", "edit"))
+@program(static=("model", "batch", "capacity"))
 def _init(
-    model: AnyModelConfig,
+    model: AnyModel,
     params: Params,
     batch: int,
     capacity: int,
     source: Array,
     valid: Array | None,
-    edit: tuple[tuple[str, Edit], ...],
 ) -> PyTree:
     """Return the state of a decoder whose encoder has read the sources."""
-    return init_decode_state(
-        model, params, batch, capacity, source=source, source_valid=valid, edit=dict(edit)
-    )
+    return init_decode_state(model, params, batch, capacity, source=source, source_valid=valid)
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray, begins: bool) -> str:

@@ -7,16 +7,17 @@ text <cls>, and writes the class as a token of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items
+from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import (
@@ -26,7 +27,7 @@ from transformer_jax.tokenizers.special import (
     with_special_tokens,
 )
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Edits, Params, batch_logits
+from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import IGNORE, line_tokenizer
 from transformer_jax.training.rows import Rows, bucketed, padded
 from transformer_jax.training.tasks.metrics import confusion_matrix, macro_f1
@@ -80,20 +81,20 @@ class Classes(RowsTask):
     def sample(self, params: Params) -> str:
         """Return the first held-out texts and the labels that the model gives them."""
         pairs = self.pairs[:SHOWN]
-        said = label_texts(self.config, self.tokenizers, params, [pair.target for pair in pairs])
+        said = label_texts(
+            self.config, self.tokenizers, params, [pair.target for pair in pairs], self.model
+        )
         lines = []
         for pair, (label, probability) in zip(pairs, said, strict=True):
             wanted = "" if label == pair.source else f" (wanted: {pair.source})"
             lines.append(f"{label} {probability:.2f}{wanted}: {pair.target}")
         return "\n".join(lines)
 
-    def judge(
-        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return accuracy and macro F1 on the held-out texts, and what was taken for what."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]
-        said = label_texts(self.config, self.tokenizers, params, texts, edit)
+        said = label_texts(self.config, self.tokenizers, params, texts, self.model)
         confusion = confusion_matrix(
             np.array([labels.index(label) for label, _ in said]),
             np.array([labels.index(pair.source) for pair in self.pairs]),
@@ -144,16 +145,20 @@ def label_texts(
     tokenizers: Tokenizers,
     params: Params,
     texts: Sequence[str],
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
 ) -> list[tuple[str, float]]:
-    """Return the likeliest label of each text, and its probability among the labels."""
+    """Return the likeliest label of each text, and its probability among the labels.
+
+    The `model` is that of the config, which may be edited.
+    """
+    model = build(config.model) if model is None else model
     labels, names = labels_of(config), label_names(config)
     ids = special_ids(tokenizers.tokenizer)
     columns = np.array([ids[name] for name in names], np.int32)
     pairs = [Pair(labels[0], text, f"text {n + 1}") for n, text in enumerate(texts)]
     examples = [class_example(config, tokenizers, pair) for pair in pairs]
     found: list[tuple[str, float]] = []
-    size = 1 if edit else config.batch_size
+    size = 1 if model.edits else config.batch_size
     longest = max(len(example.tokens) for example in examples)
     for start in range(0, len(examples), size):
         part = examples[start : start + size]
@@ -161,10 +166,9 @@ def label_texts(
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
-        if edit:  # it sees neither padding nor rows that are none
+        if model.edits:  # they see neither padding nor rows that are none
             batch = Batch(part[0].tokens[None], part[0].labels[None])
-        given = config.model, params, batch, columns if names else None
-        logits = _class_logits(*given, edit_items(edit))
+        logits = _class_logits(model, params, batch, columns if names else None)
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
             if not np.isfinite(row).all():
                 raise DataError(f"text {len(found) + 1}: its logits are not finite")
@@ -173,12 +177,12 @@ def label_texts(
     return found
 
 
-@program(static=("model", "edit"))
+@program(static=("model",))
 def _class_logits(
-    model: AnyModelConfig, params: Params, batch: Batch, columns: Array | None, edit: Edits
+    model: AnyModel, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
     """Return the logits of the classes: of a head, or of the class tokens after <cls>."""
-    logits = batch_logits(model, edit)(params, batch, None)
+    logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits
     at = (batch.labels != IGNORE).argmax(axis=1)

@@ -6,21 +6,22 @@ encoder reads a picture, and its classification head says the class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.positions import Learned
 from transformer_jax.config.tasks import DigitsTask, TonesTask
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items
+from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Edits, Params, batch_logits
+from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import line_tokenizer
 from transformer_jax.training.rows import Rows, bucketed
 from transformer_jax.training.tasks.answers import write_targets
@@ -101,9 +102,7 @@ class Signals(RowsTask):
             lines.append(f"{self._name(signal)} -> {text}{wanted}")
         return "\n".join(lines)
 
-    def judge(
-        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how what the model says compares with the held-out targets.
 
         Of texts exact_match and letter_error_rate, the letters to insert, delete or replace by
@@ -112,7 +111,7 @@ class Signals(RowsTask):
         signals = self.signals[: self.task.judged]
         if not signals:
             return {}
-        said = self.answers(params, signals, report, edit)
+        said = self.answers(params, signals, report)
         wanted = [signal.target for signal in signals]
         if self.classes:
             one, two = (np.array([DIGITS.index(name) for name in row]) for row in (said, wanted))
@@ -131,12 +130,11 @@ class Signals(RowsTask):
         params: Params,
         signals: Sequence[Signal],
         report: Report | None = None,
-        edit: Mapping[str, Edit] = NO_EDIT,
     ) -> list[str]:
         """Return what the model writes of each signal, or the name of its class."""
         longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
         return answer_signals(
-            self.config, self.tokenizers, params, signals, longest + 1, report, edit
+            self.config, self.tokenizers, params, signals, longest + 1, report, self.model
         )  # with <eos>; a longer text would be wrong in any case
 
     def _name(self, signal: Signal) -> str:
@@ -153,19 +151,21 @@ def answer_signals(
     signals: Sequence[Signal],
     num_tokens: int | None = None,
     report: Report | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
 ) -> list[str]:
-    """Return what a model writes of each signal, at most `num_tokens`, or the name of its class."""
+    """Return what a model writes of each signal, at most `num_tokens`, or the name of its class.
+
+    The `model` is that of the config, which may be edited.
+    """
+    model = build(config.model) if model is None else model
     if model_shape(config.model) == "encoder":
         parts = [signals[i : i + READ] for i in range(0, len(signals), READ)]
         pictures = (np.stack([signal.values for signal in part]) for part in parts)
-        found = [
-            np.asarray(_classes(config.model, params, part, edit_items(edit))) for part in pictures
-        ]
+        found = [np.asarray(_classes(model, params, part)) for part in pictures]
         return [DIGITS[i] for i in np.concatenate(found)]
     sources = [signal.values for signal in signals]
     return write_targets(
-        config, tokenizers, params, sources, num_tokens=num_tokens, edit=edit, report=report
+        config, tokenizers, params, sources, num_tokens=num_tokens, model=model, report=report
     )
 
 
@@ -186,13 +186,12 @@ def signal_example(
     return Batch(whole[:-1], whole[1:], source=signal.values)
 
 
-@program(static=("model", "edit"))
+@program(static=("model",))
 def _classes(
-    model: AnyModelConfig,
+    model: AnyModel,
     params: Params,
     pictures: Array,  # f32[B, H, W, C]
-    edit: Edits,
 ) -> jax.Array:  # i32[B]
     """Return the likeliest class of each picture."""
     labels = np.zeros(len(pictures), np.int32)
-    return batch_logits(model, edit)(params, Batch(pictures, labels), None).argmax(axis=-1)
+    return batch_logits(model)(params, Batch(pictures, labels), None).argmax(axis=-1)

@@ -9,7 +9,7 @@ puts around a text; no special token is ever hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ import numpy as np
 
 from transformer_jax.checks import has_finite_maximum
 from transformer_jax.config import TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import MaskedTask
-from transformer_jax.models.places import NO_EDIT, Edit, edit_items
+from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array
 from transformer_jax.tokenizers.pieces import token_texts
@@ -27,7 +27,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import frame, plain, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Edits, Params, batch_logits, scored
+from transformer_jax.training.batch import Batch, Params, batch_logits, scored
 from transformer_jax.training.data import IGNORE, load_dataset, random_starts
 from transformer_jax.training.rows import Rows
 from transformer_jax.training.tasks.task import (
@@ -105,7 +105,8 @@ class MaskedWindows(TrainingTask):
         """
         tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
-        guess = _guesses(self.config, params, hidden.tokens, self.masking.kinds)
+        logits = _logits(self.model, params, hidden.tokens)
+        guess = np.asarray(logits[..., : self.masking.kinds].argmax(axis=-1))
         within = slice(len(self.masking.frame.first), len(self.masking.frame.first) + self.length)
         labels, guess, read = (x[0, within] for x in (hidden.labels, guess, hidden.tokens))
         filled = np.where(labels != IGNORE, guess, tokens[0])
@@ -114,21 +115,19 @@ class MaskedWindows(TrainingTask):
         parts = [f"hidden:\n{''.join(marks)}", f"filled:\n{_text(show, filled)}"]
         return "\n".join([*parts, f"text:\n{_text(show, tokens[0])}"])
 
-    def judge(
-        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
         exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).
         """
         length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
-        losses, edits = [], edit_items(edit)
+        losses = []
         for window in np.asarray(self.data.val[: count * length], np.int32).reshape(count, length):
             tokens = np.where(np.eye(length, dtype=bool), self.masking.mask, window[None])
             labels = np.where(np.eye(length, dtype=bool), window[None], IGNORE)
             rows = Rows((self.masking.framed(tokens, labels),))
-            scores = [scored(self.config.model, params, batch, edits) for batch in rows.batches(8)]
+            scores = [scored(self.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
         mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # exp of it is finite
         return {"pseudo_perplexity": math.exp(mean)} if losses else {}
@@ -216,19 +215,10 @@ def _windows(corpus: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     return corpus[starts[..., None] + np.arange(length)].astype(np.int32)
 
 
-@program(static=("model", "edit"))
-def _logits(
-    model: AnyModelConfig, params: Params, tokens: Array, edit: Edits
-) -> jax.Array:  # f32[B, T, V]
+@program(static=("model",))
+def _logits(model: AnyModel, params: Params, tokens: Array) -> jax.Array:  # f32[B, T, V]
     batch = Batch(tokens, jnp.full(tokens.shape, IGNORE))
-    return batch_logits(model, edit)(params, batch, None)
-
-
-def _guesses(
-    config: TrainConfig, params: Params, tokens: np.ndarray, kinds: int
-) -> np.ndarray:  # i32[B, T]
-    """Return the likeliest of the first `kinds` tokens, which stand for text, at every place."""
-    return np.asarray(jnp.argmax(_logits(config.model, params, tokens, ())[..., :kinds], axis=-1))
+    return batch_logits(model)(params, batch, None)
 
 
 def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
@@ -255,7 +245,11 @@ def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
 
 
 def _read(
-    config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str, edit: Mapping[str, Edit]
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    text: str,
+    model: AnyModel | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
     """Return the tokens of a text, which are masks, and the logits there; DataError without any."""
     tokenizer = tokenizers.tokenizer
@@ -268,7 +262,8 @@ def _read(
         rule = f"must be at most {config.sequence_len}"
         raise DataError(f"prompt has {len(tokens)} tokens: {rule}")
     check_known(config.model.vocab_size, tokenizer, f"prompt is {text!r:.40}", tokens)
-    logits = np.asarray(_logits(config.model, params, tokens[None], edit_items(edit)))[0]
+    model = build(config.model) if model is None else model
+    logits = np.asarray(_logits(model, params, tokens[None]))[0]
     if not has_finite_maximum(jnp.asarray(logits[masks])).all():  # others may be -inf
         raise DataError(f"prompt is {text!r:.60}: the largest logit of a mask is not finite")
     return tokens, masks, logits
@@ -276,15 +271,16 @@ def _read(
 
 def fill_masks(
     config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
 ) -> str:  # fmt: skip
     """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
 
-    The space that a first word may bring is left out. DataError where there is no mask.
+    The `model` is that of the config, which may be edited. The space that a first word may bring is
+    left out. DataError where there is no mask.
     """
     tokenizer = tokenizers.tokenizer
     own = plain(tokenizer)
-    tokens, masks, logits = _read(config, tokenizers, params, text, edit)
+    tokens, masks, logits = _read(config, tokenizers, params, text, model)
     guess = logits[:, : min(own.vocab_size, config.model.vocab_size)].argmax(axis=-1)
     filled = np.where(masks, guess, tokens).tolist()
     if isinstance(own, PretrainedTokenizer):
@@ -300,7 +296,7 @@ def mask_candidates(
     params: Params,
     text: str,
     count: int,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: AnyModel | None = None,
 ) -> list[list[tuple[str, float]]]:
     """Return for each mask of a text, as `fill_masks`, the likeliest tokens: texts, probabilities.
 
@@ -308,7 +304,7 @@ def mask_candidates(
     """
     tokenizer = tokenizers.tokenizer
     kinds = min(plain(tokenizer).vocab_size, config.model.vocab_size)
-    _, masks, logits = _read(config, tokenizers, params, text, edit)
+    _, masks, logits = _read(config, tokenizers, params, text, model)
     found = []
     for row in logits[masks].astype(np.float64):
         p = np.exp(row - row.max())

@@ -8,7 +8,7 @@ see each other in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -17,7 +17,6 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
-from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
@@ -91,9 +90,7 @@ class Pairs(RowsTask):
             lines.append(f"{pair.source} -> {text}{wanted}")
         return "\n".join(lines)
 
-    def judge(
-        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how the targets that the model writes compare with the held-out ones."""
         task = self.config.task
         assert isinstance(task, get_args(PairsTask))
@@ -101,9 +98,8 @@ class Pairs(RowsTask):
         if not pairs:
             return {}
         sources = [pair.source for pair in pairs]
-        written = answer_sources(
-            self.config, self.tokenizers, params, sources, report=report, edit=edit
-        )
+        given = self.config, self.tokenizers, params, sources
+        written = answer_sources(*given, report=report, model=self.model)
         made = isinstance(task, GeneratedTask)
         return compare_texts(written, [p.target for p in pairs], translations=not made)
 

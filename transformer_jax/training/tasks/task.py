@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
+from functools import cached_property
+from typing import NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -14,7 +16,9 @@ from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, Tr
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import Seq2SeqTask
-from transformer_jax.models.places import NO_EDIT, Edit
+from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.editing import Edit
+from transformer_jax.models.factory import build
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, special_ids
@@ -87,6 +91,17 @@ class TrainingTask:
     """Of a task that reads batches ahead, and in each process the rows of this one alone: what
     brings them to where the loop needs them. None: the loop places what `inputs` returns."""
 
+    @cached_property
+    def model(self) -> AnyModel:
+        """The model of `config`, or as `edited` changes it: what `sample` and `judge` run."""
+        return build(self.config.model)
+
+    def edited(self, edit: Mapping[str, Edit]) -> Self:
+        """Return the task with a model that is edited, as `model.edited` does it."""
+        task = copy(self)
+        task.model = self.model.edited(edit)
+        return task
+
     def inputs(self, step: int) -> Inputs:
         """Return what step `step`, from 0 on, reads, from the run's seed and the step alone."""
         raise NotImplementedError
@@ -110,9 +125,7 @@ class TrainingTask:
         """Return a few examples of what the model makes of held-out ones, as text."""
         raise NotImplementedError
 
-    def judge(
-        self, params: Params, report: Report | None = None, edit: Mapping[str, Edit] = NO_EDIT
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return what the held-out examples come to once they are decoded.
 
         Nothing where the held-out loss says it all.
@@ -120,8 +133,6 @@ class TrainingTask:
         Args:
             params: of the model.
             report: is told on the way how many examples are decoded, where many are.
-            edit: functions by the names of places, which change the values there. A task of your
-                own may leave it out: `evaluate` asks none for it.
         """
         return {}
 
