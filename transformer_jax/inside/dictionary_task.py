@@ -245,9 +245,7 @@ class DictionaryWindows(TrainingTask):
         """Return how well the dictionary does, as text."""
         return "\n".join(f"{name} {value:.4f}" for name, value in self.judge(params).items())
 
-    def judge(  # type: ignore[override]  # an own task, which is asked for no edit
-        self, params: Params, report: Report | None = None
-    ) -> dict[str, float]:
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return `dictionary_scores` of the first held-out windows."""
         text = self.text.data.val
         length = self.config.sequence_len

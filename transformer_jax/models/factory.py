@@ -326,16 +326,16 @@ def init_decode_state(
             tokens, `dtype` is given to a model without a cache, or a size cannot be.
     """
     model: Any = build(config)
-    config = model.config
-    reads = _check_state_arguments(config, batch, source, source_valid, dtype)
+    own: Config = model.config
+    reads = _check_state_arguments(own, batch, source, source_valid, dtype)
     if not reads:
-        if isinstance(config, ModelConfig):
-            return init_cache(config, batch, capacity, dtype)
-        if isinstance(config, RecurrentConfig):
-            return init_recurrent_state(config, batch)
-        return init_recent_tokens(config, batch)
+        if isinstance(own, ModelConfig):
+            return init_cache(own, batch, capacity, dtype)
+        if isinstance(own, RecurrentConfig):
+            return init_recurrent_state(own, batch)
+        return init_recent_tokens(own, batch)
     state: DecodeState
-    if isinstance(config, RecurrentConfig):
+    if isinstance(own, RecurrentConfig):
         state = model.apply({"params": params}, source, valid=source_valid, method="init_state")
         return state
     positions = None
