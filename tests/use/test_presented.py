@@ -521,7 +521,7 @@ def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
 def labels_as_nats(monkeypatch):
     """Let each label that counts have as many nats as its id."""
     monkeypatch.setattr(
-        scores, "token_nats", lambda config, params, batch, edit: np.asarray(batch.labels) * 1.0
+        scores, "token_nats", lambda model, params, batch: np.asarray(batch.labels) * 1.0
     )
 
 
