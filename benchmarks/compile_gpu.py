@@ -186,7 +186,7 @@ def structs(
     if kind in ("dkdv", "single_pass"):
         rows, columns = columns, rows
     count = struct((1, 1, rows), jnp.int32)
-    lists = TileLists(struct((1, 1, rows, columns), jnp.int32), count, count)
+    lists = TileLists(struct((1, 1, rows, columns), jnp.int32), count, count, rows=count)
     if kind in ("forward", "decode"):
         return operands, lists
     vector = struct((B, N, T), jnp.float32)

@@ -3,7 +3,7 @@
 There is one `contract.Backend` in each of `hopper` (NVIDIA of compute capability 9), `ampere` (any
 other from 8 on; both Pallas on Mosaic GPU), `tpu` (Pallas on Mosaic TPU) and `cpu` (C++).
 What attention means (masks, arguments, the choice of an implementation) is in
-`transformer_jax.attention`, which calls `gradient.attend`.
+`transformer_jax.attention`, which calls `gradient.fused_attention`.
 
     contract   what a kernel computes and is given, and what a backend is
     caches     keys and values as caches hold them
@@ -11,11 +11,10 @@ What attention means (masks, arguments, the choice of an implementation) is in
     chips      facts about chips: limits, tile sizes, where the kernels are fastest
     packed_queries  the queries of several heads as rows of one tile
     program    a mask as a few operations of integers
-    gradient   `attend`, which every call enters, with its gradient
+    gradient   `fused_attention`, which every call enters, with its gradient
     derivatives  forward mode, and derivatives of gradients
     portable   the kernels in plain JAX
-    batching   `vmap`
-    sharding   device meshes
+    sharding   device meshes, `vmap`
     lowering   programs for other platforms, which a library here is not for
     hopper/, ampere/, tpu/, cpu/   the kernels; nvidia/ is what the first two share
 

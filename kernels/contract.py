@@ -36,6 +36,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
+    from transformer_jax.kernels import Target
     from transformer_jax.kernels.program import Program
 
 LOWEST = -3.4028235e38  # where a running maximum starts: finite, so never inf - inf
@@ -235,8 +236,9 @@ class Backend:
     """
 
     kernels: Kernels
-    refuse: Callable[[Problem, Shaped, Shaped, Shaped], str | None]
-    """Return why query, key and value cannot be computed here, or None."""
+    refuse: Callable[[Target, bool, Shaped, Shaped, Shaped], str | None]
+    """Return why a target, which may be `nondeterministic`, cannot compute these query, key and
+    value, or None."""
     blocks: Callable[..., Blocks]
     """Return the default tile sizes, of (kind, H, Hv, bytes of a number, K)."""
     list_bytes: int | None = None

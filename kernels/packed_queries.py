@@ -11,19 +11,19 @@ and nothing is moved between devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from transformer_jax.kernels.contract import Operands, Saved, TileLists
-from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames
-
-Kernel = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
+from transformer_jax.kernels.sharding import KEYS, QUERIES, ROWS, TILES, AxisNames, KernelCall
 
 
-def packed(kernel: Kernel, block_q: int, results: Sequence[AxisNames], *, by_key: bool) -> Kernel:
+def packed(
+    kernel: KernelCall, block_q: int, results: Sequence[AxisNames], *, by_key: bool
+) -> KernelCall:
     """Return a kernel that packs what the given one reads, and unpacks its results.
 
     Queries are not padded, and there is neither dropout nor a slope. The lists have one tile of
@@ -96,7 +96,11 @@ class PackedQueries:
             order = jnp.where(seen[..., None] > 0, every, 0)
             rows = None if lists.rows is None else lists.rows[:, :: self.group]
             return TileLists(order, full * self.tiles, seen * self.tiles, rows=rows)
-        return TileLists(*(jnp.repeat(x, self.tiles, axis=2) for x in (order, full, seen)))
+        order, full, seen = (jnp.repeat(x, self.tiles, axis=2) for x in (order, full, seen))
+        rows = None
+        if lists.rows is not None:  # of equally many tiles, so that any order serves
+            rows = jnp.broadcast_to(jnp.arange(self.tiles, dtype=jnp.int32), seen.shape)
+        return TileLists(order, full, seen, rows=rows)
 
     def queries(self, x: jax.Array) -> jax.Array:  # [B, T, N, d] -> [B, rows, K, d]
         """Return queries, or what is like them, as rows."""

@@ -1,10 +1,15 @@
-"""Run a function of arrays on each device's part of the batch rows and heads.
+"""Split attention over devices and over `vmap`, by its batch rows and heads.
 
-What a function computes of one batch row and one key head it computes of that alone. So every
-device computes its own part, and only what a whole array sums over (the gradient of a shared bias)
-is reduced. Nothing is gathered, unless neither the parts divide the key heads nor the key heads the
+A function here computes each batch row and key head independently of all others. So every device
+computes its own part, and only what a whole array sums over (the gradient of a shared bias) is
+reduced. Nothing is gathered, unless neither the parts divide the key heads nor the key heads the
 parts. For that, this file says what each axis of an array means (`AxisNames`) and which axes of a
 mesh split it (`Parts`).
+
+    partitioned   the compiler splits a function, as it has split the query
+    by_types      types split it, on a mesh of explicit axes
+    over_devices  `partitioned` with a rule for `vmap`, whose axis is one more that a mesh may split
+    batched       the same for a kernel, which gets the axis of `vmap` as more batch rows
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -46,6 +52,10 @@ Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 First = tuple[jax.Array | int, jax.Array | int]
 """The batch row and the query head with which a part begins."""
 Function = Callable[..., tuple[jax.Array, ...]]  # of First, and of arrays
+KernelCall = Callable[..., tuple[jax.Array, ...]]  # of Operands, TileLists and perhaps Saved
+Part = Any
+"""`Operands`, `TileLists` or `Saved`, of arrays or of what stands for one: a bool, an axis."""
+Arguments = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -278,6 +288,182 @@ def _rule(
         for side in ((shapes, names), (result_shapes, results))
     ]
     return " -> ".join(sides), dict(g=group) if heads == "(k g)" else {}
+
+
+def by_types(
+    function: Function,
+    arrays: Sequence[jax.Array],
+    names: Sequence[AxisNames],
+    shapes: Sequence[tuple[int, ...]],
+    results: Sequence[AxisNames],
+    parts: Parts,
+    wanted: PartitionSpec,
+) -> tuple[jax.Array, ...]:
+    """Return `function(first, *arrays)` of each device's part, with results split as `wanted`."""
+    dtypes = [x.dtype for x in arrays]
+
+    def local(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        varied = vary(arrays, parts.first())  # here gradients are added up: before rounding
+        given = [x.astype(dtype) for x, dtype in zip(varied, dtypes, strict=True)]
+        return function(parts.first(), *parts.read(given, names))
+
+    def placed(x: jax.Array, names: AxisNames) -> jax.Array:
+        if parts.summed(x.shape, names) and x.dtype in (jnp.bfloat16, jnp.float16):
+            x = x.astype(jnp.float32)  # and so are the gradients that are added up
+        return jax.sharding.reshard(x, NamedSharding(parts.mesh, parts.spec(x.shape, names)))
+
+    found = jax.shard_map(
+        local,
+        mesh=parts.mesh,
+        in_specs=tuple(parts.spec(x.shape, n) for x, n in zip(arrays, names, strict=True)),
+        out_specs=tuple(parts.spec(*each) for each in zip(shapes, results, strict=True)),
+    )(*map(placed, arrays, names))
+    sharding = NamedSharding(parts.mesh, wanted)
+    return tuple(jax.sharding.reshard(x, sharding) for x in found)
+
+
+# `vmap`
+
+
+def over_devices(
+    function: Function,
+    names: Sequence[AxisNames],
+    results: Sequence[AxisNames],
+    full: Mapping[str, int],
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return `partitioned` of a function, of arrays, with a rule for `vmap` too."""
+
+    @custom_vmap
+    def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return partitioned(function, leaves, names, results, dict(full))
+
+    @call.def_vmap
+    def rule(
+        size: int, batched: Sequence[bool], *leaves: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        axes = tuple(0 if is_mapped else None for is_mapped in batched)
+        if size == 0:
+            return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
+        name = f"v{len(full)}"  # a new one
+
+        def mapped(first: First, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+            return jax.vmap(functools.partial(function, first), axes)(*leaves)
+
+        given = [(name, *n) if f else n for n, f in zip(names, batched, strict=True)]
+        again = over_devices(mapped, given, [(name, *n) for n in results], {**full, name: size})
+        return again(*leaves), (True,) * len(results)
+
+    return call
+
+
+def batched(
+    kernel: KernelCall,
+    results: tuple[AxisNames, ...],
+    *,
+    of_bias: bool = False,
+    splits: bool = True,
+) -> KernelCall:
+    """Return the kernel with rules for `vmap` and for a mesh.
+
+    `results` names the axes of what it returns. With `of_bias` the result has the bias's shape,
+    and is a sum where an axis of that is 1. Without `splits` there is no rule for a mesh.
+    """
+
+    @custom_vmap
+    def call(*tree: Part) -> tuple[jax.Array, ...]:
+        if not splits:
+            return kernel(*tree)
+        leaves, structure = jax.tree.flatten(tree)
+        full = dict(b=leaves[0].shape[0], n=leaves[0].shape[2], k=leaves[1].shape[2])
+        local = lambda _, *leaves: kernel(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        return partitioned(local, leaves, _axis_names(tree), results, full)
+
+    @call.def_vmap
+    def rule(
+        size: int, mapped: Arguments, *tree: Part
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        if size == 0:
+            return empty_batch(kernel, tree, tuple(mapped))
+        if tree[0].pages is not None:
+            mapped, tree = _one_pool(size, mapped, tree)
+        folded = _fold_all(size, mapped, tree, copies_bias=of_bias)
+        again = batched(kernel, results, of_bias=of_bias, splits=splits)
+        out = again(*folded)
+        out = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out)
+        if of_bias and tree[0].bias.shape[1 if mapped[0].bias else 0] == 1:
+            out = tuple(x.sum(axis=1, keepdims=True) for x in out)
+        return out, (True,) * len(out)
+
+    return call
+
+
+def _fold_all(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool) -> Arguments:
+    """Fold the mapped axis of every array into its batch."""
+    B = tree[0].query.shape[1 if mapped[0].query else 0]
+    leaves, structure = jax.tree.flatten(tree)
+    flags = jax.tree.leaves(mapped)
+    bias, pairs = tree[0].bias, tree[0].pairs
+
+    def shared(x: jax.Array) -> bool:
+        """Say whether rows may share an array; the lists of tiles must all have as many rows."""
+        if x is bias:
+            return not copies_bias
+        return x is pairs or B > 1  # what is small is copied
+
+    folded = [
+        _fold(x, flag, names, size, B, shared=shared(x))
+        for x, flag, names in zip(leaves, flags, _axis_names(tree), strict=True)
+    ]
+    return jax.tree.unflatten(structure, folded)
+
+
+def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments, Arguments]:
+    """Put mapped pools one after the other, so that a table names pages of all of them."""
+    operands, flags = tree[0], mapped[0]
+    fields = [f for f in ("key", "value", "k_scale", "v_scale") if getattr(operands, f) is not None]
+    if not any(getattr(flags, field) for field in fields):
+        return mapped, tree
+
+    def every(x: jax.Array, is_mapped: bool) -> jax.Array:  # [V, ..]
+        return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
+
+    pools = {field: every(getattr(operands, field), getattr(flags, field)) for field in fields}
+    first = jnp.arange(size, dtype=jnp.int32) * pools["key"].shape[1]
+    pages = every(operands.pages, flags.pages) + first[:, None, None]
+    pools = {field: x.reshape(-1, *x.shape[2:]) for field, x in pools.items()}
+    flags = flags._replace(**dict.fromkeys(fields, False), pages=True)
+    return (flags, *mapped[1:]), (operands._replace(**pools, pages=pages), *tree[1:])
+
+
+def _fold(
+    x: jax.Array, is_mapped: bool, names: AxisNames, size: int, B: int, *, shared: bool
+) -> jax.Array:
+    """Reshape [V, .., B or 1, ..] to [.., V B, ..]; a shared array may stay of size 1."""
+    if "b" not in names:  # of pages
+        return x
+    axis = names.index("b")
+    if not is_mapped:
+        if x.shape[axis] == 1 and shared:
+            return x
+        x = jnp.broadcast_to(x[None], (size, *x.shape))
+    shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
+    x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
+    return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
+
+
+def _axis_names(tree: Arguments) -> list[AxisNames]:
+    """Return the names of the axes of every leaf, in order."""
+    operands = tree[0]
+    vectors = [VECTORS] * len(operands.q_vectors + operands.k_vectors)
+    optional = dict(pairs=TILES, bias=TILES, slopes=HEADS, sinks=HEADS, dropout=(None, "b", "n"))
+    keys = KEYS if operands.pages is None else POOLS
+    optional |= dict(k_scale=keys[:3], v_scale=keys[:3], pages=VECTORS)
+    given = [names for field, names in optional.items() if getattr(operands, field) is not None]
+    saved = [QUERIES, ROWS, ROWS, ROWS] * (len(tree) - 2)
+    lists = [TILES, ROWS, ROWS]
+    lists += [TILES] * (tree[1].visits is not None) + [ROWS] * (tree[1].rows is not None)
+    lists += [ROWS] * (tree[1].visit_counts is not None)
+    return [QUERIES, keys, keys, *vectors, *given, *lists, *saved]
 
 
 def empty_batch(

@@ -14,30 +14,32 @@ from __future__ import annotations
 
 import jax
 
-from transformer_jax.kernels import nvidia
+from transformer_jax.kernels import Target, nvidia
 from transformer_jax.kernels.ampere.backward import backward_bias, backward_dkdv, backward_dq
 from transformer_jax.kernels.ampere.decode import decode
 from transformer_jax.kernels.ampere.forward import forward
 from transformer_jax.kernels.ampere.tiles import HAS_MMA
 from transformer_jax.kernels.chips import AMPERE_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import ampere_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem, Shaped
+from transformer_jax.kernels.contract import Backend, Shaped
 from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, ROWS
 from transformer_jax.kernels.nvidia.schedule import prepare
 
 
-def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
+def refuse(
+    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(problem, "Ampere", query, key, value):
+    if reason := nvidia.refuse(where, "Ampere", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return f"head dims {H} (query, key) and {Hv} (value) are not both in {HEAD_DIMS}"
-    if problem.nondeterministic:
+    if nondeterministic:
         return "ampere: 'pallas_unordered' needs a Hopper GPU"
     if not HAS_MMA:
         return f"ampere: jax {jax.__version__} has no mma in Pallas: 0.11.2 and 0.12 have"
-    if problem.interpret and not HAS_INTERPRETER:
+    if where.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
 

@@ -49,7 +49,7 @@ from transformer_jax.kernels.nvidia.memory import (
     load,
     load_along,
 )
-from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare, query_items
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, query_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
@@ -99,7 +99,7 @@ def backward_dq(
         query_items(operands, blocks).number,
         out_type=(result((B, T, N, H), dtype, operands.query), *slopes),
         scratch_types=_query_slots(blocks, H, Hv, dtype),
-    )(prepare(lists), _given(operands, saved))
+    )(lists, _given(operands, saved))
     return dq, rows[0] if rows else None
 
 
@@ -270,7 +270,7 @@ def backward_dkdv(
             q_tile=slot(blocks.q, H, dtype),
             do_tile=slot(blocks.q, Hv, dtype),
         ),
-    )(prepare(lists), _given(queries_as_columns(operands), saved))
+    )(lists, _given(queries_as_columns(operands), saved))
 
 
 def _backward_dkdv(

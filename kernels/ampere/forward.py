@@ -33,7 +33,7 @@ from transformer_jax.kernels.contract import (
     out_dtype,
 )
 from transformer_jax.kernels.nvidia.memory import ROW, ROWS, Ref, across, at, f32, filled
-from transformer_jax.kernels.nvidia.schedule import each_tile, prepare, query_items
+from transformer_jax.kernels.nvidia.schedule import each_tile, query_items
 from transformer_jax.kernels.nvidia.scores import (
     LN2,
     QueryRows,
@@ -64,7 +64,7 @@ def forward(
             k_tile=slot(blocks.k, H, dtype),
             v_tile=slot(blocks.k, Hv, dtype),
         ),
-    )(prepare(lists), operands)
+    )(lists, operands)
 
 
 class _Sums(NamedTuple):

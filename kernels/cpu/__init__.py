@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from transformer_jax.kernels import portable
+from transformer_jax.kernels import Target, portable
 from transformer_jax.kernels.contract import (
     Backend,
     Blocks,
@@ -119,7 +119,9 @@ def instructions() -> str:
     return found.decode()
 
 
-def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
+def refuse(
+    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+) -> str | None:
     """Return why these arrays can't be done here, or None."""
     dtypes = [jnp.dtype(x.dtype).name for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import jax
 
-from transformer_jax.kernels import nvidia
+from transformer_jax.kernels import Target, nvidia
 from transformer_jax.kernels.chips import HOPPER_HEAD_DIMS as HEAD_DIMS
 from transformer_jax.kernels.chips import HOPPER_UNLIKE_HEAD_DIMS as UNLIKE_HEAD_DIMS
 from transformer_jax.kernels.chips import hopper_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem, Shaped
+from transformer_jax.kernels.contract import Backend, Shaped
 from transformer_jax.kernels.hopper.backward import backward_dkdv, backward_dq
 from transformer_jax.kernels.hopper.backward_single_pass import backward_single_pass
 from transformer_jax.kernels.hopper.bias_gradient import backward_bias
@@ -33,10 +33,12 @@ from transformer_jax.kernels.nvidia.memory import HAS_INTERPRETER, HAS_JAX_11, R
 from transformer_jax.kernels.nvidia.schedule import prepare
 
 
-def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str | None:
+def refuse(
+    where: Target, nondeterministic: bool, query: Shaped, key: Shaped, value: Shaped
+) -> str | None:
     """Return why these arrays, or structs of their shape and dtype, can't be done here, or None."""
     H, Hv = query.shape[-1], value.shape[-1]
-    if reason := nvidia.refuse(problem, "Hopper", query, key, value):
+    if reason := nvidia.refuse(where, "Hopper", query, key, value):
         return reason
     if H not in HEAD_DIMS or Hv not in HEAD_DIMS:
         return (
@@ -45,13 +47,13 @@ def refuse(problem: Problem, query: Shaped, key: Shaped, value: Shaped) -> str |
         )
     if H != Hv and H + Hv > UNLIKE_HEAD_DIMS:
         return f"H + Hv is {H} + {Hv}: where they differ, must be at most {UNLIKE_HEAD_DIMS}"
-    if problem.nondeterministic and H + Hv > 256:
+    if nondeterministic and H + Hv > 256:
         return f"hopper: the single-pass backward with H + Hv {H} + {Hv}: must be at most 256"
-    if problem.nondeterministic and not HAS_JAX_11:
+    if nondeterministic and not HAS_JAX_11:
         return (
             f"hopper: the single-pass backward needs jax 0.11 or later, this is {jax.__version__}"
         )
-    if problem.interpret and not HAS_INTERPRETER:
+    if where.interpret and not HAS_INTERPRETER:
         return f"the interpreter of Mosaic GPU needs jax 0.12, this is {jax.__version__}"
     return None
 

@@ -45,7 +45,7 @@ from transformer_jax.kernels.nvidia.memory import (
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare, query_items
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, query_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
@@ -74,7 +74,7 @@ def backward_dq(
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
-    lists, items = prepare(lists), query_items(operands, blocks)
+    items = query_items(operands, blocks)
     rows = result((B, N, T), f32, operands.query)
     has_slopes = learns_slopes(problem, operands)
     slots = stages if has_room(H, Hv) else 1  # values leave sooner than keys
@@ -226,7 +226,7 @@ def backward_dkdv(
     dtype, stages = operands.key.dtype, blocks.stages
     parts = blocks.k // ROWS
     consumers = max(2, parts)
-    lists, items = prepare(lists), key_items(operands, blocks)
+    items = key_items(operands, blocks)
     vectors = TileVectors(problem, operands, COLUMN)
     operands = queries_as_columns(operands)
     shared = dict(

@@ -51,7 +51,7 @@ from transformer_jax.kernels.nvidia.memory import (
     swizzle_of,
     tile_slots,
 )
-from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, prepare
+from transformer_jax.kernels.nvidia.schedule import each_tile, key_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
     TileVectors,
@@ -78,7 +78,7 @@ def backward_single_pass(
     assert blocks.k == PARTS * ROWS and blocks.q in (ROWS, PARTS * ROWS), blocks
     side = swizzle(blocks, H)
     vectors = TileVectors(problem, operands, COLUMN)
-    lists, items = prepare(lists), key_items(operands, blocks)
+    items = key_items(operands, blocks)
     operands = queries_as_columns(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)

@@ -46,7 +46,7 @@ from transformer_jax.kernels.nvidia.memory import (
     slot_of,
     tile_slots,
 )
-from transformer_jax.kernels.nvidia.schedule import prepare, query_items
+from transformer_jax.kernels.nvidia.schedule import query_items
 from transformer_jax.kernels.nvidia.scores import (
     LN2,
     QueryRows,
@@ -74,7 +74,7 @@ def forward(
     (B, T, N, H), Hv = operands.query.shape, operands.value.shape[-1]
     dtype = operands.query.dtype
     consumers, stages = blocks.q // ROWS, blocks.stages
-    lists, items = prepare(lists), query_items(operands, blocks)
+    items = query_items(operands, blocks)
     vectors = tile_vectors(problem, operands)
     own_slot = (
         {} if shares_query_slot(H, Hv) else {"out_tile": tile_slots(consumers, ROWS, Hv, dtype)}

@@ -12,7 +12,8 @@ import functools
 
 import jax.numpy as jnp
 
-from transformer_jax.kernels.contract import Problem, Shaped
+from transformer_jax.kernels import Target
+from transformer_jax.kernels.contract import Shaped
 
 BROKEN_CUDA = range(12080, 12100)  # up to 12.9.0 ptxas breaks causal kernels, as jax says
 
@@ -27,9 +28,9 @@ def cuda_version() -> int | None:
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
-def refuse(problem: Problem, backend: str, query: Shaped, key: Shaped, value: Shaped) -> str | None:
+def refuse(where: Target, backend: str, query: Shaped, key: Shaped, value: Shaped) -> str | None:
     """Return why no kernel of a backend takes these arrays, or structs of them, or None."""
-    if not problem.interpret and cuda_version() in BROKEN_CUDA:
+    if not where.interpret and cuda_version() in BROKEN_CUDA:
         return (
             f"CUDA 12.8.0 to 12.9.0 compiles causal kernels wrongly, and version {cuda_version()} "
             "may be one of them, as 12.9.1 has the number of 12.9.0: install CUDA 13"

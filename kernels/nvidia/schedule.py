@@ -25,8 +25,6 @@ def prepare(lists: TileLists) -> TileLists:
 
     What is known when tracing is made of constants, else it takes comparisons, and no sort.
     """
-    if lists.rows is not None:
-        return lists
     if not isinstance(lists.seen, jax.core.Tracer):
         order = np.argsort(-np.asarray(lists.seen), axis=-1, kind="stable")
         return lists._replace(rows=jnp.asarray(order, i32))

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from transformer_jax.kernels import Target
 from transformer_jax.kernels.chips import TPU_LANES, TPU_LIST_BYTES
 from transformer_jax.kernels.chips import tpu_blocks as blocks
-from transformer_jax.kernels.contract import Backend, Problem, Shaped
+from transformer_jax.kernels.contract import Backend, Shaped
 from transformer_jax.kernels.tpu.backward import backward_bias, backward_dkdv, backward_dq
 from transformer_jax.kernels.tpu.backward_single_pass import backward_single_pass_rows, sums_fit
 from transformer_jax.kernels.tpu.decode import decode
@@ -26,7 +27,8 @@ from transformer_jax.kernels.tpu.visits import prepare
 
 
 def refuse(
-    problem: Problem,
+    where: Target,
+    nondeterministic: bool,
     query: Shaped,  # [B, T, N, H]: arrays, or structs of their shape and dtype
     key: Shaped,  # [B, S, K, H]
     value: Shaped,  # [B, S, K, Hv]
@@ -38,7 +40,7 @@ def refuse(
     for name, size in (("H", query.shape[-1]), ("Hv", value.shape[-1])):
         if size % 8 or not 0 < size <= 512:
             return f"{name} {size}: must be a multiple of 8 up to 512"
-    if problem.nondeterministic:
+    if nondeterministic:
         return "tpu: 'pallas_unordered' needs a Hopper GPU"
     return None
 

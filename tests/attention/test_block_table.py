@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,7 +255,8 @@ def test_a_kernel_is_given_a_table_of_pages_that_there_are():
     table = jnp.where(given.table < 0, -7, given.table).at[1, 0].set(2**31 - 1)
     arrays = dict(given.pools, **given.positions, mask=given.mask, block_table=table)
     call = check_call(given.query, **arrays)
-    pages = fused._operands(call, IMPLEMENTATIONS["pallas"].plan(call)).pages
+    call = replace(call, plan=IMPLEMENTATIONS["pallas"].plan(call))
+    pages = fused.operands_of(call, fused.mask_operands(call)).pages
     there = len(given.pools["key"])
     assert int(pages.min()) == 0 and int(pages[1, 0]) == there - 1 == int(pages.max())
     hidden = np.asarray((table < 0) | (table >= there))
@@ -285,8 +288,8 @@ def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
 @pytest.mark.long_except("128")
 @pytest.mark.parametrize("page", [128, 16])
 def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
-    given, made, make = Call(page, unseen=77), [], fused._plan
-    monkeypatch.setattr(fused, "_plan", lambda *all: made.append(1) or make(*all))
+    given, made, make = Call(page, unseen=77), [], fused.mask_operands
+    monkeypatch.setattr(fused, "mask_operands", lambda call: made.append(1) or make(call))
     arrays = dict(given.pools, block_table=given.table, sinks=given.sinks, softcap=3.0)
     mask = plan_mask(
         given.query, mask=given.mask, implementation="pallas", **arrays, **given.positions

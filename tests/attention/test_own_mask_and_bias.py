@@ -40,7 +40,7 @@ from transformer_jax.attention.api import (
 from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.blockwise import tiles
 from transformer_jax.attention.blockwise.tiles import Sizes, visited_tiles
-from transformer_jax.attention.fused import _plan
+from transformer_jax.attention.fused import mask_operands
 from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.kernels import Target, using
 from transformer_jax.kernels.program import Program
@@ -520,8 +520,8 @@ def test_every_implementation_skips_what_an_own_mask_excludes():
     for mask in (Arithmetic(jnp.asarray(WIDTHS), width_of_row), near):
         call = AttentionCall(query=x, key=x, value=x, mask=mask)
         with using(Target("hopper")):
-            plan = _plan(call, IMPLEMENTATIONS["pallas"]._tiling(call))
-        for lists in (visited_tiles(Sizes.of(call), call), *plan.lists.values()):
+            call = replace(call, plan=IMPLEMENTATIONS["pallas"].plan(call))
+        for lists in (visited_tiles(Sizes.of(call), call), *mask_operands(call).lists.values()):
             assert lists.seen.sum() < 0.4 * lists.order.size
 
 

@@ -191,9 +191,9 @@ def test_tiles_of_every_head_dim_divide_128_and_fit_the_least_shared_memory(kind
 
 
 def test_what_cannot_be_done_is_named(monkeypatch):
-    def reason(dtype="bfloat16", H=64, **fields):
+    def reason(dtype="bfloat16", H=64, nondeterministic=False):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, H), dtype)] * 3
-        return ampere.refuse(Problem(scale=1.0, **fields), *shapes)
+        return ampere.refuse(Target("ampere"), nondeterministic, *shapes)
 
     monkeypatch.setattr(ampere, "HAS_MMA", True)
     assert reason() is None and reason("float16", 192) is None

@@ -105,7 +105,7 @@ def test_the_weights_of_a_tile_are_computed_once(H):
     operands, do = draw(case)
     vector = jnp.zeros((1, 2, 128), jnp.float32)
     plan, count = hopper.blocks("dkdv", H, H), jnp.ones((1, 1, 1), jnp.int32)
-    lists = TileLists(jnp.zeros((1, 1, 1, 2), jnp.int32), count, count)
+    lists = TileLists(jnp.zeros((1, 1, 1, 2), jnp.int32), count, count, rows=count)
     problem = Problem(scale=0.1, visible=case.visible)
     kernel = functools.partial(hopper.backward_dkdv, problem, blocks=plan)
     traced = jax.make_jaxpr(lambda o, t, s: kernel(o, t, saved=s))(
@@ -404,7 +404,7 @@ def test_programs_share_causal_work_evenly(monkeypatch):
 def test_what_cannot_be_done_is_named():
     def reason(dtype="bfloat16", H=64, Hv=64):
         shapes = [jax.ShapeDtypeStruct((1, 128, 2, h), dtype) for h in (H, H, Hv)]
-        return hopper.refuse(Problem(scale=1.0), *shapes)
+        return hopper.refuse(Target("hopper"), False, *shapes)
 
     assert reason() is None and reason("float16", 192, 128) is None
     assert "float32" in reason("float32")
@@ -430,12 +430,12 @@ def test_heads_are_as_wide_as_a_multiple_of_16():
 def test_a_compiler_that_breaks_causal_kernels_is_refused(version, broken, monkeypatch):
     monkeypatch.setattr(nvidia, "cuda_version", lambda: version)
     shapes = [jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")] * 3
-    reason = hopper.refuse(Problem(scale=1.0), *shapes)
+    reason = hopper.refuse(Target("hopper"), False, *shapes)
     if broken:
         assert f"version {version} may be one of them" in reason and "install CUDA 13" in reason
     else:
         assert reason is None
-    interpreted = hopper.refuse(Problem(scale=1.0, interpret=True), *shapes)
+    interpreted = hopper.refuse(Target("hopper", True), False, *shapes)
     assert "CUDA" not in str(interpreted)
 
 

@@ -175,8 +175,9 @@ def test_queries_stay_apart_where_packing_gains_little_or_a_head_has_its_own(
 @pytest.fixture
 def packs(monkeypatch):
     """List of each plan that is made whether queries are packed."""
-    found, make = [], fused._plan
-    monkeypatch.setattr(fused, "_plan", lambda *given: found.append(given[1].packs) or make(*given))
+    found, make = [], fused.mask_operands
+    record = lambda call: found.append(call.plan.packs) or make(call)  # noqa: E731
+    monkeypatch.setattr(fused, "mask_operands", record)
     return found
 
 

@@ -30,7 +30,7 @@ class Elsewhere(Target):
 class Portable(Native):
     """Run the plain kernels here, with small tiles."""
 
-    def environment(self):
+    def target(self):
         return Elsewhere("cpu")
 
 

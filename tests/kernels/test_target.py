@@ -165,7 +165,7 @@ class Narrow(Plain):
 
     @property
     def backend(self):
-        def refuse(problem, query, key, value):
+        def refuse(where, nondeterministic, query, key, value):
             return None if jnp.finfo(query.dtype).bits == 16 else "multiplies 16 bits"
 
         return replace(super().backend, narrow=True, refuse=refuse)

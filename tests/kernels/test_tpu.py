@@ -394,13 +394,13 @@ def test_a_bias_of_the_lowest_number_is_no_mask():
 @pytest.mark.slow
 def test_what_cannot_run_is_refused_with_the_reason():
     struct = lambda size, dtype: jax.ShapeDtypeStruct((1, 8, 2, size), dtype)  # noqa: E731
-    problem = Problem(1.0)
+    where = Target("tpu")
     half, odd = struct(64, jnp.float16), struct(20, jnp.float32)
-    assert "float16" in tpu.refuse(problem, half, half, half)
-    assert "H 20" in tpu.refuse(problem, odd, odd, struct(64, jnp.float32))
+    assert "float16" in tpu.refuse(where, False, half, half, half)
+    assert "H 20" in tpu.refuse(where, False, odd, odd, struct(64, jnp.float32))
     fine = struct(96, jnp.bfloat16)
-    assert "float32" in tpu.refuse(problem, fine, fine, struct(96, jnp.float32))
-    assert tpu.refuse(problem, fine, fine, struct(128, jnp.bfloat16)) is None
+    assert "float32" in tpu.refuse(where, False, fine, fine, struct(96, jnp.float32))
+    assert tpu.refuse(where, False, fine, fine, struct(128, jnp.bfloat16)) is None
     case = Case(B=1, N=1, K=1)
     order = jnp.zeros((1, 1, 3, 2**18), jnp.int32)
     lists = TileLists(order, order[..., 0], order[..., 0])

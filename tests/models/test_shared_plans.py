@@ -60,8 +60,8 @@ def test_packed_documents_equal_the_oracle_with_one_plan_a_mask(stack, rng, monk
     config = dataclasses.replace(SMALL, **STACKS[stack])
     tokens, params = drawn(config, rng)
     made = []
-    make = fused._plan
-    monkeypatch.setattr(fused, "_plan", lambda *given: made.append(1) or make(*given))
+    make = fused.mask_operands
+    monkeypatch.setattr(fused, "mask_operands", lambda call: made.append(1) or make(call))
     apply = jax.jit(
         lambda params, ids: build(config).apply({"params": params}, tokens, segments=ids)
     )
@@ -103,7 +103,7 @@ def test_a_plan_of_other_tiles_or_of_another_length_is_made_again(rng):
     with using(TPU):
         short = plan_mask(q[:, :30], k[:, :30], v[:, :30], mask=mask, implementation="pallas")
         right = plan_mask(q, k, v, mask=mask, implementation="pallas")
-        plans = [x.plan.lists["forward"].order.shape for x in (tiles, short, right)]
+        plans = [x.shared.lists["forward"].order.shape for x in (tiles, short, right)]
         assert len({*plans}) == 3
         found = [
             dot_product_attention(q, k, v, mask=x, implementation="pallas")

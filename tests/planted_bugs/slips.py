@@ -51,7 +51,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "kernels/batching.py",
+        "kernels/sharding.py",
         (
             "arrays of one row are shared by all calls of a vmap",
             "return x is pairs or B > 1",

@@ -16,13 +16,14 @@ from tests.support.tolerances import largest_error
 from transformer_jax.kernels import Target, hopper
 from transformer_jax.kernels.contract import Operands, Problem, Saved, TileLists
 from transformer_jax.kernels.dropout import keep
+from transformer_jax.kernels.nvidia.schedule import prepare
 from transformer_jax.kernels.program import program_of
 
 program = functools.partial(program_of, num_q=3, num_k=2)
 """Make a mask's program of a function of three vectors of queries and two of keys."""
 
 INTERPRETS = hopper.refuse(
-    Problem(scale=1.0, interpret=True), *[jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)] * 3
+    Target("hopper", True), False, *[jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)] * 3
 )
 needs_interpreter = pytest.mark.skipif(INTERPRETS is not None, reason=str(INTERPRETS))
 
@@ -140,7 +141,7 @@ def lists_of(mask, rows, columns):  # bool[B, N or 1, T, S] or its transpose
     order = np.where(
         np.arange(order.shape[-1]) < seen[..., None], order, last * (seen > 0)[..., None]
     )
-    return TileLists(*(jnp.asarray(x, jnp.int32) for x in (order, full.sum(-1), seen)))
+    return prepare(TileLists(*(jnp.asarray(x, jnp.int32) for x in (order, full.sum(-1), seen))))
 
 
 def oracle(case, operands, do):

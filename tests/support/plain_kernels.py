@@ -53,7 +53,7 @@ class Packing(Plain):
         return replace(BACKEND, packs=True, blocks=lambda kind, *_: LARGE[kind])
 
 
-def refuse(problem, query, key, value):
+def refuse(where, nondeterministic, query, key, value):
     return None
 
 

@@ -13,10 +13,9 @@ NotImplementedError with the condition that failed, which `explain_attention` sa
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.sharding import PartitionSpec
@@ -25,9 +24,12 @@ from transformer_jax.attention.additive import additive_attention, state_attenti
 from transformer_jax.attention.arguments import (
     AttentionCall,
     Implementation,
+    Options,
+    Plan,
     PlannedMask,
     Refused,
     check_call,
+    mask_sizes,
 )
 from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.blockwise.core import Blockwise
@@ -69,23 +71,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 depends_on_names(IMPLEMENTATIONS)
 
 
-class Options(TypedDict, total=False):
-    """Name the arguments of attention after query, key and value; `dot_product_attention` says."""
-
-    mask: Mask | None
-    bias: jax.Array | Bias | None
-    scale: float | jax.Array | None
-    softcap: float | None
-    sinks: jax.Array | None
-    q_positions: jax.Array | None
-    k_positions: jax.Array | None
-    dropout_rate: float
-    dropout_key: jax.Array | None
-    key_scale: jax.Array | None
-    value_scale: jax.Array | None
-    block_table: jax.Array | None
-
-
 Array = jax.Array
 Names = str | Sequence[str] | None
 
@@ -111,7 +96,7 @@ def dot_product_attention(
     key: jax.Array,  # [B, S, K, H], or in pages [P, page, K, H]
     value: jax.Array,  # [B, S, K, Hv], or in pages [P, page, K, Hv]
     *,
-    mask: Mask | None = None,
+    mask: Mask | PlannedMask | None = None,
     bias: jax.Array | Bias | None = None,
     scale: float | jax.Array | None = None,  # a number or [N]
     softcap: float | None = None,
@@ -206,22 +191,20 @@ def dot_product_attention(
         block_table=block_table,
         return_lse=return_lse,
     )
-    # with lse or without it, the program is the same one
-    same = dataclasses.replace(call, return_lse=False) if return_lse else call
-    refused, shapes = [], call.plain_shapes()
-    for name in _candidates(shapes, implementation):
-        one = IMPLEMENTATIONS[name]
-        reason = _refuse(name, one, shapes)
-        if reason is None:
+    refused = []
+    for name in _candidates(call, implementation):
+        plan: Plan | str = _plan(name, call)
+        if isinstance(plan, Plan):
             try:
-                out, lse = _run(one, one.environment(), same)
+                # with lse or without it, the program is the same one
+                out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
                 if not return_lse:
                     return out
                 assert lse is not None
                 return out, lse
-            except Refused as error:
-                reason = str(error)
-        refused.append(f"{name}: {reason}")
+            except Refused as error:  # the lists of a trace may be too long
+                plan = str(error)
+        refused.append(f"{name}: {plan}")
     raise Refused("; ".join(refused))
 
 
@@ -285,11 +268,10 @@ def explain_attention(
     if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
         refuse_keywords(explain_attention, unknown, Options.__annotations__)
     call = check_call(query, key, value, return_lse=return_lse, **options)
-    shapes = call.plain_shapes()
-    reasons = {name: _refuse(name, one, shapes) for name, one in IMPLEMENTATIONS.items()}
-    chosen = next(name for name in _candidates(shapes) if reasons[name] is None)
-    runs = {name: one for name, one in IMPLEMENTATIONS.items() if reasons[name] is None}
-    in_place = (name for name, one in runs.items() if one.reads_pages(call))
+    plans = {name: _plan(name, call) for name in IMPLEMENTATIONS}
+    reasons = {name: plan if isinstance(plan, str) else None for name, plan in plans.items()}
+    chosen = next(name for name in _candidates(call) if reasons[name] is None)
+    in_place = (n for n, plan in plans.items() if isinstance(plan, Plan) and plan.reads_pages)
     return Explanation(reasons, chosen, frozenset(in_place))
 
 
@@ -298,9 +280,8 @@ def plan_mask(
     key: jax.Array | jax.ShapeDtypeStruct,
     value: jax.Array | jax.ShapeDtypeStruct,
     *,
-    mask: Mask | None,
     implementation: str | Sequence[str] | None = None,
-    **options: Any,  # of `Options`, without the mask
+    **options: Unpack[Options],
 ) -> Mask | PlannedMask | None:
     """Return a mask for many calls of `dot_product_attention`, with what they can share.
 
@@ -311,25 +292,25 @@ def plan_mask(
         query: [B, T, N, H], as each call has it, or a `jax.ShapeDtypeStruct`.
         key: [B, S, K, H].
         value: [B, S, K, Hv].
-        mask: of all the calls.
         implementation: as in the calls.
-        **options: those arguments of the calls that change which tiles there are.
+        **options: the mask of all the calls, and those of their arguments that change which tiles
+            there are.
 
     Returns:
         The mask with its lists of tiles; the mask itself where there is nothing to share, and where
         axes of a mesh are explicit.
     """
-    call = check_call(query, key, value, mask=mask, **options)
-    leaves = jax.tree.leaves((call.mask, call.q_positions, call.k_positions))
+    call = check_call(query, key, value, **options)
+    mask = call.mask
+    leaves = jax.tree.leaves((mask, call.q_positions, call.k_positions))
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
-    shapes = call.plain_shapes()
-    for name in _candidates(shapes, implementation):
-        one = IMPLEMENTATIONS[name]
-        if _refuse(name, one, shapes) is None:
-            in_pages = call.block_table is not None and one.reads_pages(call)
-            plan = one.plan(call if in_pages else shapes)
-            return mask if mask is None or plan is None else PlannedMask(mask, plan)
+    for name in _candidates(call, implementation):
+        plan = _plan(name, call)
+        if isinstance(plan, Plan):
+            shared = IMPLEMENTATIONS[name].share(replace(call, plan=plan))
+            sizes = mask_sizes(call.query, call.q_positions, call.k_positions, call.sizes[3])
+            return mask if mask is None or shared is None else PlannedMask(mask, shared, sizes)
     return mask
 
 
@@ -383,7 +364,7 @@ def dot_product_attention_weights(
         k_positions=k_positions,
     )
     ours = {Xla, Blockwise, Pallas, Cudnn, Native}
-    for name in _candidates(call.plain_shapes(), implementation):
+    for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
             rows, tokens, heads, _ = split(query)
             spec = PartitionSpec(rows, heads, tokens)
@@ -427,27 +408,25 @@ def _candidates(
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
     few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
     native = ["native"] if few_queries or many_scores else []
-    size = 4 * (B * T * N * S + call.key.size + call.value.size)
+    rows = B * S * call.key.shape[2]  # of keys, which may lie in the pages of a larger pool
+    size = 4 * (B * T * N * S + rows * (call.key.shape[3] + call.value.shape[3]))
     in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
     return [*ours, *native, *(["xla", "blockwise"] if in_cache else ["blockwise", "xla"])]
 
 
-def _refuse(name: str, one: Implementation, call: AttentionCall) -> str | None:
-    """Return why an implementation does not run a call, or None."""
+def _plan(name: str, call: AttentionCall) -> Plan | str:
+    """Return how an implementation runs a call, or why not."""
     B, T, _, S = call.sizes
     if name != "xla" and not known_sizes(B, T, S):
         return f"needs sizes that are numbers, here B, T, S are {B}, {T}, {S}: take 'xla' or None"
-    return one.refuse(call)
+    return IMPLEMENTATIONS[name].plan(call)
 
 
 # Running one
 
 
-@program(static=("one", "environment"), code=lambda one, _, call: (one, call.mask, call.bias))
-def _run(
-    one: Implementation, environment: Hashable, call: AttentionCall
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run an implementation; `environment` is what it depends on besides, so that jit knows."""
+@program(static=("one",), code=lambda one, call: (one, call.mask, call.bias))
+def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
     return one(call)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +28,43 @@ POOLS = ("key", "value", "key_scale", "value_scale")
 DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an implementation runs a call, as far as shapes, options and the device decide; hashable.
+
+    It is made once, outside of the compiled program, which is found by it.
+    """
+
+    reads_pages: bool = False
+    """Whether the pages of a block table are read in place. Else they are gathered."""
+    reads_int8: bool = False
+    """Whether int8 keys and values are read as they are. Else they are dequantised."""
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `dot_product_attention` after query, key and value."""
+
+    mask: Mask | PlannedMask | None
+    bias: jax.Array | Bias | None
+    scale: float | jax.Array | None
+    softcap: float | None
+    sinks: jax.Array | None
+    q_positions: jax.Array | None
+    k_positions: jax.Array | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    block_table: jax.Array | None
+
+
 @register(
     arrays=(
         "query", "key", "value", "mask", "bias", "sinks", "scale_array", "q_positions",
         "k_positions", "dropout_key", "dropout_words", "key_scale", "value_scale", "block_table",
-        "plan",
+        "shared",
     ),
-    static=("scale", "softcap", "dropout_rate", "return_lse"),
+    static=("scale", "softcap", "dropout_rate", "return_lse", "plan"),
 )  # fmt: skip
 @short_repr
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +89,8 @@ class AttentionCall:
     key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
     block_table: jax.Array | None = None  # i32[B, M], where key, value and scales are [P, page, ..]
-    plan: object = None  # of `Implementation.plan`, for calls like this one
+    plan: Plan = Plan()  # of `Implementation.plan`
+    shared: object = None  # of `Implementation.share`, for calls like this one
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -132,18 +162,19 @@ class AttentionCall:
 
 
 @short_repr
-@register(arrays=("mask", "plan"))
+@register(arrays=("mask", "shared"), static=("checked",))
 @dataclass(frozen=True)
 class PlannedMask:
-    """Carry a mask and what an implementation has made of it and of positions, for many calls.
+    """A mask with the arrays that an implementation makes of it and of positions, for many calls.
 
     It takes the place of the mask in calls with the same positions, whose values nobody compares.
-    Where a call has other sizes, positions where these had none, or another implementation, its own
-    plan is made.
+    A call with other sizes, with positions where these had none, or with another implementation
+    makes its own arrays.
     """
 
     mask: Mask
-    plan: object
+    shared: object
+    checked: tuple[int | None, ...]  # what `check_mask` was given: calls of these sizes skip it
 
 
 class Implementation:
@@ -167,33 +198,29 @@ class Implementation:
         rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"
         raise Refused(f"the weights of {name} are not known: {rule}")
 
-    def plan(self, call: AttentionCall) -> object:
-        """Return what calls with this mask, these positions and sizes share, as a pytree, or None.
+    def plan(self, call: AttentionCall) -> Plan | str:
+        """Return how this implementation runs a call, or why not; `attend` finds it as `call.plan`.
 
-        It depends on no value of a query, key or value. `attend` finds it as `call.plan`.
+        `refuse` sees the shapes of gathered, dequantised keys and values.
+        """
+        reason = self.refuse(call.plain_shapes())
+        return Plan() if reason is None else reason
+
+    def share(self, call: AttentionCall) -> object:
+        """Return what calls with this plan, mask and positions share, as a pytree, or None.
+
+        It depends on no value of a query, key or value. `attend` finds it as `call.shared`.
         """
         return None
 
-    def environment(self) -> Hashable:
-        """Return what a compiled call depends on besides the call; hashable."""
-        return None
-
-    def reads_int8(self, call: AttentionCall) -> bool:
-        """Say whether int8 keys and values are read as they are, not as dequantised ones."""
-        return False
-
-    def reads_pages(self, call: AttentionCall) -> bool:
-        """Say whether the pages of a block table are read where they lie, not gathered ones."""
-        return False
-
     def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
         """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
-        if call.block_table is not None and not self.reads_pages(call):
+        if not call.plan.reads_pages and call.block_table is not None:
             call = call.gathered()
-        if call.key_scale is not None and not self.reads_int8(call):
+        if not call.plan.reads_int8 and call.key_scale is not None:
             call = call.dequantised()
-        if type(self).plan is Implementation.plan:
-            call = dataclasses.replace(call, plan=None)
+        if type(self).share is Implementation.share:
+            call = dataclasses.replace(call, shared=None)
         if call.mask is not None:  # arrays that a predicate reads become arguments of what is split
             call = dataclasses.replace(call, mask=call.mask.closed())
         return by_compiler(self.attend, [call], split(call.query, slice(3)))
@@ -204,31 +231,29 @@ def check_call(
     key: Shaped,
     value: Shaped,
     *,
-    mask: Mask | PlannedMask | None = None,
-    bias: jax.Array | Bias | None = None,
-    scale: float | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_positions: jax.Array | None = None,
-    k_positions: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
     return_lse: bool = False,
-    key_scale: jax.Array | None = None,
-    value_scale: jax.Array | None = None,
-    block_table: jax.Array | None = None,
+    **options: Unpack[Options],
 ) -> AttentionCall:
     """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
 
     Takes arrays or `jax.ShapeDtypeStruct`s.
     """
-    q_positions = as_int32("q_positions", q_positions)
-    k_positions = as_int32("k_positions", k_positions)
-    block_table = as_int32("block_table", block_table)
     query, key, value = as_array(query), as_array(key), as_array(value)
+    mask, bias, scale = options.get("mask"), options.get("bias"), options.get("scale")
+    softcap, dropout_key = options.get("softcap"), options.get("dropout_key")
+    q_positions = as_int32("q_positions", options.get("q_positions"))
+    k_positions = as_int32("k_positions", options.get("k_positions"))
+    block_table = as_int32("block_table", options.get("block_table"))
     sinks, key_scale, value_scale, q_positions, k_positions, block_table = (
         None if x is None else as_array(x)
-        for x in (sinks, key_scale, value_scale, q_positions, k_positions, block_table)
+        for x in (
+            options.get("sinks"),
+            options.get("key_scale"),
+            options.get("value_scale"),
+            q_positions,
+            k_positions,
+            block_table,
+        )
     )
     inputs = {"query": query, "key": key, "value": value}
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
@@ -257,11 +282,13 @@ def check_call(
     if K == 0 or N == 0 or N % K:
         rule = "key heads must divide query heads"
         raise ValueError(f"{shapes()}: query has {N} heads, key {K}: {rule}")
-    plan = None
+    shared, checked = None, None
     if isinstance(mask, PlannedMask):
-        plan, mask = mask.plan, mask.mask
-    lengths = T if q_positions is None else None, S if k_positions is None else None
-    check_mask(mask, B, N, *lengths)
+        shared, checked = mask.shared, mask.checked
+        mask = mask.mask
+    sizes = mask_sizes(query, q_positions, k_positions, S)
+    if sizes != checked:
+        check_mask(mask, *sizes)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
@@ -297,7 +324,7 @@ def check_call(
             check_factor("scale", abs(float(one)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
-    dropout_rate = as_number("dropout_rate", dropout_rate)
+    dropout_rate = as_number("dropout_rate", options.get("dropout_rate", 0.0))
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
@@ -323,8 +350,16 @@ def check_call(
         key_scale=key_scale,
         value_scale=value_scale,
         block_table=block_table,
-        plan=plan,
+        shared=shared,
     )
+
+
+def mask_sizes(
+    query: jax.Array, q_positions: jax.Array | None, k_positions: jax.Array | None, S: int
+) -> tuple[int, int, int | None, int | None]:
+    """Return B, N, T and S as `check_mask` takes them: no length where positions are given."""
+    B, T, N, _ = query.shape
+    return B, N, T if q_positions is None else None, S if k_positions is None else None
 
 
 def as_array(x: Shaped) -> jax.Array:

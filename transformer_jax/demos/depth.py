@@ -36,7 +36,8 @@ from transformer_jax.demos.shared import (
     print_table,
     save_picture,
 )
-from transformer_jax.models.functional import activate, layer_norm
+from transformer_jax.models.functional import activate
+from transformer_jax.models.ops import layer_norm
 from transformer_jax.models.positions import sinusoidal
 
 OPTIONS: Options = {"layers": (48, 5), "seed": (1, 1)}

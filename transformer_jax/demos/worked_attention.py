@@ -23,7 +23,7 @@ import numpy as np
 
 from transformer_jax import dot_product_attention, dot_product_attention_weights
 from transformer_jax.demos.shared import Options, draw_matrix, label, new_figure, save_picture
-from transformer_jax.models.functional import layer_norm
+from transformer_jax.models.ops import layer_norm
 from transformer_jax.models.positions import sinusoidal
 
 OPTIONS: Options = {"sentence": (None, None), "seed": (0, 0)}

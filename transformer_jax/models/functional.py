@@ -1,7 +1,7 @@
-"""Compute norms, activations and dropout as pure functions of arrays, as their papers write them.
+"""Compute activations and dropout as pure functions of arrays, as their papers write them.
 
-`ops` has the same norms, and the products and look-ups, where they meet devices: it splits them
-over a mesh and leaves few rows to the kernels compiled for CPUs.
+`ops` has norms, products and look-ups: it splits them over a mesh and leaves few rows to the
+kernels compiled for CPUs.
 """
 
 from __future__ import annotations
@@ -19,37 +19,6 @@ from transformer_jax.kernels.dropout import exact_rate, threshold
 from transformer_jax.sharding import by_compiler, split
 
 F32 = jnp.float32
-
-
-def layer_norm(
-    x: jax.Array,  # [..., D]
-    scale: jax.Array | None = None,  # [D]
-    bias: jax.Array | None = None,  # [D]
-    eps: float = 1e-5,
-) -> jax.Array:
-    """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
-
-    Computed in f32, returned in the dtype of x.
-    """
-    y = x.astype(F32)
-    y = rms_norm(y - y.mean(axis=-1, keepdims=True), scale, eps)
-    y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
-    return y.astype(x.dtype)
-
-
-def rms_norm(
-    x: jax.Array,  # [..., D]
-    scale: jax.Array | None = None,  # [D]
-    eps: float = 1e-5,
-) -> jax.Array:
-    """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
-
-    Computed in f32, returned in the dtype of x.
-    """
-    y = x.astype(F32)
-    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-    y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
-    return y.astype(x.dtype)
 
 
 def activate(x: jax.Array, name: AnyActivation) -> jax.Array:

@@ -2,14 +2,12 @@
 
 On a mesh of explicit axes the result is split as its rows are. On a CPU up to 16 rows, as in
 decoding, are left to the compiled kernels, and products that XLA is slow at are written in another
-way: the numbers are those of the formula, summed in another order. `functional` has the norms
-alone.
+way: the numbers are those of the formula, summed in another order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 from transformer_jax.checks import check_array
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
-from transformer_jax.models import functional
 from transformer_jax.sharding import by_compiler, gathered, split
 from transformer_jax.tracing import known_sizes
 
@@ -33,21 +30,12 @@ def layer_norm(
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
 
-    Args:
-        x: [..., D]; computed in f32.
-        scale: [D], or one number; None is 1.
-        bias: [D], or one number; None is 0.
-        eps: added to the variance.
-
-    Returns:
-        [..., D], in the dtype of x.
+    Computed in f32, returned in the dtype of x. `scale` and `bias` may also be one number.
 
     Raises:
         ValueError: if shapes do not fit.
     """
-    _check_norm(x, scale=scale, bias=bias)
-    plain = partial(functional.layer_norm, eps=eps)
-    return by_compiler(partial(_norm, plain, eps, True), [x, scale, bias], split(x))
+    return _norm(x, scale, bias, eps, centred=True)
 
 
 def rms_norm(
@@ -57,25 +45,24 @@ def rms_norm(
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
-    Args:
-        x: [..., D]; computed in f32.
-        scale: [D], or one number; None is 1.
-        eps: added to the mean square.
-
-    Returns:
-        [..., D], in the dtype of x.
+    Computed in f32, returned in the dtype of x. `scale` may also be one number.
 
     Raises:
         ValueError: if shapes do not fit.
     """
-    _check_norm(x, scale=scale)
-    plain = lambda x, scale, bias: functional.rms_norm(x, scale, eps)  # noqa: E731
-    return by_compiler(partial(_norm, plain, eps, False), [x, scale, None], split(x))
+    return _norm(x, scale, None, eps, centred=False)
 
 
-def _check_norm(x: jax.Array, **given: jax.Array | None) -> None:
+def _norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
+    *,
+    centred: bool,
+) -> jax.Array:
     check_array("x", x, "[..., D]")
-    for name, value in given.items():
+    for name, value in (("scale", scale), ("bias", bias)):
         if value is None:
             continue
         check_array(name, value, "[D]")
@@ -83,22 +70,23 @@ def _check_norm(x: jax.Array, **given: jax.Array | None) -> None:
             rule = f"must be {x.shape[-1:]}, [D] of x, or one number"
             raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
+    def plain(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+        y = x.astype(F32)
+        y = y - y.mean(axis=-1, keepdims=True) if centred else y
+        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+        y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
+        y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
+        return y.astype(x.dtype)
 
-def _norm(
-    plain: Callable[..., jax.Array],
-    eps: float,
-    centred: bool,
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-) -> jax.Array:
-    """Normalise as `plain` does, few rows by the compiled kernel."""
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    if not norms.takes(rows, width, eps, scale, bias):
-        return plain(x, scale, bias)
-    y = x.astype(F32).reshape(rows, width)
-    y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
-    return y.reshape(x.shape).astype(x.dtype)
+    def run(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+        rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+        if not norms.takes(rows, width, eps, scale, bias):
+            return plain(x, scale, bias)
+        y = x.astype(F32).reshape(rows, width)
+        y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
+        return y.reshape(x.shape).astype(x.dtype)
+
+    return by_compiler(run, [x, scale, bias], split(x))
 
 
 def project(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,8 @@ from transformer_jax.attention.biases import Bias
 from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
 from transformer_jax.kernels.contract import Index
+from transformer_jax.kernels.sharding import TILES, AxisNames
+from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
 
 Sum = jax.Array | list[jax.Array] | None
@@ -114,3 +118,31 @@ def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.
     floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
     leaves = [next(sums).astype(x.dtype) if f else x for x, f in zip(leaves, floating, strict=True)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> list[AxisNames]:
+    """Name the axes of a bias, whose values' arrays are not split: nobody knows what they mean."""
+    if not isinstance(bias, Bias):
+        return [] if bias is None else [TILES]
+    leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
+    return [(None,) * jnp.ndim(x) for x in leaves]
+
+
+@register(arrays=("bias", "row", "head"), static=("full", "size"))
+@dataclass(frozen=True, eq=False)
+class PartOfBias:
+    """Take some rows and heads of what a bias materializes."""
+
+    bias: Bias
+    row: Index  # the first
+    head: Index  # the first
+    full: tuple[int, int]  # how many rows and heads there are
+    size: tuple[int, int]  # how many are here
+
+    def materialize(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        bias = self.bias.materialize(q_positions, k_positions)
+        for axis, start in enumerate((self.row, self.head)):
+            full, size = self.full[axis], self.size[axis]
+            if bias.shape[axis] == full != size:
+                bias = lax.dynamic_slice_in_dim(bias, start, size, axis)
+        return bias

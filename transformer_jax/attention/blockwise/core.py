@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -40,24 +40,17 @@ import numpy as np
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall, Implementation, bias_shape
-from transformer_jax.attention.biases import Bias
+from transformer_jax.attention.biases import ALiBi, Bias, RelativeBias
 from transformer_jax.attention.block_plan import TileLists, pad
 from transformer_jax.attention.blockwise.bias import (
+    PartOfBias,
     Sum,
     bias_add,
+    bias_axes,
     bias_gradient,
     bias_sums,
     bias_tile,
     bias_zeros,
-)
-from transformer_jax.attention.blockwise.sharding import (
-    BACKWARD,
-    FORWARD,
-    Saved,
-    bias_axes,
-    by_compiler,
-    by_types,
-    parts_of_types,
 )
 from transformer_jax.attention.blockwise.tiles import (
     Place,
@@ -72,9 +65,37 @@ from transformer_jax.attention.blockwise.tiles import (
 from transformer_jax.attention.reference import Xla
 from transformer_jax.kernels.contract import LOWEST, Index
 from transformer_jax.kernels.derivatives import Passes, differentiable
-from transformer_jax.sharding import vary
+from transformer_jax.kernels.sharding import (
+    HEADS,
+    KEYS,
+    QUERIES,
+    AxisNames,
+    First,
+    Function,
+    Parts,
+    by_types,
+    over_devices,
+)
+from transformer_jax.sharding import split, vary
+from transformer_jax.shown import short_repr
 
 Tree = TypeVar("Tree")
+
+ROWS: AxisNames = ("b", None, "n")
+# the axes of what the passes return
+FORWARD = QUERIES, ROWS, ROWS, HEADS  # out, row_max, log_sum, repaired
+BACKWARD = QUERIES, KEYS, KEYS  # and the gradient of the bias, which is as `bias_axes` says
+
+
+@short_repr
+class Saved(NamedTuple):
+    """What the backward pass reads of the forward pass and of the cotangents."""
+
+    do: jax.Array  # f32[B, T, N, Hv]
+    D: jax.Array  # f32[B, T, N]
+    row_max: jax.Array  # f32[B, T, N], +inf in rows that pass no gradient on
+    log_sum: jax.Array  # f32[B, T, N]
+    repaired: jax.Array  # bool[B, N]: whether the forward pass was repeated as a repair pass
 
 
 class Blockwise(Implementation):
@@ -127,8 +148,95 @@ class Blockwise(Implementation):
             dropout_words=call.head_words(),
             dropout_key=None,
         )
-        out, lse = by_types(_attend_part, inner)
+        parts = parts_of_types(inner)
+        if parts is None:
+            out, lse = _attend_part(inner)
+        else:
+            names, leaves = _axis_names(inner), jax.tree.leaves(inner)
+            shapes, wanted = (query.shape, query.shape[:3]), split(query, slice(3))
+            function = _of_leaves(_attend_part, inner)
+            out, lse = by_types(function, leaves, names, shapes, (QUERIES, ROWS), parts, wanted)
         return out.astype(call.query.dtype), lse
+
+
+# Devices
+
+
+def parts_of_types(call: AttentionCall) -> Parts | None:
+    """Return how types split rows and heads, on a mesh of explicit axes; None where they do not.
+
+    None also where a mesh has other axes too, and for functions of the user's, whose loops may not
+    fit into a `shard_map`.
+    """
+    query, bias = call.query, call.bias
+    mesh = jax.typeof(query).sharding.mesh
+    if mesh.empty or len(mesh.explicit_axes) < len(mesh.axis_names):
+        return None
+    ours = jax.Array, ALiBi, RelativeBias
+    if 0 in (*query.shape, *call.key.shape) or not (bias is None or isinstance(bias, ours)):
+        return None
+    if call.mask is not None and call.mask.calls_user_code:
+        return None
+    parts = Parts.of(mesh, [split(query)], [QUERIES], _full(call))
+    return parts if parts.axes["b"] or parts.axes["n"] else None
+
+
+def _by_compiler(
+    function: Callable[..., Sequence[jax.Array]],
+    results: Sequence[AxisNames],
+    call: AttentionCall,
+    *saved: Saved,
+) -> tuple[jax.Array, ...]:
+    """Return `function(call, *saved)`, one operation that the compiler knows how to split.
+
+    On one device and inside a `shard_map` of the user's it is just called.
+    """
+    inside = jax.sharding.get_abstract_mesh().manual_axes
+    if jax.device_count() == 1 or inside:
+        return tuple(function(call, *saved))
+    at = call.positions()  # or they, and a plan of them, would be constants
+    call = dataclasses.replace(call, q_positions=at[0], k_positions=at[1])
+    split_up = _of_leaves(function, call, *saved)
+    names = _axis_names(call, *saved)
+    return over_devices(split_up, names, results, _full(call))(*jax.tree.leaves((call, *saved)))
+
+
+def _of_leaves(
+    function: Callable[..., Sequence[jax.Array]], call: AttentionCall, *saved: Saved
+) -> Function:
+    """Return a function of the leaves of a part of a call, which begins with a row and a head."""
+    structure, (B, _, N, _) = jax.tree.structure((call, *saved)), call.query.shape
+
+    def of_part(first: First, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        call, *saved = jax.tree.unflatten(structure, leaves)
+        rows, _, heads, _ = call.query.shape
+        size = rows, heads
+        if size != (B, N):
+            mask, bias = call.mask, call.bias
+            if mask is not None:
+                mask = mask.part(first, (B, N), size)
+            if isinstance(bias, Bias):
+                bias = PartOfBias(bias, first[0], first[1], (B, N), size)
+            call = dataclasses.replace(call, mask=mask, bias=bias)
+        return tuple(function(call, *saved))
+
+    return of_part
+
+
+def _full(call: AttentionCall) -> dict[str, int]:
+    return dict(b=call.query.shape[0], n=call.query.shape[2], k=call.key.shape[2])
+
+
+def _axis_names(call: AttentionCall, *saved: Saved) -> list[AxisNames]:
+    """Name the axes of the leaves of a call and of what was saved, in their order."""
+    names = [QUERIES, KEYS, KEYS]
+    names += [] if call.mask is None else call.mask.leaf_axes
+    names += bias_axes(call.bias)
+    names += [] if call.sinks is None else [HEADS[-call.sinks.ndim :]]
+    at = (x for x in (call.q_positions, call.k_positions) if x is not None)
+    names += [("b", None)[-x.ndim :] for x in at]
+    names += [] if call.dropout_words is None else [(None, "b", "n")]
+    return names + [QUERIES, ROWS, ROWS, ROWS, HEADS] * len(saved)
 
 
 def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bool:
@@ -246,7 +354,7 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 def _attend_forward(
     call: AttentionCall,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    out, row_max, log_sum, repaired = by_compiler(_forward, FORWARD, call)
+    out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
     saved = out, row_max, log_sum, repaired  # float32: D of a rounded output would be off
     return (out.astype(call.query.dtype), row_max + log_sum), saved
 
@@ -279,7 +387,7 @@ def _attend_backward(
         dsinks = -(weights * D).sum(axis=(0, 1))[None]
     names = *BACKWARD, *bias_axes(call.bias, of_gradient=True)
     rows = Saved(dout, D, row_max, log_sum, repaired)
-    dq, dk, dv, *dbias = by_compiler(_backward, names, call, rows)
+    dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
     return dataclasses.replace(
         jax.tree.map(jnp.zeros_like, call),  # nothing that a mask reads has a slope
         query=dq.astype(call.query.dtype),
