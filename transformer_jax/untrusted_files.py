@@ -13,11 +13,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypedDict
+from typing import Any, BinaryIO, NoReturn, TypeAlias, TypedDict
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 """A value of a JSON file, as `json` reads it: what it is must be asked before it is used."""
@@ -175,3 +175,41 @@ def brief(error: BaseException) -> str:
     """Shorten a library's message, for one of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:200])
+
+
+MISSING: Any = object()
+"""The default of a key that must be there."""
+
+
+class ObjectKeys:
+    """Keys of an object, read one by one; a key that nobody read is an error.
+
+    `error` is one line that names the file, the key, its value and the rule.
+    """
+
+    error: type[ValueError] = ValueError
+
+    def __init__(
+        self, content: JsonObject | Mapping[str, Any], where: str, prefix: str = ""
+    ) -> None:
+        """Take the keys that begin with `prefix`, which is left out of their names here."""
+        self.where, self.prefix, self.taken = where, prefix, set[str]()
+        self.content = {
+            key.removeprefix(prefix): value
+            for key, value in content.items()
+            if key.startswith(prefix)
+        }
+
+    def fail(self, name: str, value: object, rule: str) -> NoReturn:
+        """Raise the error of a key."""
+        said = "is missing" if value is MISSING else f"is {shown(value)}"
+        raise self.error(f"{self.where}: {self.prefix}{name} {said}: {rule}")
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key as it stands in the file."""
+        self.taken.add(name)
+        return self.content.get(name, default)
+
+    def unread(self) -> Iterator[str]:
+        """Yield the names of the keys that nobody read."""
+        return (name for name in self.content if name not in self.taken)

@@ -801,15 +801,15 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/pretrained/families/bart.py",
         (
             "every family has its norms after the branches",
-            "        norm_order=order,",
-            '        norm_order="post",',
+            'Fixed(kind="encoder-decoder", norm_order=order)',
+            'Fixed(kind="encoder-decoder", norm_order="post")',
             "pretrained/test_seq2seq_folders.py"
             "::test_norms_before_the_branches_and_after_the_stacks",
         ),
         (
             "an M2M-100 counts positions from its padding token on",
-            'offset=keys.integer("pad_token_id", 1, least=0) + 1',
-            'offset=keys.integer("pad_token_id", 1, least=0)',
+            'first, base = keys.integer("pad_token_id", 1, least=0) + 1, 10_000',
+            'first, base = keys.integer("pad_token_id", 1, least=0), 10_000',
             "pretrained/test_load.py::test_keys_that_are_missing_have_the_defaults_of_transformers",
         ),
     ),

@@ -13,8 +13,9 @@ import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.pretrained.families import FAMILIES, ConfigKeys, Family
-from transformer_jax.pretrained.families.table import DEPTH_KEYS, EXPERT_KEYS, JsonObject
+from transformer_jax.pretrained.families.keys import DEPTH_KEYS, EXPERT_KEYS, meant
 from transformer_jax.pretrained.safetensors_folder import CONFIG
+from transformer_jax.untrusted_files import JsonObject
 
 RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
 """Fields of a config that no config.json holds: how a model is run, or was initialised."""
@@ -60,7 +61,7 @@ def read_keys(
     """Return the config, and the keys with a record of which of them were read."""
     family, names = family_of(content, where), frozenset(tensors)
     counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
-    keys = ConfigKeys(content, where, len(names) or None, counting, family.name)
+    keys = ConfigKeys(content, where, family.name, names, counting)
     architectures = keys.take("architectures", None)
     keys.ignore("architectures")
     for name in architectures if isinstance(architectures, list) else ():
@@ -68,7 +69,7 @@ def read_keys(
             rule = "a head of several choices is not known here"
             keys.fail("architectures", architectures, rule)
     try:
-        config = family.read(keys, names)
+        config = family.read(keys)
     except ArithmeticError as error:
         raise ConfigError(f"{where}: its numbers do not go together ({error})") from None
     except ConfigError as error:
@@ -185,28 +186,12 @@ def _difference(name: str, one: object, two: object) -> tuple[str, object, objec
 def _meaning(config: ModelConfig, name: str) -> object:
     """Return a field's value; None is replaced by the value that it stands for."""
     match name:
-        case "num_kv_heads":
-            return config.kv_heads
-        case "head_dim":
-            return config.key_dim
-        case "value_head_dim":
-            return config.value_dim
-        case "d_ff":
-            return config.ff_dim
-        case "num_decoder_layers":
-            return config.decoder_layers
         case "attention_scale":
-            given = config.attention_scale
-            return float(np.float32(config.key_dim**-0.5 if given is None else given))
-        case "qkv_bias" | "out_bias" | "ff_bias":
-            value = getattr(config, name)
-            return config.use_bias if value is None else value
-        case "pooler":
-            return config.pooling
+            return float(np.float32(meant(config, name)))
         case "window":
             return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
         case "positions" if isinstance(config.positions, Rope):
             pattern = config.positions.pattern or (True,)
             turns = tuple(pattern[i % len(pattern)] for i in range(config.num_layers))
             return dataclasses.replace(config.positions, pattern=turns)
-    return getattr(config, name)
+    return meant(config, name)

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from transformer_jax.config import ConfigError
+from transformer_jax.pretrained.families import ConfigKeys
 from transformer_jax.pretrained.gguf_file import GgufFile, GgufTensor, Value, open_gguf
 from transformer_jax.pretrained.safetensors_folder import (
     CheckpointError,
@@ -33,7 +34,7 @@ from transformer_jax.pretrained.safetensors_folder import (
     WeightFolder,
 )
 from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import Json, JsonObject, shown
+from transformer_jax.untrusted_files import MISSING, Json, JsonObject, ObjectKeys, shown
 
 Change = Callable[[np.ndarray], np.ndarray]
 """Undoes what the converter did to a tensor."""
@@ -103,10 +104,11 @@ def open_gguf_model(path: str | Path) -> GgufModel:
         known = ", ".join(_ARCHITECTURES)
         rule = f"must be one of {known}"
         raise ConfigError(f"{path}: general.architecture is {shown(file.architecture)}: {rule}")
-    keys = _Keys(file)
-    if keys.take("split.count", 1, whole=True) not in (0, 1):
+    split = _Keys(file, "split.")
+    if (parts := split.take("count", 1)) not in (0, 1):
         rule = "one file of several: merge them by llama-gguf-split --merge"
-        keys.fail("split.count", rule, whole=True)
+        split.fail("count", parts, rule)
+    keys = _Keys(file, f"{file.architecture}.")
     config, names = architecture(keys)
     keys.check_all_read()
     sources: dict[str, _Source] = {}
@@ -210,80 +212,63 @@ def _as_row(tensor: np.ndarray) -> np.ndarray:
     return tensor[None]
 
 
-class _Keys:
-    """Read metadata key by key, and refuse a key of the architecture that was not read."""
+class _Keys(ConfigKeys):
+    """Keys of an architecture in the metadata, and the tensors that belong to the config."""
 
-    def __init__(self, file: GgufFile) -> None:
-        self.file, self._read = file, set[str]()
-        self.factors_read = set[str]()
-        """The tensors that belong to the config."""
-        self.prefix = f"{file.architecture}."
+    def __init__(self, file: GgufFile, prefix: str) -> None:
+        super().__init__(file.metadata, str(file.path), "gguf", prefix=prefix)
+        self.file, self.factors_read = file, set[str]()
 
-    def take(self, name: str, default: Value | None = None, *, whole: bool = False) -> Any:
-        """Return one value; `whole` means that the name is that of the key, with its prefix."""
-        value = self._take(name, default, whole)
+    def take(self, name: str, default: Value | None = MISSING) -> Any:
+        value = ObjectKeys.take(self, name, default)
         if isinstance(value, np.ndarray | list):
-            self.fail(name, "must be one value, no list", whole=whole)
+            self.fail(name, value, "must be one value, no list")
         return value
 
-    def _take(self, name: str, default: Value | None, whole: bool = False) -> Any:
-        key = name if whole else self.prefix + name
-        self._read.add(key)
-        return self.file.metadata.get(key, default)
-
-    def fail(self, name: str, rule: str, *, whole: bool = False) -> NoReturn:
-        key = name if whole else self.prefix + name
-        value = self.file.metadata.get(key)
-        said = "is missing" if value is None else f"is {shown(value)}"
-        raise ConfigError(f"{self.file.path}: {key} {said}: {rule}")
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._take(name, default)
+    def integer(self, name: str, default: int | None = MISSING, *, least: int = 1) -> int:
+        value = ObjectKeys.take(self, name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             value = int(value[0])  # one for each layer, all alike
         if type(value) is not int or not 0 < value < 2**31:
-            self.fail(name, "must be a positive integer, the same for all layers")
+            self.fail(name, value, "must be a positive integer, the same for all layers")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = MISSING) -> float:
         value = self.take(name, default)
         if type(value) not in (int, float) or not math.isfinite(value):
-            self.fail(name, "must be a finite number")
+            self.fail(name, value, "must be a finite number")
         return value
 
-    def require(self, name: str, *allowed: Value | None) -> None:
+    def require(self, name: str, *allowed: Value) -> None:
         value = self.take(name, allowed[0])
         if value not in allowed:
-            self.fail(name, "must be " + " or ".join(shown(one) for one in allowed))
-
-    def given(self, name: str) -> bool:
-        return self.prefix + name in self.file.metadata
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.file.tensors
+            self.fail(name, value, "must be " + " or ".join(shown(one) for one in allowed))
 
     def factors(self, tensor: str) -> np.ndarray:
         """Return the numbers of a tensor that says how the rotation is stretched."""
-        if not self.has(tensor):
-            raise CheckpointError(f"{self.file.path}: tensor {tensor} is missing")
+        if tensor not in self.file.tensors:
+            raise CheckpointError(f"{self.where}: tensor {tensor} is missing")
         self.factors_read.add(tensor)
         return self.file.read(tensor).reshape(-1)
 
-    def sizes(self, tensor: str, rank: int) -> tuple[int, ...]:
-        """Return the shape of a tensor that the config asks for."""
-        found = self.file.tensors.get(tensor)
+    def vocab_size(self) -> int:
+        """Return the rows of the embeddings, after comparing their columns with the key."""
+        self.take("vocab_size", None)
+        found = self.file.tensors.get("token_embd.weight")
         if found is None:
-            raise CheckpointError(f"{self.file.path}: tensor {tensor} is missing")
-        if len(found.shape) != rank:
-            rule = f"must have {rank} axes"
-            raise CheckpointError(f"{self.file.path}: {tensor} is {list(found.shape)}: {rule}")
-        return found.shape
+            raise CheckpointError(f"{self.where}: tensor token_embd.weight is missing")
+        if len(found.shape) != 2:
+            rule = f"token_embd.weight is {list(found.shape)}: must have 2 axes"
+            raise CheckpointError(f"{self.where}: {rule}")
+        rows, columns = found.shape
+        if (width := self.integer("embedding_length")) != columns:
+            self.fail("embedding_length", width, f"token_embd.weight has {columns} columns")
+        return rows
 
     def check_all_read(self) -> None:
-        for key in self.file.metadata:
-            if key.startswith(self.prefix) and key not in self._read:
-                rule = f"a {self.file.architecture} has no such key that is known here"
-                raise ConfigError(f"{self.file.path}: {shown(key)}: {rule}")
+        for name in self.unread():
+            rule = f"a {self.file.architecture} has no such key that is known here"
+            raise ConfigError(f"{self.where}: {shown(self.prefix + name)}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -334,17 +319,13 @@ def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
 def _common(keys: _Keys, model_type: str) -> JsonObject:
     """Read sizes and the rotation, as config.json has them."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    rows, width = keys.sizes("token_embd.weight", 2)
-    if width != hidden:
-        keys.fail("embedding_length", f"token_embd.weight has {width} columns")
-    keys.take("vocab_size")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
-    if keys.integer("attention.value_length", head_dim) != head_dim:
-        keys.fail("attention.value_length", f"must be that of keys, {head_dim}")
+    if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
+        keys.fail("attention.value_length", found, f"must be that of keys, {head_dim}")
     keys.require("attention.causal", True)
     config: JsonObject = dict(
         model_type=model_type,
-        vocab_size=rows,
+        vocab_size=keys.vocab_size(),
         hidden_size=hidden,
         intermediate_size=keys.integer("feed_forward_length"),
         num_hidden_layers=keys.integer("block_count"),
@@ -352,7 +333,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
         num_key_value_heads=keys.integer("attention.head_count_kv", heads),
         max_position_embeddings=keys.integer("context_length"),
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        tie_word_embeddings=not keys.has("output.weight"),
+        tie_word_embeddings="output.weight" not in keys.file.tensors,
         rope_theta=keys.number("rope.freq_base", 10_000.0),
     )
     if head_dim * heads != hidden:
@@ -363,7 +344,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
         config["partial_rotary_factor"] = (
             part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)
         )
-    keys.take("rope.scaling.finetuned")
+    keys.take("rope.scaling.finetuned", None)
     if (scaling := _scaling(keys, config, head_dim)) is not None:
         config["rope_scaling"] = scaling
     return config
@@ -372,21 +353,21 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
 def _scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject | None:
     """Read how the rotation is stretched; None where it is not."""
     kind = keys.take("rope.scaling.type", "none")
-    if keys.has("rope_freqs.weight"):
+    if "rope_freqs.weight" in keys.file.tensors:
         if kind != "none":
-            keys.fail("rope.scaling.type", "rope_freqs.weight says it already")
+            keys.fail("rope.scaling.type", kind, "rope_freqs.weight says it already")
         return _llama3_scaling(keys, config, head_dim)
     if kind == "none":
-        keys.take("rope.scaling.factor")
+        keys.take("rope.scaling.factor", None)
         return None
     if kind not in ("linear", "yarn"):
-        keys.fail("rope.scaling.type", "must be 'none', 'linear' or 'yarn'")
+        keys.fail("rope.scaling.type", kind, "must be 'none', 'linear' or 'yarn'")
     scaling: JsonObject = dict(rope_type=kind, factor=keys.number("rope.scaling.factor"))
     if kind == "yarn":
         trained = keys.integer("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = trained
         for theirs, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if keys.given(f"rope.scaling.{theirs}"):
+            if f"rope.scaling.{theirs}" in keys.content:
                 scaling[name] = keys.number(f"rope.scaling.{theirs}")
         for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
             keys.require(f"rope.scaling.{name}", 1.0)
@@ -418,7 +399,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
 def _llama(keys: _Keys) -> tuple[JsonObject, _Names]:
     """Read a Llama, a Mistral (which llama.cpp calls so, too), or a Mixtral, which has experts."""
     keys.require("rope.scaling.attn_factor", 1.0)
-    keys.take("expert_used_count")  # 0, as expert_count is, in a file without experts
+    keys.take("expert_used_count", None)  # 0, as expert_count is, in a file without experts
     if keys.take("expert_count", 0) != 0:
         config = _common(keys, "mixtral")
         config["num_local_experts"] = keys.integer("expert_count")
@@ -426,10 +407,11 @@ def _llama(keys: _Keys) -> tuple[JsonObject, _Names]:
         feed_forward = _experts("block_sparse_moe", "w1", "w3", "w2")
     else:
         config, feed_forward = _common(keys, "llama"), _GATED
-        config["attention_bias"] = keys.has("blk.0.attn_q.bias")
-        config["mlp_bias"] = keys.has("blk.0.ffn_gate.bias")
+        config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in keys.file.tensors
     if "partial_rotary_factor" in config:
-        keys.fail("rope.dimension_count", "must be the size of a head")
+        said = keys.take("rope.dimension_count")
+        keys.fail("rope.dimension_count", said, "must be the size of a head")
     return config, _Names(_ATTENTION | feed_forward, rotated=("attn_q", "attn_k"))
 
 
@@ -507,23 +489,23 @@ def _gemma3(keys: _Keys) -> tuple[JsonObject, _Names]:
     config = _sandwiched(keys, "gemma3_text", 62)
     config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
     config["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern", 6)
-    if keys.given("final_logit_softcapping"):
+    if "final_logit_softcapping" in keys.content:
         config["final_logit_softcapping"] = keys.number("final_logit_softcapping")
     return config, _Names(_ATTENTION | _GATED | _SANDWICH | _QK_NORMS, offset_norms=True)
 
 
 def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
     stretch = None
-    if keys.given("rope.scaling.attn_factor"):
+    if "rope.scaling.attn_factor" in keys.content:
         stretch = keys.number("rope.scaling.attn_factor")
     config = _common(keys, "phi3")
     config["sliding_window"] = None
     if keys.take("attention.sliding_window", 0) != 0:
         config["sliding_window"] = keys.integer("attention.sliding_window")
-    if keys.given("rope.scaling.original_context_length"):
+    if "rope.scaling.original_context_length" in keys.content:
         trained = keys.integer("rope.scaling.original_context_length")
         config["original_max_position_embeddings"] = trained
-    if keys.has("rope_factors_long.weight"):
+    if "rope_factors_long.weight" in keys.file.tensors:
         factors = {
             f"{name}_factor": [float(str(f)) for f in keys.factors(f"rope_factors_{name}.weight")]
             for name in ("long", "short")
@@ -532,7 +514,7 @@ def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
         if stretch is not None:
             config["rope_scaling"]["attention_factor"] = stretch
     elif stretch not in (None, 1.0):
-        keys.fail("rope.scaling.attn_factor", "needs rope_factors_long.weight")
+        keys.fail("rope.scaling.attn_factor", stretch, "needs rope_factors_long.weight")
     names = {
         "attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj",
         "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
@@ -548,8 +530,9 @@ def _gpt_oss(keys: _Keys) -> tuple[JsonObject, _Names]:
         num_local_experts=keys.integer("expert_count"),
         num_experts_per_tok=keys.integer("expert_used_count"),
     )
-    if keys.integer("expert_feed_forward_length") != config["intermediate_size"]:
-        keys.fail("expert_feed_forward_length", f"must be {config['intermediate_size']}")
+    width = config["intermediate_size"]
+    if (found := keys.integer("expert_feed_forward_length")) != width:
+        keys.fail("expert_feed_forward_length", found, f"must be {width}")
     scaling = config.setdefault("rope_scaling", dict(rope_type="default"))
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False  # which no key says
@@ -562,23 +545,19 @@ def _gpt_oss(keys: _Keys) -> tuple[JsonObject, _Names]:
 
 
 def _gpt2(keys: _Keys) -> tuple[JsonObject, _Names]:
-    rows, hidden = keys.sizes("token_embd.weight", 2)
-    keys.take("vocab_size")
-    if keys.integer("embedding_length") != hidden:
-        keys.fail("embedding_length", f"token_embd.weight has {hidden} columns")
     heads = keys.integer("attention.head_count")
-    if keys.integer("attention.head_count_kv", heads) != heads:
-        keys.fail("attention.head_count_kv", f"must be attention.head_count, {heads}")
+    if (found := keys.integer("attention.head_count_kv", heads)) != heads:
+        keys.fail("attention.head_count_kv", found, f"must be attention.head_count, {heads}")
     config = dict(
         model_type="gpt2",
-        vocab_size=rows,
+        vocab_size=keys.vocab_size(),
         n_positions=keys.integer("context_length"),
-        n_embd=hidden,
+        n_embd=keys.integer("embedding_length"),
         n_layer=keys.integer("block_count"),
         n_head=heads,
         n_inner=keys.integer("feed_forward_length"),
         layer_norm_epsilon=keys.number("attention.layer_norm_epsilon"),
-        tie_word_embeddings=not keys.has("output.weight"),
+        tie_word_embeddings="output.weight" not in keys.file.tensors,
     )
     layer = {
         "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",

@@ -24,7 +24,7 @@ from transformer_jax.pretrained.config_json import (
 )
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
 from transformer_jax.pretrained.families.other_keys import other_keys
-from transformer_jax.pretrained.families.table import JsonObject, joined
+from transformer_jax.pretrained.families.table import joined
 from transformer_jax.pretrained.safetensors_folder import (
     CONFIG,
     SHARD_BYTES,
@@ -43,7 +43,7 @@ from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Array, Params
 from transformer_jax.tokenizers.gguf_metadata import QWEN2_SPLIT
 from transformer_jax.tokenizers.hf_files import more_templates
-from transformer_jax.untrusted_files import check_path
+from transformer_jax.untrusted_files import JsonObject, check_path
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TARGET_TOKEN_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")

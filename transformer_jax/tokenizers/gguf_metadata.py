@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from transformer_jax.tokenizers.hf_files import around
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.untrusted_files import JsonObject, shown
+from transformer_jax.untrusted_files import MISSING, JsonObject, ObjectKeys, shown
 
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -86,11 +86,12 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     Raises:
         DataError: if a key is missing, wrong or not known; it names the key.
     """
-    keys = _Keys(metadata, where)
-    model, pre = keys.text("model"), keys.take("pre")
-    tokens = keys.take("tokens")
+    keys = _Keys(metadata, where, "tokenizer.ggml.")
+    model, pre, tokens = keys.take("model"), keys.take("pre"), keys.take("tokens")
+    if not isinstance(model, str):
+        keys.fail("model", model, "must be a text")
     if not isinstance(tokens, list) or not tokens:
-        raise keys.wrong("tokens", "must be a list of texts")
+        keys.fail("tokens", tokens, "must be a list of texts")
     kinds = keys.numbers("token_type", len(tokens), np.full(len(tokens), _NORMAL))
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
@@ -98,14 +99,14 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
             continue
         token = tokens[i] = token or f"[EMPTY_{i}]"
         if ids.setdefault(token, i) != i:
-            raise keys.wrong("tokens", f"{shown(token)} has ids {ids[token]} and {i}")
+            keys.fail("tokens", tokens, f"{shown(token)} has ids {ids[token]} and {i}")
     match model:
         case "gpt2":
             definition, adds_bos = _byte_level(keys, pre, ids), pre in _WHOLE_WORDS
         case "llama":
             definition, adds_bos = _sentence_piece(keys, ids, kinds), True
         case _:
-            raise keys.wrong("model", "must be 'gpt2' or 'llama'")
+            keys.fail("model", model, "must be 'gpt2' or 'llama'")
     held = {role: keys.id(name, len(tokens)) for role, name in _ROLES.items()}
     roles = {role: tokens[i] for role, i in held.items() if i is not None and tokens[i] in ids}
     special = {ids[token] for role, token in roles.items() if role != "unk"}
@@ -129,13 +130,24 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
     stop = {i for i in named if i is not None}
     stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
-    templates = keys.templates()
+    templates = {}
+    for key, value in metadata.items():
+        name = key.removeprefix("tokenizer.chat_template")
+        if name != key and (not name or name.startswith(".")):
+            if not isinstance(value, str):
+                raise DataError(f"{where}: {shown(key)} is {shown(value)}: must be a text")
+            templates[name.removeprefix(".") or "default"] = value
     for name in _FILLED:
         keys.id(name, len(tokens))
-    keys.check_all_read()
+    for name in keys.unread():
+        if name not in _IGNORED:
+            raise DataError(f"{where}: {shown(keys.prefix + name)}: no such key is known")
     try:
         return PretrainedTokenizer(
-            canonical(definition), tuple(roles.items()), tuple(sorted(stop)), templates
+            canonical(definition),
+            tuple(roles.items()),
+            tuple(sorted(stop)),
+            tuple(templates.items()),
         )
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
@@ -147,15 +159,15 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
 
     if not isinstance(pre, str) or pre not in _SPLITS:
         rule = f"must be one of {', '.join(_SPLITS)}"
-        raise keys.wrong("pre", f"{rule}: it says how a text is split")
+        keys.fail("pre", pre, f"{rule}: it says how a text is split")
     merges, lines = list[tuple[str, str]](), keys.take("merges")
     if not isinstance(lines, list):
-        raise keys.wrong("merges", "must be a list of texts")
+        keys.fail("merges", lines, "must be a list of texts")
     for n, line in enumerate(lines):
         one, _, two = line[1:].partition(" ")
         one = line[:1] + one
         if not all(token in ids for token in (one, two, one + two)):
-            raise keys.wrong("merges", f"entry {n}, {shown(line)}, is not of two known tokens")
+            keys.fail("merges", lines, f"entry {n}, {shown(line)}, is not of two known tokens")
         merges.append((one, two))
     library = Tokenizer(
         models.BPE(vocab=dict(ids), merges=merges, ignore_merges=pre in _WHOLE_WORDS)
@@ -172,7 +184,7 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
         library.normalizer = normalizers.NFC()
     library.decoder = decoders.ByteLevel()
     if keys.flag("add_space_prefix", False):
-        raise keys.wrong("add_space_prefix", "must be false for 'gpt2'")
+        keys.fail("add_space_prefix", True, "must be false for 'gpt2'")
     definition: JsonObject = json.loads(library.to_str())
     return definition
 
@@ -210,39 +222,25 @@ def _sentence_piece(keys: _Keys, ids: Mapping[str, int], kinds: np.ndarray) -> J
     library.normalizer = normalizers.Sequence(marks)
     library.decoder = decoders.Sequence(steps)
     if keys.flag("remove_extra_whitespaces", False):
-        raise keys.wrong("remove_extra_whitespaces", "must be false")
+        keys.fail("remove_extra_whitespaces", True, "must be false")
     definition: JsonObject = json.loads(library.to_str())
     return definition
 
 
-class _Keys:
-    """Read the keys of a tokenizer, and refuse one that was not read."""
+class _Keys(ObjectKeys):
+    """Keys of a tokenizer."""
 
-    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
-        self._metadata, self._where, self._read = metadata, where, set[str]()
+    error = DataError
 
-    def take(self, name: str) -> Any:
-        self._read.add(f"tokenizer.ggml.{name}")
-        return self._metadata.get(f"tokenizer.ggml.{name}")
-
-    def wrong(self, name: str, rule: str) -> DataError:
-        key = f"tokenizer.ggml.{name}"
-        value = self._metadata.get(key)
-        said = "is missing" if value is None else f"is {shown(value)}"
+    def fail(self, name: str, value: object, rule: str) -> NoReturn:
         if isinstance(value, list | np.ndarray):
-            said = f"of {len(value)}"
-        return DataError(f"{self._where}: {key} {said}: {rule}")
-
-    def text(self, name: str) -> str:
-        value = self.take(name)
-        if not isinstance(value, str):
-            raise self.wrong(name, "must be a text")
-        return value
+            raise DataError(f"{self.where}: {self.prefix}{name} of {len(value)}: {rule}")
+        super().fail(name, MISSING if value is None else value, rule)
 
     def flag(self, name: str, usual: bool) -> bool:
         value = self.take(name)
         if isinstance(value, np.ndarray | list) or value not in (None, True, False):
-            raise self.wrong(name, "must be true or false")
+            self.fail(name, value, "must be true or false")
         return usual if value is None else bool(value)
 
     def id(self, name: str, count: int, usual: int | None = None) -> int | None:
@@ -250,7 +248,7 @@ class _Keys:
         if value is None:
             return usual
         if type(value) is not int or not 0 <= value < count:
-            raise self.wrong(f"{name}_token_id", f"must be an id of the {count} tokens")
+            self.fail(f"{name}_token_id", value, f"must be an id of the {count} tokens")
         return value
 
     def numbers(self, name: str, count: int, usual: np.ndarray | None) -> np.ndarray:
@@ -258,25 +256,7 @@ class _Keys:
         if value is None and usual is not None:
             return usual
         if not isinstance(value, np.ndarray) or len(value) != count:
-            raise self.wrong(name, f"must be a list of {count} numbers, one for each token")
+            self.fail(name, value, f"must be a list of {count} numbers, one for each token")
         if not np.isfinite(value).all():
-            raise self.wrong(name, "must be finite numbers")
+            self.fail(name, value, "must be finite numbers")
         return value
-
-    def templates(self) -> tuple[tuple[str, str], ...]:
-        found = {}
-        for key, value in self._metadata.items():
-            name = key.removeprefix("tokenizer.chat_template")
-            if name != key and (not name or name.startswith(".")):
-                if not isinstance(value, str):
-                    raise DataError(
-                        f"{self._where}: {shown(key)} is {shown(value)}: must be a text"
-                    )
-                found[name.removeprefix(".") or "default"] = value
-        return tuple(found.items())
-
-    def check_all_read(self) -> None:
-        self._read |= {f"tokenizer.ggml.{name}" for name in _IGNORED}
-        for key in self._metadata:
-            if key.startswith("tokenizer.ggml.") and key not in self._read:
-                raise DataError(f"{self._where}: {shown(key)}: no such key is known")

@@ -1,7 +1,7 @@
 """List the families of published checkpoints: what their files hold, as data.
 
-A family is one module that makes a `Family` of a table of tensor names and a reading of
-config.json, and one entry in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
+A `Family` is a list of the keys of config.json and a table of the names of tensors. It is one entry
+in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
 """
 
 from transformer_jax.pretrained.families import (
@@ -18,7 +18,8 @@ from transformer_jax.pretrained.families import (
     parallel,
     t5,
 )
-from transformer_jax.pretrained.families.table import ConfigKeys, Family, Layout, TensorMapping
+from transformer_jax.pretrained.families.keys import Code, ConfigKeys, Fixed, Flag, Key, Written
+from transformer_jax.pretrained.families.table import Family, Layout, TensorMapping
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -72,4 +73,15 @@ FAMILIES: dict[str, Family] = {
 }
 """Each family by the `model_type` of its config.json; saving tries them in this order."""
 
-__all__ = ["FAMILIES", "ConfigKeys", "Family", "Layout", "TensorMapping"]
+__all__ = [
+    "FAMILIES",
+    "Code",
+    "ConfigKeys",
+    "Family",
+    "Fixed",
+    "Flag",
+    "Key",
+    "Layout",
+    "TensorMapping",
+    "Written",
+]

@@ -6,51 +6,52 @@ training transformers drops nothing after a feed-forward; here `dropout` is of b
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.bert import (
+    POST_NORM,
+    TYPES,
     bert_sizes,
     embeddings_of,
     masked_head,
     pooling_layers,
-    post_norm_encoder,
-    write_bert_sizes,
+    vocabulary,
 )
-from transformer_jax.pretrained.families.classes import Names, classes_of, labels, write_head
-from transformer_jax.pretrained.families.table import (
-    LINEAR_OUT,
-    ConfigKeys,
-    Family,
-    TensorMapping,
-    blocks,
-    linear,
-    norm,
+from transformer_jax.pretrained.families.classes import (
+    classes_of,
+    encoder_class,
+    head_fields,
+    labels,
+    write_labels,
 )
-from transformer_jax.untrusted_files import JsonObject
 
 POOLER = "albert.pooler"
 SECOND = "sop_classifier.classifier"
 """The classifier of whether two sentences stand in their order."""
 
 
-def _table(config: ModelConfig) -> list[TensorMapping]:
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
     encoder = "albert.encoder"
     block = f"{encoder}.albert_layer_groups.0.albert_layers.0"
     return [
         *embeddings_of(config, "albert"),
-        *linear("embed/projection", f"{encoder}.embedding_hidden_mapping_in"),
-        *blocks(
+        *t.linear("embed/projection", f"{encoder}.embedding_hidden_mapping_in"),
+        *t.blocks(
             "encoder",
             1,
             [
-                *linear("attention/query", f"{block}.attention.query"),
-                *linear("attention/key", f"{block}.attention.key"),
-                *linear("attention/value", f"{block}.attention.value"),
-                *linear("attention/out", f"{block}.attention.dense", LINEAR_OUT),
-                *norm("norm_attention", f"{block}.attention.LayerNorm"),
-                *linear("feed_forward/up", f"{block}.ffn"),
-                *linear("feed_forward/down", f"{block}.ffn_output"),
-                *norm("norm_feed_forward", f"{block}.full_layer_layer_norm"),
+                *t.linear("attention/query", f"{block}.attention.query"),
+                *t.linear("attention/key", f"{block}.attention.key"),
+                *t.linear("attention/value", f"{block}.attention.value"),
+                *t.linear("attention/out", f"{block}.attention.dense", t.LINEAR_OUT),
+                *t.norm("norm_attention", f"{block}.attention.LayerNorm"),
+                *t.linear("feed_forward/up", f"{block}.ffn"),
+                *t.linear("feed_forward/down", f"{block}.ffn_output"),
+                *t.norm("norm_feed_forward", f"{block}.full_layer_layer_norm"),
             ],
         ),
         *masked_head(config, "predictions.dense", "predictions.LayerNorm", "predictions.bias"),
@@ -58,42 +59,34 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
     ]
 
 
-def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    masked, pooler = "predictions.dense.weight" in names, f"{POOLER}.weight"
-    of: ClassesOf | None = "text" if masked and f"{SECOND}.weight" in names else None
+def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    masked, pooler = "predictions.dense.weight" in keys.names, f"{POOLER}.weight"
+    of: ClassesOf | None = "text" if masked and f"{SECOND}.weight" in keys.names else None
     if not masked:
-        of = classes_of(keys, "classifier.weight", pooler, names)
-    sizes = bert_sizes(keys, width=4096, heads=64, hidden=16384, activation="gelu_new", rate=0.0)
-    return post_norm_encoder(
+        of = classes_of(keys, "classifier.weight", pooler)
+    return head_fields(
         keys,
         masked=masked,
-        pooler="tanh" if pooler in names else None,
+        pooler="tanh" if pooler in keys.names else None,
         num_classes=None if of is None else labels(keys),
-        classes_of=of or "text",
-        share_layers=True,
-        embedding_dim=keys.integer("embedding_size", 128),
-        vocab_size=keys.integer("vocab_size", 30000),
-        max_len=keys.integer("max_position_embeddings", 512),
-        **sizes,
+        classes_of=of,
     )
 
 
-def _write(config: ModelConfig) -> JsonObject:
-    content = write_bert_sizes(config) | {"embedding_size": config.embedding_width}
-    content |= dict(num_hidden_groups=1, inner_group_num=1)
-    if not config.masked_token_head and config.num_classes is not None:
-        return content | write_head(config, "Albert")
-    if config.num_classes is not None:
-        content["num_labels"] = config.num_classes
-    kind = "AlbertForPreTraining" if config.num_classes is not None else "AlbertForMaskedLM"
-    return dict(architectures=[kind if config.masked_token_head else "AlbertModel"], **content)
-
-
-ALBERT = Family(
+ALBERT = t.Family(
     "albert",
-    _read,
-    _write,
+    [
+        *POST_NORM,
+        *vocabulary(30000),
+        *bert_sizes(width=4096, heads=64, hidden=16384, activation="gelu_new", rate=0.0),
+        TYPES,
+        k.Fixed(share_layers=True),
+        k.Written(num_hidden_groups=1, inner_group_num=1),
+        k.Key("embedding_size", "embedding_dim", k.integer, 128),
+        k.Code(_read_heads, write_labels),
+    ],
     _table,
+    partial(encoder_class, name="Albert", pretraining=True),
     prefix="albert.",
     ignored_tensors=("albert.embeddings.position_ids",),
     tied_copies={

@@ -36,20 +36,8 @@ import numpy as np
 
 from transformer_jax.config import Learned, ModelConfig, Sinusoidal
 from transformer_jax.config.model import NormOrder
-from transformer_jax.pretrained.families.table import (
-    ACTIVATIONS,
-    LINEAR_OUT,
-    ROW,
-    ConfigKeys,
-    Family,
-    Fields,
-    Shape,
-    TensorMapping,
-    activation_key,
-    blocks,
-    linear,
-    norm,
-)
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
 from transformer_jax.untrusted_files import JsonObject
 
 BIAS = "final_logits_bias"
@@ -58,44 +46,44 @@ SHARED = "model.shared.weight"
 ENCODER, DECODER = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
 
 
-def _table(config: ModelConfig) -> list[TensorMapping]:
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
     mappings = _embeddings(config)
     for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
         target = "target_" if side == "decoder" else ""
         if isinstance(config.positions, Learned):
             mappings += [
-                TensorMapping(f"embed/{target}positions", f"model.{side}.embed_positions.weight")
+                t.TensorMapping(f"embed/{target}positions", f"model.{side}.embed_positions.weight")
             ]
         if config.embedding_norm:
-            mappings += norm(f"embed/{target}norm", f"model.{side}.layernorm_embedding")
+            mappings += t.norm(f"embed/{target}norm", f"model.{side}.layernorm_embedding")
         block = f"model.{side}.layers.{{i}}"
         inner = [
             *_attention("attention", f"{block}.self_attn"),
-            *norm("norm_attention", f"{block}.self_attn_layer_norm"),
+            *t.norm("norm_attention", f"{block}.self_attn_layer_norm"),
         ]
         if side == "decoder":
             inner += _attention("cross_attention", f"{block}.encoder_attn")
-            inner += norm("norm_cross_attention", f"{block}.encoder_attn_layer_norm")
+            inner += t.norm("norm_cross_attention", f"{block}.encoder_attn_layer_norm")
         inner += [
-            *linear("feed_forward/up", f"{block}.fc1"),
-            *linear("feed_forward/down", f"{block}.fc2"),
-            *norm("norm_feed_forward", f"{block}.final_layer_norm"),
+            *t.linear("feed_forward/up", f"{block}.fc1"),
+            *t.linear("feed_forward/down", f"{block}.fc2"),
+            *t.norm("norm_feed_forward", f"{block}.final_layer_norm"),
         ]
-        mappings += blocks(side, depth, inner)
+        mappings += t.blocks(side, depth, inner)
         if config.norm_order == "pre":
-            mappings += norm(f"{side}/norm", f"model.{side}.layer_norm")
-    return [*mappings, *([TensorMapping("embed/bias", BIAS, ROW)] if config.logit_bias else [])]
+            mappings += t.norm(f"{side}/norm", f"model.{side}.layer_norm")
+    return [*mappings, *([t.TensorMapping("embed/bias", BIAS, t.ROW)] if config.logit_bias else [])]
 
 
-def _embeddings(config: ModelConfig) -> list[TensorMapping]:
+def _embeddings(config: ModelConfig) -> list[t.TensorMapping]:
     if config.source_vocab_size is None:
-        mappings = [TensorMapping("embed/tokens", SHARED)]
+        mappings = [t.TensorMapping("embed/tokens", SHARED)]
     else:
         mappings = [
-            TensorMapping("embed/source_tokens", ENCODER),
-            TensorMapping("embed/tokens", DECODER),
+            t.TensorMapping("embed/source_tokens", ENCODER),
+            t.TensorMapping("embed/tokens", DECODER),
         ]
-    return [*mappings, *([] if config.tie_embeddings else [TensorMapping("embed/output", HEAD)])]
+    return [*mappings, *([] if config.tie_embeddings else [t.TensorMapping("embed/output", HEAD)])]
 
 
 def _copies(config: ModelConfig) -> dict[str, str]:
@@ -105,141 +93,105 @@ def _copies(config: ModelConfig) -> dict[str, str]:
     return head | ({DECODER: first, ENCODER: first} if first == SHARED else {})
 
 
-def _attention(param: str, tensor: str) -> list[TensorMapping]:
+def _attention(param: str, tensor: str) -> list[t.TensorMapping]:
     return [
-        *linear(f"{param}/query", f"{tensor}.q_proj"),
-        *linear(f"{param}/key", f"{tensor}.k_proj"),
-        *linear(f"{param}/value", f"{tensor}.v_proj"),
-        *linear(f"{param}/out", f"{tensor}.out_proj", LINEAR_OUT),
+        *t.linear(f"{param}/query", f"{tensor}.q_proj"),
+        *t.linear(f"{param}/key", f"{tensor}.k_proj"),
+        *t.linear(f"{param}/value", f"{tensor}.v_proj"),
+        *t.linear(f"{param}/out", f"{tensor}.out_proj", t.LINEAR_OUT),
     ]
 
 
-def _common(keys: ConfigKeys, names: frozenset[str], order: NormOrder, m2m: bool = False) -> Fields:
-    """Read the fields of ModelConfig that all these families have; some defaults differ."""
-    return dict(
-        kind="encoder-decoder",
-        d_model=keys.integer("d_model", 1024),
-        num_layers=keys.integer("encoder_layers", 12),
-        num_decoder_layers=keys.integer("decoder_layers", 12),
-        num_heads=_shared_size(keys, "attention_heads", 16),
-        d_ff=_shared_size(keys, "ffn_dim", 4096),
-        max_len=keys.integer("max_position_embeddings", 1024),
-        norm_order=order,
-        activation=keys.choice("activation_function", ACTIVATIONS, "relu" if m2m else "gelu"),
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        scale_embeddings=keys.flag("scale_embedding", m2m),
-        logit_bias=BIAS in names and not m2m,
-        dropout=keys.rate("dropout", 0.1),
-        attention_dropout=keys.rate("attention_dropout", 0.1 if m2m else 0.0),
-    )
+def _both_sides(name: str, field: str, default: int) -> list[k.Entry]:
+    """List a size that must be the same in the encoder and the decoder."""
+
+    def check(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        size, found = fields[field], keys.integer(f"decoder_{name}", default)
+        if found != size:
+            keys.fail(f"decoder_{name}", found, f"must be encoder_{name}, {size}")
+        return {}
+
+    first = k.Key(f"encoder_{name}", field, k.integer, default)
+    return [first, k.Code(check, lambda config: {f"decoder_{name}": k.meant(config, field)})]
 
 
-def _shared_size(keys: ConfigKeys, name: str, default: int) -> int:
-    """Read a size that must be the same in the encoder and the decoder."""
-    size = keys.integer(f"encoder_{name}", default)
-    found = keys.integer(f"decoder_{name}", default)
-    if found != size:
-        keys.fail(f"decoder_{name}", found, f"must be encoder_{name}, {size}")
-    return size
+def _keys(
+    order: NormOrder, spelled: dict[str, str] | None = None, *, m2m: bool = False
+) -> list[k.Entry]:
+    """List what all these families have; some defaults differ."""
+    return [
+        k.Fixed(kind="encoder-decoder", norm_order=order),
+        k.Written(is_encoder_decoder=True),
+        k.Key("d_model", "d_model", k.integer, 1024),
+        k.Key("encoder_layers", "num_layers", k.integer, 12),
+        k.Key("decoder_layers", "num_decoder_layers", k.integer, 12),
+        *_both_sides("attention_heads", "num_heads", 16),
+        *_both_sides("ffn_dim", "d_ff", 4096),
+        k.Key("max_position_embeddings", "max_len", k.integer, 1024),
+        k.Key(
+            "activation_function",
+            "activation",
+            k.activation(**spelled or {}),
+            "relu" if m2m else "gelu",
+        ),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
+        k.Key("scale_embedding", "scale_embeddings", k.flag, m2m),
+        k.Code(lambda keys, fields: dict(logit_bias=BIAS in keys.names and not m2m)),
+        k.Key("dropout", "dropout", k.rate, 0.1),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.1 if m2m else 0.0),
+    ]
 
 
-def _write_common(config: ModelConfig) -> JsonObject:
-    return dict(
-        is_encoder_decoder=True,
-        tie_word_embeddings=config.tie_embeddings,
-        vocab_size=config.encoder_vocab_size,
-        d_model=config.d_model,
-        encoder_layers=config.num_layers,
-        decoder_layers=config.decoder_layers,
-        encoder_attention_heads=config.num_heads,
-        decoder_attention_heads=config.num_heads,
-        encoder_ffn_dim=config.ff_dim,
-        decoder_ffn_dim=config.ff_dim,
-        max_position_embeddings=config.max_len,
-        activation_function=activation_key(config.activation),
-        scale_embedding=config.scale_embeddings,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-    )
+def _untied_sides(keys: k.ConfigKeys, fields: k.Fields) -> bool:
+    """Whether encoder and decoder have a table each, though the config does not say so."""
+    return not fields["tie_embeddings"] and {ENCODER, DECODER} <= keys.names
 
 
-def _read(keys: ConfigKeys, names: frozenset[str], order: NormOrder, learned: bool) -> ModelConfig:
-    """Read one vocabulary: with learned positions and a norm of embeddings, or with sinusoids."""
-    fields = _common(keys, names, order)
-    vocab = keys.integer("vocab_size", 50265)
-    return ModelConfig(
-        vocab_size=vocab,
-        source_vocab_size=vocab if _untied_sides(fields, names) else None,
-        positions=Learned(offset=2) if learned else Sinusoidal(layout="halves"),
-        embedding_norm=learned,
-        **fields,
-    )
+def _vocabulary(default: int) -> k.Code:
+    """List the one vocabulary."""
+
+    def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        size = keys.integer("vocab_size", default)
+        untied = _untied_sides(keys, fields)
+        return dict(vocab_size=size, source_vocab_size=size if untied else None)
+
+    return k.Code(read, lambda config: dict(vocab_size=config.encoder_vocab_size))
 
 
-def _untied_sides(fields: Fields, names: frozenset[str]) -> bool:
-    """Return whether encoder and decoder have a table each, though the config does not say so."""
-    return not fields["tie_embeddings"] and {ENCODER, DECODER} <= names
-
-
-def _write(config: ModelConfig, model: str) -> JsonObject:
-    return dict(architectures=[model], **_write_common(config))
-
-
-def _read_m2m100(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = _common(keys, names, "pre", m2m=True)
+def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Read how an M2M-100 counts, from its padding token on."""
     if (width := fields["d_model"]) < 4:
         keys.fail("d_model", width, "must be at least 4")
-    vocab = keys.integer("vocab_size", 128112)
-    return ModelConfig(
-        vocab_size=vocab,
-        source_vocab_size=vocab if _untied_sides(fields, names) else None,
-        positions=Sinusoidal(
-            layout="halves",
-            base=10_000 ** (width / (width - 2)),
-            offset=keys.integer("pad_token_id", 1, least=0) + 1,
-        ),
-        **fields,
-    )
+    first, base = keys.integer("pad_token_id", 1, least=0) + 1, 10_000 ** (width / (width - 2))
+    return dict(positions=Sinusoidal(layout="halves", base=base, offset=first))
 
 
-def _write_m2m100(config: ModelConfig) -> JsonObject:
-    positions = config.positions
-    offset = positions.offset if isinstance(positions, Sinusoidal) else 2
-    keys = dict(architectures=["M2M100ForConditionalGeneration"], **_write_common(config))
-    return keys | dict(pad_token_id=max(offset, 1) - 1)
+def _write_positions(config: ModelConfig) -> JsonObject:
+    offset = config.positions.offset if isinstance(config.positions, Sinusoidal) else 2
+    return dict(pad_token_id=max(offset, 1) - 1)
 
 
-def _read_marian(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = _common(keys, names, "post")
+def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Read the two vocabularies of a Marian."""
     source = keys.integer("vocab_size", 58101)
     target = keys.optional_integer("decoder_vocab_size", None) or source
     shared = keys.flag("share_encoder_decoder_embeddings", True)
     if shared and target != source:
         rule = f"must be vocab_size, {source}, while share_encoder_decoder_embeddings is true"
         keys.fail("decoder_vocab_size", target, rule)
-    return ModelConfig(
-        vocab_size=target,
-        source_vocab_size=source if not shared or _untied_sides(fields, names) else None,
-        positions=Sinusoidal(layout="halves"),
-        **fields,
-    )
+    own = not shared or _untied_sides(keys, fields)
+    return dict(vocab_size=target, source_vocab_size=source if own else None)
 
 
-def _write_marian(config: ModelConfig) -> JsonObject:
-    keys = _write_common(config)
-    if config.activation == "silu":
-        keys["activation_function"] = "swish"  # as published Marians spell it
+def _write_vocabularies(config: ModelConfig) -> JsonObject:
     return dict(
-        architectures=["MarianMTModel"],
-        share_encoder_decoder_embeddings=config.source_vocab_size is None,
+        vocab_size=config.encoder_vocab_size,
         decoder_vocab_size=config.vocab_size,
-        static_position_embeddings=True,
-        normalize_embedding=False,
-        **keys,
+        share_encoder_decoder_embeddings=config.source_vocab_size is None,
     )
 
 
-def sinusoids(config: ModelConfig, shape: Shape) -> np.ndarray | None:  # f64[max_len, D]
+def sinusoids(config: ModelConfig, shape: t.Shape) -> np.ndarray | None:  # f64[max_len, D]
     """Compute the table of positions that old files hold.
 
     Row p has sin(p base^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
@@ -256,7 +208,7 @@ def sinusoids(config: ModelConfig, shape: Shape) -> np.ndarray | None:  # f64[ma
 
 
 _family = partial(
-    Family,
+    t.Family,
     table=_table,
     prefix="model.",
     ignored_tensors=("model.encoder.version", "model.decoder.version", SHARED),
@@ -264,33 +216,45 @@ _family = partial(
     shares_if_tied=True,
     head_tensors=("lm_head.*", BIAS),
 )
+_LEARNED = k.Fixed(positions=Learned(offset=2), embedding_norm=True)
+_SINUSOIDS = k.Fixed(positions=Sinusoidal(layout="halves"), embedding_norm=False)
 
 
-def _sinusoids_in(name: str) -> dict[str, Callable[[ModelConfig, Shape], np.ndarray | None]]:
+def _sinusoids_in(name: str) -> dict[str, Callable[[ModelConfig, t.Shape], np.ndarray | None]]:
     return {f"model.{side}.embed_positions.{name}": sinusoids for side in ("encoder", "decoder")}
 
 
 BART = _family(
     "bart",
-    partial(_read, order="post", learned=True),
-    partial(_write, model="BartForConditionalGeneration"),
+    [*_keys("post"), _vocabulary(50265), _LEARNED],
+    architecture="BartForConditionalGeneration",
 )
 MBART = _family(
     "mbart",
-    partial(_read, order="pre", learned=True),
-    partial(_write, model="MBartForConditionalGeneration"),
+    [*_keys("pre"), _vocabulary(50265), _LEARNED],
+    architecture="MBartForConditionalGeneration",
 )
 PEGASUS = _family(
     "pegasus",
-    partial(_read, order="pre", learned=False),
-    partial(_write, model="PegasusForConditionalGeneration"),
+    [*_keys("pre"), _vocabulary(50265), _SINUSOIDS],
+    architecture="PegasusForConditionalGeneration",
     computed_tensors=_sinusoids_in("weight"),
 )
-M2M100 = _family("m2m_100", _read_m2m100, _write_m2m100, computed_tensors=_sinusoids_in("weights"))
+M2M100 = _family(
+    "m2m_100",
+    [*_keys("pre", m2m=True), _vocabulary(128112), k.Code(_read_positions, _write_positions)],
+    architecture="M2M100ForConditionalGeneration",
+    computed_tensors=_sinusoids_in("weights"),
+)
 MARIAN = _family(
     "marian",
-    _read_marian,
-    _write_marian,
+    [
+        *_keys("post", dict(silu="swish")),  # as published Marians spell it
+        k.Code(_read_vocabularies, _write_vocabularies),
+        _SINUSOIDS,
+        k.Written(static_position_embeddings=True, normalize_embedding=False),
+    ],
+    architecture="MarianMTModel",
     needed_ids=("decoder_start_token_id",),
     computed_tensors=_sinusoids_in("weight"),
 )

@@ -1,13 +1,12 @@
-"""Read which classes an encoder's files have: how many there are, and what they are of."""
+"""The heads of an encoder: what its files tell of them, and the class of transformers."""
 
 from __future__ import annotations
 
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import ModelConfig, Pooler
 from transformer_jax.config.model import ClassesOf
-from transformer_jax.pretrained.families.table import ConfigKeys
+from transformer_jax.pretrained.families import keys as k
 from transformer_jax.untrusted_files import JsonObject
 
-Names = frozenset[str]
 SPANS = "qa_outputs"
 """The classifier of every token that says where an answer begins and ends."""
 HEAD_NAMES: dict[ClassesOf, str] = {
@@ -17,7 +16,7 @@ HEAD_NAMES: dict[ClassesOf, str] = {
 }
 
 
-def labels(keys: ConfigKeys) -> int:
+def labels(keys: k.ConfigKeys) -> int:
     """Count the classes of a classifier; the default is 2."""
     labels, count = keys.take("id2label", None), keys.integer("num_labels", None)
     keys.ignore("id2label")  # the names are kept by save_pretrained(like=...)
@@ -30,19 +29,19 @@ def labels(keys: ConfigKeys) -> int:
     return len(labels)
 
 
-def classes_of(keys: ConfigKeys, classifier: str, pooler: str, names: Names) -> ClassesOf | None:
+def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | None:
     """Return what the classes are of, or None where there are none.
 
     A head of a text reads the pooler. One of tokens has the same name, and an old file may hold a
     pooler beside it: `architectures` says so.
     """
-    if f"{SPANS}.weight" in names:
+    if f"{SPANS}.weight" in keys.names:
         return "span"
-    if classifier not in names:
+    if classifier not in keys.names:
         return None
     if named_head(keys) == "token":
         return "token"
-    if pooler not in names:
+    if pooler not in keys.names:
         rule = f"without {pooler} the classes are of single tokens: must be a class "
         keys.fail(
             "architectures", keys.take("architectures", None), f"{rule}...{HEAD_NAMES['token']}"
@@ -50,7 +49,7 @@ def classes_of(keys: ConfigKeys, classifier: str, pooler: str, names: Names) -> 
     return "text"
 
 
-def named_head(keys: ConfigKeys) -> ClassesOf | None:
+def named_head(keys: k.ConfigKeys) -> ClassesOf | None:
     """Return what the classes are of as `architectures` names it, or None where it does not."""
     said = keys.take("architectures", None)
     named = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
@@ -60,7 +59,38 @@ def named_head(keys: ConfigKeys) -> ClassesOf | None:
     return None
 
 
-def write_head(config: ModelConfig, name: str) -> JsonObject:
-    """Return the class of transformers that has the config's classes, and how many there are."""
-    kind = f"{name}{HEAD_NAMES[config.classes_of]}"
-    return dict(architectures=[kind], num_labels=config.num_classes)
+def encoder_class(config: ModelConfig, name: str, *, pretraining: bool = False) -> str:
+    """Return the class of transformers that has the heads of a config.
+
+    With `pretraining`, a masked-token head with classes has a class of its own.
+    """
+    if config.masked_token_head and (pretraining or config.num_classes is None):
+        return f"{name}ForMaskedLM" if config.num_classes is None else f"{name}ForPreTraining"
+    return (
+        f"{name}Model" if config.num_classes is None else f"{name}{HEAD_NAMES[config.classes_of]}"
+    )
+
+
+def write_labels(config: ModelConfig) -> JsonObject:
+    """Return the key that counts the classes."""
+    return {} if config.num_classes is None else dict(num_labels=config.num_classes)
+
+
+def head_fields(
+    keys: k.ConfigKeys,
+    *,
+    masked: bool,
+    pooler: Pooler | None,
+    num_classes: int | None,
+    classes_of: ClassesOf | None,
+) -> k.Fields:
+    """Return the fields of the heads of an encoder, of which the tensors tell."""
+    if not keys.flag("tie_word_embeddings", True) and masked:
+        keys.fail("tie_word_embeddings", False, "must be true beside a masked-token head")
+    return dict(
+        masked_token_head=masked,
+        logit_bias=masked,
+        pooler=pooler,
+        num_classes=num_classes,
+        classes_of=classes_of or "text",
+    )

@@ -6,80 +6,66 @@ They are sizes, the rotation of queries and keys with its ways to stretch it, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from transformer_jax.config import ModelConfig, Rope, RopeScaling
-from transformer_jax.pretrained.families.table import (
-    ACTIVATIONS,
-    ConfigKeys,
-    Fields,
-    Value,
-    activation_key,
-)
+from transformer_jax.pretrained.families import keys as k
 from transformer_jax.untrusted_files import JsonObject
 
 # Sizes
 
 
-def read_common(
-    keys: ConfigKeys,
+def decoder_sizes(
     kv_heads: int | None = None,  # default of num_key_value_heads; None is num_attention_heads
-    activation: str = "silu",
-    name: str = "hidden_act",
     tied: bool = False,
+    head_dim: int | None = None,
+) -> list[k.Entry]:
+    """List the sizes and what else nearly all decoders have; the arguments are defaults."""
+    width = k.Key("head_dim", "head_dim", k.integer, None, optional=True)
+    if head_dim is not None:
+        width = k.Key("head_dim", "head_dim", k.integer_or_default, head_dim)
+    return [
+        *k.standard_sizes(),
+        k.Key(
+            "num_key_value_heads", "num_kv_heads", k.optional_integer, kv_heads, null="num_heads"
+        ),
+        width,
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, tied),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+    ]
+
+
+def gated(
+    kv_heads: int | None = None,
+    tied: bool = False,
+    head_dim: int | None = None,
+    *,
     eps: float = 1e-6,
-    norm_eps: str = "rms_norm_eps",
-) -> Fields:
-    """Read sizes, norm, activation and dropout as fields of ModelConfig."""
-    heads = keys.integer("num_attention_heads")
-    return dict(
-        vocab_size=keys.integer("vocab_size"),
-        d_model=keys.integer("hidden_size"),
-        d_ff=keys.integer("intermediate_size"),
-        num_layers=keys.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=keys.optional_integer("num_key_value_heads", kv_heads) or heads,
-        head_dim=keys.integer("head_dim", None),
-        max_len=keys.integer("max_position_embeddings"),
-        norm="rmsnorm",
-        norm_eps=keys.positive(norm_eps, eps),
-        activation=keys.choice(name, ACTIVATIONS, activation),
-        glu=True,
-        use_bias=False,
-        tie_embeddings=keys.flag("tie_word_embeddings", tied),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
-    )
+) -> list[k.Entry]:
+    """List what a Llama has and its descendants: sizes, RMSNorm, and gates with silu."""
+    return [
+        *decoder_sizes(kv_heads, tied, head_dim),
+        k.Fixed(norm="rmsnorm", glu=True, use_bias=False),
+        k.Key("rms_norm_eps", "norm_eps", k.positive, eps),
+        k.Key("hidden_act", "activation", k.activation(), "silu"),
+    ]
 
 
-def write_common(config: ModelConfig) -> JsonObject:
-    """Write what `read_common` reads, and the rotation."""
-    return dict(write_sizes(config), rms_norm_eps=config.norm_eps) | write_rope(config)
-
-
-def write_sizes(config: ModelConfig) -> JsonObject:
-    """Write sizes, activation, dropout of attention and whether the output matrix is tied."""
-    keys: JsonObject = dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.ff_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_len,
-        hidden_act=activation_key(config.activation),
-        tie_word_embeddings=config.tie_embeddings,
-        attention_dropout=config.attention_dropout,
-    )
-    if config.head_dim is not None:
-        keys["head_dim"] = config.head_dim
-    return keys
+ATTENTION_BIAS = k.Flag(
+    "attention_bias", False, on=dict(use_bias=True, ff_bias=False), off=dict(use_bias=False)
+)
+"""Biases of attention in a model whose feed-forward never has any."""
+OWN_HEAD_NORMS: k.Fields = dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
+"""Fields of a model whose queries and keys have a norm of each head."""
+BIASES = (
+    k.Key("attention_bias", "use_bias", k.flag, False),
+    k.Key("mlp_bias", "ff_bias", k.flag, False, unless="use_bias"),
+)
 
 
 def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
     """Return whether query, key and value have biases, the output matrix, and the feed-forward."""
-    given = config.qkv_bias, config.out_bias, config.ff_bias
-    qkv, out, ff = (config.use_bias if bias is None else bias for bias in given)
-    return qkv, out, ff
+    return k.meant(config, "qkv_bias"), k.meant(config, "out_bias"), k.meant(config, "ff_bias")
 
 
 # Rotation
@@ -103,8 +89,8 @@ SCALING_KEYS = (
 
 
 def read_rope(
-    keys: ConfigKeys,
-    fields: Fields,
+    keys: k.ConfigKeys,
+    fields: k.Fields,
     layer: str | None = None,
     default: float = 10_000.0,
     part: float = 1.0,
@@ -129,7 +115,7 @@ def read_rope(
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
         trained = longest
-    options: Fields = dict(base=float(base), dims=dims, scaling=scaling)
+    options: k.Fields = dict(base=float(base), dims=dims, scaling=scaling)
     if scaling is None:
         inner.ignore(*SCALING_KEYS)
     else:
@@ -150,7 +136,7 @@ def read_rope(
     return Rope(**options)
 
 
-def _rope_keys(keys: ConfigKeys, layer: str | None) -> ConfigKeys:
+def _rope_keys(keys: k.ConfigKeys, layer: str | None) -> k.ConfigKeys:
     """Return the keys of `rope_parameters` or `rope_scaling`, whichever there is."""
     name, given = "rope_parameters", keys.take("rope_parameters", None)
     older = keys.take("rope_scaling", None)
@@ -164,10 +150,10 @@ def _rope_keys(keys: ConfigKeys, layer: str | None) -> ConfigKeys:
         name, given = f"{name}.{layer}", given.get(layer)
     if given is not None and not isinstance(given, dict):
         keys.fail(name, given, "must be an object or null")
-    return ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
+    return k.ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
 
 
-def _scaling_kind(inner: ConfigKeys) -> RopeScaling | None:
+def _scaling_kind(inner: k.ConfigKeys) -> RopeScaling | None:
     """Return the kind of stretch from `rope_type`, or from its older name `type`."""
     older = inner.choice("type", SCALINGS, "default")
     scaling = inner.choice("rope_type", SCALINGS, inner.take("type", "default"))
@@ -176,12 +162,12 @@ def _scaling_kind(inner: ConfigKeys) -> RopeScaling | None:
     return scaling
 
 
-def _rotated_dims(holders: Iterable[ConfigKeys], fields: Fields, default: float) -> int | None:
+def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: float) -> int | None:
     """Return how many dimensions of each head rotate, int(head_dim partial_rotary_factor).
 
     The first of the holders with such a key decides; None rotates all dimensions.
     """
-    head_dim = fields["head_dim"] or fields["d_model"] // fields["num_heads"]
+    head_dim = fields.get("head_dim") or fields["d_model"] // fields["num_heads"]
     found = None if default == 1 else int(head_dim * default)
     said = False
     for holder in holders:
@@ -198,7 +184,7 @@ def _rotated_dims(holders: Iterable[ConfigKeys], fields: Fields, default: float)
     return None if found == head_dim else found
 
 
-def _factor(inner: ConfigKeys, scaling: RopeScaling, longest: int, trained: int) -> float:
+def _factor(inner: k.ConfigKeys, scaling: RopeScaling, longest: int, trained: int) -> float:
     """Return the stretch; yarn and longrope may leave it to the two lengths."""
     factor = inner.positive("factor", None)
     if factor is None and scaling in ("yarn", "longrope"):
@@ -211,7 +197,7 @@ def _factor(inner: ConfigKeys, scaling: RopeScaling, longest: int, trained: int)
     return float(factor)
 
 
-def _yarn_options(inner: ConfigKeys, factor: float) -> Fields:
+def _yarn_options(inner: k.ConfigKeys, factor: float) -> k.Fields:
     """Return the fields of Rope that yarn alone has (Peng et al. 2023)."""
     attention_factor = inner.positive("attention_factor", None)
     one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
@@ -230,9 +216,9 @@ def _magnitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope_options(inner: ConfigKeys) -> Fields:
+def _longrope_options(inner: k.ConfigKeys) -> k.Fields:
     """Return the fields of Rope that longrope alone has (Ding et al. 2024)."""
-    options: Fields = dict(attention_factor=inner.positive("attention_factor", None))
+    options: k.Fields = dict(attention_factor=inner.positive("attention_factor", None))
     for field, key in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
         listed = inner.take(key)
         numbers = isinstance(listed, list) and all(type(f) in (int, float) for f in listed)
@@ -279,12 +265,32 @@ def _part(dims: int, head_dim: int) -> float:
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)
 
 
+def rope(default: float = 10_000.0, part: float = 1.0) -> k.Code:
+    """List the rotation; the arguments are defaults, as `read_rope` has them.
+
+    It comes after the sizes: a stretched one has a longest text of its own.
+    """
+
+    def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        positions = read_rope(keys, fields, default=default, part=part)
+        return dict(positions=positions, max_len=fields["max_len"])
+
+    return k.Code(read, write_rope)
+
+
 # Windows
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def layer_types(keys: ConfigKeys, layers: int) -> list[str] | None:
+WINDOW = k.Code(
+    lambda keys, fields: dict(window=keys.optional_integer("sliding_window", None)),
+    lambda config: dict(sliding_window=config.windows[0]),
+)
+"""The same window in every layer, or none."""
+
+
+def layer_types(keys: k.ConfigKeys, layers: int) -> list[str] | None:
     """Return the kind of every layer, "sliding_attention" being those with a window, or None."""
     types = keys.take("layer_types", None)
     if types is None:
@@ -296,7 +302,7 @@ def layer_types(keys: ConfigKeys, layers: int) -> list[str] | None:
     return types
 
 
-def shortest(layers: Sequence[Value]) -> tuple[Value, ...]:
+def shortest(layers: Sequence[k.Value]) -> tuple[k.Value, ...]:
     """Return the shortest pattern that repeats to what these layers have."""
     for period in range(1, len(layers) + 1):
         if all(own == layers[i % period] for i, own in enumerate(layers)):
@@ -308,6 +314,33 @@ def window_pattern(types: list[str], window: int | None) -> int | tuple[int | No
     """Return the shortest pattern of windows that repeats to these layers."""
     found = shortest([window if kind == "sliding_attention" else None for kind in types])
     return found[0] if len(found) == 1 else found
+
+
+def every(period: int) -> Callable[[int], bool]:
+    """Return whether a layer has a window: all but each `period`-th one have."""
+    return lambda layer: (layer + 1) % period != 0
+
+
+def types_or(keys: k.ConfigKeys, layers: int, has_window: Callable[[int], bool]) -> list[str]:
+    """Return the kind of every layer from `layer_types`, or from which layers have a window."""
+    return layer_types(keys, layers) or [LAYER_TYPES[has_window(i)] for i in range(layers)]
+
+
+def windows(has_window: Callable[[int], bool], width: int | None = 4096) -> k.Code:
+    """List `layer_types` and the width; the arguments are defaults.
+
+    A width that is null by no default must be a number, even if no layer has a window.
+    """
+
+    def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        types = types_or(keys, fields["num_layers"], has_window)
+        return dict(window=window_pattern(types, keys.integer("sliding_window", width)))
+
+    def write(config: ModelConfig) -> JsonObject:
+        keys = write_windows(config)
+        return keys if keys["sliding_window"] is not None else keys | dict(sliding_window=width)
+
+    return k.Code(read, write)
 
 
 def write_windows(config: ModelConfig) -> JsonObject:

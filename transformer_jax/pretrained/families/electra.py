@@ -7,17 +7,25 @@ each token, of which the logit above 0 means that it was.
 from __future__ import annotations
 
 from transformer_jax.config import ModelConfig, Pooler
-from transformer_jax.config.model import ClassesOf, PoolerReads
+from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families.bert import (
+    POST_NORM,
+    TYPES,
     bert_sizes,
     bert_stack,
     masked_head,
     pooling_layers,
-    post_norm_encoder,
-    write_bert_sizes,
+    vocabulary,
 )
-from transformer_jax.pretrained.families.classes import Names, classes_of, labels, write_head
-from transformer_jax.pretrained.families.table import ConfigKeys, Family, TensorMapping, linear
+from transformer_jax.pretrained.families.classes import (
+    classes_of,
+    encoder_class,
+    head_fields,
+    labels,
+    write_labels,
+)
+from transformer_jax.pretrained.families.table import Family, TensorMapping, linear
 from transformer_jax.untrusted_files import JsonObject
 
 DISCRIMINATOR = "discriminator_predictions"
@@ -45,54 +53,50 @@ def _says_replaced(config: ModelConfig) -> bool:
     return config.pooler_reads == "each" and config.num_classes == 1
 
 
-def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    masked, replaced = (
-        f"{GENERATOR}.dense.weight" in names,
-        f"{DISCRIMINATOR}.dense.weight" in names,
-    )
-    sizes = bert_sizes(keys, width=256, heads=4, hidden=1024)
-    if (masked or replaced) and sizes["activation"] != "gelu":
+def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    masked = f"{GENERATOR}.dense.weight" in keys.names
+    replaced = f"{DISCRIMINATOR}.dense.weight" in keys.names
+    if (masked or replaced) and fields["activation"] != "gelu":
         rule = "must be 'gelu' beside a head of a generator or a discriminator"
         keys.fail("hidden_act", keys.take("hidden_act"), rule)
     of: ClassesOf | None = "token" if replaced else None
     pooler: Pooler | None = "gelu" if replaced else None
-    reads: PoolerReads = "each" if replaced else "first"
-    count = 1
-    if "classifier.out_proj.weight" in names:
+    if "classifier.out_proj.weight" in keys.names:
         of, pooler = "text", "gelu"
     elif not replaced:
-        of = classes_of(keys, "classifier.weight", "classifier.dense.weight", names)
-    if not replaced and of is not None:
-        count = labels(keys)
+        of = classes_of(keys, "classifier.weight", "classifier.dense.weight")
+    count = None if of is None else 1 if replaced else labels(keys)
+    heads = head_fields(keys, masked=masked, pooler=pooler, num_classes=count, classes_of=of)
+    return dict(heads, pooler_reads="each" if replaced else "first")
+
+
+def _write_heads(config: ModelConfig) -> JsonObject:
+    return {} if _says_replaced(config) else write_labels(config)
+
+
+def _architecture(config: ModelConfig) -> str:
+    if not _says_replaced(config):
+        return encoder_class(config, "Electra")
+    return "ElectraForMaskedLM" if config.masked_token_head else "ElectraForPreTraining"
+
+
+def _read_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     width = keys.integer("embedding_size", 128)
-    return post_norm_encoder(
-        keys,
-        masked=masked,
-        pooler=pooler,
-        num_classes=None if of is None else count,
-        classes_of=of or "text",
-        pooler_reads=reads,
-        embedding_dim=None if width == sizes["d_model"] else width,
-        vocab_size=keys.integer("vocab_size", 30522),
-        max_len=keys.integer("max_position_embeddings", 512),
-        **sizes,
-    )
-
-
-def _write(config: ModelConfig) -> JsonObject:
-    content = write_bert_sizes(config) | {"embedding_size": config.embedding_width}
-    if config.num_classes is not None and not _says_replaced(config):
-        return content | write_head(config, "Electra")
-    kind = "ElectraForPreTraining" if config.num_classes is not None else "ElectraModel"
-    kind = "ElectraForMaskedLM" if config.masked_token_head else kind
-    return dict(architectures=[kind], **content)
+    return dict(embedding_dim=None if width == fields["d_model"] else width)
 
 
 ELECTRA = Family(
     "electra",
-    _read,
-    _write,
+    [
+        *POST_NORM,
+        *vocabulary(30522),
+        *bert_sizes(width=256, heads=4, hidden=1024),
+        TYPES,
+        k.Code(_read_width, lambda config: dict(embedding_size=config.embedding_width)),
+        k.Code(_read_heads, _write_heads),
+    ],
     _table,
+    _architecture,
     prefix="electra.",
     ignored_tensors=("electra.embeddings.position_ids",),
     tied_copies={"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},

@@ -9,18 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 from transformer_jax.config import Experts, ModelConfig
-from transformer_jax.pretrained.families.decoder_keys import (
-    layer_types,
-    read_common,
-    read_rope,
-    window_pattern,
-    write_common,
-    write_windows,
-)
+from transformer_jax.pretrained.families import decoder_keys as d
+from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families.llama import llama_family, llama_table
 from transformer_jax.pretrained.families.table import (
-    ConfigKeys,
-    Fields,
     Layout,
     TensorMapping,
     expert_linear,
@@ -50,129 +42,91 @@ def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[Ten
     return llama_table(config, mappings)
 
 
-def _read_mixtral(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = read_common(keys, 8)
-    fields["norm_eps"] = keys.positive("rms_norm_eps", 1e-5)
-    experts = Experts(
-        count=keys.integer("num_local_experts", 8),
-        top_k=keys.integer("num_experts_per_tok", 2),
-        balance_loss=keys.number("router_aux_loss_coef", 0.001),
-    )
-    window = keys.optional_integer("sliding_window", None)
-    rope = read_rope(keys, fields, default=1e6)
-    return ModelConfig(**fields, positions=rope, window=window, experts=experts)
+def _experts(count: str, default: int, top_k: int, balance: float = 0.001) -> list[k.Entry]:
+    """List how many experts there are and a token has, and a loss; all but `count` are defaults."""
+    return [
+        k.Key(count, "experts.count", k.integer, default),
+        k.Key("num_experts_per_tok", "experts.top_k", k.integer, top_k),
+        k.Key("router_aux_loss_coef", "experts.balance_loss", k.number, balance),
+    ]
 
 
-def _write_mixtral(config: ModelConfig) -> JsonObject:
-    experts = config.experts or Experts()
-    return dict(
-        architectures=["MixtralForCausalLM"],
-        **write_common(config),
-        sliding_window=config.windows[0],
-        num_local_experts=experts.count,
-        num_experts_per_tok=experts.top_k,
-        router_aux_loss_coef=experts.balance_loss,
-    )
+NORMALIZE = k.Key("norm_topk_prob", "experts.normalize", k.flag, False)
+_of_mlp = partial(_table, module="mlp", names=NAMES)
+
+MIXTRAL = llama_family(
+    "mixtral",
+    [*d.gated(8, eps=1e-5), *_experts("num_local_experts", 8, 2), d.WINDOW, d.rope(1e6)],
+    architecture="MixtralForCausalLM",
+    table=partial(_table, module="block_sparse_moe", names=MIXTRAL_NAMES),
+)
 
 
-def _read_olmoe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = read_common(keys)
-    fields |= dict(
-        norm_eps=keys.positive("rms_norm_eps", 1e-5),
-        use_bias=keys.flag("attention_bias", False),
-        qk_norm=True,
-        qk_norm_over="heads",
-    )
-    if fields["use_bias"]:
-        fields |= dict(ff_bias=False)
+def _check_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     width = fields["head_dim"]
     if width is not None and width * fields["num_heads"] != fields["d_model"]:
         rule = "must be hidden_size / num_attention_heads, the width of the norms in transformers"
         keys.fail("head_dim", width, rule)
-    experts = Experts(
-        count=keys.integer("num_experts", 64),
-        top_k=keys.integer("num_experts_per_tok", 8),
-        normalize=keys.flag("norm_topk_prob", False),
-        balance_loss=keys.number("router_aux_loss_coef", 0.01),
-    )
-    rope = read_rope(keys, fields)
-    return ModelConfig(**fields, positions=rope, experts=experts)
+    return {}
 
 
-def _write_olmoe(config: ModelConfig) -> JsonObject:
-    experts = config.experts or Experts()
-    return dict(
-        architectures=["OlmoeForCausalLM"],
-        **write_common(config),
-        attention_bias=config.use_bias,
-        num_experts=experts.count,
-        num_experts_per_tok=experts.top_k,
-        norm_topk_prob=experts.normalize,
-        router_aux_loss_coef=experts.balance_loss,
-    )
+OLMOE = llama_family(
+    "olmoe",
+    [
+        *d.gated(eps=1e-5),
+        d.ATTENTION_BIAS,
+        k.Fixed(qk_norm=True, qk_norm_over="heads"),
+        k.Code(_check_width),
+        *_experts("num_experts", 64, 8, 0.01),
+        NORMALIZE,
+        d.rope(),
+    ],
+    architecture="OlmoeForCausalLM",
+    table=_of_mlp,
+)
 
 
-def _read_qwen(keys: ConfigKeys, kv_heads: int, experts: Fields) -> tuple[Fields, Experts]:
-    """Read what Qwen's models of experts have in common; every block has experts."""
-    fields = read_common(keys, kv_heads) | dict(d_ff=None)
-    found = Experts(
-        count=keys.integer("num_experts", experts["count"]),
-        top_k=keys.integer("num_experts_per_tok", experts["top_k"]),
-        d_ff=keys.integer("moe_intermediate_size", experts["d_ff"]),
-        normalize=keys.flag("norm_topk_prob", False),
-        shared_d_ff=experts.get("shared_d_ff"),
-        shared_gate="shared_d_ff" in experts,
-        balance_loss=keys.number("router_aux_loss_coef", 0.001),
-    )
-    return fields, found
+# Qwen: every block has experts, whose width is a key of its own
 
 
-def _write_qwen(config: ModelConfig) -> JsonObject:
-    experts = config.experts or Experts()
-    return dict(
-        write_common(config),
-        intermediate_size=config.expert_dim,
-        moe_intermediate_size=config.expert_dim,
-        num_experts=experts.count,
-        num_experts_per_tok=experts.top_k,
-        norm_topk_prob=experts.normalize,
-        router_aux_loss_coef=experts.balance_loss,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
-    )
+def _write_width(config: ModelConfig) -> JsonObject:
+    return dict.fromkeys(("intermediate_size", "moe_intermediate_size"), config.expert_dim)
 
 
-def _read_qwen2_moe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    shared = keys.integer("shared_expert_intermediate_size", 5632)
-    usual = dict(count=60, top_k=4, d_ff=1408, shared_d_ff=shared)
-    fields, experts = _read_qwen(keys, 16, usual)
-    qkv_bias = keys.flag("qkv_bias", True)
-    rope = read_rope(keys, fields)
-    return ModelConfig(**fields, positions=rope, qkv_bias=qkv_bias, experts=experts)
+def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
+    """List what Qwen's models of experts have; the arguments are defaults."""
+    return [
+        *d.gated(kv_heads),
+        k.Fixed(d_ff=None),
+        *_experts("num_experts", count, top_k),
+        k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
+        k.Code(write=_write_width),
+        NORMALIZE,
+        k.Written(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
+        d.rope(),
+    ]
 
 
-def _write_qwen2_moe(config: ModelConfig) -> JsonObject:
-    return dict(
-        architectures=["Qwen2MoeForCausalLM"],
-        **_write_qwen(config),
-        shared_expert_intermediate_size=(config.experts or Experts()).shared_d_ff,
-        qkv_bias=bool(config.qkv_bias),
-    )
+QWEN2_MOE = llama_family(
+    "qwen2_moe",
+    [
+        *_qwen(16, 60, 4, 1408),
+        k.Key("shared_expert_intermediate_size", "experts.shared_d_ff", k.integer, 5632),
+        k.Fixed(**{"experts.shared_gate": True}),
+        k.Key("qkv_bias", "qkv_bias", k.flag, True),
+    ],
+    architecture="Qwen2MoeForCausalLM",
+    table=_of_mlp,
+)
+QWEN3_MOE = llama_family(
+    "qwen3_moe",
+    [*_qwen(4, 128, 8, 768), d.ATTENTION_BIAS, k.Fixed(qk_norm=True)],
+    architecture="Qwen3MoeForCausalLM",
+    table=_of_mlp,
+)
 
 
-def _read_qwen3_moe(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields, experts = _read_qwen(keys, 4, dict(count=128, top_k=8, d_ff=768))
-    fields |= dict(use_bias=keys.flag("attention_bias", False), qk_norm=True)
-    if fields["use_bias"]:
-        fields |= dict(ff_bias=False)
-    rope = read_rope(keys, fields)
-    return ModelConfig(**fields, positions=rope, experts=experts)
-
-
-def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
-    keys = _write_qwen(config) | dict(attention_bias=config.use_bias)
-    return dict(architectures=["Qwen3MoeForCausalLM"], **keys)
+# gpt-oss
 
 
 def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
@@ -193,64 +147,32 @@ def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
     return llama_table(config, mappings)
 
 
-def _read_gpt_oss(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    fields = read_common(keys, 8, eps=1e-5)
-    if fields["head_dim"] is None:
-        fields["head_dim"] = 64
-    fields |= dict(
-        activation="quick_gelu",
-        glu_limit=float(keys.positive("swiglu_limit", 7.0)),
-        glu_unit_offset=True,
-        use_bias=keys.flag("attention_bias", True),
-        ff_bias=True,
-        attention_sinks=True,
-    )
-    experts = Experts(
-        count=keys.integer("num_local_experts", 128),
-        top_k=keys.integer("num_experts_per_tok", 4),
-        router_bias=True,
-        balance_loss=keys.number("router_aux_loss_coef", 0.001),
-    )
-    types = layer_types(keys, fields["num_layers"]) or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["num_layers"])
-    ]
-    window = window_pattern(types, keys.optional_integer("sliding_window", 128))
+def _read_windows(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    types = d.types_or(keys, fields["num_layers"], d.every(2))
+    window = d.window_pattern(types, keys.optional_integer("sliding_window", 128))
     said = [keys.take(name, None) for name in ("rope_parameters", "rope_scaling")]
     if said == [None, None]:  # of which transformers makes one that is stretched by 32
         keys.fail("rope_parameters", None, 'must be an object, such as {"rope_type": "default"}')
-    rope = read_rope(keys, fields, default=150_000.0)
-    return ModelConfig(**fields, positions=rope, window=window, experts=experts)
+    return dict(window=window)
 
 
-def _write_gpt_oss(config: ModelConfig) -> JsonObject:
-    experts = config.experts or Experts()
-    keys = dict(rope_scaling=dict(rope_type="default")) | write_common(config)
-    return dict(
-        keys,
-        **write_windows(config),
-        architectures=["GptOssForCausalLM"],
-        head_dim=config.key_dim,
-        hidden_act="silu",
-        swiglu_alpha=1.702,
-        swiglu_limit=config.glu_limit,
-        attention_bias=config.use_bias,
-        num_local_experts=experts.count,
-        num_experts_per_tok=experts.top_k,
-        router_aux_loss_coef=experts.balance_loss,
-    )
-
-
-_of_mlp = partial(_table, module="mlp", names=NAMES)
-
-MIXTRAL = llama_family(
-    "mixtral",
-    _read_mixtral,
-    _write_mixtral,
-    table=partial(_table, module="block_sparse_moe", names=MIXTRAL_NAMES),
-)
-OLMOE = llama_family("olmoe", _read_olmoe, _write_olmoe, table=_of_mlp)
-QWEN2_MOE = llama_family("qwen2_moe", _read_qwen2_moe, _write_qwen2_moe, table=_of_mlp)
-QWEN3_MOE = llama_family("qwen3_moe", _read_qwen3_moe, _write_qwen3_moe, table=_of_mlp)
 GPT_OSS = llama_family(
-    "gpt_oss", _read_gpt_oss, _write_gpt_oss, table=_gpt_oss_table, joined_experts=True
+    "gpt_oss",
+    [
+        *d.decoder_sizes(8, head_dim=64),
+        k.Fixed(norm="rmsnorm", glu=True, activation="quick_gelu", glu_unit_offset=True),
+        k.Fixed(ff_bias=True, attention_sinks=True),
+        k.Written(hidden_act="silu", swiglu_alpha=1.702),
+        k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-5),
+        k.Key("swiglu_limit", "glu_limit", k.decimal, 7.0),
+        k.Key("attention_bias", "use_bias", k.flag, True),
+        *_experts("num_local_experts", 128, 4),
+        k.Fixed(**{"experts.router_bias": True}),
+        k.Code(_read_windows, d.write_windows),
+        k.Written(rope_scaling=dict(rope_type="default")),
+        d.rope(150_000.0),
+    ],
+    architecture="GptOssForCausalLM",
+    table=_gpt_oss_table,
+    joined_experts=True,
 )

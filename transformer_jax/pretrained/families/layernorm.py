@@ -7,320 +7,252 @@ They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), O
 from __future__ import annotations
 
 from transformer_jax.config import Alibi, Learned, ModelConfig
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.decoder_keys import (
+    OWN_HEAD_NORMS,
+    WINDOW,
     biases,
-    read_rope,
-    write_rope,
-    write_sizes,
-)
-from transformer_jax.pretrained.families.table import (
-    ACTIVATIONS,
-    LINEAR_OUT,
-    ConfigKeys,
-    Family,
-    Fields,
-    TensorMapping,
-    activation_key,
-    attention_linears,
-    blocks,
-    fused,
-    gated_linears,
-    linear,
-    norm,
-    output_matrix,
+    rope,
 )
 from transformer_jax.untrusted_files import JsonObject
 
-NO_BIAS: Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
+NO_BIAS: k.Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 """Fields of a model whose norms alone have biases."""
 
 
-def _llama_names(config: ModelConfig, feed_forward: list[TensorMapping]) -> list[TensorMapping]:
-    """Return a table with the names of Llama for all but the feed-forward."""
-    (qkv, out, _), block = biases(config), "model.layers.{i}"
-    attention, norms = f"{block}.self_attn", norm("norm", f"{block}.input_layernorm")
-    if config.norm_order != "parallel_shared":
-        norms = norm("norm_attention", f"{block}.input_layernorm")
-        norms += norm("norm_feed_forward", f"{block}.post_attention_layernorm")
+def _two_norms(config: ModelConfig, block: str) -> list[t.TensorMapping]:
+    """Map the norms of a block: one, if its branches share it, or else two."""
+    if config.norm_order == "parallel_shared":
+        return t.norm("norm", f"{block}.input_layernorm")
     return [
-        TensorMapping("embed/tokens", "model.embed_tokens.weight"),
-        *blocks(
-            "decoder",
-            config.num_layers,
-            [
-                *norms,
-                *attention_linears(attention, "o_proj", qkv, out),
-                *feed_forward,
-            ],
-        ),
-        *norm("decoder/norm", "model.norm"),
-        *output_matrix(config, "lm_head"),
+        *t.norm("norm_attention", f"{block}.input_layernorm"),
+        *t.norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
     ]
 
 
-def _read_sizes(keys: ConfigKeys, kv_heads: int) -> Fields:
-    return dict(
-        vocab_size=keys.integer("vocab_size"),
-        d_model=keys.integer("hidden_size"),
-        d_ff=keys.integer("intermediate_size"),
-        num_layers=keys.integer("num_hidden_layers"),
-        num_heads=keys.integer("num_attention_heads"),
-        num_kv_heads=keys.integer("num_key_value_heads", kv_heads),
-        head_dim=None,
-        max_len=keys.integer("max_position_embeddings"),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
-    )
+def _llama_names(config: ModelConfig, feed_forward: list[t.TensorMapping]) -> list[t.TensorMapping]:
+    """Return a table with the names of Llama for all but the feed-forward."""
+    (qkv, out, _), block = biases(config), "model.layers.{i}"
+    attention = t.attention_linears(f"{block}.self_attn", "o_proj", qkv, out)
+    mappings = [*_two_norms(config, block), *attention, *feed_forward]
+    return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
+
+
+def _sizes(kv_heads: int) -> list[k.Entry]:
+    return [
+        *k.standard_sizes(),
+        k.Key("num_key_value_heads", "num_kv_heads", k.integer, kv_heads),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+    ]
 
 
 # StarCoder 2
 
 
-def _starcoder_table(config: ModelConfig) -> list[TensorMapping]:
+def _starcoder_table(config: ModelConfig) -> list[t.TensorMapping]:
     mlp, bias = "model.layers.{i}.mlp", biases(config)[2]
-    up = linear("feed_forward/up", f"{mlp}.c_fc", bias=bias)
-    return _llama_names(config, up + linear("feed_forward/down", f"{mlp}.c_proj", bias=bias))
+    up = t.linear("feed_forward/up", f"{mlp}.c_fc", bias=bias)
+    return _llama_names(config, up + t.linear("feed_forward/down", f"{mlp}.c_proj", bias=bias))
 
 
-def _read_starcoder(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.rate("embedding_dropout", 0.0)  # read as residual_dropout, as of GPT-2
-    fields = _read_sizes(keys, 2) | dict(
-        norm_eps=keys.positive("norm_epsilon", 1e-5),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        dropout=keys.rate("residual_dropout", 0.0),
-        window=keys.optional_integer("sliding_window", None),
-    )
-    if not keys.flag("use_bias", True):
-        fields |= NO_BIAS
-    rope = read_rope(keys, fields)
-    return ModelConfig(**fields, positions=rope)
-
-
-def _write_starcoder(config: ModelConfig) -> JsonObject:
-    keys = write_sizes(config) | write_rope(config)
-    if config.activation == "gelu_tanh":  # the name that the published ones have
-        keys["hidden_act"] = "gelu_pytorch_tanh"
-    return dict(
-        architectures=["Starcoder2ForCausalLM"],
-        **keys,
-        norm_epsilon=config.norm_eps,
-        residual_dropout=config.dropout,
-        embedding_dropout=config.dropout,
-        sliding_window=config.windows[0],
-        use_bias=biases(config)[0],
-    )
+STARCODER2 = t.Family(
+    "starcoder2",
+    [
+        *_sizes(2),
+        k.Key("norm_epsilon", "norm_eps", k.positive, 1e-5),
+        k.Key(
+            "hidden_act",
+            "activation",
+            k.activation(gelu_tanh="gelu_pytorch_tanh"),  # the name that the published ones have
+            "gelu_pytorch_tanh",
+        ),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
+        k.Key("embedding_dropout", "dropout", k.rate, 0.0),
+        k.Key("residual_dropout", "dropout", k.rate, 0.0),  # which counts, as of GPT-2
+        WINDOW,
+        k.Flag("use_bias", True, on={}, off=NO_BIAS),
+        rope(),
+    ],
+    _starcoder_table,
+    "Starcoder2ForCausalLM",
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
 
 
 # StableLM
 
 
-def _stablelm_table(config: ModelConfig) -> list[TensorMapping]:
+def _stablelm_table(config: ModelConfig) -> list[t.TensorMapping]:
     block = "model.layers.{i}"
-    own = gated_linears(f"{block}.mlp", bias=False)
+    own = t.gated_linears(f"{block}.mlp", bias=False)
     if config.qk_norm:
         for param, tensor, heads in ("query", "q", config.num_heads), ("key", "k", config.kv_heads):
             norms = f"{block}.self_attn.{tensor}_layernorm.norms"
             own += [
-                TensorMapping(f"attention/{param}_scale/{n}", f"{norms}.{n}.weight")
+                t.TensorMapping(f"attention/{param}_scale/{n}", f"{norms}.{n}.weight")
                 for n in range(heads)
             ]
     return _llama_names(config, own)
 
 
-def _read_stablelm(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    parallel = keys.flag("use_parallel_residual", False)
-    fields = _read_sizes(keys, 32) | dict(
-        norm_order="parallel_shared" if parallel else "pre",
-        norm_eps=keys.positive("layer_norm_eps", 1e-5),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
-        glu=True,
-        tie_embeddings=keys.flag("tie_word_embeddings", False),
-        dropout=keys.rate("hidden_dropout", 0.0),
-        **NO_BIAS | dict(qkv_bias=keys.flag("use_qkv_bias", False)),
-    )
-    if keys.flag("qk_layernorm", False):
-        fields |= dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
-    rope = read_rope(keys, fields, part=0.25)
-    return ModelConfig(**fields, positions=rope)
-
-
-def _write_stablelm(config: ModelConfig) -> JsonObject:
-    return dict(
-        architectures=["StableLmForCausalLM"],
-        **dict(partial_rotary_factor=1.0) | write_sizes(config) | write_rope(config),
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout=config.dropout,
-        use_qkv_bias=biases(config)[0],
-        use_parallel_residual=config.norm_order == "parallel_shared",
-        qk_layernorm=config.qk_norm,
-    )
+STABLELM = t.Family(
+    "stablelm",
+    [
+        *_sizes(32),
+        k.Key("use_parallel_residual", "norm_order", k.either("parallel_shared", "pre"), False),
+        k.Key("layer_norm_eps", "norm_eps", k.positive, 1e-5),
+        k.Key("hidden_act", "activation", k.activation(), "silu"),
+        k.Fixed(glu=True, **NO_BIAS),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, False),
+        k.Key("hidden_dropout", "dropout", k.rate, 0.0),
+        k.Key("use_qkv_bias", "qkv_bias", k.flag, False),
+        k.Flag("qk_layernorm", False, on=OWN_HEAD_NORMS, off={}),
+        k.Written(partial_rotary_factor=1.0),  # or it is 0.25
+        rope(part=0.25),
+    ],
+    _stablelm_table,
+    "StableLmForCausalLM",
+    rotates_parts=True,
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
+)
 
 
 # OPT
 
 
-def _opt_table(config: ModelConfig) -> list[TensorMapping]:
+def _opt_table(config: ModelConfig) -> list[t.TensorMapping]:
     (qkv, out, ff), stack = biases(config), "model.decoder"
     block = f"{stack}.layers.{{i}}"
     attention = f"{block}.self_attn"
-    return [
-        TensorMapping("embed/tokens", f"{stack}.embed_tokens.weight"),
-        TensorMapping("embed/positions", f"{stack}.embed_positions.weight"),
-        *blocks(
-            "decoder",
-            config.num_layers,
-            [
-                *norm("norm_attention", f"{attention}_layer_norm"),
-                *norm("norm_feed_forward", f"{block}.final_layer_norm"),
-                *attention_linears(attention, "out_proj", qkv, out),
-                *linear("feed_forward/up", f"{block}.fc1", bias=ff),
-                *linear("feed_forward/down", f"{block}.fc2", bias=ff),
-            ],
-        ),
-        *(norm("decoder/norm", f"{stack}.final_layer_norm") if config.norm_order == "pre" else []),
-        *output_matrix(config, "lm_head"),
+    mappings = [
+        *t.norm("norm_attention", f"{attention}_layer_norm"),
+        *t.norm("norm_feed_forward", f"{block}.final_layer_norm"),
+        *t.attention_linears(attention, "out_proj", qkv, out),
+        *t.linear("feed_forward/up", f"{block}.fc1", bias=ff),
+        *t.linear("feed_forward/down", f"{block}.fc2", bias=ff),
     ]
+    last = f"{stack}.final_layer_norm" if config.norm_order == "pre" else None
+    positions = [t.TensorMapping("embed/positions", f"{stack}.embed_positions.weight")]
+    return t.decoder(config, f"{stack}.embed_tokens", mappings, last, more=positions)
 
 
-def _read_opt(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    width = keys.integer("hidden_size", 768)
-    if (inner := keys.optional_integer("word_embed_proj_dim", None)) not in (None, width):
+def _read_inner_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    width, inner = fields["d_model"], keys.optional_integer("word_embed_proj_dim", None)
+    if inner not in (None, width):
         keys.fail("word_embed_proj_dim", inner, f"must be hidden_size, {width}")
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size", 50272),
-        max_len=keys.integer("max_position_embeddings", 2048),
-        d_model=width,
-        d_ff=keys.integer("ffn_dim", 3072),
-        num_layers=keys.integer("num_hidden_layers", 12),
-        num_heads=keys.integer("num_attention_heads", 12),
-        positions=Learned(offset=2),
-        norm_order="pre" if keys.flag("do_layer_norm_before", True) else "post",
-        activation=keys.choice("activation_function", ACTIVATIONS, "relu"),
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        dropout=keys.rate("dropout", 0.1),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
-        **({} if keys.flag("enable_bias", True) else NO_BIAS),
-    )
+    return {}
 
 
-def _write_opt(config: ModelConfig) -> JsonObject:
-    return dict(
-        architectures=["OPTForCausalLM"],
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_len,
-        hidden_size=config.d_model,
-        word_embed_proj_dim=config.d_model,
-        ffn_dim=config.ff_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        do_layer_norm_before=config.norm_order == "pre",
-        activation_function=activation_key(config.activation),
-        tie_word_embeddings=config.tie_embeddings,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        enable_bias=biases(config)[0],
-    )
+OPT = t.Family(
+    "opt",
+    [
+        k.Key("vocab_size", "vocab_size", k.integer, 50272),
+        k.Key("max_position_embeddings", "max_len", k.integer, 2048),
+        k.Key("hidden_size", "d_model", k.integer, 768),
+        k.Code(_read_inner_width, lambda config: dict(word_embed_proj_dim=config.d_model)),
+        k.Key("ffn_dim", "d_ff", k.integer, 3072),
+        k.Key("num_hidden_layers", "num_layers", k.integer, 12),
+        k.Key("num_attention_heads", "num_heads", k.integer, 12),
+        k.Fixed(positions=Learned(offset=2)),
+        k.Key("do_layer_norm_before", "norm_order", k.either("pre", "post"), True),
+        k.Key("activation_function", "activation", k.activation(), "relu"),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
+        k.Key("dropout", "dropout", k.rate, 0.1),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+        k.Flag("enable_bias", True, on={}, off=NO_BIAS),
+    ],
+    _opt_table,
+    "OPTForCausalLM",
+    prefix="model.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
+)
 
 
 # BLOOM
 
 
-def _bloom_table(config: ModelConfig) -> list[TensorMapping]:
+def _bloom_table(config: ModelConfig) -> list[t.TensorMapping]:
     block = "transformer.h.{i}"
     attention, mlp = f"{block}.self_attention", f"{block}.mlp"
     heads = dict.fromkeys(("attention/query", "attention/key", "attention/value"), config.key_dim)
-    return [
-        TensorMapping("embed/tokens", "transformer.word_embeddings.weight"),
-        *norm("embed/norm", "transformer.word_embeddings_layernorm"),
-        *blocks(
-            "decoder",
-            config.num_layers,
-            [
-                *norm("norm_attention", f"{block}.input_layernorm"),
-                *norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
-                *fused(f"{attention}.query_key_value", config.num_heads, heads),
-                *linear("attention/out", f"{attention}.dense", LINEAR_OUT),
-                *linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
-                *linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
-            ],
-        ),
-        *norm("decoder/norm", "transformer.ln_f"),
-        *output_matrix(config, "lm_head"),
+    mappings = [
+        *_two_norms(config, block),
+        *t.fused(f"{attention}.query_key_value", config.num_heads, heads),
+        *t.linear("attention/out", f"{attention}.dense", t.LINEAR_OUT),
+        *t.linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
+        *t.linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
     ]
-
-
-def _read_bloom(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    width = keys.integer("n_embed", None) or keys.integer("hidden_size", 64)
-    keys.ignore("hidden_size")  # n_embed comes first
-    return ModelConfig(
-        vocab_size=keys.integer("vocab_size", 250880),
-        max_len=keys.integer("seq_length", 2048),
-        d_model=width,
-        num_layers=keys.integer("n_layer", 2),
-        num_heads=keys.integer("n_head", 8),
-        positions=Alibi(),
-        embedding_norm=True,
-        norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
-        activation="gelu_tanh",
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        dropout=keys.rate("hidden_dropout", 0.0),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
+    after = t.norm("embed/norm", "transformer.word_embeddings_layernorm")
+    return t.decoder(
+        config, "transformer.word_embeddings", mappings, "transformer.ln_f", more=after
     )
 
 
-def _write_bloom(config: ModelConfig) -> JsonObject:
-    return dict(
-        architectures=["BloomForCausalLM"],
-        vocab_size=config.vocab_size,
-        seq_length=config.max_len,
-        hidden_size=config.d_model,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        layer_norm_epsilon=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        hidden_dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-    )
+def _width(default: int) -> k.Code:
+    """List the width, which `n_embed` says before `hidden_size`."""
+
+    def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        width = keys.integer("n_embed", None) or keys.integer("hidden_size", default)
+        keys.ignore("hidden_size")
+        return dict(d_model=width)
+
+    return k.Code(read, lambda config: dict(hidden_size=config.d_model))
+
+
+BLOOM = t.Family(
+    "bloom",
+    [
+        k.Key("vocab_size", "vocab_size", k.integer, 250880),
+        k.Key("seq_length", "max_len", k.integer, 2048),
+        _width(64),
+        k.Key("n_layer", "num_layers", k.integer, 2),
+        k.Key("n_head", "num_heads", k.integer, 8),
+        k.Fixed(positions=Alibi(), embedding_norm=True, activation="gelu_tanh"),
+        k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-5),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
+        k.Key("hidden_dropout", "dropout", k.rate, 0.0),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+    ],
+    _bloom_table,
+    "BloomForCausalLM",
+    prefix="transformer.",
+    head_tensors=("lm_head.*",),
+    tied_copies={"lm_head.weight": "transformer.word_embeddings.weight"},
+)
 
 
 # Falcon
 
 
-def _falcon_table(config: ModelConfig) -> list[TensorMapping]:
+def _falcon_table(config: ModelConfig) -> list[t.TensorMapping]:
     block, (qkv, out, ff) = "transformer.h.{i}", biases(config)
     attention, mlp, width = f"{block}.self_attention", f"{block}.mlp", config.key_dim
     queries = config.num_heads // config.kv_heads * width  # of a group, before its key and value
     heads = {"attention/query": queries, "attention/key": width, "attention/value": width}
-    match config.norm_order:
-        case "parallel":
-            norms = norm("norm_attention", f"{block}.ln_attn")
-            norms += norm("norm_feed_forward", f"{block}.ln_mlp")
-        case "parallel_shared":
-            norms = norm("norm", f"{block}.input_layernorm")
-        case _:
-            norms = norm("norm_attention", f"{block}.input_layernorm")
-            norms += norm("norm_feed_forward", f"{block}.post_attention_layernorm")
-    return [
-        TensorMapping("embed/tokens", "transformer.word_embeddings.weight"),
-        *blocks(
-            "decoder",
-            config.num_layers,
-            [
-                *norms,
-                *fused(f"{attention}.query_key_value", config.kv_heads, heads, qkv),
-                *linear("attention/out", f"{attention}.dense", LINEAR_OUT, out),
-                *linear("feed_forward/up", f"{mlp}.dense_h_to_4h", bias=ff),
-                *linear("feed_forward/down", f"{mlp}.dense_4h_to_h", bias=ff),
-            ],
-        ),
-        *norm("decoder/norm", "transformer.ln_f"),
-        *output_matrix(config, "lm_head"),
+    norms = _two_norms(config, block)
+    if config.norm_order == "parallel":
+        norms = t.norm("norm_attention", f"{block}.ln_attn")
+        norms += t.norm("norm_feed_forward", f"{block}.ln_mlp")
+    mappings = [
+        *norms,
+        *t.fused(f"{attention}.query_key_value", config.kv_heads, heads, qkv),
+        *t.linear("attention/out", f"{attention}.dense", t.LINEAR_OUT, out),
+        *t.linear("feed_forward/up", f"{mlp}.dense_h_to_4h", bias=ff),
+        *t.linear("feed_forward/down", f"{mlp}.dense_4h_to_h", bias=ff),
     ]
+    return t.decoder(config, "transformer.word_embeddings", mappings, "transformer.ln_f")
 
 
-def _read_falcon(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
-    keys.ignore("hidden_size")  # n_embed comes first
-    heads = keys.integer("num_attention_heads", 71)
+def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    """Read how heads share keys, and which norms the branches have."""
+    heads = fields["num_heads"]
     grouped, one = keys.flag("new_decoder_architecture", False), keys.flag("multi_query", True)
     parallel = keys.flag("parallel_attn", True)
     kv_heads = keys.optional_integer("num_kv_heads", None) or heads
@@ -332,98 +264,42 @@ def _read_falcon(keys: ConfigKeys, names: frozenset[str]) -> ModelConfig:
         keys.fail("num_ln_in_parallel_attn", number, rule)
     if not grouped:
         kv_heads = 1 if one else heads
-    fields: Fields = dict(
-        vocab_size=keys.integer("vocab_size", 65024),
-        d_model=keys.integer("n_embed", None) or keys.integer("hidden_size", 4544),
-        d_ff=keys.optional_integer("ffn_hidden_size", None),
-        num_layers=keys.integer("num_hidden_layers", 32),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=None,
-        max_len=keys.integer("max_position_embeddings", 2048),
-        norm_order={(True, 2): "parallel", (True, 1): "parallel_shared"}.get(
-            (parallel, number), "pre"
-        ),
-        norm_eps=keys.positive("layer_norm_epsilon", 1e-5),
-        activation=keys.choice("activation", ACTIVATIONS, "gelu"),
-        tie_embeddings=keys.flag("tie_word_embeddings", True),
-        dropout=keys.rate("hidden_dropout", 0.0),
-        attention_dropout=keys.rate("attention_dropout", 0.0),
-    )
-    if not keys.flag("bias", False):
-        fields |= NO_BIAS
-    rope = read_rope(keys, fields)
-    return ModelConfig(**fields, positions=rope)
+    orders = {(True, 2): "parallel", (True, 1): "parallel_shared"}
+    return dict(num_kv_heads=kv_heads, norm_order=orders.get((parallel, number), "pre"))
 
 
 def _write_falcon(config: ModelConfig) -> JsonObject:
-    grouped = config.norm_order == "parallel" or config.kv_heads not in (1, config.num_heads)
     return dict(
-        dict(max_position_embeddings=config.max_len) | write_rope(config),
-        architectures=["FalconForCausalLM"],
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        ffn_hidden_size=config.d_ff,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
         num_kv_heads=config.kv_heads,
-        new_decoder_architecture=grouped,
+        new_decoder_architecture=config.norm_order == "parallel"
+        or config.kv_heads not in (1, config.num_heads),
         num_ln_in_parallel_attn=2 if config.norm_order == "parallel" else 1,
         multi_query=config.kv_heads == 1,
         parallel_attn=config.is_parallel,
-        layer_norm_epsilon=config.norm_eps,
-        activation=activation_key(config.activation),
-        tie_word_embeddings=config.tie_embeddings,
-        hidden_dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        bias=biases(config)[0],
-        alibi=False,
     )
 
 
-STARCODER2 = Family(
-    "starcoder2",
-    _read_starcoder,
-    _write_starcoder,
-    _starcoder_table,
-    prefix="model.",
-    head_tensors=("lm_head.*",),
-    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
-)
-STABLELM = Family(
-    "stablelm",
-    _read_stablelm,
-    _write_stablelm,
-    _stablelm_table,
-    rotates_parts=True,
-    prefix="model.",
-    head_tensors=("lm_head.*",),
-    ignored_tensors=("model.layers.*.self_attn.rotary_emb.inv_freq",),
-    tied_copies={"lm_head.weight": "model.embed_tokens.weight"},
-)
-OPT = Family(
-    "opt",
-    _read_opt,
-    _write_opt,
-    _opt_table,
-    prefix="model.",
-    head_tensors=("lm_head.*",),
-    tied_copies={"lm_head.weight": "model.decoder.embed_tokens.weight"},
-)
-BLOOM = Family(
-    "bloom",
-    _read_bloom,
-    _write_bloom,
-    _bloom_table,
-    prefix="transformer.",
-    head_tensors=("lm_head.*",),
-    tied_copies={"lm_head.weight": "transformer.word_embeddings.weight"},
-)
-FALCON = Family(
+FALCON = t.Family(
     "falcon",
-    _read_falcon,
-    _write_falcon,
+    [
+        k.Key("vocab_size", "vocab_size", k.integer, 65024),
+        _width(4544),
+        k.Key("ffn_hidden_size", "d_ff", k.optional_integer, None),
+        k.Key("num_hidden_layers", "num_layers", k.integer, 32),
+        k.Key("num_attention_heads", "num_heads", k.integer, 71),
+        k.Key("max_position_embeddings", "max_len", k.integer, 2048),
+        k.Code(_read_falcon, _write_falcon),
+        k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-5),
+        k.Key("activation", "activation", k.activation(), "gelu"),
+        k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
+        k.Key("hidden_dropout", "dropout", k.rate, 0.0),
+        k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
+        k.Flag("bias", False, on={}, off=NO_BIAS),
+        k.Written(alibi=False),
+        rope(),
+    ],
     _falcon_table,
+    "FalconForCausalLM",
     prefix="transformer.",
     head_tensors=("lm_head.*",),
     ignored_tensors=("transformer.h.*.self_attention.rotary_emb.inv_freq",),

@@ -6,59 +6,58 @@ with, whose names are GPT-2's (`n_embd`). Tensors have the same names in both.
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformer_jax.config import ModelConfig
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.bert import (
+    POST_NORM,
+    TYPES,
     bert_sizes,
     masked_head,
     pooling_layers,
-    post_norm_encoder,
-    write_bert_sizes,
 )
-from transformer_jax.pretrained.families.classes import Names, classes_of, labels, write_head
+from transformer_jax.pretrained.families.classes import (
+    classes_of,
+    encoder_class,
+    head_fields,
+    labels,
+    write_labels,
+)
 from transformer_jax.pretrained.families.decoder_keys import read_rope, rope_of, write_rope
-from transformer_jax.pretrained.families.table import (
-    LINEAR_OUT,
-    ConfigKeys,
-    Family,
-    TensorMapping,
-    blocks,
-    fused,
-    linear,
-    norm,
-)
 from transformer_jax.untrusted_files import JsonObject
 
 OLD = dict(
     hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
-    intermediate_size="n_inner", max_position_embeddings="n_positions",
-    layer_norm_eps="layer_norm_epsilon", hidden_dropout_prob="resid_pdrop",
-    attention_probs_dropout_prob="attn_pdrop",
+    intermediate_size="n_inner", layer_norm_eps="layer_norm_epsilon",
+    hidden_dropout_prob="resid_pdrop", attention_probs_dropout_prob="attn_pdrop",
 )  # fmt: skip
 """Keys of transformers, each with that of the older style."""
 BASE = 1000.0
 POOLER = "nomic_bert.pooler.dense"
 
 
-def _table(config: ModelConfig) -> list[TensorMapping]:
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
     model, predictions = "nomic_bert", "cls.predictions.transform"
     block = f"{model}.encoder.layers.{{i}}"
     width = config.num_heads * config.key_dim
     heads = {f"attention/{name}": width for name in ("query", "key", "value")}
     return [
-        TensorMapping("embed/tokens", f"{model}.embeddings.word_embeddings.weight"),
-        TensorMapping("embed/types", f"{model}.embeddings.token_type_embeddings.weight"),
-        *norm("embed/norm", f"{model}.emb_ln"),
-        *blocks(
+        t.TensorMapping("embed/tokens", f"{model}.embeddings.word_embeddings.weight"),
+        t.TensorMapping("embed/types", f"{model}.embeddings.token_type_embeddings.weight"),
+        *t.norm("embed/norm", f"{model}.emb_ln"),
+        *t.blocks(
             "encoder",
             config.num_layers,
             [
-                *fused(f"{block}.attn.Wqkv", 1, heads, bias=False),
-                *linear("attention/out", f"{block}.attn.out_proj", LINEAR_OUT, bias=False),
-                *norm("norm_attention", f"{block}.norm1"),
-                *linear("feed_forward/up", f"{block}.mlp.fc11", bias=False),
-                *linear("feed_forward/gate", f"{block}.mlp.fc12", bias=False),
-                *linear("feed_forward/down", f"{block}.mlp.fc2", bias=False),
-                *norm("norm_feed_forward", f"{block}.norm2"),
+                *t.fused(f"{block}.attn.Wqkv", 1, heads, bias=False),
+                *t.linear("attention/out", f"{block}.attn.out_proj", t.LINEAR_OUT, bias=False),
+                *t.norm("norm_attention", f"{block}.norm1"),
+                *t.linear("feed_forward/up", f"{block}.mlp.fc11", bias=False),
+                *t.linear("feed_forward/gate", f"{block}.mlp.fc12", bias=False),
+                *t.linear("feed_forward/down", f"{block}.mlp.fc2", bias=False),
+                *t.norm("norm_feed_forward", f"{block}.norm2"),
             ],
         ),
         *masked_head(
@@ -68,58 +67,52 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
     ]
 
 
-def _read(keys: ConfigKeys, names: Names) -> ModelConfig:
-    def said(name: str) -> str:
-        old, new = keys.take(OLD[name], None), keys.take(name, None)
-        return OLD[name] if new is None and old is not None else name
-
-    masked, pooler = "cls.predictions.transform.dense.weight" in names, f"{POOLER}.weight"
-    of = None if masked else classes_of(keys, "classifier.weight", pooler, names)
+def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+    masked = "cls.predictions.transform.dense.weight" in keys.names
+    pooler = f"{POOLER}.weight"
+    of = None if masked else classes_of(keys, "classifier.weight", pooler)
     if of == "span":
         rule = "transformers has no such head of a nomic_bert"
         keys.fail("architectures", keys.take("architectures", None), rule)
-    fields = bert_sizes(keys, said=said, activation="silu", rate=0.0) | dict(
-        head_dim=keys.optional_integer("head_dim", None),
-        vocab_size=keys.integer("vocab_size", 30528),
-        max_len=keys.integer(said("max_position_embeddings"), 2048),
+    return head_fields(
+        keys,
+        masked=masked,
+        pooler="tanh" if pooler in keys.names else None,
+        num_classes=None if of is None else labels(keys),
+        classes_of=of,
     )
+
+
+def _read_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     base = float(keys.positive("rotary_emb_base", BASE, above=1))
     rope = read_rope(keys, fields, default=base)
     if rope.dims is not None:
         rule = "all dimensions of a head must rotate"
         keys.fail("rope_parameters", keys.take("rope_parameters", None), rule)
-    return post_norm_encoder(
-        keys,
-        masked=masked,
-        pooler="tanh" if pooler in names else None,
-        num_classes=None if of is None else labels(keys),
-        classes_of=of or "text",
-        glu=True,
-        qkv_bias=False,
-        out_bias=False,
-        ff_bias=False,
-        positions=rope,
-        **fields,
-    )
+    return dict(positions=rope, max_len=fields["max_len"])
 
 
-def _write(config: ModelConfig) -> JsonObject:
+def _write_rope(config: ModelConfig) -> JsonObject:
     scaling = write_rope(config).get("rope_scaling", {})
-    content = write_bert_sizes(config) | dict(
-        head_dim=config.key_dim,
-        rope_parameters=dict(rope_type="default", rope_theta=rope_of(config).base) | scaling,
-    )
-    if config.num_classes is not None:
-        return content | write_head(config, "NomicBert")
-    kind = "NomicBertForMaskedLM" if config.masked_token_head else "NomicBertModel"
-    return dict(architectures=[kind], **content)
+    rope = dict(rope_type="default", rope_theta=rope_of(config).base) | scaling
+    return dict(head_dim=config.key_dim, rope_parameters=rope)
 
 
-NOMIC_BERT = Family(
+NOMIC_BERT = t.Family(
     "nomic_bert",
-    _read,
-    _write,
+    [
+        *POST_NORM,
+        k.Key("vocab_size", "vocab_size", k.integer, 30528),
+        k.Key("max_position_embeddings", "max_len", k.integer, 2048, older="n_positions"),
+        *bert_sizes(activation="silu", rate=0.0, older=OLD),
+        TYPES,
+        k.Key("head_dim", "head_dim", k.optional_integer, None),
+        k.Fixed(glu=True, qkv_bias=False, out_bias=False, ff_bias=False),
+        k.Code(_read_heads, write_labels),
+        k.Code(_read_rope, _write_rope),
+    ],
     _table,
+    partial(encoder_class, name="NomicBert"),
     prefix="nomic_bert.",
     needed_ids=("pad_token_id",),
     renames_modules=True,  # Wqkv is q_proj, k_proj and v_proj

@@ -23,17 +23,8 @@ from __future__ import annotations
 from functools import partial
 
 from transformer_jax.config import Activation, ModelConfig, T5Buckets
-from transformer_jax.pretrained.families.table import (
-    ACTIVATIONS,
-    LINEAR_OUT,
-    ConfigKeys,
-    Family,
-    Fields,
-    TensorMapping,
-    activation_key,
-    blocks,
-    linear,
-)
+from transformer_jax.pretrained.families import keys as k
+from transformer_jax.pretrained.families import table as t
 from transformer_jax.untrusted_files import JsonObject
 
 HEAD = "lm_head.weight"
@@ -42,20 +33,15 @@ BUCKETS = 256
 """Largest number of buckets: each is a comparison in the program. Published models have 32."""
 
 FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
-    **{name: (activation, False) for name, activation in ACTIVATIONS.items()},
-    **{f"gated-{name}": (activation, True) for name, activation in ACTIVATIONS.items()},
+    **{name: (activation, False) for name, activation in k.ACTIVATIONS.items()},
+    **{f"gated-{name}": (activation, True) for name, activation in k.ACTIVATIONS.items()},
     "gated-gelu": ("gelu_tanh", True),
 }
 """feed_forward_proj to the activation and whether there is a gate; "gated-gelu" means the
 approximation of gelu by tanh."""
 
-DEFAULTS: dict[str, Fields] = {
-    "t5": dict(vocab_size=32128, layers=6, heads=8, d_ff=2048, forward="relu"),
-    "mt5": dict(vocab_size=250112, layers=8, heads=6, d_ff=1024, forward="gated-gelu"),
-}
 
-
-def _table(config: ModelConfig) -> list[TensorMapping]:
+def _table(config: ModelConfig) -> list[t.TensorMapping]:
     stacks = []
     sides = [("encoder", config.num_layers), ("decoder", config.decoder_layers)]
     for side, depth in sides[:1] if config.kind == "encoder" else sides:
@@ -63,63 +49,109 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
         last = 2 if side == "decoder" else 1
         mappings = [
             *_attention("attention", f"{block}.0.SelfAttention"),
-            TensorMapping("norm_attention/scale", f"{block}.0.layer_norm.weight"),
+            t.TensorMapping("norm_attention/scale", f"{block}.0.layer_norm.weight"),
         ]
         if side == "decoder":
             mappings += [
                 *_attention("cross_attention", f"{block}.1.EncDecAttention"),
-                TensorMapping("norm_cross_attention/scale", f"{block}.1.layer_norm.weight"),
+                t.TensorMapping("norm_cross_attention/scale", f"{block}.1.layer_norm.weight"),
             ]
         dense = f"{block}.{last}.DenseReluDense"
         up = f"{dense}.wi"
         if config.glu:
-            mappings += linear("feed_forward/gate", f"{dense}.wi_0", bias=False)
+            mappings += t.linear("feed_forward/gate", f"{dense}.wi_0", bias=False)
             up = f"{dense}.wi_1"
         mappings += [
-            *linear("feed_forward/up", up, bias=False),
-            *linear("feed_forward/down", f"{dense}.wo", bias=False),
-            TensorMapping("norm_feed_forward/scale", f"{block}.{last}.layer_norm.weight"),
+            *t.linear("feed_forward/up", up, bias=False),
+            *t.linear("feed_forward/down", f"{dense}.wo", bias=False),
+            t.TensorMapping("norm_feed_forward/scale", f"{block}.{last}.layer_norm.weight"),
         ]
         first = f"{side}.block.0.layer.0.SelfAttention"  # holds the bias of the whole stack
         stacks += [
-            TensorMapping(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
-            *blocks(side, depth, mappings),
-            TensorMapping(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
+            t.TensorMapping(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
+            *t.blocks(side, depth, mappings),
+            t.TensorMapping(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
         ]
     return [
-        TensorMapping("embed/tokens", "shared.weight"),
+        t.TensorMapping("embed/tokens", "shared.weight"),
         *stacks,
-        *([] if config.tie_embeddings else [TensorMapping("embed/output", HEAD)]),
+        *([] if config.tie_embeddings else [t.TensorMapping("embed/output", HEAD)]),
     ]
 
 
-def _attention(param: str, tensor: str) -> list[TensorMapping]:
+def _attention(param: str, tensor: str) -> list[t.TensorMapping]:
     return [
-        *linear(f"{param}/query", f"{tensor}.q", bias=False),
-        *linear(f"{param}/key", f"{tensor}.k", bias=False),
-        *linear(f"{param}/value", f"{tensor}.v", bias=False),
-        *linear(f"{param}/out", f"{tensor}.o", LINEAR_OUT, bias=False),
+        *t.linear(f"{param}/query", f"{tensor}.q", bias=False),
+        *t.linear(f"{param}/key", f"{tensor}.k", bias=False),
+        *t.linear(f"{param}/value", f"{tensor}.v", bias=False),
+        *t.linear(f"{param}/out", f"{tensor}.o", t.LINEAR_OUT, bias=False),
     ]
 
 
-def _read(keys: ConfigKeys, names: frozenset[str], kind: str) -> ModelConfig:
-    default = DEFAULTS[kind]
-    width, layers = keys.integer("d_model", 512), keys.integer("num_layers", default["layers"])
-    fields: Fields
-    if not any(name.startswith("decoder.") for name in names):
+def _output(keys: k.ConfigKeys) -> tuple[bool, bool]:
+    """Return whether the output matrix is the embeddings, and whether logits are scaled."""
+    tied = keys.flag("tie_word_embeddings", True)
+    if keys.take("scale_decoder_outputs", None) is None:
+        return tied, tied
+    return tied and HEAD not in keys.names, keys.flag("scale_decoder_outputs")
+
+
+def _mt5_output(keys: k.ConfigKeys) -> tuple[bool, bool]:
+    keys.flag("tie_word_embeddings", True)  # published ones say false, and mean what the files hold
+    return HEAD not in keys.names, False
+
+
+def _read_sides(keys: k.ConfigKeys, fields: k.Fields, kind: str) -> k.Fields:
+    if not any(name.startswith("decoder.") for name in keys.names):
         keys.ignore("num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings")
-        fields = dict(kind="encoder")
-    else:
-        keys.require("is_encoder_decoder", True)
-        tied, scaled = _mt5_output(keys, names) if kind == "mt5" else _output(keys, names)
-        fields = dict(
-            kind="encoder-decoder",
-            num_decoder_layers=keys.optional_integer("num_decoder_layers", None) or layers,
-            tie_embeddings=tied,
-            logit_scale=width**-0.5 if scaled else None,
-        )
-    activation, gated = _forward(keys, default["forward"])
-    dropout = keys.rate("dropout_rate", 0.1)
+        return dict(kind="encoder")
+    keys.require("is_encoder_decoder", True)
+    tied, scaled = _mt5_output(keys) if kind == "mt5" else _output(keys)
+    return dict(
+        kind="encoder-decoder",
+        num_decoder_layers=keys.optional_integer("num_decoder_layers", None)
+        or fields["num_layers"],
+        tie_embeddings=tied,
+        logit_scale=fields["d_model"] ** -0.5 if scaled else None,
+    )
+
+
+def _write_sides(config: ModelConfig, kind: str) -> JsonObject:
+    if config.kind == "encoder":
+        return dict(is_encoder_decoder=False)
+    keys: JsonObject = dict(
+        is_encoder_decoder=True,
+        num_decoder_layers=config.decoder_layers,
+        tie_word_embeddings=config.tie_embeddings,
+    )
+    if kind == "t5":
+        keys["scale_decoder_outputs"] = config.logit_scale is not None
+    return keys
+
+
+def _read_forward(keys: k.ConfigKeys, fields: k.Fields, default: str) -> k.Fields:
+    """Read the activation and whether there is a gate; keys that repeat them must agree."""
+    name = keys.take("feed_forward_proj", default)
+    activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, default)
+    again = keys.take("dense_act_fn", None)
+    if again is not None and keys.choice("dense_act_fn", k.ACTIVATIONS) != activation:
+        keys.fail("dense_act_fn", again, f"feed_forward_proj is {name!r}, which is {activation!r}")
+    if keys.take("is_gated_act", gated) is not gated:
+        keys.fail("is_gated_act", not gated, f"feed_forward_proj is {name!r}")
+    return dict(activation=activation, glu=gated)
+
+
+def _write_forward(config: ModelConfig) -> JsonObject:
+    dense = k.activation().write(config.activation)
+    plain = "gelu" if config.activation == "gelu_tanh" else dense
+    return dict(
+        feed_forward_proj=f"gated-{plain}" if config.glu else dense,
+        dense_act_fn=dense,
+        is_gated_act=config.glu,
+    )
+
+
+def _read_distances(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     buckets = keys.integer("relative_attention_num_buckets", 32)
     if buckets > BUCKETS:
         keys.fail("relative_attention_num_buckets", buckets, f"must be at most {BUCKETS}")
@@ -129,98 +161,60 @@ def _read(keys: ConfigKeys, names: frozenset[str], kind: str) -> ModelConfig:
     if farthest <= buckets // 2:
         rule = f"must be above relative_attention_num_buckets / 2 = {buckets // 2}"
         keys.fail("relative_attention_max_distance", farthest, rule)
-    return ModelConfig(
-        **fields,
-        vocab_size=keys.integer("vocab_size", default["vocab_size"]),
-        d_model=width,
-        num_layers=layers,
-        num_heads=keys.integer("num_heads", default["heads"]),
-        head_dim=keys.integer("d_kv", 64),
-        d_ff=keys.integer("d_ff", default["d_ff"]),
-        max_len=keys.integer("n_positions", 512),
-        positions=T5Buckets(buckets=buckets, max_distance=farthest),
-        norm="rmsnorm",
-        norm_eps=keys.positive("layer_norm_epsilon", 1e-6),
-        activation=activation,
-        glu=gated,
-        use_bias=False,
-        attention_scale=1.0,
-        dropout=dropout,
-        attention_dropout=dropout,
-    )
+    return dict(positions=T5Buckets(buckets=buckets, max_distance=farthest))
 
 
-def _output(keys: ConfigKeys, names: frozenset[str]) -> tuple[bool, bool]:
-    """Return whether the output matrix is the embeddings, and whether logits are scaled."""
-    tied = keys.flag("tie_word_embeddings", True)
-    if keys.take("scale_decoder_outputs", None) is None:
-        return tied, tied
-    return tied and HEAD not in names, keys.flag("scale_decoder_outputs")
-
-
-def _mt5_output(keys: ConfigKeys, names: frozenset[str]) -> tuple[bool, bool]:
-    keys.flag("tie_word_embeddings", True)  # published ones say false, and mean what the files hold
-    return HEAD not in names, False
-
-
-def _forward(keys: ConfigKeys, default: str) -> tuple[Activation, bool]:
-    """Return the activation and whether there is a gate; keys that repeat them must agree."""
-    name = keys.take("feed_forward_proj", default)
-    activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, default)
-    again = keys.take("dense_act_fn", None)
-    if again is not None and keys.choice("dense_act_fn", ACTIVATIONS) != activation:
-        keys.fail("dense_act_fn", again, f"feed_forward_proj is {name!r}, which is {activation!r}")
-    if keys.take("is_gated_act", gated) is not gated:
-        keys.fail("is_gated_act", not gated, f"feed_forward_proj is {name!r}")
-    return activation, gated
-
-
-def _write(config: ModelConfig, kind: str) -> JsonObject:
-    dense = activation_key(config.activation)
+def _write_distances(config: ModelConfig) -> JsonObject:
     positions = config.positions if isinstance(config.positions, T5Buckets) else T5Buckets()
-    plain = "gelu" if config.activation == "gelu_tanh" else dense
-    model, alone = kind.replace("t5", "T5").replace("m", "M"), config.kind == "encoder"
-    keys: JsonObject = dict(
-        architectures=[f"{model}EncoderModel" if alone else f"{model}ForConditionalGeneration"],
-        is_encoder_decoder=not alone,
-        vocab_size=config.vocab_size,
-        d_model=config.d_model,
-        d_kv=config.key_dim,
-        d_ff=config.ff_dim,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        n_positions=config.max_len,
+    return dict(
         relative_attention_num_buckets=positions.buckets,
         relative_attention_max_distance=positions.max_distance,
-        layer_norm_epsilon=config.norm_eps,
-        feed_forward_proj=f"gated-{plain}" if config.glu else dense,
-        dense_act_fn=dense,
-        is_gated_act=config.glu,
-        dropout_rate=config.dropout,
-    )
-    if not alone:
-        keys |= dict(
-            num_decoder_layers=config.decoder_layers, tie_word_embeddings=config.tie_embeddings
-        )
-    if not alone and kind == "t5":
-        keys |= dict(scale_decoder_outputs=config.logit_scale is not None)
-    return keys
-
-
-def _family(kind: str) -> Family:
-    return Family(
-        kind,
-        partial(_read, kind=kind),
-        partial(_write, kind=kind),
-        _table,
-        ignored_tensors=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
-        tied_copies={
-            "decoder.embed_tokens.weight": "shared.weight",
-            "encoder.embed_tokens.weight": "shared.weight",
-            HEAD: "shared.weight",
-        },
     )
 
 
-T5 = _family("t5")
-MT5 = _family("mt5")
+def _keys(
+    kind: str, vocab_size: int, layers: int, heads: int, d_ff: int, forward: str
+) -> list[k.Entry]:
+    """List the keys; the arguments after `kind` are defaults."""
+    return [
+        k.Key("vocab_size", "vocab_size", k.integer, vocab_size),
+        k.Key("d_model", "d_model", k.integer, 512),
+        k.Key("d_kv", "head_dim", k.integer, 64),
+        k.Key("d_ff", "d_ff", k.integer, d_ff),
+        k.Key("num_layers", "num_layers", k.integer, layers),
+        k.Key("num_heads", "num_heads", k.integer, heads),
+        k.Key("n_positions", "max_len", k.integer, 512),
+        k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-6),
+        k.Key("dropout_rate", "attention_dropout", k.rate, 0.1),
+        k.Key("dropout_rate", "dropout", k.rate, 0.1),
+        k.Fixed(norm="rmsnorm", use_bias=False, attention_scale=1.0),
+        k.Code(partial(_read_sides, kind=kind), partial(_write_sides, kind=kind)),
+        k.Code(partial(_read_forward, default=forward), _write_forward),
+        k.Code(_read_distances, _write_distances),
+    ]
+
+
+def _architecture(config: ModelConfig, name: str) -> str:
+    return f"{name}{'EncoderModel' if config.kind == 'encoder' else 'ForConditionalGeneration'}"
+
+
+_family = partial(
+    t.Family,
+    table=_table,
+    ignored_tensors=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    tied_copies={
+        "decoder.embed_tokens.weight": "shared.weight",
+        "encoder.embed_tokens.weight": "shared.weight",
+        HEAD: "shared.weight",
+    },
+)
+T5 = _family(
+    "t5",
+    _keys("t5", 32128, 6, 8, 2048, "relu"),
+    architecture=partial(_architecture, name="T5"),
+)
+MT5 = _family(
+    "mt5",
+    _keys("mt5", 250112, 8, 6, 1024, "gated-gelu"),
+    architecture=partial(_architecture, name="MT5"),
+)

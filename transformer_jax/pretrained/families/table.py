@@ -1,7 +1,7 @@
-"""Define what a family of published checkpoints is: a reading of config.json and a table of names.
+"""The definition of a family of published checkpoints: a list of keys and a table of tensors.
 
 Each `TensorMapping` of a table says which tensor of a file holds a parameter, and in what layout.
-Reading and writing both follow from the table, so that a family is data and one file.
+Reading and writing both follow from the list and the table, so that a family is data.
 """
 
 from __future__ import annotations
@@ -9,23 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
+from typing import Literal
 
 import numpy as np
 
-from transformer_jax.config import Activation, ConfigError, ModelConfig
-from transformer_jax.config.fields import fail
-from transformer_jax.config.model import AnyActivation
-from transformer_jax.pretrained.families.other_keys import aliases, other_keys
+from transformer_jax.config import Experts, ModelConfig
+from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields
 from transformer_jax.shown import short_repr
-from transformer_jax.untrusted_files import JsonObject, shown
+from transformer_jax.untrusted_files import JsonObject
 
 Shape = tuple[int, ...]
-Fields: TypeAlias = dict[str, Any]
-"""Fields of a ModelConfig by name: the config checks their values."""
-JsonValue: TypeAlias = Any
-"""A number, text, list or object of a JSON file; readers check which."""
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -162,12 +155,10 @@ def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[Te
     ]
 
 
-def norm(param: str, tensor: str) -> list[TensorMapping]:
-    """Map the scale and the bias of a LayerNorm."""
-    return [
-        TensorMapping(f"{param}/scale", f"{tensor}.weight"),
-        TensorMapping(f"{param}/bias", f"{tensor}.bias"),
-    ]
+def norm(param: str, tensor: str, bias: bool = True) -> list[TensorMapping]:
+    """Map the scale of a norm, and its bias if it has one."""
+    scale = TensorMapping(f"{param}/scale", f"{tensor}.weight")
+    return [scale, TensorMapping(f"{param}/bias", f"{tensor}.bias")] if bias else [scale]
 
 
 def linear(
@@ -216,6 +207,25 @@ def gated_linears(module: str, bias: bool) -> list[TensorMapping]:
     ]
 
 
+def decoder(
+    config: ModelConfig,
+    tokens: str,
+    block: list[TensorMapping],
+    last_norm: str | None,
+    output: str = "lm_head",
+    more: Sequence[TensorMapping] = (),
+) -> list[TensorMapping]:
+    """Map a decoder: embeddings, `more` mappings, blocks, the last norm and the output matrix."""
+    bias = config.norm == "layernorm" and config.use_bias
+    return [
+        TensorMapping("embed/tokens", f"{tokens}.weight"),
+        *more,
+        *blocks("decoder", config.num_layers, block),
+        *(norm("decoder/norm", last_norm, bias) if last_norm is not None else []),
+        *output_matrix(config, output),
+    ]
+
+
 def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
     """Map the output matrix where it is not the embeddings', and the bias of the logits."""
     found = [] if config.tie_embeddings else [TensorMapping("embed/output", f"{name}.weight")]
@@ -241,12 +251,12 @@ class Family:
 
     name: str
     """The `model_type`."""
-    read: Callable[[ConfigKeys, frozenset[str]], ModelConfig]
-    """Makes the config from config.json and the names of the tensors that the files have."""
-    write: Callable[[ModelConfig], JsonObject]
-    """Makes the keys of config.json; `write_config` checks that `read` gives the config back."""
+    keys: Sequence[Entry]
+    """The keys of config.json, in the order in which they are read and written."""
     table: Callable[[ModelConfig], list[TensorMapping]]
     """Lists every parameter of a config once."""
+    architecture: str | Callable[[ModelConfig], str] = ""
+    """The class of transformers, or a function that names that of a config."""
     prefix: str = ""
     """Start of the names of all tensors but the head's; a model saved without its head, or an old
     file, leaves it out."""
@@ -280,194 +290,26 @@ class Family:
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
     """How names of tensors end in old files, and how the same names end today."""
 
+    def read(self, keys: ConfigKeys) -> ModelConfig:
+        """Return the config that the keys mean."""
+        fields: Fields = {}
+        for entry in self.keys:
+            fields |= entry.read(keys, fields)
+        own = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
+        if own:
+            fields["experts"] = Experts(**{n.removeprefix("experts."): v for n, v in own.items()})
+        return ModelConfig(**fields)
+
+    def write(self, config: ModelConfig) -> JsonObject:
+        """Return the keys of a config; `write_config` checks that `read` gives it back."""
+        named = self.architecture
+        content: JsonObject = {}
+        if named:
+            content["architectures"] = [named(config) if callable(named) else named]
+        for entry in self.keys:
+            content |= entry.write(config)
+        return content
+
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
         """Return the name of every second copy that a file of this config may hold."""
         return self.tied_copies(config) if callable(self.tied_copies) else self.tied_copies
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Published names of activations; several names may mean one function."""
-ACTIVATION_KEYS: dict[Activation, str] = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-}
-"""The name that is written for each activation."""
-
-
-def activation_key(activation: AnyActivation) -> str:
-    """Return the name that is written for an activation; ConfigError for a function."""
-    if not isinstance(activation, str):
-        fail("activation", activation, "no published family has a function of your own")
-    return ACTIVATION_KEYS[activation]
-
-
-DEPTH_KEYS = frozenset(
-    """
-    decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_experts
-    num_hidden_layers num_layers num_local_experts
-    """.split()
-)
-"""Keys that count layers or experts, each of which has at least one tensor."""
-EXPERT_KEYS = frozenset({"num_experts", "num_local_experts"})
-"""Keys that count experts."""
-
-_REQUIRED: JsonValue = object()  # the default of a key that must be there
-
-
-class ConfigKeys:
-    """Read a JSON object key by key with strict types, and refuse every other key.
-
-    `other_keys` lists the keys of a family that are not read. A ConfigError names the file, the
-    key, its value and the rule.
-    """
-
-    def __init__(
-        self,
-        content: JsonObject,
-        where: str,
-        tensors: int | None = None,
-        counting: frozenset[str] = DEPTH_KEYS,
-        family: str = "",
-    ) -> None:
-        """Take the object, the file's name, how many tensors there are, and what has one each."""
-        self.where, self._tensors, self._counting = where, tensors, counting
-        self._content, self._read, self._ignored = dict(content), set[str](), set[str]()
-        for second, name in aliases(family).items():
-            if second in content:
-                value = self._content.pop(second)
-                if self._content.setdefault(name, value) != value:
-                    self.fail(second, value, f"must be {name}, {shown(content[name])}")
-        self._others = other_keys(family)
-        for name, allowed in self._others.items():
-            if allowed is not None and name in self._content:
-                self._check(name, self._content[name], allowed)
-
-    def fail(self, name: str, value: object, rule: str) -> NoReturn:
-        """Raise the error of a key."""
-        raise ConfigError(f"{self.where}: {name} is {shown(value)}: {rule}")
-
-    def take(self, name: str, default: JsonValue = _REQUIRED) -> JsonValue:
-        """Return the value of a key as it stands in the file."""
-        self._read.add(name)
-        if name in self._content:
-            return self._content[name]
-        if default is _REQUIRED:
-            raise ConfigError(f"{self.where}: {name} is missing")
-        return default
-
-    @overload
-    def integer(self, name: str, default: int = ..., *, least: int = 1) -> int: ...
-    @overload
-    def integer(self, name: str, default: None, *, least: int = 1) -> int | None: ...
-    def integer(self, name: str, default: JsonValue = _REQUIRED, *, least: int = 1) -> int | None:
-        """Return an integer from `least` to 2^31 - 1, or the default if there is no such key."""
-        value = self.take(name, default)
-        if value is default and not isinstance(default, int):
-            return value
-        if type(value) is not int or not least <= value < 2**31:
-            self.fail(name, value, f"must be an integer from {least} to 2^31 - 1")
-        if name in self._counting and self._tensors is not None and value > self._tensors:
-            self.fail(name, value, f"the files have {self._tensors} tensors")
-        return value
-
-    def optional_integer(self, name: str, default: int | None) -> int | None:
-        """Return an integer, or None if the key is null."""
-        return None if self.take(name, default) is None else self.integer(name, default)
-
-    @overload
-    def number(self, name: str, default: float = ...) -> float: ...
-    @overload
-    def number(self, name: str, default: None) -> float | None: ...
-    def number(self, name: str, default: JsonValue = _REQUIRED) -> float | None:
-        """Return a number between -2^63 and 2^63, or the default if there is no such key."""
-        value = self.take(name, default)
-        if value is default and default is None:
-            return value
-        if type(value) not in (int, float) or not abs(value) < 2**63:
-            self.fail(name, value, "must be a number between -2^63 and 2^63")
-        return value
-
-    @overload
-    def positive(self, name: str, default: float = ..., *, above: float = 0) -> float: ...
-    @overload
-    def positive(self, name: str, default: None, *, above: float = 0) -> float | None: ...
-    def positive(
-        self, name: str, default: JsonValue = _REQUIRED, *, above: float = 0
-    ) -> float | None:
-        """Return a number above 0, or above another limit."""
-        value = self.number(name, default)
-        if value is not None and not value > above:
-            self.fail(name, value, f"must be above {above}" if above else "must be positive")
-        return value
-
-    def rate(self, name: str, default: float) -> float:
-        """Return a rate of dropout, at least 0 and below 1; null is 0."""
-        if self.take(name, default) is None:
-            return 0.0
-        value = self.number(name, default)
-        if not 0 <= value < 1:
-            self.fail(name, value, "must be at least 0 and below 1")
-        return value
-
-    def flag(self, name: str, default: bool = _REQUIRED) -> bool:
-        """Return true or false."""
-        value = self.take(name, default)
-        if type(value) is not bool:
-            self.fail(name, value, "must be true or false")
-        return value
-
-    def choice(self, name: str, options: Mapping[str, Value], default: str = _REQUIRED) -> Value:
-        """Return what `options` has for the text in a key."""
-        value = self.take(name, default)
-        if not isinstance(value, str) or value not in options:
-            self.fail(name, value, "must be one of " + ", ".join(map(repr, options)))
-        return options[value]
-
-    def require(self, name: str, *allowed: object) -> None:
-        """Check that a key, if it is there, has one of these values."""
-        self._check(name, self.take(name, allowed[0]), allowed)
-        self._ignored.add(name)
-
-    def _check(self, name: str, value: JsonValue, allowed: Sequence[object]) -> None:
-        def same(known: object) -> bool:
-            if isinstance(known, tuple):  # a list of nothing else
-                return isinstance(value, list) and all(part in known for part in value)
-            return type(value) is type(known) and value == known
-
-        off = value is None and not any(allowed)  # null is as good as false or nothing
-        if not off and not any(map(same, allowed)):
-            rules = (f"a list of {x[0]!r}" if isinstance(x, tuple) else shown(x) for x in allowed)
-            self.fail(name, value, f"must be {' or '.join(rules)}")
-
-    def ignore(self, *names: str) -> None:
-        """Accept keys that change nothing here."""
-        self._ignored |= set(names)
-
-    def kept(self) -> JsonObject:
-        """Return the keys that say nothing about the config, such as token ids and names."""
-        said = self._read - self._ignored
-        return {name: value for name, value in self._content.items() if name not in said}
-
-    def check_all_read(self) -> None:
-        """Refuse a key that was neither read nor is known to change nothing; null says nothing."""
-        for name, value in self._content.items():
-            if value is None or name in self._read | self._ignored | self._others.keys():
-                continue
-            if name == "auto_map":
-                self.fail(name, value, "code of a checkpoint is never run")
-            self.fail(name, value, "no such key is known for this model_type")
