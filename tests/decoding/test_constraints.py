@@ -14,14 +14,9 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax.decoding.constraints import allowed_tokens
-from transformer_jax.decoding.continuous_batching import (
-    Request,
-    admit,
-    advance_slots,
-    init_slots,
-    serve,
-)
+from transformer_jax.decoding.continuous_batching import Request, serve
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.slots import admit, advance_rows, advance_slots, init_slots
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -179,12 +174,10 @@ def test_rows_without_a_constraint_may_have_any_token():
 
 def test_without_constraints_the_program_is_as_it_was():
     """No mask is an argument of the program of free requests, nor of what it computes."""
-    from transformer_jax.decoding.continuous_batching import _advance
-
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     slots = init_slots(STEP, params(), state, 2, CONFIG.max_len, stop=STOP)
-    free = _advance.lower(slots, params(), np.bool_(False), 8, 0, None).as_text()
+    free = advance_rows.lower(slots, params(), np.bool_(False), 8, 0, None).as_text()
     mask = np.ones((2, VOCAB), bool)
-    held = _advance.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
+    held = advance_rows.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
     shape = f"tensor<2x{VOCAB}xi1>"
     assert shape in held and shape not in free

@@ -1,5 +1,6 @@
 """Continuous batching: a request gets what it would get alone, whatever the other slots hold."""
 
+import copy
 import dataclasses
 import re
 from functools import partial
@@ -13,19 +14,13 @@ import pytest
 
 from tests.decoding.test_decode import PAIR, RING, ROPE, VOCAB, CountingStep, make, parameters
 from tests.support.tolerances import assert_near, assert_same_bits
-from transformer_jax.decoding import continuous_batching as continuous
+from transformer_jax.decoding import slots as slots_module
 from transformer_jax.decoding.batch_rows import fork
-from transformer_jax.decoding.continuous_batching import (
-    Request,
-    admit,
-    advance_slots,
-    init_slots,
-    release,
-    serve,
-)
-from transformer_jax.decoding.generation import generate, prefill
+from transformer_jax.decoding.continuous_batching import Batcher, Request, serve
+from transformer_jax.decoding.generation import NO_TOKEN, generate, prefill
 from transformer_jax.decoding.logit_processors import MinLength, NoRepeatNGram, RepetitionPenalty
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK
+from transformer_jax.decoding.slots import admit, advance_slots, init_slots, release
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache
 
@@ -444,6 +439,116 @@ def follow(params, tokens, state, *, valid=None):
     return jax.nn.one_hot(tokens + 1, 29), state + valid.sum(axis=1)
 
 
+def follow_to_20(params, tokens, state, *, valid=None):
+    """The same, but nothing finite follows token 20."""
+    logits, state = follow(params, tokens, state, valid=valid)
+    return jnp.where(tokens[..., None] == 20, jnp.nan, logits), state
+
+
+class UpTo:
+    """A constraint that allows the next token, up to the last one; it cannot read `wrong`."""
+
+    def __init__(self, last: int, wrong: int = -1) -> None:
+        self.last, self.wrong, self.ended = last, wrong, last == 0
+
+    allowed = np.arange(29) > 0
+
+    def read(self, token: int) -> None:
+        if token == self.wrong:
+            raise ValueError(f"cannot read {token}")
+        self.ended = token == self.last
+
+
+ENDS = {
+    "at the limit": (Request([3], 4), [4, 5, 6, 7], "length", None),
+    "at the limit of one": (Request([3], 1), [4], "length", None),
+    "with a stop token": (Request([5], 9), [6, 7, 8, 9], "stop", None),
+    "with a stop token at the limit": (Request([5], 4), [6, 7, 8, 9], "stop", None),
+    "with a stop token at once": (Request([8], 9), [9], "stop", None),
+    "where nothing is finite": (Request([17], 9), [18, 19, 20], "nonfinite", NO_TOKEN),
+    "where nothing is finite at once": (Request([20], 9), [], "nonfinite", NO_TOKEN),
+    "with its constraint": (Request([11], 9, constraint=UpTo(13)), [12, 13], "stop", None),
+    "with its constraint at once": (Request([11], 9, constraint=UpTo(12)), [12], "stop", None),
+    "before it begins": (Request([11], 9, constraint=UpTo(0)), [], "stop", None),
+    "at the limit of a constraint": (Request([1], 2, constraint=UpTo(25)), [2, 3], "length", None),
+    "where its constraint fails": (
+        Request([11], 9, constraint=UpTo(25, wrong=14)), [12, 13, 14], "refused", "cannot read 14",
+    ),
+    "where its constraint fails at once": (
+        Request([11], 9, constraint=UpTo(25, wrong=12)), [12], "refused", "cannot read 12",
+    ),
+    "because it is wrong": (Request([3], 0), [], "refused", "num_tokens is 0: must be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
+    requests = [
+        dataclasses.replace(request, id=name, constraint=copy.copy(request.constraint))
+        for name, (request, *_) in ENDS.items()
+    ]
+    empty = jnp.zeros((1,), jnp.int32)
+    arguments: dict = dict(slots=5, capacity=16, stop=9, steps_per_call=3)
+    found = list(serve(follow_to_20, {}, requests, empty, stream=streamed, **arguments))
+    for name, (_, tokens, end, error) in ENDS.items():
+        parts = [part for part in found if part.id == name]
+        assert streamed or len(parts) == 1
+        assert np.concatenate([part.tokens for part in parts]).tolist() == tokens, name
+        assert [part.end for part in parts] == [None] * (len(parts) - 1) + [end], name
+        assert parts[-1].error == error, name
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_request_that_is_dropped_makes_room_for_the_next(streamed):
+    """It ends with its first part: nothing more of it comes, in the same turn or later."""
+    requests = [Request([3], 12, id="a", top=2), Request([7], 9), Request([3], 2, id="c", top=1)]
+    empty = jnp.zeros((1,), jnp.int32)
+    held = init_slots(follow, {}, empty, 2, 16)
+    batcher = Batcher(held, {}, iter(requests), empty, steps=3, stream=streamed)
+    got: dict = {}
+    for part in batcher:
+        got.setdefault(part.id, []).append(part)
+        batcher.drop(part.id if part.id == "a" else None)
+    assert not batcher.slots.active.any() and not any(batcher.rows)
+    tokens = {name: np.concatenate([p.tokens for p in parts]) for name, parts in got.items()}
+    if streamed:
+        assert tokens.pop("a").tolist() == [4]
+        likeliest = got["a"][0].likeliest
+        assert likeliest.tokens.tolist() == [[4, 0]] and likeliest.log_probs.shape == (1, 2)
+    else:
+        assert tokens.pop("a").tolist() == list(range(4, 16)), "it was never seen before its end"
+    assert {name: x.tolist() for name, x in tokens.items()} == {1: [*range(8, 17)], "c": [4, 5]}
+    assert all(part.likeliest is None for part in got[1])
+    assert np.concatenate([part.likeliest.tokens for part in got["c"]]).tolist() == [[4], [5]]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_longest_beginning_that_a_slot_has_read_is_shared(rope, shares):
+    """A text of 20 tokens, of which the last is unread, and prompts that begin like it."""
+    step, params, _ = rope
+    empty, key = init_cache(ROPE, 1, 41), jax.random.key(0)
+    text = np.random.default_rng(1).integers(0, VOCAB, 18)
+    whole = alone((step, params, lambda rows: empty), Request(text, 2, key=key), {}).rows()[0]
+    text = np.concatenate([text, whole])
+    other = (text + 1) % VOCAB
+    prompts = {  # and how many of their tokens a slot has read
+        "first": (text[:18], 0), "other": (other[:3], 0), "all but its last": (text, 19),
+        "one is left to read": (text[:17], 16), "as fast to read": (text[:16], 0),
+        "parts": (np.concatenate([text[:17], other[17:]]), 17), "differs": (other, 0),
+    }  # fmt: skip
+    for name in list(prompts)[2:]:
+        requests = [
+            Request(prompts[one][0], 2, key=key, id=one) for one in ("first", "other", name)
+        ]
+        held = init_slots(step, params, empty, 2, 41)
+        got = {c.id: c for c in Batcher(held, params, iter(requests), empty, stream=False,
+                                        shares=shares)}  # fmt: skip
+        for request in requests:
+            want = alone((step, params, lambda rows: empty), request, {}).rows()[0]
+            np.testing.assert_array_equal(got[request.id].tokens, want, str(request.id))
+            assert got[request.id].shared == (prompts[request.id][1] if shares else 0), request.id
+
+
 @pytest.mark.slow
 def test_with_pause_requests_advance_while_the_queue_yields_none():
     """A free slot that no request waits for is no reason to pause."""
@@ -618,15 +723,13 @@ def test_the_cache_stays_where_it_is(rope):
     step, params, empty = rope
     held = init_slots(step, params, empty(1), SLOTS, CAPACITY, processors=(NoRepeatNGram(2),))
     row, limits = jnp.array([1]), np.array([7])
-    prompts = continuous.check_prompts(
-        held, np.ones((1, 11), int), None, empty(1), limits, None, None
-    )
+    prompts = slots_module.check_prompts(held, np.ones((1, 11), int), None, empty(1), limits, None)
     leaves = len(jax.tree.leaves(held))
     jax.config.update("jax_disable_most_optimizations", False)
     programs = [
-        continuous._advance.lower(held, params, jnp.array(True), 8, 0).compile(),
-        continuous._admit.lower(held, params, row, prompts, empty(1), None, 0).compile(),
-        continuous._release.lower(held, row).compile(),
+        slots_module.advance_rows.lower(held, params, jnp.array(True), 8, 0).compile(),
+        slots_module.admit_rows.lower(held, params, row, prompts, empty(1), None, 0).compile(),
+        slots_module.free_rows.lower(held, row).compile(),
     ]
     jax.config.update("jax_disable_most_optimizations", True)
     assert held.decode_state.state.layers[0].k.shape == (3, 29, 1, 6)

@@ -1292,7 +1292,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/server/engine.py",
         (
             "an answer that a stop text ends keeps its slot",
-            "self._held = release(self._held, number)",
+            "self.batcher.drop(ticket)",
             "",
             "server/test_app.py::test_a_stop_text_ends_an_answer_before_it",
         ),

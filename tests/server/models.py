@@ -59,7 +59,7 @@ def is_idle(engine, seconds: float = 20) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
-    return not np.asarray(engine._held.active).any()
+    return not np.asarray(engine.batcher.slots.active).any()
 
 
 @contextmanager

@@ -5,8 +5,6 @@ import functools
 import json
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import jax
 import numpy as np
@@ -115,14 +113,6 @@ def test_a_prompt_and_its_answer_may_fill_the_context():
     assert engine.read(Asked("completion", ids))[1] == room
     with pytest.raises(RequestError, match=f"and {room + 1} new ones are asked for"):
         engine.read(Asked("completion", ids, room + 1))
-
-
-def test_the_space_before_the_first_word_of_a_chat_alone_is_left_out():
-    asked = SimpleNamespace(endpoint="chat", stop=())
-    ticket: Any = SimpleNamespace(num_tokens=9, matcher=None, asked=asked)
-    writer: Any = SimpleNamespace(ended=False)
-    row, unused = engine_module._Row(ticket, writer), cast(Any, None)
-    assert [Engine._part(unused, row, [text]).text for text in (" a", " b")] == ["a", " b"]
 
 
 @pytest.mark.slow
@@ -375,12 +365,12 @@ class Held:
     """Hold the engine between two turns, so that requests wait."""
 
     def __init__(self, engine, monkeypatch):
-        self.turn, self.go = engine._turn, threading.Event()
-        monkeypatch.setattr(engine, "_turn", self.wait)
+        self.turn, self.go = engine.batcher.turn, threading.Event()
+        monkeypatch.setattr(engine.batcher, "turn", self.wait)
 
     def wait(self):
         self.go.wait(60)
-        self.turn()
+        yield from self.turn()
 
 
 @pytest.mark.slow
@@ -416,18 +406,19 @@ def test_an_answer_that_takes_too_long_is_given_up(engine, monkeypatch):
 def test_a_failure_of_the_device_ends_its_requests_and_no_others(monkeypatch, capsys):
     with running(tiny(), slots=2) as engine:
         client = client_of(engine, raising=False)
-        whole = engine_module.advance_slots
 
-        def fail(*arguments, **options):
-            monkeypatch.setattr(engine_module, "advance_slots", whole)
+        def fail():
             raise RuntimeError("RESOURCE_EXHAUSTED: /home/somebody")
+            yield
 
-        monkeypatch.setattr(engine_module, "advance_slots", fail)
+        failing = engine.batcher
+        monkeypatch.setattr(failing, "turn", fail)
         first = complete(client)
         assert first.status_code == 500 and first.json()["error"]["type"] == "server_error"
         assert "somebody" not in first.text
         assert "RESOURCE_EXHAUSTED" in capsys.readouterr().err
         assert complete(client).json()["choices"][0]["text"] == tiny().generate("cab", 11)
+        assert engine.batcher is not failing
         engine.stop()
         assert complete(client).status_code == 503 == client.get("/health").status_code
 

@@ -164,14 +164,14 @@ def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, form, m
         pytest.importorskip("llguidance")
         with sending(address, {"model": NAME, "prompt": "a"} | form, timeout=60) as connection:
             assert connection.getresponse().status == 200  # compiled
-    turns, turn = [], engine._turn
+    turns, turn = [], engine.batcher.turn
 
     def slowly():
         turns.append(time.monotonic())
         time.sleep(0.1)
-        turn()
+        yield from turn()
 
-    monkeypatch.setattr(engine, "_turn", slowly)
+    monkeypatch.setattr(engine.batcher, "turn", slowly)
     body = {"model": NAME, "prompt": "a", "max_tokens": 57, "temperature": 0, "stream": stream}
     body |= form
     with sending(address, body, timeout=20 if stream else 0.5) as connection:
@@ -185,8 +185,8 @@ def test_the_slot_of_a_client_who_goes_is_freed(engine, address, stream, form, m
 
 
 def test_clients_who_go_while_they_wait_are_never_decoded(engine, address, monkeypatch):
-    turn, go = engine._turn, threading.Event()
-    monkeypatch.setattr(engine, "_turn", lambda: (go.wait(60), turn()))
+    turn, go = engine.batcher.turn, threading.Event()
+    monkeypatch.setattr(engine.batcher, "turn", lambda: go.wait(60) and turn())
     body = {"model": NAME, "prompt": "a", "max_tokens": 5}
     for _ in range(7):
         with sending(address, body, timeout=0.3) as connection, pytest.raises(TimeoutError):
@@ -194,10 +194,9 @@ def test_clients_who_go_while_they_wait_are_never_decoded(engine, address, monke
     until = time.monotonic() + 5
     while engine.waiting and time.monotonic() < until:
         time.sleep(0.01)
-    admitted = []
-    monkeypatch.setattr(engine, "_admit", lambda *arguments: admitted.append(arguments))
+    admitted = engine.batcher.number
     go.set()
-    assert is_idle(engine) and not admitted
+    assert is_idle(engine) and engine.batcher.number == admitted
 
 
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])

@@ -1,149 +1,146 @@
-"""What the engine makes of a decoder's output: its parts of an answer, without a decoder."""
+"""Texts of the engine's answers: the parts that it makes of the tokens that a batcher gives it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import queue
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.server.models import running, tiny
+from transformer_jax.decoding.continuous_batching import Completion
+from transformer_jax.decoding.generation import NO_TOKEN, Likeliest
 from transformer_jax.server import engine as engines
-from transformer_jax.server.engine import LEAST_LOG_PROB, NO_TOKEN, Engine, Ticket, _Row
+from transformer_jax.server.engine import LEAST_LOG_PROB
 from transformer_jax.server.protocol import Asked, Part, Token
-from transformer_jax.text.writer import TextWriter
-from transformer_jax.tokenizers.trained import CharTokenizer
 
-TOKENIZER, END = CharTokenizer(" abcdefg"), 8
+END = 257
+TOP = np.tile([32, 97, 259], (9, 1)), np.tile([-0.5, -1.5, -2.5], (9, 1))
+
+
+def new(tokens, end=None, log_probs=None, **more):
+    ids = [ord(one) if isinstance(one, str) else one for one in tokens]
+    log_probs = -np.arange(1.0, 1 + len(ids)) if log_probs is None else log_probs
+    likeliest = Likeliest(TOP[0][: len(ids)], TOP[1][: len(ids)])
+    return Completion(0, np.array(ids), np.array(log_probs), end, likeliest=likeliest, **more)
+
+
+class Scripted:
+    """A batcher that gives each request the completions in `script`, one a turn."""
+
+    def __init__(self, slots, params, requests, empty, **options):
+        self.requests, self.running = requests, {}
+        self.script, self.dropped = [[new("a", "length")]], []  # first, the engine's own request
+
+    def turn(self):
+        while (request := next(self.requests)) is not None:
+            self.running[request.id] = list(self.script.pop(0))
+        for ticket, left in list(self.running.items()):
+            if ticket in self.running:
+                part = replace(left.pop(0), id=ticket)
+                if part.end is not None:
+                    del self.running[ticket]
+                yield part
+
+    def drop(self, ticket):
+        self.dropped.append(self.running.pop(ticket, None))
 
 
 @pytest.fixture
-def engine(monkeypatch) -> Engine:
-    """An engine of two slots whose state is a list of the slots that were freed."""
-    made = Engine.__new__(Engine)
-    made.model = SimpleNamespace(tokenizer=TOKENIZER, model=SimpleNamespace(stop_ids=(END,)))
-    made._rows, made._texts, made._held = [None, None], [[], []], []
-    made._shares, made._empty = True, "empty"
-    monkeypatch.setattr(engines, "release", lambda held, number: [*held, number])
-    return made
+def engine(monkeypatch):
+    monkeypatch.setattr(engines, "Batcher", Scripted)
+    monkeypatch.setattr(engines, "init_slots", lambda *given, **options: None)
+    with running(tiny(), slots=2) as found:
+        found.batcher.dropped.clear()
+        yield found
 
 
-def output(tokens, log_probs=None, top=3):
-    log_probs = -np.arange(1.0, 1 + len(tokens)) if log_probs is None else np.array(log_probs)
-    seen = SimpleNamespace(
-        tokens=np.tile(np.arange(top), (len(tokens), 1)),
-        log_probs=np.tile(-np.arange(top) - 0.5, (len(tokens), 1)),
-    )
-    return SimpleNamespace(token=np.array(tokens), log_prob=log_probs, seen=seen)
-
-
-def begin(engine, number=1, num_tokens=9, matcher=None, **asked):
-    """Put a request into a slot; its parts are returned."""
-    parts = []
+def answer(engine, *script, matcher=None, **asked) -> list[Part]:
+    """Return the parts of the answer to a request that gets these completions."""
+    parts: queue.Queue[Part] = queue.Queue()
+    engine.batcher.script.append(script)
     asked = Asked(**dict(endpoint="completion", prompt=(), temperature=1.0) | asked)
-    ticket = Ticket(asked, np.arange(3), num_tokens, parts.append, matcher)
-    writer = TextWriter(TOKENIZER, asked.stop, (END,))
-    engine._rows[number] = _Row(ticket, writer, shared=2)
-    return parts
+    engine.submit(asked, np.arange(3), 9, parts.put, matcher)
+    found = [parts.get(timeout=20)]
+    while found[-1].end is None:
+        found.append(parts.get(timeout=20))
+    return found
 
 
-def test_a_text_comes_in_parts_and_ends_by_its_end_or_its_length(engine):
-    parts = begin(engine)
-    engine._write(1, output([1, 2]))
-    engine._write(1, output([-1, -1], [-1.0, -1.0]))  # a row that waits
-    engine._write(1, output([3, END, 4]))
-    assert parts == [
-        Part("ab", (), 2, None, shared=2), Part("c", (), 4, "stop", shared=2)
-    ]  # fmt: skip
-    assert (
-        engine._rows == [None, None] and engine._held == [1] and engine._texts[1] == [1, 2, 3, END]
-    )
-    parts = begin(engine, 0, num_tokens=3)
-    engine._write(0, output([1, 2, 3, 4]))
-    assert parts == [Part("abc", (), 3, "length", shared=2)] and engine._held == [1, 0]
-    parts = begin(engine, 0, stop=("bc",))
-    engine._write(0, output([1]))
-    engine._write(0, output([2]))  # it may begin the end
-    engine._write(0, output([1, 2, 3]))
-    assert [(part.text, part.end) for part in parts] == [("a", None), ("ba", "stop")]
-    engine._write(0, output([1]))  # to a slot that is free
-    assert len(parts) == 2
-    parts = begin(engine, 0, endpoint="chat")
-    engine._write(0, output([0, 1]))
-    engine._write(0, output([0, 2]))
-    assert [part.text for part in parts] == ["a", " b"]  # without the first space of an answer
+CASES = {
+    "the end of a text": (
+        [new("ab", shared=2), new([]), new(["c", END], "stop", shared=2)], {},
+        [Part("ab", (), 2, None, shared=2), Part("c", (), 4, "stop", shared=2)],
+    ),
+    "its length": ([new("abc", "length")], {}, [Part("abc", (), 3, "length")]),
+    "a stop text, whose beginning waits": (
+        [new("a"), new("b"), new("abcd")], dict(stop=("bc",)),
+        [Part("a", (), 1), Part("ba", (), 5, "stop")],
+    ),
+    "a stop text before the length": (
+        [new("abc", "length")], dict(stop=("b",)), [Part("a", (), 2, "stop")]
+    ),
+    "what may begin a stop text, at the length": (
+        [new("ab", "length")], dict(stop=("bc",)), [Part("ab", (), 2, "length")]
+    ),
+    "a chat, without its first space": (
+        [new(" a"), new(" b", "length")], dict(endpoint="chat"),
+        [Part("a", (), 2), Part(" b", (), 4, "length")],
+    ),
+    "a chat of a form, with it": (
+        [new(" a", "stop")], dict(endpoint="chat", matcher="any"), [Part(" a", (), 2, "stop")]
+    ),
+    "a form": ([new("ab", "stop")], dict(matcher="any"), [Part("ab", (), 2, "stop")]),
+    "an empty form": ([new([], "stop")], dict(matcher="any"), [Part("", (), 0, "stop")]),
+    "a form that cannot go on": (
+        [new("ab", "refused", error="no b")], dict(matcher="any"),
+        [Part(count=2, end="failed", error="no b", status=400)],
+    ),
+    "a stop text before it": (
+        [new("ab", "refused", error="no b")], dict(matcher="any", stop=("a",)),
+        [Part("", (), 1, "stop")],
+    ),
+    "no likeliest token": (
+        [new("a", "nonfinite", error=NO_TOKEN)], {}, [Part(count=1, end="failed", error=NO_TOKEN)]
+    ),
+}  # fmt: skip
 
 
-def test_a_row_without_a_likeliest_token_fails(engine):
-    parts = begin(engine)
-    engine._write(1, output([1, -1, 2], [-1.0, np.nan, -1.0]))
-    assert parts == [Part(count=1, end="failed", error=NO_TOKEN)]
-    assert engine._texts[1] == [] and engine._held == [1] and engine._rows[1] is None
+@pytest.mark.parametrize(("script", "asked", "parts"), CASES.values(), ids=CASES)
+def test_an_answer_comes_in_parts_up_to_its_end(engine, script, asked, parts):
+    assert answer(engine, *script, **asked) == parts
+    assert engine.running == 0 and not engine.batcher.running
+    assert len(engine.batcher.dropped) == 1, "the slot is freed"
 
 
 def test_tokens_come_with_the_likeliest_and_wait_for_their_text(engine):
-    parts = begin(engine, top=2, stop=("bd",))
-    engine._write(1, output([1, 2], [-0.5, -np.inf]))
-    engine._write(1, output([3, END]))
+    script = new("ab", log_probs=[-0.5, -np.inf]), new(["c", END], "stop")
+    parts = answer(engine, *script, top=2, stop=("bd",))
     top = ((b" ", -0.5), (b"a", -1.5))
     one, two, three = (
         Token(text, log_prob, offset, top)
         for text, log_prob, offset in ((b"a", -0.5, 0), (b"b", LEAST_LOG_PROB, 1), (b"c", -1.0, 2))
     )
     assert [(part.text, part.tokens) for part in parts] == [("a", (one,)), ("bc", (two, three))]
-    parts = begin(engine, top=0)
-    engine._write(1, output([1]))
-    assert parts[0].tokens == (Token(b"a", -1.0, 0, ()),)
-    assert engine._bytes(7) == b"g" and engine._bytes(8) == b""
-
-
-class Once:
-    """A form that is `count` tokens long, none of them 5."""
-
-    def __init__(self, count):
-        self.left, self.ended = count, False
-
-    def read(self, token):
-        if token == 5:
-            raise ValueError("no 5")
-        self.left -= 1
-        self.ended = self.left == 0
-
-
-def test_an_answer_with_a_form_ends_with_it(engine):
-    parts = begin(engine, matcher=Once(2))
-    engine._write(1, output([1, 2, 3]))
-    assert parts == [Part("ab", (), 2, "stop", shared=2)]
-    parts = begin(engine, matcher=Once(2))
-    engine._write(1, output([1, 5, 3]))
-    assert parts == [Part(count=2, end="failed", error="no 5", status=400)]
-
-
-def test_the_longest_beginning_that_is_read_already_is_shared(engine, monkeypatch):
-    monkeypatch.setattr(
-        engines, "_begun", lambda state, row, length: (state, int(row), int(length))
-    )
-    engine._held = SimpleNamespace(decode_state=SimpleNamespace(state="state"))
-    ids = np.arange(40, dtype=np.int32)
-    engine._texts = [[*range(20), 99, 99], [*range(30)]]
-    assert engine._shared(ids) == (("state", 1, 29), 29)  # its newest token is in no cache
-    engine._texts = [[*range(60)], [*range(30)]]
-    assert engine._shared(ids) == (("state", 0, 39), 39)  # one is left to go on from
-    for length, found in ((17, (("state", 0, 16), 16)), (16, ("empty", 0))):
-        engine._texts = [[*range(length)], []]
-        assert engine._shared(ids) == found
-    engine._texts, engine._shares = [[*range(60)], []], False
-    assert engine._shared(ids) == ("empty", 0)
+    (part,) = answer(engine, new("a", "length"), top=0)
+    assert part.tokens == (Token(b"a", -1.0, 0, ()),)
+    (part,) = answer(engine, new("a", "length"), top=3)
+    assert part.tokens[0].top[2] == (b"", -2.5), "the tokenizer has fewer tokens than the model"
 
 
 def test_a_request_that_fails_or_whose_loop_is_closed_ends(engine, capsys):
-    parts, ticket = begin(engine, 0), None
-    engine._rows[0].count = 4
-    engine._fail("too late")
-    assert parts == [Part(count=4, end="failed", error="too late")] and engine._rows == [None, None]
+    parts = answer(engine, new("ab"))  # the script has no more: the turn fails
+    assert parts[0] == Part("ab", (), 2)
+    why = "the server could not go on with this request"
+    assert parts[1:] == [Part(count=2, end="failed", error=why)]
+    assert "IndexError" in capsys.readouterr().err
 
     def closed(part):
         raise RuntimeError("closed")
 
-    ticket = Ticket(Asked("completion", (), temperature=1.0), np.arange(3), 2, closed)
-    engines._deliver(ticket, Part())
+    engine.batcher.script[:] = [[new("a")] * 9]
+    asked = Asked("completion", (), temperature=1.0)
+    ticket = engine.submit(asked, np.arange(3), 9, closed)
+    assert answer(engine, new("c", "length")) == [Part("c", (), 1, "length")]
     assert ticket.cancelled

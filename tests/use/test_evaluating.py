@@ -30,7 +30,7 @@ from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.use import continuations
 from transformer_jax.use.choices import Choices, Question, read_questions
-from transformer_jax.use.continuations import Request, score_requests, split_pair
+from transformer_jax.use.continuations import ScoringRequest, score_requests, split_pair
 from transformer_jax.use.language_model import LanguageModel
 from transformer_jax.use.lm_eval import (
     Generation,
@@ -141,20 +141,24 @@ def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
 @pytest.mark.slow
 def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
-    requests = [Request(ids, ids[:5]), Request(ids, ids[:2]), Request(ids, ids[:17])]
+    requests = [
+        ScoringRequest(ids, ids[:5]),
+        ScoringRequest(ids, ids[:2]),
+        ScoringRequest(ids, ids[:17]),
+    ]
     for found, request in zip(score_requests(plain(), requests, 4), requests, strict=True):
         after = [*request.continuation]
         kept = ids[-(CONFIG.max_len + 1 - len(after)) :]
         assert found.log_prob == pytest.approx(by_definition(plain(), kept, after)[0], rel=1e-5)
     with pytest.raises(DataError, match=r"continuation has 18 tokens: must be at most max_len 17$"):
-        score_requests(plain(), [Request(ids, ids[:18])], 4)
+        score_requests(plain(), [ScoringRequest(ids, ids[:18])], 4)
 
 
 def test_an_edit_of_all_tokens_is_refused_where_a_text_is_cut():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
     with pytest.raises(ValueError, match="needs all tokens of a sequence, and this call reads"):
-        score_requests(plain(), [Request(ids, ids[:5])], 4, edit=edit)
+        score_requests(plain(), [ScoringRequest(ids, ids[:5])], 4, edit=edit)
 
 
 def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():
@@ -307,7 +311,7 @@ def test_rolling_windows_are_those_of_lm_evals_documentation():
         ((77,), (0, 1, 2, 3)), ((3,), (4, 5, 6, 7)), ((5, 6, 7), (8, 9)),
     ]  # fmt: skip
     assert rolling_windows([], 77, 4) == []
-    assert rolling_windows([1], 77, 4) == [Request((77,), (1,))]
+    assert rolling_windows([1], 77, 4) == [ScoringRequest((77,), (1,))]
 
 
 def test_generation_arguments_of_a_task_are_read():

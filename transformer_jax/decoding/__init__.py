@@ -8,16 +8,7 @@ from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
 from transformer_jax.decoding.constraints import Constraint
-from transformer_jax.decoding.continuous_batching import (
-    Completion,
-    Request,
-    Slots,
-    admit,
-    advance_slots,
-    init_slots,
-    release,
-    serve,
-)
+from transformer_jax.decoding.continuous_batching import Completion, Request, serve
 from transformer_jax.decoding.generation import Generation, Likeliest, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
@@ -44,6 +35,7 @@ from transformer_jax.decoding.samplers import (
     TopP,
     Typical,
 )
+from transformer_jax.decoding.slots import Slots, admit, advance_slots, init_slots, release
 from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import (
     ModelStep,

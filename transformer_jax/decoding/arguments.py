@@ -70,6 +70,8 @@ class Prompts(NamedTuple):
     limits: jax.Array  # i32[B]; new tokens at most
     sampling: RowSampling | None = None
     """How each row is drawn; None: all as the options say."""
+    allowed: jax.Array | None = None  # bool[B, V]
+    """The tokens from which the first one is chosen; None allows all."""
 
 
 @short_repr

@@ -1,356 +1,65 @@
 """Serve many requests with continuous batching: a request takes a slot as soon as one is free.
 
-`Slots` hold a `DecodeState` of B rows, and each request is one of them. `admit` reads a prompt and
-writes its row, `advance_slots` chooses the next tokens of all rows, and a row that has ended stands
-still until the next request takes its place. Shapes never change. So there is one decoding program,
-and one for each bucket of prompts; both consume the slots they are given, except inside a trace of
-yours. `serve` is the loop around them. A request's tokens are those of `generate` for it alone with
-`key=request.key[None]`, whatever the other rows hold (Yu et al. 2022, Orca, section 3.2).
+A `Batcher` is the only scheduler: it admits requests into `Slots`, advances all of them with one
+program, and decides how each ends. `serve`, the HTTP engine, the lm-eval adapter and constrained
+texts are loops around it. A request's tokens are those of `generate` for it alone with
+`key=request.key[None]`, whatever the other rows contain (Yu et al. 2022, Orca, section 3.2).
 
-An encoder-decoder's requests, and those that go on from a prefix, bring a state of one row. All
+Requests of an encoder-decoder, and those that continue a prefix, bring a state of one row. All
 slots have the same shapes, so sources are padded to one length, with position -1 after their ends.
-
-A request with a constraint is decoded beside those without. As the constraint is asked on the host
-before each token, a call then chooses one token a row, not several.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from transformer_jax.checks import check_count, check_key, check_not_consumed
+from transformer_jax.cache.model_cache import rewind_cache
+from transformer_jax.checks import check_count, check_key
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.decoding.arguments import (
-    DecodeOptions,
-    Lengths,
-    PerRow,
-    Prompt,
-    Prompts,
-    check_sampler,
-    check_stop,
-    row_keys,
-    stop_tokens,
-)
-from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
+from transformer_jax.decoding.arguments import Prompts
+from transformer_jax.decoding.batch_rows import State, gather_rows
 from transformer_jax.decoding.constraints import Constraint, allowed_tokens
-from transformer_jax.decoding.generation import (
-    DecodeState,
-    StepOutput,
-    decode_step,
-    start_decoding,
+from transformer_jax.decoding.generation import NO_TOKEN, Likeliest, StepOutput
+from transformer_jax.decoding.logit_processors import HistoryProcessor
+from transformer_jax.decoding.samplers import RowSampling, Sampler, as_threefry
+from transformer_jax.decoding.slots import (
+    Slots,
+    admit_rows,
+    advance_rows,
+    check_prompts,
+    free_rows,
+    init_slots,
 )
-from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
-from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
-from transformer_jax.decoding.slots import Slots, check_prompts, check_slot_rows, check_slots
-from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
-from transformer_jax.programs import program
-from transformer_jax.sharding import by_compiler, split, split_rows
+from transformer_jax.decoding.step import Params, StepLike
 from transformer_jax.shown import short_repr
-from transformer_jax.tracing import traced
 
-
-def init_slots(
-    step: StepLike[State],
-    params: Params,
-    state: State,
-    slots: int,
-    capacity: int,
-    *,
-    sampler: Sampler | None = None,
-    processors: Sequence[HistoryProcessor] = (),
-    stop: int | Sequence[int] = (),
-    sampling: bool = False,
-) -> Slots[State]:
-    """Return free slots for states like `state`.
-
-    Args:
-        step: what runs the model, as in `generate`.
-        params: what the step takes as the model's parameters; only its shapes are read.
-        state: one row, which stays whole.
-        slots: B, how many requests are decoded side by side, at least 1.
-        capacity: the most tokens of a prompt and its continuation but the last, at least 1.
-        sampler: chooses a token, called with (key, logits); None takes the likeliest.
-        processors: change the logits by the text so far, before the sampler sees them.
-        stop: the token id, or ids, after which a row ends.
-        sampling: whether each row brings a `RowSampling`, which is applied after the processors
-            and before the sampler.
-
-    Raises:
-        ValueError: if an argument is wrong.
-    """
-    step = as_step(step).told(apart=True)
-    check_given(params, state)
-    check_count("slots", slots, 1)
-    check_count("capacity", capacity, 1)
-    if sampler is not None:
-        check_sampler(sampler)
-    processors, stop = check_processors(processors), stop_tokens(stop)
-    check_not_consumed(state)
-    if count_rows(state) != 1:
-        raise ValueError(f"state has {count_rows(state)} rows: must be one, as each slot has")
-    if stop:
-        check_stop(stop, step, params, 1, state)
-    options = DecodeOptions(Greedy() if sampler is None else sampler, processors, stop, ends=True)
-    keys = row_keys(None, int(slots))
-    return _init_slots(step, options, state, int(slots), int(capacity), bool(sampling), keys)
-
-
-@program(static=("step", "options", "slots", "capacity", "sampling"))
-def _init_slots(
-    step: Step[State],
-    options: DecodeOptions,
-    state: State,
-    slots: int,
-    capacity: int,
-    sampling: bool,
-    keys: jax.Array,
-) -> Slots[State]:
-    def zeros() -> jax.Array:
-        return jnp.zeros(slots, jnp.int32)
-
-    nothing = jnp.zeros((slots, capacity), jnp.int32)
-    history = History.of(nothing, zeros(), 0) if options.processors else None
-    each = RowSampling(jnp.ones(slots), jnp.ones(slots)) if sampling else None
-    decode_state = DecodeState(
-        zeros(), zeros() > 0, zeros(), zeros(), keys, fork(state, slots), history, each
-    )
-    return Slots(decode_state, step, options, capacity)
-
-
-def admit(
-    slots: Slots[State],
-    params: Params,
-    rows: int | PerRow,
-    prompt: Prompt,  # i32[R, P], or rows of one length
-    state: State,
-    *,
-    limits: int | PerRow,
-    lengths: Lengths | None = None,  # i32[R], or bool[R, P]
-    key: jax.Array | None = None,  # one, or one for each row
-    chunk: int | None = None,
-    sampling: RowSampling | None = None,
-    top: int = 0,
-    allowed: jax.Array | np.ndarray | None = None,  # bool[R, V]
-) -> tuple[Slots[State], StepOutput]:  # [R]
-    """Put prompts into free slots and choose the first token of each.
-
-    Under a trace of yours it is not known whether a slot is taken: what it held is lost. Rows that
-    are traced must be different slots, from 0 on; one past the last is dropped. Where limits or
-    lengths are traced, limits are clipped to what a slot holds.
-
-    Args:
-        slots: of `init_slots`; they are consumed.
-        params: what the step takes as the model's parameters.
-        rows: i32[R] or one, the slot of each prompt.
-        prompt: i32[R, P], token ids, as an array or as rows of one length.
-        state: R rows, which the prompts go on from; not consumed, so many may share a prefix.
-        limits: i32[R] or one, new tokens of each prompt, at least 1.
-        lengths: i32[R], from 1 to P, tokens of each prompt, or a mask [R, P]; None is P.
-        key: one key, of which prompt r uses `fold_in(key, r)`, or one for each, [R].
-        chunk: how many tokens of a prompt are read at a time; None reads all at once.
-        sampling: of R rows, for slots that ask for it.
-        top: how many of the likeliest tokens are returned as well.
-        allowed: bool[R, V], which tokens the first one is chosen from, after the processors and
-            before the sampler; None allows all.
-
-    Returns:
-        The slots, and the first tokens and log-probabilities, [R]; with `top`, `seen` is a
-        `Likeliest` of [R, top].
-
-    Raises:
-        ValueError: if an argument is wrong, a slot is taken, or the slots were consumed before.
-    """
-    check_slots(slots)
-    places = check_slot_rows(slots, rows)
-    if not traced(slots.active, places):
-        taken = places[jax.device_get(slots.active)[places]].tolist()
-        if taken:
-            raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
-    numpy: ModuleType = jnp if traced(limits) else np
-    most = numpy.atleast_1d(limits)
-    check_count("top", top, 0)
-    prompts = check_prompts(slots, prompt, lengths, state, most, key, chunk, sampling)
-    if len(prompts.lengths) != len(places):
-        raise ValueError(f"prompt has {len(prompts.lengths)} rows for {len(places)} slots")
-    at = jnp.asarray(places, jnp.int32)
-    return _admit(slots, params, at, prompts, state, chunk, top, _on_device(allowed))
-
-
-def _on_device(allowed: jax.Array | np.ndarray | None) -> jax.Array | None:
-    return None if allowed is None else jnp.asarray(allowed)
-
-
-@program(static=("chunk", "top"), donate=("slots",))
-def _admit(
-    slots: Slots[State],
-    params: Params,
-    rows: jax.Array,
-    prompts: Prompts,
-    state: State,
-    chunk: int | None,
-    top: int,
-    allowed: jax.Array | None = None,
-) -> tuple[Slots[State], StepOutput]:
-    options = slots.options._replace(top=top)
-    room = slots.capacity - prompts.tokens.shape[1]
-
-    def fill(
-        slots: Slots[State],
-        params: Params,
-        rows: jax.Array,
-        prompts: Prompts,
-        state: State,
-        allowed: jax.Array | None,
-    ) -> tuple[Slots[State], StepOutput]:
-        step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
-        new, output = start_decoding(options, step, params, prompts, state, room, chunk, allowed)
-        decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
-        return replace(slots, decode_state=decode_state), output
-
-    results = jax.tree.map(split, slots), split_rows(state)
-    return by_compiler(fill, [slots, params, rows, prompts, state, allowed], results)
-
-
-def advance_slots(
-    slots: Slots[State],
-    params: Params,
-    steps: int,
-    *,
-    pause: bool = False,
-    top: int = 0,
-    allowed: jax.Array | np.ndarray | None = None,  # bool[B, V]
-) -> tuple[Slots[State], StepOutput]:  # [steps, B]
-    """Choose up to `steps` tokens for every active row.
-
-    The loop ends when no row is active. Where a row has no token, -1 and log-probability 0 stand. A
-    row whose logits are nonfinite ends with token -1 and log-probability NaN.
-
-    Args:
-        slots: of `admit`; they are consumed.
-        params: what the step takes as the model's parameters.
-        steps: at least 1.
-        pause: end the loop as soon as a slot is free, so that it can be filled.
-        top: how many of the likeliest tokens are returned as well.
-        allowed: bool[B, V], which tokens the next one of each row is chosen from, in a single step;
-            None allows all.
-
-    Returns:
-        The slots, and the tokens and log-probabilities, [steps, B]; with `top`, `seen` is a
-        `Likeliest` of [steps, B, top].
-
-    Raises:
-        ValueError: if the slots were consumed before, or `steps` is not an integer of at least 1,
-            or with `allowed` more than 1.
-    """
-    check_slots(slots)
-    check_count("steps", steps, 1)
-    check_count("top", top, 0)
-    if allowed is not None and steps > 1:
-        raise ValueError(f"steps is {steps}: must be 1, as `allowed` is of the next token")
-    paused = jax.device_put(np.bool_(pause))
-    return _advance(slots, params, paused, steps, top, _on_device(allowed))
-
-
-@program(static=("steps", "top"), donate=("slots",))
-def _advance(
-    slots: Slots[State],
-    params: Params,
-    pause: jax.Array,
-    steps: int,
-    top: int,
-    allowed: jax.Array | None = None,
-) -> tuple[Slots[State], StepOutput]:
-    results = jax.tree.map(split, slots), PartitionSpec(None, *split(slots.active))
-    return by_compiler(partial(_decode_steps, steps, top), [slots, params, pause, allowed], results)
-
-
-_Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
-"""Steps so far, i32[]; the rows; the outputs of all steps, [steps, B]."""
-
-
-def _decode_steps(
-    steps: int,
-    top: int,
-    slots: Slots[State],
-    params: Params,
-    pause: jax.Array,
-    allowed: jax.Array | None,
-) -> tuple[Slots[State], StepOutput]:
-    options = slots.options._replace(top=top)
-
-    def unfinished(carry: _Carry[State]) -> jax.Array:
-        n, decode_state, _ = carry
-        active = decode_state.active
-        return (n < steps) & active.any() & (active.all() | ~pause)
-
-    def write_next(carry: _Carry[State]) -> _Carry[State]:
-        n, decode_state, outputs = carry
-        decode_state, output = decode_step(options, slots.step, params, decode_state, allowed)
-        outputs = jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
-        return n + 1, _end_nonfinite(decode_state, output), outputs
-
-    output = jax.eval_shape(
-        lambda params, state: decode_step(options, slots.step, params, state)[1],
-        params, slots.decode_state,
-    )  # fmt: skip
-    nothing = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
-    nothing = nothing._replace(token=nothing.token - 1)
-    carry = jnp.int32(0), slots.decode_state, nothing
-    _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
-    return replace(slots, decode_state=decode_state), outputs
-
-
-def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
-    """Free slots, whether or not their texts have ended.
-
-    Args:
-        slots: they are consumed.
-        rows: i32[R] or one, the slots that are freed.
-
-    Raises:
-        ValueError: if the slots were consumed before, or a row is no slot.
-    """
-    check_slots(slots)
-    return _release(slots, jnp.asarray(check_slot_rows(slots, rows), jnp.int32))
-
-
-@program(donate=("slots",))
-def _release(slots: Slots[State], rows: jax.Array) -> Slots[State]:
-    active = slots.active.at[rows].set(False)
-    return replace(slots, decode_state=replace(slots.decode_state, active=active))
-
-
-def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> DecodeState[State]:
-    """End the rows whose logits gave no token: they have nothing to go on from."""
-    return replace(decode_state, active=decode_state.active & (output.token >= 0))
+LEAST_SHARED = 16
+"""Fewest tokens that are copied from the slot of another request: fewer are read as fast."""
 
 
 @short_repr
 @dataclass(frozen=True)
 class Request:
-    """Ask for the continuation of a text.
+    """A text to continue.
 
     Attributes:
-        prompt: i32[P], token ids, at least one.
+        prompt: token ids, at least one.
         num_tokens: the most new tokens, at least 1.
         key: a single key, for a sampler that draws; the tokens are those of `generate` with
             `key[None]`.
         id: comes back with the completion; None is the request's number among all, from 0.
-        state: one row to go on from, as a prefix or an encoder's source; not consumed. None is the
-            empty one.
-        constraint: says before each token which ones may come next, of this request alone; None
-            allows all.
+        state: one row to continue from, as a prefix or an encoder's source; not consumed. None is
+            the empty one.
+        constraint: restricts each next token of this request; None allows all.
+        sampling: of one row, for slots with `sampling`.
+        top: how many of the likeliest tokens are returned with each token.
     """
 
     prompt: Sequence[int] | np.ndarray  # i32[P]
@@ -359,6 +68,8 @@ class Request:
     id: Any = None  # of the caller's own type, which comes back
     state: Any = None  # of the model's own type
     constraint: Constraint | None = None
+    sampling: RowSampling | None = None
+    top: int = 0
 
 
 End = Literal["stop", "length", "nonfinite", "refused"]
@@ -367,15 +78,18 @@ End = Literal["stop", "length", "nonfinite", "refused"]
 @short_repr
 @dataclass(frozen=True)
 class Completion:
-    """Hold what a request got: all of it, or in a stream the newest part of it.
+    """The tokens of a request: all of them, or in a stream the newest ones.
 
     Attributes:
         id: the request's.
-        tokens: i32[n], a stop token included.
-        log_probs: f32[n], as `Generation.log_probs`.
-        end: why it ended: "stop" (also where its constraint has ended), "length", "nonfinite" (no
-            finite logit was left) or "refused". None: more is to come.
-        error: why it was refused.
+        tokens: a stop token included.
+        log_probs: as `Generation.log_probs`.
+        end: why it ended: "stop" (also if its constraint has ended), "length", "nonfinite" (no
+            finite logit was left) or "refused" (the request is wrong, or its constraint cannot
+            follow the text). None: more is to come.
+        error: why it was refused, or is nonfinite.
+        likeliest: of [n, top], if the request has `top`.
+        shared: tokens of the prompt that were copied from another slot instead of read.
     """
 
     id: Any  # as in the request
@@ -383,6 +97,8 @@ class Completion:
     log_probs: np.ndarray  # f32[n]
     end: End | None
     error: str | None = None
+    likeliest: Likeliest | None = None
+    shared: int = 0
 
 
 @known_keywords
@@ -405,8 +121,8 @@ def serve(
     """Yield each request's completion when it has ended; with `stream`, in parts as they come.
 
     Admission is first come, first served: requests are taken in order, one whenever a slot is free.
-    While `next(requests)` blocks, no request advances; where it gives None, those in the slots go
-    on for up to `steps_per_call` tokens, and it is asked again.
+    While `next(requests)` blocks, no request advances. If it returns None, the requests in the
+    slots advance by up to `steps_per_call` tokens before the next call of it.
 
     Args:
         step: what runs the model, as in `generate`.
@@ -437,156 +153,226 @@ def serve(
         ValueError: if an argument of the call is wrong.
     """
     check_count("steps_per_call", steps_per_call, 1)
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
     if not isinstance(requests, Iterable):
         rule = "must be an iterable of Request"
         raise ValueError(f"requests is a {type(requests).__name__}: {rule}")
     held = init_slots(
         step, params, state, slots, capacity, sampler=sampler, processors=processors, stop=stop
     )
-    parts = _serve_parts(held, params, iter(requests), state, steps_per_call, pause, chunk)
-    return (part for _, part in parts) if stream else _join_parts(parts)
-
-
-def _join_parts(parts: Iterator[tuple[int, Completion]]) -> Iterator[Completion]:
-    """Yield whole completions, each when its last part has come."""
-    unfinished: dict[int, list[Completion]] = {}
-    for number, part in parts:
-        unfinished.setdefault(number, []).append(part)
-        if part.end is not None:
-            whole = unfinished.pop(number)
-            tokens = np.concatenate([part.tokens for part in whole])
-            log_probs = np.concatenate([part.log_probs for part in whole])
-            yield replace(part, tokens=tokens, log_probs=log_probs)
+    return iter(
+        Batcher(
+            held, params, iter(requests), state, steps=steps_per_call, pause=lambda: pause,
+            chunk=chunk, stream=stream,
+        )
+    )  # fmt: skip
 
 
 @dataclass
-class _Admitted:
-    """Hold a request that has a slot."""
+class _Row:
+    """A request that has a slot."""
 
-    number: int
-    """Among all requests."""
+    request: Request
     id: Any
     left: int
     """Tokens that it may still get."""
-    constraint: Constraint | None
-
-    def complete(
-        self,
-        tokens: np.ndarray,  # i32[n]; -1 is none
-        log_probs: np.ndarray,  # f32[n]
-        stop: tuple[int, ...],
-    ) -> Completion:
-        """Return the part of its completion that one call gave."""
-        real = tokens >= 0
-        self.left -= int(real.sum())
-        end: End | None = "length" if self.left == 0 else None
-        if real.any() and tokens[real][-1] in stop:
-            end = "stop"
-        elif self.constraint is not None:
-            for token in tokens[real].tolist():
-                self.constraint.read(token)
-            end = "stop" if self.constraint.ended else end
-        if np.isnan(log_probs[~real]).any():
-            end = "nonfinite"
-        return Completion(self.id, tokens[real], log_probs[real], end)
+    shared: int
+    parts: list[Completion] = field(default_factory=list)
 
 
-def _serve_parts(
-    slots: Slots[State],
-    params: Params,
-    requests: Iterator[Request | None],
-    empty: State,
-    steps: int,
-    pause: bool,
-    chunk: int | None,
-) -> Iterator[tuple[int, Completion]]:
-    """Fill free slots and advance, until no request is left; yield parts by request number."""
-    stop, numbers, more = slots.options.stop, itertools.count(), True
-    admitted: list[_Admitted | None] = [None] * len(slots.active)
-    while more or any(admitted):
+@dataclass(eq=False)
+class Batcher(Generic[State]):
+    """The scheduler of one batch: admit waiting requests, advance all rows, emit their tokens.
+
+        for part in batcher:  # or `batcher.turn()`, again and again, for a caller of other duties
+            print(part.id, part.tokens, part.end)
+
+    Attributes:
+        slots: of `init_slots`; each turn consumes them.
+        params: the model's parameters.
+        requests: in the order of their arrival; None means that none waits now.
+        empty: the state of one row before any token; not consumed.
+        steps: the most tokens of each row between two looks at the requests.
+        pause: whether a call ends as soon as a slot is free; asked if all are taken.
+        chunk: how many tokens of a prompt are read at a time; None reads all at once.
+        stream: emit the newest tokens of each request; otherwise all of them at its end.
+        shares: whether a prompt that begins like the text of a slot continues from a copy of its
+            cache; for states that `rewind_cache` takes back exactly.
+    """
+
+    slots: Slots[State]
+    params: Params
+    requests: Iterator[Request | None]
+    empty: State
+    steps: int = 8
+    pause: Callable[[], bool] = lambda: False
+    chunk: int | None = None
+    stream: bool = True
+    shares: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.slots.active)
+        self.rows: list[_Row | None] = [None] * count
+        self.more, self.number = True, 0
+        self._texts: list[list[int]] = [[] for _ in range(count)]
+        """Tokens that each slot has read, and the newest one, which it has not."""
+        self._taken = [0] * count
+        """When each slot was taken, counted in requests."""
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Take turns until no request is left."""
+        while self.more or any(self.rows):
+            yield from self.turn()
+
+    def turn(self) -> Iterator[Completion]:
+        """Fill the free slots, advance all rows once, and yield the tokens that requests got."""
         first: dict[int, StepOutput] = {}
-        while more and None in admitted:
+        while self.more and None in self.rows:
             try:
-                request = next(requests)
+                request = next(self.requests)
             except StopIteration:
-                more = False
+                self.more = False
                 break
             if request is None:
                 break
-            number, name = next(numbers), getattr(request, "id", None)
+            number, self.number = self.number, self.number + 1
+            name = getattr(request, "id", None)
             name = number if name is None else name
+            # the slot whose text is the oldest, as the newest ones are the likeliest to be shared
+            row = min(
+                (n for n, held in enumerate(self.rows) if held is None), key=self._taken.__getitem__
+            )
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             try:
-                prompts, state = _check_request(slots, request, empty, chunk)
+                prompts, state, shared = self._read(request)
             except ValueError as error:
-                nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                yield number, Completion(name, *nothing, "refused", str(error))
+                yield Completion(name, *nothing, "refused", str(error))
                 continue
             constraint = request.constraint
             if constraint is not None and constraint.ended:
-                nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                yield number, Completion(name, *nothing, "stop")
+                yield Completion(name, *nothing, "stop")
                 continue
-            row = admitted.index(None)
-            rows = jax.device_put(np.array([row], np.int32))
-            allowed = _on_device(allowed_tokens([constraint]))
-            slots, output = _admit(slots, params, rows, prompts, state, chunk, 0, allowed)
-            admitted[row] = _Admitted(number, name, request.num_tokens, constraint)
+            self.rows[row] = _Row(request, name, request.num_tokens, shared)
+            self._taken[row] = max(self._taken) + 1
+            if self.shares:
+                self._texts[row] = np.asarray(request.prompt).tolist()
+            at, allowed = jax.device_put((np.array([row], np.int32), allowed_tokens([constraint])))
+            self.slots, output = admit_rows(
+                self.slots, self.params, at, prompts._replace(allowed=allowed), state, self.chunk,
+                request.top,
+            )  # fmt: skip
             if constraint is None:
                 first[row] = output
-                continue
-            tokens, log_probs = jax.device_get((output.token, output.log_prob))
-            yield from _complete_row(admitted, row, tokens, log_probs, stop)
-            if admitted[row] is None:
-                slots = _release(slots, rows)
-        if not any(admitted):
-            continue
-        waiting = jax.device_put(np.bool_(pause and more and None not in admitted))
-        constraints = [None if one is None else one.constraint for one in admitted]
-        allowed = _on_device(allowed_tokens(constraints))
-        count = steps if allowed is None else 1
-        slots, output = _advance(slots, params, waiting, count, 0, allowed)
+            else:  # the constraint has to read this token before it restricts the next one
+                yield from self._emit(row, jax.device_get(output))
+        if not any(self.rows):
+            return
+        waiting = self.more and None not in self.rows and self.pause()
+        allowed = allowed_tokens(
+            [None if held is None else held.request.constraint for held in self.rows]
+        )
+        # a constraint is queried on the host before each token
+        steps = self.steps if allowed is None else 1
+        top = max(held.request.top for held in self.rows if held is not None)
+        pause, allowed = jax.device_put((np.bool_(waiting), allowed))
+        self.slots, output = advance_rows(self.slots, self.params, pause, steps, top, allowed)
         for row, one in first.items():  # read while the device advances the rows
-            tokens, log_probs = jax.device_get((one.token, one.log_prob))
-            yield from _complete_row(admitted, row, tokens, log_probs, stop)
-        tokens, log_probs = jax.device_get((output.token, output.log_prob))
-        for row in range(len(admitted)):
-            yield from _complete_row(admitted, row, tokens[:, row], log_probs[:, row], stop)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None and admitted[row] is None:  # the program does not know it
-                slots = _release(slots, jax.device_put(np.array([row], np.int32)))
+            yield from self._emit(row, jax.device_get(one))
+        output = jax.device_get(output)
+        for row in range(len(self.rows)):
+            yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
+
+    def drop(self, name: Any) -> None:  # the id that the request's parts have
+        """Free the slot of a request that has not ended; nothing more comes of it."""
+        for row, held in enumerate(self.rows):
+            if held is not None and held.id is name:
+                self._free(row)
+
+    def _free(self, row: int) -> None:
+        self.rows[row] = None
+        self.slots = free_rows(self.slots, jax.device_put(np.array([row], np.int32)))
+
+    def _read(self, request: Request) -> tuple[Prompts, State, int]:
+        """Return a request as prompts of one row, the state they continue, and tokens in it."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request is a {type(request).__name__}: must be a Request")
+        limit = request.num_tokens
+        if not isinstance(limit, Integral) or isinstance(limit, bool):
+            raise ValueError(f"num_tokens is {limit!r}: must be an integer")
+        check_count("top", request.top, 0)
+        key = request.key
+        if key is not None:
+            check_key("key", key)
+            key = as_threefry(jnp.asarray(key))[None]
+        ids = np.asarray(request.prompt)
+        state, shared = (self.empty if request.state is None else request.state), 0
+        if self.shares and request.state is None:
+            lengths = [_common(text[:-1], ids[:-1]) for text in self._texts]
+            best = int(np.argmax(lengths))
+            if lengths[best] >= LEAST_SHARED:
+                shared = lengths[best]
+                state = _begun(self.slots.decode_state.state, np.int32(best), np.int32(shared))
+        prompts = check_prompts(
+            self.slots, ids[None, shared:], None, state, np.array([limit]), key, request.sampling
+        )
+        return prompts, state, shared
+
+    def _emit(self, row: int, output: StepOutput) -> Iterator[Completion]:
+        """Yield the tokens [n] that a call gave a row, and free the slot if it ends with them."""
+        held = self.rows[row]
+        if held is None:  # it ended with an earlier part of this turn
+            return
+        log_prob = np.asarray(output.log_prob)
+        real = np.asarray(output.token) >= 0
+        tokens, log_probs = np.asarray(output.token)[real], log_prob[real]
+        constraint = held.request.constraint
+        end: End | None = None
+        error = None
+        held.left -= len(tokens)
+        if held.left == 0:
+            end = "length"
+        if len(tokens) and tokens[-1] in self.slots.options.stop:
+            end = "stop"
+        elif constraint is not None:
+            try:
+                for token in tokens.tolist():
+                    constraint.read(token)
+                end = "stop" if constraint.ended else end
+            except ValueError as cause:
+                end, error = "refused", str(cause)
+        if np.isnan(log_prob[~real]).any():
+            end, error = "nonfinite", NO_TOKEN
+        if self.shares:
+            self._texts[row] += tokens.tolist()
+            if end == "nonfinite":
+                self._texts[row] = []  # its cache may have NaN
+        if end is not None:
+            if constraint is None:
+                self.rows[row] = None
+            else:  # the program does not know that the text has ended
+                self._free(row)
+        likeliest = jax.tree.map(lambda x: x[real], output.seen) if held.request.top else None
+        part = Completion(held.id, tokens, log_probs, end, error, likeliest, held.shared)
+        if self.stream:
+            if end is not None or len(tokens):
+                yield part
+            return
+        held.parts.append(part)
+        if end is not None:
+            arrays = [(part.tokens, part.log_probs, part.likeliest) for part in held.parts]
+            whole = jax.tree.map(lambda *parts: np.concatenate(parts), *arrays)
+            yield replace(part, tokens=whole[0], log_probs=whole[1], likeliest=whole[2])
 
 
-def _complete_row(
-    admitted: list[_Admitted | None],
-    row: int,
-    tokens: np.ndarray,
-    log_probs: np.ndarray,
-    stop: tuple[int, ...],
-) -> Iterator[tuple[int, Completion]]:
-    """Yield what a call gave the request in a slot, if any, and free the slot at its end."""
-    request = admitted[row]
-    if request is None:
-        return
-    part = request.complete(tokens, log_probs, stop)
-    if part.end is not None:
-        admitted[row] = None
-    if part.end is not None or len(part.tokens):
-        yield request.number, part
+def _common(text: list[int], ids: np.ndarray) -> int:
+    """Return how many tokens two texts have in common before they differ."""
+    known = np.array(text[: len(ids)], ids.dtype)
+    differs = np.flatnonzero(known != ids[: len(known)])
+    return int(differs[0]) if len(differs) else len(known)
 
 
-def _check_request(
-    slots: Slots[State], request: Request, empty: State, chunk: int | None
-) -> tuple[Prompts, State]:
-    """Return the request as prompts of one row, and the state to go on from."""
-    if not isinstance(request, Request):
-        raise ValueError(f"request is a {type(request).__name__}: must be a Request")
-    limit = request.num_tokens
-    if not isinstance(limit, Integral) or isinstance(limit, bool):
-        raise ValueError(f"num_tokens is {limit!r}: must be an integer")
-    key = request.key
-    if key is not None:
-        check_key("key", key)
-        key = as_threefry(jnp.asarray(key))[None]
-    prompt = np.asarray(request.prompt)[None]
-    state = empty if request.state is None else request.state
-    return check_prompts(slots, prompt, None, state, np.array([limit]), key, chunk), state
+@jax.jit
+def _begun(state: Any, row: jax.Array, length: jax.Array) -> Any:
+    """Return one row of a state as it was when it had read `length` tokens."""
+    return rewind_cache(gather_rows(state, row[None]), length[None])

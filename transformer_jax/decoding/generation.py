@@ -168,9 +168,13 @@ class DecodeState(Generic[State]):
     sampling: RowSampling | None = None  # None: the sampler alone says how
 
 
+NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
+"""Why a row has token -1 and log-probability NaN."""
+
+
 @short_repr
 class StepOutput(NamedTuple):
-    """Hold one new token of every row."""
+    """One new token of every row."""
 
     token: jax.Array  # i32[B]; -1 where the row had ended
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
@@ -194,13 +198,9 @@ def start_decoding(
     state: State,
     room: int,
     chunk: int | None = None,
-    allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Read the prompts and choose each row's first token; `room` is the most tokens it may get.
-
-    With `allowed`, it is one of the tokens that are True.
-    """
-    tokens, lengths, keys, limits, sampling = prompts
+    """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
+    tokens, lengths, keys, limits, sampling, allowed = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
     decode_state = DecodeState(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling

@@ -1,11 +1,9 @@
 """Run a model for many clients at once: one thread, continuous batching, first come first served.
 
-A request waits in a queue until a slot is free, and its row is then decoded beside the others. What
-it gets depends on no other row: with temperature 0 it is what `LanguageModel.generate` writes, and
-with a seed what it writes with `Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`.
-
-A slot keeps what its last request read until another takes it. A prompt that begins as the text of
-a slot does, as the next turn of a chat, goes on from a copy of its cache.
+A request waits in a queue until the `Batcher` has a free slot for it. Its answer depends on no
+other request: with temperature 0 it is that of `LanguageModel.generate`, and with a seed that of
+`Sample(Temperature(t), TopP(p))` and `jax.random.key(seed)`. A prompt that begins like the text of
+a slot, such as the next turn of a chat, continues from a copy of its cache.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.cache.model_cache import rewind_cache
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.decoding.batch_rows import gather_rows
-from transformer_jax.decoding.constraints import allowed_tokens
-from transformer_jax.decoding.continuous_batching import (
-    admit,
-    advance_slots,
-    init_slots,
-    release,
-)
-from transformer_jax.decoding.generation import StepOutput
+from transformer_jax.decoding.continuous_batching import Batcher, Completion, Request
 from transformer_jax.decoding.samplers import RowSampling, Sample
-from transformer_jax.decoding.slots import Slots
+from transformer_jax.decoding.slots import init_slots
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.server.protocol import Asked, Part, RequestError, Token
@@ -49,7 +38,7 @@ from transformer_jax.text.completion import (
     longest_text,
 )
 from transformer_jax.text.structured import Grammar, Matcher
-from transformer_jax.text.writer import NO_TOKEN, TextWriter
+from transformer_jax.text.writer import TextWriter
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import check_unpadded, plain
 from transformer_jax.tokenizers.utf8 import DataError
@@ -59,9 +48,6 @@ from transformer_jax.use.language_model import LanguageModel
 CONTEXT = 2048
 """Most tokens of a prompt and its answer, unless the model reads fewer or the caller says more."""
 
-LEAST_SHARED = 16
-"""Fewest tokens that are taken from the cache of another request: fewer are read as soon."""
-
 LEAST_LOG_PROB = -9999.0
 """What stands for the logarithm of 0, which JSON has no number for."""
 
@@ -69,15 +55,19 @@ LEAST_LOG_PROB = -9999.0
 @short_repr
 @dataclass(eq=False)
 class Ticket:
-    """Hold a request from its arrival to its end.
+    """A request from its arrival to its end.
 
     Attributes:
         asked: the request.
-        ids: i32[P], its prompt.
+        ids: its prompt.
         num_tokens: the most new tokens.
         deliver: called from the engine's thread with each part; the last one has an end.
-        matcher: of the form that the answer is to have; None lets it have any.
+        matcher: of the form that the answer must have; None lets it have any.
         cancelled: set when nobody waits for it any more.
+        writer: of its text, once it was submitted.
+        count: tokens that were chosen.
+        decided: characters that were delivered.
+        held: tokens of text that is not decided yet.
     """
 
     asked: Asked
@@ -86,24 +76,10 @@ class Ticket:
     deliver: Callable[[Part], None]
     matcher: Matcher | None = None
     cancelled: bool = False
-
-
-@short_repr
-@dataclass(eq=False)
-class _Row:
-    """Hold a request that has a slot, and what was written of it."""
-
-    ticket: Ticket
-    writer: TextWriter
-    shared: int = 0
-    """Tokens of the prompt that were not read anew."""
+    writer: TextWriter = field(init=False)
     count: int = 0
     decided: int = 0
-    """Characters that were delivered."""
     held: list[Token] = field(default_factory=list)
-    """Tokens of text that is not decided yet."""
-    whole: bool = False
-    """Whether the text has its form, and nothing can follow it."""
 
 
 class Engine:
@@ -153,15 +129,11 @@ class Engine:
         self._empty: Any = init_decode_state(model.config, None, 1, context, dtype=cache_dtype)
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
-        self._held = self._free_slots()
-        self._rows: list[_Row | None] = [None] * slots
         # A ring forgets what a prefix needs, processors must see it, and int8 would round it twice.
         whole = isinstance(model.config, ModelConfig) and model.config.window is None
         self._shares = whole and cache_dtype is None and not model.model.processors
-        self._texts: list[list[int]] = [[] for _ in range(slots)]
-        """The tokens that each slot has read, and the newest one."""
-        self._taken = [0] * slots
-        """When each slot was taken, counted in requests."""
+        self._running: list[Ticket] = []
+        self.batcher = self._new_batcher()
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -175,7 +147,7 @@ class Engine:
     @property
     def running(self) -> int:
         """How many requests have a slot."""
-        return sum(row is not None for row in self._rows)
+        return len(self._running)
 
     @property
     def alive(self) -> bool:
@@ -194,7 +166,7 @@ class Engine:
             if part.end is not None:
                 done.set()
 
-        self._submit(Ticket(asked, ids, count, deliver))
+        self.submit(asked, ids, count, deliver)
         done.wait()
 
     def stop(self) -> None:
@@ -264,10 +236,7 @@ class Engine:
     ) -> Ticket:
         """Put a request that was read into the queue; RequestError where it is full."""
         ticket = Ticket(asked, ids, num_tokens, deliver, matcher)
-        self._submit(ticket)
-        return ticket
-
-    def _submit(self, ticket: Ticket) -> None:
+        ticket.writer = TextWriter(self.model.tokenizer, asked.stop, self.model.model.stop_ids)
         with self._changed:
             if not self.alive:
                 raise RequestError("the server is stopping", 503, code="stopping")
@@ -276,6 +245,7 @@ class Engine:
                 raise RequestError(message, 429, code="queue_full")
             self._waiting.append(ticket)
             self._changed.notify()
+        return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Give up a request, whether it waits, is decoded or has ended; its slot is freed."""
@@ -287,187 +257,110 @@ class Engine:
 
     # The engine's thread: the methods below run in it alone.
 
-    def _free_slots(self) -> Slots[Any]:
-        return init_slots(
+    def _new_batcher(self) -> Batcher[Any]:
+        slots = init_slots(
             self._step, self.model.params, self._empty, self.slots, self.context,
             sampler=Sample(), processors=self._processors, stop=self.model.model.stop_ids,
             sampling=True,
         )  # fmt: skip
+        return Batcher(
+            slots, self.model.params, self._requests(), self._empty, steps=self._steps,
+            pause=lambda: bool(self._waiting), shares=self._shares,
+        )  # fmt: skip
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Yield the request that waits longest, and None while there is none."""
+        while True:
+            with self._changed:
+                ticket = self._waiting.popleft() if self._waiting else None
+                if ticket is not None:
+                    self._running.append(ticket)
+            if ticket is None:
+                yield None
+                continue
+            asked = ticket.asked
+            seed = secrets.randbits(32) if asked.seed is None else asked.seed
+            how = [[asked.temperature], [asked.top_p], [1 - asked.top_p]]
+            yield Request(
+                ticket.ids, ticket.num_tokens, key=first_key(jax.random.key(seed)), id=ticket,
+                constraint=ticket.matcher, sampling=RowSampling(*jnp.array(how, jnp.float32)),
+                top=MOST_TOP if asked.top else 0,  # one program, whatever number is asked for
+            )  # fmt: skip
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or any(self._rows) or self._closing):
+                while not (self._waiting or self._running or self._closing):
                     self._changed.wait()
                 if self._closing:
                     break
             try:
-                self._turn()
+                for ticket in [ticket for ticket in self._running if ticket.cancelled]:
+                    self._free(ticket)
+                for new in self.batcher.turn():
+                    self._write(new)
             except Exception as error:  # such as too little memory: the next requests go on
                 print(f"serve: {type(error).__name__}: {brief(error)}", file=sys.stderr)
                 self._fail("the server could not go on with this request")
-                self._held = self._free_slots()
-                self._texts = [[] for _ in self._rows]
+                self.batcher = self._new_batcher()
         self._fail("the server is stopping")
         while self._waiting:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
 
     def _fail(self, why: str) -> None:
-        for number, row in enumerate(self._rows):
-            if row is not None:
-                self._rows[number] = None
-                _deliver(row.ticket, Part(count=row.count, end="failed", error=why))
+        while self._running:
+            ticket = self._running.pop()
+            _deliver(ticket, Part(count=ticket.count, end="failed", error=why))
 
-    def _turn(self) -> None:
-        """Free the slots of clients who have gone, fill those that are free, and advance all."""
-        for number, row in enumerate(self._rows):
-            if row is not None and row.ticket.cancelled:
-                self._free(number)
-        first: dict[int, StepOutput] = {}
-        while None in self._rows and (ticket := self._next()) is not None:
-            free = [number for number, row in enumerate(self._rows) if row is None]
-            number = min(free, key=lambda n: self._taken[n])  # whose text is the oldest
-            if ticket.matcher is not None and ticket.matcher.ended:
-                _deliver(ticket, Part(end="stop"))
-                continue
-            self._taken[number] = max(self._taken) + 1
-            output = self._admit(number, ticket)
-            if ticket.matcher is None:
-                first[number] = output
-            else:  # which has to know the token before it says what may follow
-                self._write(number, jax.device_get(output))
-        if not any(self._rows):
-            return
-        allowed = allowed_tokens(
-            [None if row is None else row.ticket.matcher for row in self._rows]
-        )
-        top = max(MOST_TOP if row and row.ticket.asked.top else 0 for row in self._rows)
-        self._held, output = advance_slots(
-            self._held, self.model.params, self._steps if allowed is None else 1,
-            pause=bool(self._waiting), top=top, allowed=allowed,
-        )  # fmt: skip
-        for number, one in first.items():  # read while the device advances the rows
-            self._write(number, jax.device_get(one))
-        output = jax.device_get(output)
-        for number, row in enumerate(self._rows):
-            if row is not None:
-                self._write(number, jax.tree.map(lambda x, n=number: x[:, n], output))
+    def _free(self, ticket: Ticket) -> None:
+        self.batcher.drop(ticket)
+        self._running.remove(ticket)
 
-    def _next(self) -> Ticket | None:
-        """Take the request that waits longest."""
-        with self._changed:
-            return self._waiting.popleft() if self._waiting else None
-
-    def _admit(self, number: int, ticket: Ticket) -> StepOutput:
-        asked, (state, shared) = ticket.asked, self._shared(ticket.ids)
-        matcher = ticket.matcher
-        ends = self.model.model.stop_ids
-        writer = TextWriter(self.model.tokenizer, asked.stop, ends)
-        self._rows[number] = _Row(ticket, writer, shared)
-        self._texts[number] = ticket.ids.tolist()
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        self._held, output = admit(
-            self._held, self.model.params, number, ticket.ids[None, shared:], state,
-            limits=ticket.num_tokens, key=first_key(jax.random.key(seed))[None],
-            sampling=RowSampling(
-                *jnp.array([[asked.temperature], [asked.top_p], [1 - asked.top_p]], jnp.float32)
-            ),
-            top=MOST_TOP if asked.top else 0,
-            allowed=None if matcher is None else matcher.allowed[None],
-        )  # fmt: skip
-        return output
-
-    def _shared(self, ids: np.ndarray) -> tuple[Any, int]:
-        """Return a row that has read the beginning of a prompt, and how many tokens these are."""
-        best, row = 0, 0
-        for number, text in enumerate(self._texts if self._shares else ()):
-            read = min(len(text), len(ids)) - 1  # the newest token of a text, and one to go on from
-            known = np.array(text[: max(0, read)], ids.dtype)
-            differs = np.flatnonzero(known != ids[: len(known)])
-            length = int(differs[0]) if len(differs) else len(known)
-            if length > best:
-                best, row = length, number
-        if best < LEAST_SHARED:
-            return self._empty, 0
-        return _begun(self._held.decode_state.state, np.int32(row), np.int32(best)), best
-
-    def _write(self, number: int, output: StepOutput) -> None:
-        """Deliver what a call gave the request of a slot, and free the slot at its end."""
-        row = self._rows[number]
-        if row is None:
-            return
-        asked, part, chosen = row.ticket.asked, Part(count=row.count), list[str]()
-        matcher = row.ticket.matcher
-        for n, token in enumerate(output.token.tolist()):
-            if token < 0:
-                if np.isnan(output.log_prob[n]):
-                    part = Part(count=row.count, end="failed", error=NO_TOKEN)
-                    self._texts[number] = []
-                    break
-                continue
-            row.count += 1
-            self._texts[number].append(token)
-            chosen.append(row.writer.feed(token))
-            if asked.top is not None and token not in row.writer.stop_ids:
-                row.held.append(self._token(token, row.writer.start, output, n, asked.top))
-            if matcher is not None and not row.writer.ended:
-                try:
-                    matcher.read(token)
-                except ValueError as error:  # it cannot be written, or is too much to follow
-                    part = Part(count=row.count, end="failed", error=str(error), status=400)
-                    break
-                row.whole = matcher.ended
-            if row.writer.ended or row.whole or row.count == row.ticket.num_tokens:
+    def _write(self, new: Completion) -> None:
+        """Deliver the text of new tokens that is decided now, and free the slot at its end."""
+        ticket: Ticket = new.id
+        asked, writer, text = ticket.asked, ticket.writer, ""
+        for n, token in enumerate(new.tokens.tolist()):
+            ticket.count += 1
+            text += writer.feed(token)
+            if asked.top is not None and token not in writer.stop_ids:
+                ticket.held.append(self._token(token, writer.start, new, n, asked.top))
+            if writer.ended:
                 break
-        if part.end is None:
-            part = self._part(row, chosen)
-        if part.end is not None:
-            self._free(number)
-        if part.end is not None or part.text or part.tokens:
-            _deliver(row.ticket, part)
-
-    def _part(self, row: _Row, chosen: Sequence[str]) -> Part:
-        """Return the text that is decided now, with its tokens."""
-        end, text = None, "".join(chosen)
-        if row.writer.ended:
-            end = "stop"
-        elif row.whole:
-            end = "stop"
-            text += row.writer.finish()
-        elif row.count == row.ticket.num_tokens:
-            end = "length"
-            text += row.writer.finish()
-        begins = not row.decided
-        row.decided += len(text)
-        whole = end is not None and not row.ticket.asked.stop
-        tokens = [t for t in row.held if whole or t.offset < row.decided]
-        row.held = row.held[len(tokens) :]
-        if begins and row.ticket.asked.endpoint == "chat" and row.ticket.matcher is None:
+        # a text that its stop string ends is whole, whatever comes of the tokens after it
+        end = "stop" if writer.ended else new.end
+        if end is not None:
+            self._free(ticket)
+        if end in ("nonfinite", "refused"):
+            status = 500 if end == "nonfinite" else 400
+            _deliver(ticket, Part("", (), ticket.count, "failed", new.error, status))
+            return
+        if end is not None and not writer.ended:
+            text += writer.finish()
+        begins = not ticket.decided
+        ticket.decided += len(text)
+        whole = end is not None and not asked.stop
+        tokens = tuple(t for t in ticket.held if whole or t.offset < ticket.decided)
+        ticket.held = ticket.held[len(tokens) :]
+        if begins and asked.endpoint == "chat" and ticket.matcher is None:
             text = text.removeprefix(" ")
-        return Part(text, tuple(tokens), row.count, end, shared=row.shared)  # type: ignore[arg-type]
+        if end is not None or text or tokens:
+            part = Part(text, tokens, ticket.count, end, shared=new.shared)  # type: ignore[arg-type]
+            _deliver(ticket, part)
 
-    def _token(self, token: int, offset: int, output: StepOutput, n: int, count: int) -> Token:
+    def _token(self, token: int, offset: int, new: Completion, n: int, count: int) -> Token:
         top: tuple[tuple[bytes, float], ...] = ()
-        if count:
-            ids, log_probs = output.seen.tokens[n, :count], output.seen.log_probs[n, :count]
-            pairs = zip(ids.tolist(), log_probs.tolist(), strict=True)
-            top = tuple((self._bytes(i), _finite(p)) for i, p in pairs)
-        return Token(self._bytes(token), _finite(output.log_prob[n].item()), offset, top)
+        if count and new.likeliest is not None:
+            ids, log_probs = (x[n, :count].tolist() for x in new.likeliest)
+            pairs = zip(ids, log_probs, strict=True)
+            top = tuple((self._bytes(i), max(p, LEAST_LOG_PROB)) for i, p in pairs)
+        log_prob = max(new.log_probs[n].item(), LEAST_LOG_PROB)
+        return Token(self._bytes(token), log_prob, offset, top)
 
     def _bytes(self, token: int) -> bytes:
         """Return the bytes of a token, of which a padded vocabulary has more than its tokenizer."""
         known = token < self.model.tokenizer.vocab_size
         return self.model.tokenizer.to_bytes([token]) if known else b""
-
-    def _free(self, number: int) -> None:
-        self._held = release(self._held, number)
-        self._rows[number] = None
-
-
-@jax.jit
-def _begun(state: Any, row: jax.Array, length: jax.Array) -> Any:
-    """Return one row of a state as it was when it had read `length` tokens."""
-    return rewind_cache(gather_rows(state, row[None]), length[None])
 
 
 def _deliver(ticket: Ticket, part: Part) -> None:
@@ -475,7 +368,3 @@ def _deliver(ticket: Ticket, part: Part) -> None:
         ticket.deliver(part)
     except RuntimeError:  # the event loop that waited is closed
         ticket.cancelled = True
-
-
-def _finite(log_prob: float) -> float:
-    return max(log_prob, LEAST_LOG_PROB)

@@ -18,7 +18,7 @@ from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve
-from transformer_jax.decoding.generation import generate, prefill, stream
+from transformer_jax.decoding.generation import NO_TOKEN, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Force,
     ForceLast,
@@ -37,7 +37,7 @@ from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
 from transformer_jax.text.structured import Grammar, Matcher
-from transformer_jax.text.writer import NO_TOKEN, check_stop_strings, pieces
+from transformer_jax.text.writer import check_stop_strings, pieces
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -256,8 +256,6 @@ class TextGenerator:
         for completion in done:
             if completion.error is not None:
                 raise ValueError(f"prompt {completion.id}: {completion.error}")
-            if completion.end == "nonfinite":
-                raise ValueError(f"prompt {completion.id}: {NO_TOKEN}")
             yield completion.id, self._text(completion.tokens.tolist())
 
     def search_processors(self) -> tuple[HistoryProcessor, ...]:
@@ -341,7 +339,7 @@ class TextGenerator:
         processors: Sequence[HistoryProcessor],
         step: Any = None,
     ) -> Iterator[tuple[int, int]]:
-        """Yield the number of a text and its next token, or -1 where none can follow.
+        """Yield the number of a text and its next token; ValueError if none can follow.
 
         Text n goes on with the prompt, drawn with `keys[n]`, and has the form that `matchers[n]`
         says.
@@ -368,8 +366,6 @@ class TextGenerator:
             if part.error is not None:
                 raise ValueError(part.error)
             yield from ((part.id, token) for token in part.tokens.tolist())
-            if part.end == "nonfinite":
-                yield part.id, -1
 
 
 _prefill = program(prefill, static=("step",))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
+from transformer_jax.decoding.generation import NO_TOKEN
 from transformer_jax.tokenizers.trained import Tokenizer
-
-NO_TOKEN = "no token can follow: every one is excluded, or the logits are not finite"
 
 
 def pieces(

@@ -48,7 +48,7 @@ class Continuation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """Hold the ids that are read, at least one, and those that are scored after them."""
 
     context: tuple[int, ...]
@@ -73,7 +73,7 @@ def split_pair(
     return [*map(int, before)], [*map(int, whole[len(before) :])]
 
 
-def read_pair(model: Reader, context: str, continuation: str) -> Request:
+def read_pair(model: Reader, context: str, continuation: str) -> ScoringRequest:
     """Return a context and its continuation as the model reads them.
 
     Before the context stands what the model reads before every text; before an empty one, where
@@ -91,7 +91,7 @@ def read_pair(model: Reader, context: str, continuation: str) -> Request:
         rule = "must have a token of its own after the context"
         raise DataError(f"continuation is {continuation!r:.60}: {rule}")
     model.known(np.array([*before, *after], np.int32), "the text")
-    return Request((*first, *before), tuple(after))
+    return ScoringRequest((*first, *before), tuple(after))
 
 
 def check_continues(model: Reader, name: str) -> None:
@@ -102,7 +102,7 @@ def check_continues(model: Reader, name: str) -> None:
 
 def score_requests(
     model: Reader,
-    requests: Sequence[Request],
+    requests: Sequence[ScoringRequest],
     batch_size: int,
     *,
     longest: int | None = None,
@@ -156,7 +156,7 @@ def score_requests(
     return [found[n] for n in range(len(given))]
 
 
-def _pays(model: Reader, requests: Sequence[Request], batch_size: int) -> bool:
+def _pays(model: Reader, requests: Sequence[ScoringRequest], batch_size: int) -> bool:
     """Say whether a context that these share is read once: it is long, and they are short.
 
     All logits of the continuations of a batch exist at once then.
@@ -168,17 +168,17 @@ def _pays(model: Reader, requests: Sequence[Request], batch_size: int) -> bool:
     return len(requests[0].context) >= width and logits <= ON_ACCELERATORS
 
 
-def _cut(request: Request, longest: int) -> Request:
+def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
     """Return a request whose context has lost its first tokens, so that the model can read it."""
     if len(request.continuation) > longest:
         have = f"the continuation has {len(request.continuation)} tokens"
         raise DataError(f"{have}: must be at most max_len {longest}")
     excess = len(request) - longest
-    return Request(request.context[excess:], request.continuation) if excess > 0 else request
+    return ScoringRequest(request.context[excess:], request.continuation) if excess > 0 else request
 
 
 def _groups(
-    given: Sequence[Request], together: list[list[int]], batch_size: int
+    given: Sequence[ScoringRequest], together: list[list[int]], batch_size: int
 ) -> Iterator[list[int]]:
     """Yield requests of at most `batch_size` rows, those of one context next to each other."""
     part: list[int] = []
@@ -193,7 +193,7 @@ def _groups(
 
 
 def _score_rows(
-    model: Reader, part: Sequence[Request], rows: int, built: CheckedModule
+    model: Reader, part: Sequence[ScoringRequest], rows: int, built: CheckedModule
 ) -> list[Continuation]:
     """Score requests, each of which is a row of its own."""
     longest, size = longest_text(model.config), max(map(len, part))
@@ -213,7 +213,7 @@ def _score_rows(
 
 
 def _score_shared(
-    model: Reader, part: Sequence[Request], count: int, rows: int
+    model: Reader, part: Sequence[ScoringRequest], count: int, rows: int
 ) -> list[Continuation]:
     """Score requests of at most `count` contexts, each of which is read once."""
     contexts = [*dict.fromkeys(request.context for request in part)]
@@ -241,7 +241,7 @@ def _power(count: int) -> int:
 
 
 def _summed(
-    part: Sequence[Request], log_probs: jax.Array, likeliest: jax.Array
+    part: Sequence[ScoringRequest], log_probs: jax.Array, likeliest: jax.Array
 ) -> list[Continuation]:
     """Return the sum of each row's log-probabilities f32[R, C], as far as its request goes."""
     values, best = np.asarray(log_probs, np.float64), np.asarray(likeliest)

@@ -14,7 +14,6 @@ lm-eval's own command, with this model beside its others (`pip install 'transfor
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +25,19 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.decoding.continuous_batching import (
-    admit,
-    advance_slots,
-    init_slots,
-    release,
-)
+from transformer_jax.decoding.continuous_batching import Batcher, Request
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP
+from transformer_jax.decoding.slots import init_slots
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.text.completion import known_ids, longest_text
 from transformer_jax.text.text_model import Which
-from transformer_jax.text.writer import NO_TOKEN, check_stop_strings
+from transformer_jax.text.writer import check_stop_strings
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.continuations import Request, score_requests
+from transformer_jax.use.continuations import ScoringRequest, score_requests
 from transformer_jax.use.language_model import LanguageModel, load
 from transformer_jax.use.writing import shortened
 
@@ -120,7 +115,7 @@ def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
     return Generation(check_stop_strings(texts), count, Sample(*chosen))
 
 
-def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[Request]:
+def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[ScoringRequest]:
     """Return requests that score each id once, of which none reads more than `longest` tokens.
 
     The first follows the token `prefix`; each later one begins after a token of the one before it.
@@ -132,7 +127,7 @@ def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[Reque
     for start in range(0, len(ids), longest):
         end = min(start + longest, len(ids))
         before = ids[max(0, end - longest - 1) : start] if start else [prefix]
-        found.append(Request(tuple(before), tuple(ids[start:end])))
+        found.append(ScoringRequest(tuple(before), tuple(ids[start:end])))
     return found
 
 
@@ -284,14 +279,18 @@ class TransformerJaxLM(_Base):
             if not continuation:
                 rule = "must have a token of its own after the context"
                 raise DataError(f"continuation is {texts and texts[1]!r:.60}: {rule}")
-            given.append(Request(tuple(context or [self.prefix_token_id]), tuple(continuation)))
+            given.append(
+                ScoringRequest(tuple(context or [self.prefix_token_id]), tuple(continuation))
+            )
         answers = self._scored(given, disable_tqdm)
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _scored(self, given: Sequence[Request], disable_tqdm: bool) -> list[tuple[float, bool]]:
+    def _scored(
+        self, given: Sequence[ScoringRequest], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
         from tqdm import tqdm
 
         with tqdm(total=len(given), disable=disable_tqdm, desc="loglikelihood requests") as bar:
@@ -356,46 +355,31 @@ class TransformerJaxLM(_Base):
         room = max(map(len, prompts.values())) + given.num_tokens
         config: Any = shortened(model.config, room)
         capacity = min(room, config.max_len) if isinstance(config, ModelConfig) else room
-        step: Any = make_step(build(config))
         empty = init_decode_state(config, None, 1, capacity)
-        sampler = Sample(*known_ids(config, own), *given.sampler.processors)
-        rows = min(self.rows, len(prompts))
+        key = jax.random.key(self.seed)
+        requests = (
+            Request(
+                ids, given.num_tokens, key=jax.random.fold_in(jax.random.fold_in(key, n), 0), id=n
+            )
+            for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
+        )
         slots = init_slots(
-            step, model.params, empty, rows, capacity, sampler=sampler,
+            make_step(build(config)), model.params, empty, min(self.rows, len(prompts)), capacity,
+            sampler=Sample(*known_ids(config, own), *given.sampler.processors),
             processors=model.model.processors, stop=stop_ids,
         )  # fmt: skip
-        waiting = deque(sorted(prompts, key=lambda n: -len(prompts[n])))
-        held: list[int | None] = [None] * rows
-        tokens: dict[int, list[int]] = {}
-        key = jax.random.key(self.seed)
-        while waiting or any(n is not None for n in held):
-            for row in range(rows):
-                if held[row] is None and waiting:
-                    n = held[row] = waiting.popleft()
-                    slots, output = admit(
-                        slots, model.params, row, np.array([prompts[n]], np.int32), empty,
-                        limits=given.num_tokens, key=jax.random.fold_in(key, n),
-                    )  # fmt: skip
-                    tokens[n] = [int(output.token[0])]
-            slots, output = advance_slots(slots, model.params, STEPS)
-            new, active = jax.device_get((output.token, slots.active))
-            for row, number in enumerate(held):
-                if number is None:
-                    continue
-                mine = tokens[number]
-                mine += [int(token) for token in new[:, row] if token >= 0]
-                text = self.tok_decode([token for token in mine if token not in stop_ids])
-                is_cut = any(stop in text for stop in until)
-                if active[row] and not is_cut:
-                    continue
-                if mine[-1] < 0 or not (
-                    is_cut or mine[-1] in stop_ids or len(mine) == given.num_tokens
-                ):
-                    raise ValueError(f"prompt {number}: {NO_TOKEN}")
-                if active[row]:
-                    slots = release(slots, row)
-                held[row] = None
-                yield number, cut_at(text, until)
+        batcher = Batcher(slots, model.params, requests, empty, steps=STEPS)
+        tokens: dict[int, list[int]] = {n: [] for n in prompts}
+        for part in batcher:
+            mine = tokens[part.id]
+            mine += part.tokens.tolist()
+            text = self.tok_decode([token for token in mine if token not in stop_ids])
+            is_cut = any(stop in text for stop in until)
+            if part.error is not None and not is_cut:
+                raise ValueError(f"prompt {part.id}: {part.error}")
+            if is_cut or part.end is not None:
+                batcher.drop(part.id)
+                yield part.id, cut_at(text, until)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template of that name, or the usual one; None for False."""
