@@ -352,7 +352,9 @@ class Batcher(Generic[State]):
                 self.rows[row] = None
             else:  # the program does not know that the text has ended
                 self._free(row)
-        likeliest = jax.tree.map(lambda x: x[real], output.seen) if held.request.top else None
+        top, likeliest = held.request.top, None
+        if top:  # another row may have asked for more
+            likeliest = jax.tree.map(lambda x: x[real, :top], output.seen)
         part = Completion(held.id, tokens, log_probs, end, error, likeliest, held.shared)
         if self.stream:
             if end is not None or len(tokens):
