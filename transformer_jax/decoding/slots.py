@@ -323,7 +323,11 @@ def _end_nonfinite(decode_state: DecodeState[State], output: StepOutput) -> Deco
 
 
 def release(slots: Slots[State], rows: int | PerRow) -> Slots[State]:
-    """Free slots, whether or not their texts have ended; the slots given are consumed.
+    """Free slots, whether or not their texts have ended.
+
+    Args:
+        slots: they are consumed.
+        rows: the slots that are freed.
 
     Raises:
         ValueError: if the slots were consumed before, or a row is no slot.
