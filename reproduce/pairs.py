@@ -35,7 +35,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli.process import keep_freed_memory
 from transformer_jax.config import Rope, TrainConfig
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
-from transformer_jax.demos.shared import (
+from transformer_jax.lectures.demos.shared import (
     COLOURS,
     draw_matrix,
     label,

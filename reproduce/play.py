@@ -29,7 +29,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax import ModelConfig, build, cross_entropy, init_params
 from transformer_jax.config import T5Buckets
-from transformer_jax.demos.shared import train
+from transformer_jax.lectures.demos.shared import train
 
 OUT = Path(__file__).parents[1] / "docs" / "play" / "model.js"
 BEGIN, END = "globalThis.PLAY_MODEL =\n", ";\n"

@@ -19,8 +19,8 @@ PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch", "tensorflow", "yaml"}
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
-LIBRARY = [path for path in MODULES if path.parent.name != "demos"]
-"""Modules but for the demonstrations, which use the package as its users do."""
+LIBRARY = [path for path in MODULES if "lectures" not in path.parts]
+"""Modules but for the lectures, which use the package as its users do."""
 
 
 def imports(path: Path) -> set[str]:
@@ -126,7 +126,9 @@ def test_no_module_imports_the_package_as_a_whole():
 def test_config_needs_the_standard_library_only():
     for path in (PACKAGE / "config").glob("*.py"):
         for name in imports(path):
-            own = name.startswith(("transformer_jax.config", "transformer_jax.shown"))
+            own = name.startswith(
+                ("transformer_jax.config", "transformer_jax.shown", "transformer_jax.lectures")
+            )
             assert own or name.split(".")[0] in sys.stdlib_module_names, (
                 f"{path.name} imports {name}"
             )

@@ -27,7 +27,10 @@ COMMANDS = {
     "convert": "write a run or a published model as a published checkpoint",
     "export": "write a decoder as programs that run where this package is not installed",
 }
-"""What each command does; each is a module of `transformer_jax.cli` with a `main`."""
+"""Each command and its purpose; each is a module of `transformer_jax.cli` with a `main`."""
+
+LECTURES = "compare", "demo"
+"""The commands whose modules are in `transformer_jax.lectures`."""
 
 RUN_PROGRAMS = "generate", "serve", "evaluate", "attention", "inside"
 """The commands that run a model, whose programs are kept for the next time; train says itself."""
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         if argv[0] in RUN_PROGRAMS:
             keep_programs()
-        return importlib.import_module(f"transformer_jax.cli.{argv[0]}").main(argv[1:])
+        folder = "lectures" if argv[0] in LECTURES else "cli"
+        return importlib.import_module(f"transformer_jax.{folder}.{argv[0]}").main(argv[1:])
     if argv and argv[0] == "--version":
         own = sys.modules["transformer_jax"].__version__
         print(f"transformer_jax {own}, jax {version('jax')}")

@@ -26,7 +26,7 @@ import numpy as np
 import transformer_jax as tj
 from reproduce.inside.shared import print_figures, read_arguments
 from transformer_jax import inside
-from transformer_jax.demos.shared import (
+from transformer_jax.lectures.demos.shared import (
     COLOURS,
     draw_matrix,
     label,

@@ -27,7 +27,7 @@ import optax
 import transformer_jax as tj
 from reproduce.inside.induction import halfway
 from reproduce.inside.shared import print_figures, read_arguments
-from transformer_jax.demos.shared import COLOURS, label, new_figure, save_picture
+from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture
 
 CHUNK = 100
 """Steps between two looks at the model."""

@@ -24,7 +24,7 @@ import transformer_jax as tj
 from reproduce.inside.shared import VOCAB, print_figures, read_arguments, text_ids
 from transformer_jax import inside
 from transformer_jax.config import T5Buckets
-from transformer_jax.demos.shared import COLOURS, label, new_figure, save_picture
+from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture
 
 LENGTH, PERIOD, ROWS = 48, 24, 32
 CHUNK = 50

@@ -25,7 +25,13 @@ import transformer_jax as tj
 from reproduce.inside.shared import print_figures, read_arguments
 from transformer_jax import inside
 from transformer_jax.config import T5Buckets
-from transformer_jax.demos.shared import draw_matrix, label, new_figure, save_picture, train
+from transformer_jax.lectures.demos.shared import (
+    draw_matrix,
+    label,
+    new_figure,
+    save_picture,
+    train,
+)
 
 KEYS, PAIRS, ROWS = 16, 8, 32
 """Token kinds of keys, and as many of values; pairs of a row; rows of a batch."""

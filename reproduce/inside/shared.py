@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import environment
-from transformer_jax.demos.shared import print_table
+from transformer_jax.lectures.demos.shared import print_table
 from transformer_jax.training.data import read
 
 VOCAB = 64

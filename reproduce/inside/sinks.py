@@ -24,7 +24,7 @@ import numpy as np
 import transformer_jax as tj
 from reproduce.inside.shared import VOCAB, print_figures, read_arguments, text_ids
 from transformer_jax.config import T5Buckets
-from transformer_jax.demos.shared import COLOURS, label, new_figure, save_picture, train
+from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture, train
 
 LENGTH, WINDOW, ROWS, BOS = 48, 8, 32, VOCAB
 TRIGGERS = (1, 2, 3)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reproduce.inside.shared import print_figures, read_arguments
-from transformer_jax.demos.shared import (
+from transformer_jax.lectures.demos.shared import (
     COLOURS,
     label,
     new_figure,

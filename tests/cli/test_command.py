@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from transformer_jax.__main__ import COMMANDS, main
+from transformer_jax.__main__ import COMMANDS, LECTURES, main
 from transformer_jax.checkpoints.checkpoint import CheckpointError
-from transformer_jax.cli import command, demo, process
+from transformer_jax.cli import command, process
 from transformer_jax.cli.generate import _answer
 from transformer_jax.cli.run_flags import parse
 from transformer_jax.config import ConfigError
+from transformer_jax.lectures import demo
 
 
 @pytest.mark.slow_except("argv0-nearest: bfloat16", "argv1-nearest: last")
@@ -63,7 +64,8 @@ def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
     names = {*COMMANDS} - {"train", "demo"}  # whose flags are fields, and a demonstration's own
     for name in names:
         with contextlib.suppress(KeyboardInterrupt):
-            importlib.import_module(f"transformer_jax.cli.{name}").main(["x"])
+            folder = "lectures" if name in LECTURES else "cli"
+            importlib.import_module(f"transformer_jax.{folder}.{name}").main(["x"])
     assert parsers.keys() == names
     for name, parser in parsers.items():
         assert parser.description and not parser.allow_abbrev

@@ -186,8 +186,8 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
 
 
 def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
+    from transformer_jax.lectures import continuous, signals
     from transformer_jax.text import completion
-    from transformer_jax.training.tasks import continuous, signals
     from transformer_jax.use import writing
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())

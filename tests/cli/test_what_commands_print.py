@@ -13,7 +13,7 @@ import pytest
 
 import transformer_jax as tj
 from tests.cli.test_train import run_command
-from transformer_jax.cli import compare, plan, report, serve, train
+from transformer_jax.cli import plan, report, serve, train
 from transformer_jax.config import (
     Adafactor,
     Lion,
@@ -32,6 +32,7 @@ from transformer_jax.config.tasks import (
     PrefixTask,
     Seq2SeqTask,
 )
+from transformer_jax.lectures import compare
 from transformer_jax.training.planning import plan as planning
 from transformer_jax.training.planning.hardware import Hardware
 from transformer_jax.training.planning.memory import StepMemory

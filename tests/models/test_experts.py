@@ -12,7 +12,7 @@ from jax import export
 
 from transformer_jax import LoraConfig, build, init_cache, init_params, num_params
 from transformer_jax.config import ConfigError, Experts, ModelConfig
-from transformer_jax.demos.drawings import block_items
+from transformer_jax.lectures.demos.drawings import block_items
 from transformer_jax.models.experts import (
     ROUTED,
     ExpertFeedForward,

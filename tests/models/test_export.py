@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.tolerances import assert_same_bits
 from transformer_jax.config import ModelConfig, RecurrentConfig, WindowConfig
+from transformer_jax.lectures.recent_tokens import init_recent_tokens
+from transformer_jax.lectures.recurrent import init_recurrent_state
+from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
 from transformer_jax.models.factory import build, init_cache, init_params
-from transformer_jax.models.recent_tokens import init_recent_tokens
-from transformer_jax.models.recurrent import init_recurrent_state
-from transformer_jax.models.recurrent_layers import RecurrentState, SourceMemory
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
 

@@ -20,8 +20,8 @@ from transformer_jax.decoding.batch_rows import count_rows
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.lectures.ngram import count_ngrams
 from transformer_jax.models.factory import build, init_decode_state, init_params, num_params
-from transformer_jax.models.ngram import count_ngrams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -123,7 +123,7 @@ SLIPS: tuple[Slip, ...] = (
             "additive attention forgets its mask",
             "result = softmax(scores[:, None], visible, nonfinite)",
             "result = softmax(scores[:, None], None, nonfinite)",
-            "models/test_recurrent.py::test_padding_of_a_source_is_invisible",
+            "lectures/test_recurrent.py::test_padding_of_a_source_is_invisible",
         ),
     ),
     *of(
@@ -632,24 +632,24 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/models/ngram.py",
+        "transformer_jax/lectures/ngram.py",
         (
             "a search among words takes a step too few",
             "steps = (self.config.vocab_size + 1).bit_length()",
             "steps = self.config.vocab_size.bit_length() - 1",
-            "models/test_ngram.py::test_every_word_is_found_where_all_are_in_use",
+            "lectures/test_ngram.py::test_every_word_is_found_where_all_are_in_use",
         ),
         (
             "the discount counts what occurs twice once",
             "discount = once / (once + 2 * twice)",
             "discount = once / (once + twice)",
-            "models/test_ngram.py::test_what_is_discounted_goes_to_the_shorter_context",
+            "lectures/test_ngram.py::test_what_is_discounted_goes_to_the_shorter_context",
         ),
         (
             "a beginning is predicted",
             "counts = np.where(word == size - 1, 0, counts)",
             "counts = np.asarray(counts)",
-            "models/test_ngram.py::test_probabilities_are_those_of_the_formula_after_every_context",
+            "lectures/test_ngram.py::test_probabilities_are_those_of_the_formula_after_every_context",
         ),
     ),
     *of(
@@ -690,42 +690,42 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/models/recent_tokens.py",
+        "transformer_jax/lectures/recent_tokens.py",
         (
             "padding counts in a state's length",
             "length = state.length + read\n",
             "length = state.length + tokens.shape[1]\n",
-            "models/test_window.py::test_in_any_chunks_with_padding_anywhere_equals_the_whole",
+            "lectures/test_window.py::test_in_any_chunks_with_padding_anywhere_equals_the_whole",
         ),
         (
             "a window reaches into the document before",
             "jnp.where(same, line[rows, index], -1)",
             "line[rows, index]",
-            "models/test_window.py::test_packed_documents_are_read_as_if_alone",
+            "lectures/test_window.py::test_packed_documents_are_read_as_if_alone",
         ),
     ),
     *of(
-        "transformer_jax/models/recurrent_layers.py",
+        "transformer_jax/lectures/recurrent_layers.py",
         (
             "decoding consumes the caller's marks of padding",
             "valid = jnp.array(valid, copy=True)",
             "valid = jnp.asarray(valid)",
-            "models/test_recurrent.py::test_decoding_consumes_the_state_and_none_of_the_callers_arrays",
+            "lectures/test_recurrent.py::test_decoding_consumes_the_state_and_none_of_the_callers_arrays",
         ),
         (
             "read from its end, a document begins where it begins",
             "ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]",
             "ends = starts",
-            "models/test_recurrent.py::test_a_tagger_reads_each_document_from_both_ends",
+            "lectures/test_recurrent.py::test_a_tagger_reads_each_document_from_both_ends",
         ),
     ),
     *of(
-        "transformer_jax/models/recurrent.py",
+        "transformer_jax/lectures/recurrent.py",
         (
             "the state of packed rows has read all documents",
             "state = replace(state, length=read)",
             "pass",
-            "models/test_recurrent.py::test_packed_documents_are_read_as_if_alone",
+            "lectures/test_recurrent.py::test_packed_documents_are_read_as_if_alone",
         ),
     ),
     *of(
@@ -756,12 +756,12 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/models/convolution.py",
+        "transformer_jax/lectures/convolution.py",
         (
             "the vector that a layer adds to is a token too old",
             "x = x[:, cfg.kernel_size - 1 :] + value",
             "x = x[:, : value.shape[1]] + value",
-            "models/test_convolution.py::test_a_pass_matches_the_formula",
+            "lectures/test_convolution.py::test_a_pass_matches_the_formula",
         ),
     ),
     *of(
@@ -774,12 +774,12 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/models/window.py",
+        "transformer_jax/lectures/window.py",
         (
             "before the beginning stands token 0",
             "vectors = jnp.where(begins, self.begin[None, None, None], vectors)",
             "vectors = jnp.where(begins & False, self.begin[None, None, None], vectors)",
-            "models/test_window.py::test_a_pass_matches_the_formula",
+            "lectures/test_window.py::test_a_pass_matches_the_formula",
         ),
     ),
     *of(
@@ -1309,12 +1309,12 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/demos/rotations.py",
+        "transformer_jax/lectures/demos/rotations.py",
         (
             "a pair of sinusoids turns the other way",
             "angle = k * 10_000.0",
             "angle = -k * 10_000.0",
-            "demos/test_demos.py::test_a_table_of_sinusoids_is_turned_by_an_offset",
+            "lectures/demos/test_demos.py::test_a_table_of_sinusoids_is_turned_by_an_offset",
         ),
     ),
 )

@@ -12,8 +12,8 @@ from transformer_jax.config import (
     RecurrentConfig,
     WindowConfig,
 )
+from transformer_jax.lectures.ngram import count_ngrams
 from transformer_jax.models.factory import init_params
-from transformer_jax.models.ngram import count_ngrams
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training import rows as training_rows
 from transformer_jax.training.batch import Batch, batch_scores

@@ -27,6 +27,7 @@ from transformer_jax.config.tasks import (
     ReverseTask,
     Seq2SeqTask,
 )
+from transformer_jax.lectures.generated import generate_pairs
 from transformer_jax.models.factory import merged
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
@@ -44,7 +45,6 @@ from transformer_jax.tokenizers.trained import (
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.tasks import Tokenizers, load_task
-from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import (
     compare_texts,
     confusion_matrix,

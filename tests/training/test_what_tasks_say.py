@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
     TonesTask,
 )
 from transformer_jax.decoding.beams import LengthPenalty
+from transformer_jax.lectures.signals import DIGITS
 from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
@@ -42,7 +43,6 @@ from transformer_jax.training.tasks import (
     pairs,
     preferences,
 )
-from transformer_jax.training.tasks.signals import DIGITS
 from transformer_jax.training.tasks.task import RowsTask, Tokenizers
 
 PARAMS = {"of": "a model that is never run"}

@@ -19,9 +19,9 @@ import numpy as np
 import transformer_jax as tj
 from tests.support import oracle
 from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.lectures.recurrent import RecurrentSeq2Seq
 from transformer_jax.models.ops import layer_norm, rms_norm
 from transformer_jax.models.positions import apply_rope, learned, shaw_scores, sinusoidal
-from transformer_jax.models.recurrent import RecurrentSeq2Seq
 
 SIZES = dict(b=2, t=5)
 Shape = tuple[str | int, ...]

@@ -185,8 +185,8 @@ def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str
 
 def _hear_or_see(arguments: argparse.Namespace, model: LanguageModel) -> None:
     """Print a line for each picture or sound of a file."""
-    from transformer_jax.training.tasks.continuous import answer_signals
-    from transformer_jax.training.tasks.signals import read_signals
+    from transformer_jax.lectures.continuous import answer_signals
+    from transformer_jax.lectures.signals import read_signals
 
     task, run = model.task, model.model.run
     assert isinstance(task, DigitsTask | TonesTask) and run is not None

@@ -5,7 +5,6 @@ imported, and no array or module is made here: `models` builds what a config des
 """
 
 from transformer_jax.config.block import OwnBlock
-from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
@@ -21,7 +20,6 @@ from transformer_jax.config.model import (
     Pooler,
     Remat,
 )
-from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import (
     SGD,
     Adafactor,
@@ -43,9 +41,16 @@ from transformer_jax.config.positions import (
     T5Buckets,
 )
 from transformer_jax.config.presets import PRESETS, fine_tuning, preset, train_preset
-from transformer_jax.config.recurrent import Cell, ContextUse, RecurrentConfig, StateAttention
 from transformer_jax.config.train import Tokenizer, TrainConfig
-from transformer_jax.config.window import WindowConfig
+from transformer_jax.lectures.convolution_config import ConvolutionConfig
+from transformer_jax.lectures.ngram_config import NgramConfig
+from transformer_jax.lectures.recurrent_config import (
+    Cell,
+    ContextUse,
+    RecurrentConfig,
+    StateAttention,
+)
+from transformer_jax.lectures.window_config import WindowConfig
 
 __all__ = [
     "PRESETS",

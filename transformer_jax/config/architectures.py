@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.fields import FieldValue, kind_name
 from transformer_jax.config.model import ModelConfig
-from transformer_jax.config.ngram import NgramConfig
-from transformer_jax.config.recurrent import RecurrentConfig
-from transformer_jax.config.window import WindowConfig
+from transformer_jax.lectures.convolution_config import ConvolutionConfig
+from transformer_jax.lectures.ngram_config import NgramConfig
+from transformer_jax.lectures.recurrent_config import RecurrentConfig
+from transformer_jax.lectures.window_config import WindowConfig
 
 AnyModelConfig: TypeAlias = (
     ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig

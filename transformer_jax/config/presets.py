@@ -7,7 +7,6 @@ import dataclasses
 from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig, default_model
 from transformer_jax.config.fields import ConfigError, FieldValue, nearest
 from transformer_jax.config.model import ModelConfig
-from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.positions import Learned, Rope, Sinusoidal
 from transformer_jax.config.tasks import (
     TASKS,
@@ -22,6 +21,7 @@ from transformer_jax.config.tasks import (
     usual_task,
 )
 from transformer_jax.config.train import TrainConfig
+from transformer_jax.lectures.ngram_config import NgramConfig
 
 _GPT2 = ModelConfig(vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024)
 _GPT2 = dataclasses.replace(_GPT2, dropout=0.1, attention_dropout=0.1)

@@ -23,10 +23,10 @@ from transformer_jax.config.fields import (
 from transformer_jax.config.inputs import Frames, Inputs, Patches
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.model import ModelConfig
-from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.own import check_own
 from transformer_jax.config.positions import Learned
-from transformer_jax.config.recurrent import RecurrentConfig
+from transformer_jax.lectures.ngram_config import NgramConfig
+from transformer_jax.lectures.recurrent_config import RecurrentConfig
 from transformer_jax.shown import short_repr
 
 Documents = Literal["lines", "paragraphs", "files", "prepared"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformer_jax.config.convolution import ConvolutionConfig
 from transformer_jax.config.fields import (
     below_int32,
     check_types,
@@ -19,9 +18,7 @@ from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
-from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.optimizers import AdamW, Muon, Optimizer, ScheduleFree
-from transformer_jax.config.recurrent import RecurrentConfig
 from transformer_jax.config.tasks import (
     ClassifyTask,
     ContinuousTask,
@@ -30,7 +27,10 @@ from transformer_jax.config.tasks import (
     PreferenceTask,
     Task,
 )
-from transformer_jax.config.window import WindowConfig
+from transformer_jax.lectures.convolution_config import ConvolutionConfig
+from transformer_jax.lectures.ngram_config import NgramConfig
+from transformer_jax.lectures.recurrent_config import RecurrentConfig
+from transformer_jax.lectures.window_config import WindowConfig
 from transformer_jax.shown import short_repr
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]

@@ -21,10 +21,19 @@ from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import State
+from transformer_jax.lectures.convolution import ConvolutionLM
+from transformer_jax.lectures.ngram import NgramLM
+from transformer_jax.lectures.recent_tokens import RecentTokens, check_recent_tokens
+from transformer_jax.lectures.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentTagger,
+    check_recurrent_state,
+)
+from transformer_jax.lectures.recurrent_layers import RecurrentState
+from transformer_jax.lectures.window import WindowLM
 from transformer_jax.models.arguments import check_one, check_tokens
-from transformer_jax.models.convolution import ConvolutionLM
 from transformer_jax.models.encoder_decoder import EncoderDecoder
-from transformer_jax.models.ngram import NgramLM
 from transformer_jax.models.places import (
     NO_EDIT,
     OF_SOURCE,
@@ -35,17 +44,8 @@ from transformer_jax.models.places import (
     named_edits,
     places,
 )
-from transformer_jax.models.recent_tokens import RecentTokens, check_recent_tokens
-from transformer_jax.models.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentTagger,
-    check_recurrent_state,
-)
-from transformer_jax.models.recurrent_layers import RecurrentState
 from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder
-from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import shapes_of
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr

@@ -7,7 +7,20 @@ small modules, `block` attention with its projections and a block, `stack` all b
 Attention and caches are folders of their own; decoding knows a model only as a step.
 """
 
-from transformer_jax.models.convolution import ConvolutionLM
+from transformer_jax.lectures.convolution import ConvolutionLM
+from transformer_jax.lectures.ngram import NgramLM, count_ngrams
+from transformer_jax.lectures.recent_tokens import (
+    RecentTokens,
+    init_recent_tokens,
+)
+from transformer_jax.lectures.recurrent import (
+    RecurrentLM,
+    RecurrentSeq2Seq,
+    RecurrentTagger,
+    init_recurrent_state,
+)
+from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
+from transformer_jax.lectures.window import WindowLM
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
     build,
@@ -27,7 +40,6 @@ from transformer_jax.models.lora import (
     unmerge_lora,
     with_adapters,
 )
-from transformer_jax.models.ngram import NgramLM, count_ngrams
 from transformer_jax.models.ops import layer_norm, rms_norm
 from transformer_jax.models.places import places
 from transformer_jax.models.positions import (
@@ -39,17 +51,6 @@ from transformer_jax.models.positions import (
     sinusoidal,
 )
 from transformer_jax.models.quantized import QuantizedKernel, quantize
-from transformer_jax.models.recent_tokens import (
-    RecentTokens,
-    init_recent_tokens,
-)
-from transformer_jax.models.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentTagger,
-    init_recurrent_state,
-)
-from transformer_jax.models.recurrent_layers import RecurrentState, SourceMemory
 from transformer_jax.models.stack import AttentionWeights, stack_layers, unstack_layers
 from transformer_jax.models.streaming import (
     StreamingEncoder,
@@ -60,7 +61,6 @@ from transformer_jax.models.streaming import (
     stream_attention,
 )
 from transformer_jax.models.transformer import Decoder, Encoder
-from transformer_jax.models.window import WindowLM
 
 __all__ = [
     "AttentionWeights",

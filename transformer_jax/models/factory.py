@@ -27,23 +27,23 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.fields import ConfigError, fail
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.models.arguments import CheckedModule
-from transformer_jax.models.convolution import ConvolutionLM
-from transformer_jax.models.drawing import draw
-from transformer_jax.models.encoder_decoder import EncoderDecoder
-from transformer_jax.models.inputs import example_inputs
-from transformer_jax.models.ngram import NgramLM
-from transformer_jax.models.packing import check_valid
-from transformer_jax.models.recent_tokens import RecentTokens, init_recent_tokens
-from transformer_jax.models.recurrent import (
+from transformer_jax.lectures.convolution import ConvolutionLM
+from transformer_jax.lectures.ngram import NgramLM
+from transformer_jax.lectures.recent_tokens import RecentTokens, init_recent_tokens
+from transformer_jax.lectures.recurrent import (
     RecurrentLM,
     RecurrentSeq2Seq,
     RecurrentTagger,
     init_recurrent_state,
 )
-from transformer_jax.models.recurrent_layers import RecurrentState
+from transformer_jax.lectures.recurrent_layers import RecurrentState
+from transformer_jax.lectures.window import WindowLM
+from transformer_jax.models.arguments import CheckedModule
+from transformer_jax.models.drawing import draw
+from transformer_jax.models.encoder_decoder import EncoderDecoder
+from transformer_jax.models.inputs import example_inputs
+from transformer_jax.models.packing import check_valid
 from transformer_jax.models.transformer import Decoder, Encoder
-from transformer_jax.models.window import WindowLM
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params, cast
 from transformer_jax.tracing import traced

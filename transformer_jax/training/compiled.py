@@ -16,9 +16,9 @@ from jax.stages import Compiled
 from transformer_jax.checkpoints.run_folder import MAY_CHANGE
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.ngram import NgramConfig
 from transformer_jax.config.tasks import PreferenceTask
-from transformer_jax.models.ngram import count_ngrams
+from transformer_jax.lectures.ngram import count_ngrams
+from transformer_jax.lectures.ngram_config import NgramConfig
 from transformer_jax.programs import is_ours, undisturbed
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr

@@ -23,6 +23,8 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
+from transformer_jax.lectures.continuous import Signals
+from transformer_jax.lectures.signals import read_signals
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.special import SpecialTokens
@@ -32,8 +34,6 @@ from transformer_jax.training.data import ShortText
 from transformer_jax.training.evaluation import evaluate as scores_of
 from transformer_jax.training.step import make_eval_step
 from transformer_jax.training.tasks import Tokenizers, load_task
-from transformer_jax.training.tasks.continuous import Signals
-from transformer_jax.training.tasks.signals import read_signals
 from transformer_jax.training.tasks.task import Report, TrainingTask, check_has
 from transformer_jax.use.reading import Reader, published_run
 

@@ -23,9 +23,9 @@ from transformer_jax.config.tasks import (
     TonesTask,
 )
 from transformer_jax.corpus.folder import prepared_folders
+from transformer_jax.lectures.continuous import Signals
 from transformer_jax.training.tasks.chat import Conversations
 from transformer_jax.training.tasks.classify import Classes
-from transformer_jax.training.tasks.continuous import Signals
 from transformer_jax.training.tasks.language import LanguageDocuments, LanguageWindows
 from transformer_jax.training.tasks.masked import MaskedWindows
 from transformer_jax.training.tasks.metrics import compare_texts, edit_distance

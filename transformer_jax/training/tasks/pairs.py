@@ -17,6 +17,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
+from transformer_jax.lectures.generated import generate_pairs
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
@@ -31,7 +32,6 @@ from transformer_jax.training.batch import Batch, Params
 from transformer_jax.training.data import IGNORE, line_tokenizer, read
 from transformer_jax.training.rows import Rows, laid_out
 from transformer_jax.training.tasks.answers import answer_sources
-from transformer_jax.training.tasks.generated import generate_pairs
 from transformer_jax.training.tasks.metrics import compare_texts
 from transformer_jax.training.tasks.task import (
     Report,

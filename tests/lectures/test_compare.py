@@ -1,0 +1,197 @@
+"""Compare language models on one text: the terms are equal, and the search is honest."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.cli.test_train import run_command
+from transformer_jax import num_params
+from transformer_jax.config import ConfigError, NgramConfig, RecurrentConfig, TrainConfig
+from transformer_jax.lectures import compare
+from transformer_jax.lectures.compare import RATES, equal_models, search, setting_of, settings
+
+SMALL = "--steps 3 --batch-size 5 --context 7 --d-model 8".split()
+BASE = TrainConfig(steps=50, warmup_steps=5)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a file of 397 characters of 11 kinds, each drawn with the same probability."""
+    rng = np.random.default_rng(20_261_123)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(rng.choice(list("abcdefghijk"), 397)))
+    return path
+
+
+@pytest.mark.slow_except("11")
+@pytest.mark.parametrize("vocab_size", [11, 65, 211])
+def test_every_model_has_the_decoders_parameters_within_three_percent(vocab_size):
+    models = equal_models(vocab_size, 64, 61)
+    assert tuple(models) == compare.MODELS
+    counts = {name: num_params(model) for name, model in models.items() if name != "ngram"}
+    for count in counts.values():
+        assert abs(count / counts["transformer"] - 1) <= 0.03, counts
+
+
+@pytest.mark.slow
+def test_a_width_that_does_not_fit_is_refused(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abc" * 150)
+    command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL[:-1]]
+    command[1:1] = "--models", "ngram", "lstm"
+    for width, rule in ("2", "must be a multiple of 8"), ("8", "no lstm has within 3 %"):
+        assert run_command([*command, width]) == 2
+        assert capsys.readouterr().err.startswith(f"compare: d_model is {width}: {rule}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_can_be_read_once_alone_is_refused(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for data in ("-", str(pipe)):
+        assert run_command(["compare", "--data", data, "--out", str(tmp_path / "out")]) == 2
+        told = f"compare: data is {data!r}: must be a file: every model reads it again\n"
+        assert capsys.readouterr() == ("", told)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_width_has_to_fit_the_models_that_are_compared_alone():
+    with pytest.raises(ConfigError, match="d_model is 8: no convolution has within 3 %"):
+        equal_models(28, 8, 8, ("ngram", "convolution"))
+    found = equal_models(28, 8, 8, ("ngram", "transformer"))
+    assert num_params(found["transformer"]) < 4000 and "ngram" in found
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_is_refused_before_the_search(text, capsys):
+    out = text / "out"  # in a file
+    given = "--data", str(text), "--models", "ngram", "--out", str(out), *SMALL
+    assert run_command(["compare", *given]) == 1
+    assert capsys.readouterr() == ("", f"compare: {out}: Not a directory\n")
+
+
+@pytest.mark.parametrize("best", [0, 3, 5, len(RATES) - 1])
+def test_the_search_goes_to_the_best_rate_wherever_it_is(best, monkeypatch, tmp_path):
+    """Losses that fall towards one rate; NaN far above it, as of a rate that is too high."""
+    tried = []
+
+    def train(config, received, *, vocab_size):
+        tried.append(config)
+        distance = RATES.index(config.learning_rate) - best
+        return SimpleNamespace(val_loss=None if distance > 3 else 2.0 + abs(distance))
+
+    monkeypatch.setattr(compare, "train", train)
+    model = RecurrentConfig(vocab_size=11)
+    found = search("rnn", BASE, model, tmp_path / "part.txt", str(tmp_path), [])
+    assert found == RATES[best]
+    assert len({config.learning_rate for config in tried}) == len(tried)
+    assert {config.steps for config in tried} == {10}
+    assert {config.data for config in tried} == {str(tmp_path / "part.txt")}
+    assert len({config.out for config in tried}) == len(tried)
+
+
+def test_settings_are_found_again_in_a_stored_config():
+    for model, value in (NgramConfig(vocab_size=11), 7), (RecurrentConfig(cell="lstm"), 0.004):
+        config = settings(BASE, model, value)
+        assert setting_of(config) == value
+        assert config.steps == (1 if isinstance(model, NgramConfig) else 50)
+    assert config.min_learning_rate == pytest.approx(0.0004)
+
+
+@pytest.mark.slow
+def test_the_search_never_reads_the_held_out_part(text, tmp_path, monkeypatch):
+    """Look at every text that is read, instead of training."""
+    read = []
+
+    def train(config, received, *, resume=False, vocab_size=None):
+        read.append((vocab_size, Path(config.data).read_text()))
+        return SimpleNamespace(
+            val_loss=2.0, val_loss_per_character=2.0, config=replace(config, model=nodes(config))
+        )
+
+    def nodes(config):
+        counted = isinstance(config.model, NgramConfig)
+        return replace(config.model, nodes=(1,) * config.model.order) if counted else config.model
+
+    monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare.plot, "read_runs", lambda paths: [])
+    monkeypatch.setattr(compare.plot, "draw", lambda *arguments: None)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ["compare", "--data", str(text), "--out", str(out), "--models", "ngram", "rnn"]
+    assert run_command([*command, *SMALL]) == 0
+    whole = text.read_text()
+    assert {part for size, part in read if size is not None} == {whole[:357]}
+    assert [part for size, part in read if size is None] == [whole, whole]
+
+
+def test_a_search_that_is_interrupted_begins_no_run(text, tmp_path, monkeypatch, capsys):
+    """It has not found the best rate: a run with another one would be gone on with as if it had."""
+    runs = []
+
+    def fit(config, *, stop, **options):
+        runs.append(config.out)
+        if len(runs) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop()
+        return SimpleNamespace(val_loss=None if stop() else 2.0)
+
+    monkeypatch.setattr(compare, "fit", fit)
+    monkeypatch.setattr(compare, "equal_models", lambda *_: {"rnn": RecurrentConfig(vocab_size=11)})
+    out = tmp_path / "out"
+    command = ["compare", "--data", str(text), "--out", str(out), "--models", "rnn", *SMALL]
+    assert run_command(command) == 130
+    assert len(runs) == 2 and str(out / "rnn") not in runs and "inf" not in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def compared(text, tmp_path_factory):
+    """Run the command once; return its folder, what it printed, and its record."""
+    out = tmp_path_factory.mktemp("compared") / "out"
+    command = ["compare", "--data", str(text), "--out", str(out), "--models", "rnn", "ngram"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "RATES", (0.004, 0.008))
+        patch.setattr(compare, "ORDERS", (4, 5))
+        assert run_command([*command, *SMALL]) == 0
+    return out, command, json.loads((out / "compared.json").read_text())["models"]
+
+
+@pytest.mark.slow
+def test_every_model_reads_equal_tokens_and_is_judged_alike(compared, text):
+    """No model can predict this text; n-grams are counted once more, with sets."""
+    out, _, models = compared
+    by_name = {one["model"]: one for one in models}
+    assert by_name["rnn"]["tokens"] == 3 * 5 * 7 and by_name["ngram"]["tokens"] == 357
+    for one in models:
+        assert one["bits"] * math.log(2) == pytest.approx(one["nats"])
+        assert math.log(one["perplexity"]) == pytest.approx(one["nats"])
+        assert math.log(11) - 0.2 < one["nats"] < math.log(11) + 1.0
+    assert [one["nats"] for one in models] == sorted(one["nats"] for one in models)
+    order = by_name["ngram"]["order"]
+    training = ["<s>"] * (order - 1) + list(text.read_text()[:357])
+    grams = {
+        tuple(training[i : i + n])
+        for n in range(1, order + 1)
+        for i in range(len(training) - n + 1)
+    }
+    assert by_name["ngram"]["parameters"] == len(grams)
+    assert (out / "compared.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_where_it_was_and_is_not_overwritten(compared, capsys):
+    out, command, models = compared
+    assert run_command([*command, *SMALL]) == 2
+    assert "--resume goes on" in capsys.readouterr().err
+    assert run_command([*command, *SMALL, "--resume"]) == 0
+    assert "in the search" not in capsys.readouterr().out
+    again = json.loads((out / "compared.json").read_text())["models"]
+    assert [one["nats"] for one in again] == [one["nats"] for one in models]

@@ -1,0 +1,58 @@
+"""Check the forget bias of an LSTM: which numbers it changes, and that 0 is the cell of flax."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from transformer_jax.config import ConfigError, RecurrentConfig
+from transformer_jax.lectures.recurrent_layers import LSTMCell
+from transformer_jax.models.factory import init_params
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TRANSLATOR = RecurrentConfig(
+    vocab_size=31, source_vocab_size=23, d_embed=5, d_hidden=7, num_layers=2, bidirectional=True,
+    attention="additive",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_lstm_is_the_cell_of_flax_bit_for_bit():
+    """Check fresh parameters of a key, and a step, of the cell whose gates begin at 0."""
+    x, c, h = jax.random.normal(jax.random.key(3), (3, 2, 17))
+    ours, given = LSTMCell(17), nn.OptimizedLSTMCell(17)
+    params = [jax.jit(cell.init)(jax.random.key(1), (c, h), x[:, :5]) for cell in (ours, given)]
+    steps = [jax.jit(cell.apply)(params[1], (c, h), x[:, :5]) for cell in (ours, given)]
+    for one, other in (params, steps):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.slow
+def test_a_forget_bias_is_where_the_forget_gates_of_every_cell_begin():
+    """Check that nothing else of the fresh parameters differs, in the encoder and the decoder."""
+    key, changed = jax.random.key(1), []
+    fresh, opened = (
+        init_params(dataclasses.replace(TRANSLATOR, forget_bias=bias), key) for bias in (0.0, 1.5)
+    )
+    for (path, before), after in zip(
+        jax.tree_util.tree_leaves_with_path(fresh), jax.tree.leaves(opened), strict=True
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.endswith("hf/bias"):
+            np.testing.assert_array_equal(before, np.zeros(7))
+            np.testing.assert_array_equal(after, np.full(7, 1.5))
+            changed.append(name.removesuffix("/hf/bias"))
+        else:
+            np.testing.assert_array_equal(before, after, err_msg=name)
+    cells = [f"encoder/{side}_{i}" for side in ("back", "cell") for i in (0, 1)]
+    assert sorted(changed) == ["decoder/cell_0", "decoder/cell_1", *cells]
+
+
+def test_a_cell_without_a_forget_gate_takes_no_forget_bias():
+    for cell in ("gru", "rnn"):
+        with pytest.raises(ConfigError, match=r"^forget_bias is 1.0: needs cell 'lstm'"):
+            RecurrentConfig(cell=cell, forget_bias=1.0)

@@ -1,0 +1,1 @@
+"""The wing of the lectures: models before transformers, toy tasks, demonstrations, comparisons."""

@@ -1,0 +1,197 @@
+"""Train on pictures and on sound: an encoder reads numbers in the place of tokens.
+
+An encoder-decoder reads a picture or frames and writes <bos> target <eos>, letter by letter. An
+encoder reads a picture, and its classification head says the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.architectures import model_shape
+from transformer_jax.config.positions import Learned
+from transformer_jax.config.tasks import DigitsTask, TonesTask
+from transformer_jax.lectures.signals import DIGITS, Signal, make_signals
+from transformer_jax.models.arguments import CheckedModule as AnyModel
+from transformer_jax.models.factory import build
+from transformer_jax.programs import program
+from transformer_jax.pytree import Array
+from transformer_jax.tokenizers.special import special_ids, with_special_tokens
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.batch import Batch, Params, batch_logits
+from transformer_jax.training.data import line_tokenizer
+from transformer_jax.training.rows import Rows, bucketed
+from transformer_jax.training.tasks.answers import write_targets
+from transformer_jax.training.tasks.metrics import confusion_matrix, edit_distance, macro_f1
+from transformer_jax.training.tasks.task import (
+    Report,
+    RowsTask,
+    Tokenizers,
+    check_lengths,
+    sha256_of,
+    with_vocabulary,
+)
+
+SHOWN = 5
+"""Held-out examples in the sample of a run."""
+
+READ = 128
+"""Pictures that are classified at a time."""
+
+
+class Signals(RowsTask):
+    """Train on pictures or sounds made of the seed, or judge a model on others, `held_out`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizers: Tokenizers | None,
+        vocab_size: int | None,
+        held_out: Sequence[Signal] | None = None,
+    ) -> None:
+        assert isinstance(config.task, DigitsTask | TonesTask)
+        self.task, self.classes = config.task, model_shape(config.model) == "encoder"
+        if held_out is None:
+            made = make_signals(self.task, config.seed)
+            cut = int(len(made) * (1 - config.val_fraction))
+        else:  # the first stands for the training part, which nothing reads
+            made, cut = [held_out[0], *held_out], 1
+        if not 0 < cut < len(made):
+            rule = "must have one for training and one held out at least"
+            raise DataError(f"examples is {len(made)}: {rule}")
+        if tokenizers is None:
+            targets = [signal.target for signal in made]
+            tokenizers = Tokenizers(line_tokenizer(config, targets, targets[:cut]))
+        names = [] if self.classes else ["bos", "eos"]
+        tokenizers = Tokenizers(with_special_tokens(tokenizers.tokenizer, names))
+        changes = {"num_classes": len(DIGITS)} if self.classes else {}
+        config = with_vocabulary(config, tokenizers, vocab_size, **changes)
+        self.signals = made[cut:]
+
+        def rows(first: int, signals: Sequence[Signal]) -> Rows:
+            return bucketed(
+                [
+                    signal_example(config, tokenizers, signal, f"example {first + number}")
+                    for number, signal in enumerate(signals)
+                ]
+            )
+
+        content = [np.ascontiguousarray(signal.values).tobytes() for signal in made]
+        sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
+        super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))
+        if self.classes:
+            assert isinstance(config.model, ModelConfig) and config.model.inputs is not None
+            self.tokens_per_step = config.accumulation * config.batch_size
+            self.tokens_per_step *= config.model.inputs.num_tokens(1)
+
+    def described(self) -> str:
+        """Return how many examples there are, and what one is."""
+        kind = "pictures" if isinstance(self.task, DigitsTask) else "sounds"
+        return f"{sum(self.train.counts):,} {kind}; {sum(self.val.counts):,} held out"
+
+    def sample(self, params: Params) -> str:
+        """Return what the model makes of the first held-out pictures or sounds."""
+        signals = self.signals[:SHOWN]
+        lines = []
+        for signal, text in zip(signals, self.answers(params, signals), strict=True):
+            wanted = "" if text == signal.target else f"   (wanted: {signal.target})"
+            lines.append(f"{self._name(signal)} -> {text}{wanted}")
+        return "\n".join(lines)
+
+    def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
+        """Return how what the model says compares with the held-out targets.
+
+        Of texts exact_match and letter_error_rate, the letters to insert, delete or replace by
+        those that were wanted; of classes accuracy and macro_f1.
+        """
+        signals = self.signals[: self.task.judged]
+        if not signals:
+            return {}
+        said = self.answers(params, signals, report)
+        wanted = [signal.target for signal in signals]
+        if self.classes:
+            one, two = (np.array([DIGITS.index(name) for name in row]) for row in (said, wanted))
+            confusion = confusion_matrix(one, two, len(DIGITS))
+            accuracy = float(np.trace(confusion) / confusion.sum())
+            return {"accuracy": accuracy, "macro_f1": macro_f1(confusion)}
+        pairs = list(zip(said, wanted, strict=True))
+        errors = sum(edit_distance(one, two) for one, two in pairs)
+        return {
+            "exact_match": float(np.mean([one == two for one, two in pairs])),
+            "letter_error_rate": errors / sum(map(len, wanted)),
+        }
+
+    def answers(
+        self,
+        params: Params,
+        signals: Sequence[Signal],
+        report: Report | None = None,
+    ) -> list[str]:
+        """Return what the model writes of each signal, or the name of its class."""
+        longest = max(len(self.tokenizers.tokenizer.encode(signal.target)) for signal in signals)
+        return answer_signals(
+            self.config, self.tokenizers, params, signals, longest + 1, report, self.model
+        )  # with <eos>; a longer text would be wrong in any case
+
+    def _name(self, signal: Signal) -> str:
+        """Return a few words for a signal."""
+        if isinstance(self.task, TonesTask):
+            return f"tones of {signal.target}"
+        return f"picture of {'an' if signal.target == 'eight' else 'a'} {signal.target}"
+
+
+def answer_signals(
+    config: TrainConfig,
+    tokenizers: Tokenizers,
+    params: Params,
+    signals: Sequence[Signal],
+    num_tokens: int | None = None,
+    report: Report | None = None,
+    model: AnyModel | None = None,
+) -> list[str]:
+    """Return what a model writes of each signal, at most `num_tokens`, or the name of its class.
+
+    The `model` is that of the config, which may be edited.
+    """
+    model = build(config.model) if model is None else model
+    if model_shape(config.model) == "encoder":
+        parts = [signals[i : i + READ] for i in range(0, len(signals), READ)]
+        pictures = (np.stack([signal.values for signal in part]) for part in parts)
+        found = [np.asarray(_classes(model, params, part)) for part in pictures]
+        return [DIGITS[i] for i in np.concatenate(found)]
+    sources = [signal.values for signal in signals]
+    return write_targets(
+        config, tokenizers, params, sources, num_tokens=num_tokens, model=model, report=report
+    )
+
+
+def signal_example(
+    config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
+) -> Batch:
+    """Return a signal as a model of the config reads it; DataError where it is too long."""
+    model = config.model
+    assert isinstance(model, ModelConfig) and model.inputs is not None
+    if model.kind == "encoder":
+        return Batch(signal.values, np.array(DIGITS.index(signal.target), np.int32))
+    ids, target = special_ids(tokenizers.tokenizer), tokenizers.tokenizer.encode(signal.target)
+    sizes = {f"{where}: target": len(target) + 1}
+    if isinstance(model.positions, Learned):
+        sizes[f"{where}: source"] = model.inputs.num_tokens(len(signal.values))
+    check_lengths(config, sizes)
+    whole = np.concatenate([[ids["bos"]], target, [ids["eos"]]]).astype(np.int32)
+    return Batch(whole[:-1], whole[1:], source=signal.values)
+
+
+@program(static=("model",))
+def _classes(
+    model: AnyModel,
+    params: Params,
+    pictures: Array,  # f32[B, H, W, C]
+) -> jax.Array:  # i32[B]
+    """Return the likeliest class of each picture."""
+    labels = np.zeros(len(pictures), np.int32)
+    return batch_logits(model)(params, Batch(pictures, labels), None).argmax(axis=-1)

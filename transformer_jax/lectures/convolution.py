@@ -1,0 +1,117 @@
+"""Predict a token by gated convolutions over the tokens before it (Dauphin et al. 2017).
+
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
+training, prefill and decoding alike, as it is with the other models.
+
+    a_t, b_t = W_0 x_(t-k+1) + ... + W_(k-1) x_t + c     k tokens at once, W: [k, D, 2 D]
+    x'_t     = x_t + a_t sigmoid(b_t)                    once for each of L layers
+    logits   = U x + d
+
+No layer reads a later token, so a prediction sees the last L (k - 1) + 1. Before the beginning
+stands one learned vector, `begin`. The state is the last tokens, from which a step computes anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from transformer_jax.config import ConvolutionConfig
+from transformer_jax.lectures.recent_tokens import RecentTokens, slide_window
+from transformer_jax.lectures.recurrent_layers import Vocabulary
+from transformer_jax.models.arguments import CheckedModule, gather_tokens
+from transformer_jax.models.functional import dropout, split_key
+from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.models.ops import lookup
+from transformer_jax.models.packing import sequence_positions
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+
+
+class ConvolutionLM(CheckedModule):
+    """Predict each token by convolutions over those before it (Dauphin et al. 2017).
+
+    Attributes:
+        config: of the model.
+    """
+
+    config: ConvolutionConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.embed = Vocabulary(cfg)
+        normal = nn.initializers.normal(cfg.init_std)
+        self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
+        self.convolution = [
+            nn.Conv(2 * cfg.d_hidden, (cfg.kernel_size,), padding="VALID")
+            for _ in range(cfg.num_layers)
+        ]
+        refuse_surplus(self)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecentTokens | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
+        key: jax.Array | None = None,
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
+        """Return logits of the next token, and the state after these.
+
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
+                that of the last one. Not with a state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
+                for others; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
+        """
+        cfg, places = self.config, Places.of(self, capture, edit)
+        read, at = at, None if places.edit else at  # an edit is told all tokens
+        length = None if state is None else state.length
+        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
+        places = places.told(positions, whole=length is None, packed=segments is not None)
+        visit = places.visit(positions=positions)
+        refuse_rngs(self, key)
+        whole = valid is None and segments is None and at is None and tokens.shape[1] > 0
+        windows, state = slide_window(cfg, tokens, state, valid, segments, at)  # [B, Q, C]
+        count = windows.shape[1]
+        if whole:  # the windows overlap: each layer runs once along the text
+            lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
+        else:
+            lines = rearrange(windows, "B Q C -> (B Q) C")
+        keys = split_key(key, cfg.num_layers + 1)
+        begins = (lines < 0)[..., None]
+        vectors = lookup(self.embed.tokens, jnp.where(lines < 0, 0, lines))
+        x = jnp.where(begins, self.begin[None, None], vectors)
+        for i, layer in enumerate(self.convolution):
+            x = dropout(x, cfg.dropout, keys[i])
+            value, gate = jnp.split(layer(x), 2, axis=-1)
+            x = x[:, cfg.kernel_size - 1 :] + value * jax.nn.sigmoid(gate)
+        x = x if whole else rearrange(x, "(B Q) 1 D -> B Q D", Q=count)
+        x = visit("read_out", dropout(x, cfg.dropout, keys[-1]))
+        logits = visit("logits", self.embed.logits(x))
+        captured = places.in_order(visit.captured)
+        if places.edit and read is not None:
+            logits, captured = (
+                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
+            )
+        return (logits, state, captured) if capture else (logits, state)

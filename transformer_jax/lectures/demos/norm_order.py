@@ -1,0 +1,127 @@
+"""Train post-norm and pre-norm models of several depths, with a warmup of the rate and without.
+
+    python -m transformer_jax demo norm_order
+
+The blocks are those of `depth`. Xiong et al. 2020 hold that before training the gradients of
+post-norm are large near the output, so that it needs a warmup, and those of pre-norm are not. Here
+both are drawn: the norm of the gradient of each block's last matrix, W_2, at the first step; and
+the loss after training by Adam at several rates, at once in full or reached in a straight line over
+the first half of the steps. Each token of the texts follows from the one before it, but for a tenth
+that is drawn anew, so that the least loss is `entropy_rate()`, and guessing costs log 11 = 2.4.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from transformer_jax.lectures.demos.depth import WIDTH, init, loss_of
+from transformer_jax.lectures.demos.length_extrapolation import NOISE, VOCAB, entropy_rate
+from transformer_jax.lectures.demos.shared import (
+    COLOURS,
+    Options,
+    label,
+    new_figure,
+    print_table,
+    save_picture,
+)
+from transformer_jax.pytree import PyTree
+
+OPTIONS: Options = {"layers": (48, 4), "steps": (40, 20), "seed": (1, 1)}
+
+KINDS = ("post-norm", "pre-norm")
+RATES = (0.001, 0.003, 0.01)
+ROWS, LENGTH = 8, 8
+
+
+def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
+    """Return texts of x_t = f(x_{t-1}) for one permutation f, with a tenth of noise."""
+    after = np.random.default_rng(0).permutation(VOCAB)
+    draw = np.random.default_rng(seed)
+    texts = draw.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
+    for t in range(1, LENGTH + 1):
+        right = draw.random(rows) >= NOISE
+        texts[:, t] = np.where(right, after[texts[:, t - 1]], texts[:, t])
+    return texts
+
+
+def schedules(steps: int) -> np.ndarray:  # f32[rates, 2, steps]
+    """Return each rate at every step: in full at once, and after a warmup of half the steps."""
+    warmup = np.minimum(np.arange(1, steps + 1) / max(1, steps // 2), 1.0)
+    shapes = np.stack([np.ones(steps), warmup])
+    return (np.array(RATES)[:, None, None] * shapes).astype(np.float32)
+
+
+def trained(
+    kind: str, layers: int, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:  # f32[rates, 2], f32[L]
+    """Train at every schedule from one start; return the losses, and the first gradients of W_2.
+
+    A loss is the mean of the last fifth of the steps.
+    """
+    texts = make_texts(steps * ROWS, seed=1).reshape(steps, ROWS, LENGTH + 1)
+    nudges = jnp.zeros((layers, ROWS, LENGTH, WIDTH))
+    params = init(layers, jax.random.key(seed))
+    optimizer = optax.scale_by_adam()
+
+    def learn(rates: jax.Array) -> tuple[jax.Array, jax.Array]:  # f32[steps], of W_2
+        def step(state: PyTree, given: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array]:
+            params, moments = state
+            rows, rate = given
+            loss, slopes = jax.value_and_grad(loss_of, 1)(kind, params, rows, nudges)
+            updates, moments = optimizer.update(slopes, moments)
+            return (jax.tree.map(lambda p, u: p - rate * u, params, updates), moments), loss
+
+        state = params, optimizer.init(params)
+        (_, first), _ = step(state, (texts[0], rates[0]))
+        return jax.lax.scan(step, state, (jnp.asarray(texts), rates))[1], first.mu["blocks"]["down"]
+
+    losses, first = jax.jit(jax.vmap(learn))(schedules(steps).reshape(-1, steps))
+    last = np.asarray(losses)[:, -max(1, steps // 5) :].mean(axis=1)
+    slopes = np.asarray(first)[0] / (1 - 0.9)  # Adam's first mean is a tenth of the gradient
+    return last.reshape(len(RATES), 2), np.sqrt((slopes**2).sum(axis=(1, 2)))
+
+
+def demonstrate(arguments: Namespace) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
+    """Run the demonstration; return losses [rates, 2] and gradients [L] by kind and depth."""
+    depths = sorted({min(2, arguments.layers), max(1, arguments.layers // 4), arguments.layers})
+    found = {
+        (kind, layers): trained(kind, layers, arguments.steps, arguments.seed)
+        for kind, layers in product(KINDS, depths)
+    }
+    print(f"loss after {arguments.steps} steps, at once in full / after a warmup; "
+          f"least {entropy_rate():.2f}, guessing {math.log(VOCAB):.2f}")  # fmt: skip
+    print_table(["kind, blocks", *(f"rate {rate:g}" for rate in RATES)], [
+        [f"{kind}, {layers}", *(f"{now:.2f} / {later:.2f}" for now, later in losses)]
+        for (kind, layers), (losses, _) in found.items()
+    ])  # fmt: skip
+    print("gradient of W_2 at the first step")
+    print_table(["kind, blocks", "first block", "middle", "last"], [
+        [f"{kind}, {layers}", *(f"{norms[i]:.3f}" for i in (0, layers // 2, -1))]
+        for (kind, layers), (_, norms) in found.items()
+    ])  # fmt: skip
+    figure, (left, right) = new_figure(2)
+    for (kind, layers), (losses, norms) in found.items():
+        style: dict[str, Any] = dict(
+            color=COLOURS[KINDS.index(kind)], alpha=0.4 + 0.3 * depths.index(layers)
+        )
+        left.plot(np.linspace(0, 1, layers), norms, label=f"{kind}, {layers}", **style)
+        for column, line in enumerate(("-", "--")):
+            if layers == depths[-1]:
+                named = kind + ("", ", warmup")[column]
+                right.plot(RATES, losses[:, column], f"o{line}", label=named, **style)
+    left.set_yscale("log")
+    right.set_xscale("log")
+    right.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+    right.axhline(entropy_rate(), color="#bbbbbb", linestyle=":")
+    label(left, "First gradient of W_2", "block, first to last", "norm")
+    label(right, f"Loss of {depths[-1]} blocks", "rate", "nats a token")
+    save_picture(figure, arguments, "norm_order")
+    return found

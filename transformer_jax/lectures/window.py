@@ -1,0 +1,114 @@
+"""Predict a token from the last C by a feed-forward network (Bengio et al. 2003).
+
+`model.apply({"params": params}, tokens, state=state, valid=valid) -> (logits f32, state)` is
+training, prefill and decoding alike, as it is with the other models.
+
+    x = [E w_(t-C+1); ...; E w_t]          the vectors of the last C tokens, side by side
+    h = tanh(W x + b)                      once for each of `num_layers`
+    logits = U h + D x + d                 D with `direct` only
+
+Before the beginning stands one learned vector, `begin`. All tokens of a training pass are computed
+at once: their windows are gathers, not a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from transformer_jax.config import WindowConfig
+from transformer_jax.lectures.recent_tokens import RecentTokens, slide_window
+from transformer_jax.lectures.recurrent_layers import Vocabulary
+from transformer_jax.models.arguments import CheckedModule, gather_tokens
+from transformer_jax.models.functional import dropout, split_key
+from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.models.ops import lookup
+from transformer_jax.models.packing import sequence_positions
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+
+
+class WindowLM(CheckedModule):
+    """Predict each token from a fixed number of tokens before it (Bengio et al. 2003).
+
+    Attributes:
+        config: of the model.
+    """
+
+    config: WindowConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.embed = Vocabulary(cfg)
+        normal = nn.initializers.normal(cfg.init_std)
+        self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
+        self.hidden = [nn.Dense(cfg.d_hidden) for _ in range(cfg.num_layers)]
+        if cfg.direct:
+            shape = (cfg.context * cfg.d_embed, cfg.vocab_size)
+            self.direct = parameter(self, "direct", nn.initializers.lecun_normal(), shape)
+        refuse_surplus(self)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecentTokens | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
+        key: jax.Array | None = None,
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
+        """Return logits of the next token, and the state after these.
+
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
+                that of the last one. Not with a state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
+                for others; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
+        """
+        cfg, places = self.config, Places.of(self, capture, edit)
+        read, at = at, None if places.edit else at  # an edit is told all tokens
+        refuse_rngs(self, key)
+        before = state
+        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
+        length = None if before is None else before.length
+        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
+        places = places.told(positions, whole=length is None, packed=segments is not None)
+        visit = places.visit(positions=positions)
+        keys = split_key(key, cfg.num_layers + 1)
+        begins = (windows < 0)[..., None]
+        vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))
+        vectors = jnp.where(begins, self.begin[None, None, None], vectors)
+        x = dropout(rearrange(vectors, "B Q C E -> B Q (C E)"), cfg.dropout, keys[0])
+        h = x = visit("embedding", x)
+        for i, layer in enumerate(self.hidden):
+            h = visit(f"layer_{i}/hidden", jnp.tanh(layer(h)))
+            h = dropout(h, cfg.dropout, keys[i + 1])
+        logits = self.embed.logits(h)
+        if cfg.direct:
+            logits = logits + jnp.einsum("BQX,XV->BQV", x, self.direct)
+        logits = visit("logits", logits)
+        captured = places.in_order(visit.captured)
+        if places.edit and read is not None:
+            logits, captured = (
+                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
+            )
+        return (logits, state, captured) if capture else (logits, state)
