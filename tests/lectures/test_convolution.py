@@ -12,8 +12,8 @@ from tests.support.tolerances import FORWARD_F32, assert_near
 from transformer_jax.config import ConfigError, ConvolutionConfig
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.lectures import convolution
 from transformer_jax.lectures.recent_tokens import init_recent_tokens
-from transformer_jax.models import convolution
 from transformer_jax.models.factory import build, init_params, num_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -17,8 +17,8 @@ from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate, stream
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import RecurrentStep, make_step
+from transformer_jax.lectures import recurrent, recurrent_layers
 from transformer_jax.lectures.recurrent import init_recurrent_state
-from transformer_jax.models import recurrent, recurrent_layers
 from transformer_jax.models.factory import build, init_params, num_params
 from transformer_jax.training.losses import cross_entropy
 

@@ -14,8 +14,8 @@ from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate, stream
 from transformer_jax.decoding.step import make_step
+from transformer_jax.lectures import window
 from transformer_jax.lectures.recent_tokens import RecentTokens, init_recent_tokens
-from transformer_jax.models import window
 from transformer_jax.models.factory import build, init_params, num_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
