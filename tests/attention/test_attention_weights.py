@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.decoding.test_decode import parameters
-from tests.models import test_recurrent as recurrent
+from tests.lectures import test_recurrent as recurrent
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import FORWARD_F32, assert_near, assert_same_bits
 from transformer_jax.attention.masks import Causal, Padding

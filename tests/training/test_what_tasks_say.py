@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.training.test_continuous_tasks import small
+from tests.lectures.test_continuous_tasks import small
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.tasks import (
