@@ -25,6 +25,7 @@ from transformer_jax.config.tasks import (
     TonesTask,
 )
 from transformer_jax.decoding.beams import LengthPenalty
+from transformer_jax.lectures import continuous
 from transformer_jax.lectures.signals import DIGITS
 from transformer_jax.models.factory import build
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
@@ -37,7 +38,6 @@ from transformer_jax.training.tasks import (
     answers,
     chat,
     classify,
-    continuous,
     load_task,
     masked,
     pairs,
