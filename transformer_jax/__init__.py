@@ -118,7 +118,6 @@ from transformer_jax.models.places import places
 from transformer_jax.models.quantized import quantize
 from transformer_jax.models.streaming import StreamingEncoder
 from transformer_jax.models.transformer import Decoder, Encoder
-from transformer_jax.programs import remember
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 if TYPE_CHECKING:
@@ -235,7 +234,6 @@ def _name_keywords() -> None:
 
 
 _name_keywords()
-remember()
 
 _LATER = {
     "export_decoder": "text.export",

@@ -1,382 +1,168 @@
-"""Compile as `jax.jit` does, and trace calls again that bring code along which is not ours.
+"""Compile functions as `jax.jit` does, without a stale result where code of yours takes part.
 
-`jax.jit` finds a program by the equality of its static arguments. That is right while equal values
-do equal things, as ours do. Code that somebody else wrote reads globals, closures, arrays and
-attributes, which are no part of its value and may have changed since. So a call in which such code
-takes part is traced again, and its compiled program is found by what the trace says.
-
-    program        takes the place of `jax.jit` with static arguments
-    shapes_of      takes the place of `jax.eval_shape`
-    is_ours        says whether all code that a value brings along is of this package
-    undisturbed    says whether nobody has changed what our own code does
+`jax.jit` finds a program by the equality of its static arguments. That is right for the values of
+this package: equal ones do the same. Your functions and classes read globals, closures, arrays and
+attributes that may have changed since the last call. So a call that brings such code along is
+traced again, and its compiled program is found by the text of that trace.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import hashlib
 import inspect
 import sys
 import types
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from flax import linen as nn
 from flax.linen import module as linen
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
-from jax.stages import Lowered, Traced, Wrapped
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.stages import Traced
 
-PACKAGE = "transformer_jax"
-LIBRARIES = {PACKAGE, "builtins", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax"}
+from transformer_jax.tracing import traced
+
+LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax",
+             "builtins", "collections", "enum", "functools"}  # fmt: skip
+PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
+         jax.Array, jax.core.Tracer, jax.ShapeDtypeStruct, jax.sharding.Mesh)  # fmt: skip
 MOST = 256
-"""How many programs that were found by content each function keeps, the latest used ones."""
-
+"""Programs found by text that each function keeps; the latest used ones stay."""
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-Named = dict[str, object]
-"""Arguments by their names."""
-Arrays = Sequence[jax.Array]
 
 
-@overload
 def program(
-    function: Callable[P, Result],
-    *,
-    static: Sequence[str] = (),
-    donate: Sequence[str] = (),
-    code: Callable[..., Iterable[object]] | None = None,
-) -> Program[P, Result]: ...
-@overload
-def program(
-    *,
-    static: Sequence[str] = (),
-    donate: Sequence[str] = (),
-    code: Callable[..., Iterable[object]] | None = None,
-) -> Callable[[Callable[P, Result]], Program[P, Result]]: ...
-def program(
-    function: Callable[P, Result] | None = None,
-    *,
-    static: Sequence[str] = (),
-    donate: Sequence[str] = (),
-    code: Callable[..., Iterable[object]] | None = None,
-) -> Program[P, Result] | Callable[[Callable[P, Result]], Program[P, Result]]:
-    """Compile a function, as `jax.jit` does, for arguments that may bring foreign code along.
-
-    Arguments named `static` are hashable values, those named `donate` are given away. `code`
-    returns what of the arguments is asked for foreign code, without our models; by default it is
-    all of them, and our models too.
-    """
-    if function is None:
-        return lambda found: Program(found, tuple(static), tuple(donate), code)
-    return Program(function, tuple(static), tuple(donate), code)
+    *, static: tuple[str, ...] = (), donate: tuple[str, ...] = ()
+) -> Callable[[Callable[P, Result]], Program[P, Result]]:
+    """Compile a function like `jax.jit` with these static and donated arguments."""
+    return lambda function: Program(function, static, donate)
 
 
 class Program(Generic[P, Result]):
-    """Call a function by compiled programs: those of `jax.jit`, or those of what a trace says."""
+    """A function that runs compiled programs, found by value or by the text of a new trace."""
 
     def __init__(
-        self,
-        function: Callable[P, Result],
-        static: tuple[str, ...],
-        donate: tuple[str, ...],
-        code: Callable[..., Iterable[object]] | None,
+        self, function: Callable[P, Result], static: tuple[str, ...], donate: tuple[str, ...]
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function: Callable[..., Result] = function
-        self.static, self.donate, self.code = static, donate, code
+        self.function, self.static, self.donate = function, static, donate
         self.names = tuple(inspect.signature(function).parameters)
         self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
-        self.by_content: OrderedDict[Hashable, Callable[..., list[jax.Array]]] = OrderedDict()
+        self.by_text: dict[Hashable, Callable[..., list[jax.Array]]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
-        given = *args, *(kwargs[name] for name in self.names[len(args) :] if kwargs)
+        named: dict[str, Any] = dict(zip(self.names, args)) | kwargs  # noqa: B905
         result: Result
-        result = self.by_value(*given) if self._by_value(given) else self._traced_again(given)
+        result = self._run_by_text(named) if _again(named) else self.by_value(*args, **kwargs)
         if self.donate:
-            self._consume(given, result)
-        return result
-
-    def _consume(self, args: tuple[object, ...], result: Result) -> None:
-        """Delete what was donated, also memory that XLA did not take.
-
-        It leaves arrays that NumPy looks at, and those that no result has the shape of.
-        """
-        kept = {id(x) for x in jax.tree.leaves(result)}
-        for name, x in zip(self.names, args, strict=True):
-            for leaf in jax.tree.leaves(x) if name in self.donate else ():
-                known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            # XLA keeps memory that NumPy looks at or that no result has the shape of; whether a
+            # donated state can be used again must not depend on that
+            kept = {id(x) for x in jax.tree.leaves(result)}
+            for leaf in jax.tree.leaves([named[name] for name in self.donate]):
+                known = isinstance(leaf, jax.Array) and not traced(leaf)
                 if known and id(leaf) not in kept and not leaf.is_deleted():
                     leaf.delete()
+        return result
 
-    def lower(self, *args: object) -> Lowered:
-        """Lower the program of `jax.jit`."""
-        return self.by_value.lower(*args)
-
-    def trace(self, *args: object) -> Traced:
-        """Trace as `jax.jit` does, anew where foreign code takes part."""
-        if self._by_value(args):
-            return self.by_value.trace(*args)
-        fresh, kept, donated = self._fresh(args)
-        return fresh.trace(kept, donated)
+    def trace(self, **named: Any) -> Traced:
+        """Trace like `jax.jit`, but again if foreign code takes part."""
+        if not _again(named):
+            return self.by_value.trace(**named)
+        fixed = {name: named.pop(name) for name in self.static}
+        # a new function, of which JAX has no trace yet
+        return jax.jit(lambda **named: self.function(**fixed, **named)).trace(**named)
 
     def num_programs(self) -> int:
-        """Count the programs that there are."""
-        of_jax: Any = self.by_value  # counts in private
-        return int(of_jax._cache_size()) + len(self.by_content)
+        """Count the compiled programs."""
+        by_value: Any = self.by_value
+        return int(by_value._cache_size()) + len(self.by_text)
 
-    def _by_value(self, args: tuple[object, ...]) -> bool:
-        """Return whether equal arguments have equal programs."""
-        if self.code is not None:
-            return undisturbed(models=False) and all(map(is_ours, self.code(*args)))
-        asked = [x for x, name in zip(args, self.names, strict=True) if name != "params"]
-        return undisturbed() and all(map(is_ours, asked))  # parameters are arrays, and many
+    def _run_by_text(self, named: dict[str, Any]) -> Any:
+        given = {name: named[name] for name in sorted(named) if name not in self.static}
+        leaves = jax.tree.leaves(given)
+        if traced(*leaves):
+            return self.function(**named)  # a part of the outer trace, which reads the code once
+        found = self.trace(**named)
+        jaxpr, read = found.jaxpr.jaxpr, found.jaxpr.consts
+        if len(jaxpr.invars) > len(leaves):  # the code's closure belongs to an outer trace
+            return self.function(**named)
+        # arrays that the code reads become arguments, so that other numbers compile nothing;
+        # explicitly, because the caller may refuse implicit transfers
+        read = [jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in read]
+        donated = [name in self.donate for name, x in given.items() for _ in jax.tree.leaves(x)]
 
-    def _fresh(self, args: tuple[object, ...]) -> tuple[Wrapped, Named, Named]:
-        """Return a function that JAX has not seen before, and its arguments."""
-        kept = dict(zip(self.names, args, strict=True))
-        fixed = {name: kept.pop(name) for name in self.static}
-        donated = {name: kept.pop(name) for name in self.donate}
-
-        def fresh(kept: Named, donated: Named) -> Result:
-            return self.function(**fixed, **kept, **donated)
-
-        fresh.__name__ = self.function.__name__
-        return jax.jit(fresh, donate_argnums=1 if donated else ()), kept, donated
-
-    def _traced_again(self, args: tuple[object, ...]) -> Result:
-        """Return the result of a new trace; its compiled program may be one from before.
-
-        Arrays that the trace reads become arguments. Where one is traced outside, the new trace
-        becomes a part of the outer one: derivatives that are written by hand are functions, which
-        have no content to find them by.
-        """
-        fresh, *trees = self._fresh(args)
-        found = fresh.trace(*trees)
-        constants = found.jaxpr.consts
-        # explicitly, for code that refuses implicit transfers
-        constants = [
-            jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x for x in constants
-        ]
-        leaves = [jax.tree.leaves(tree) for tree in trees]
-        lifted = len(found.jaxpr.in_avals) > sum(map(len, leaves))  # of a closure, by JAX
-        given = *constants, *leaves[0], *leaves[1]
-        if lifted or any(isinstance(x, jax.core.Tracer) for x in given):
-            return fresh(*trees)
-        jaxpr = found.jaxpr.jaxpr
-
-        def run(constants: Arrays, kept: Arrays, donated: Arrays) -> list[jax.Array]:
-            return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*kept, *donated)
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            return jaxpr_as_fun(ClosedJaxpr(jaxpr, arrays[: len(read)]))(*arrays[len(read) :])
 
         run.__name__ = self.function.__name__
         # all arguments are kept, or programs that read the first or the second would look alike
-        new = jax.jit(run, donate_argnums=2 if leaves[1] else (), keep_unused=True)
-        text = new.lower(constants, *leaves).as_text()
-        avals = *map(jax.typeof, constants), *found.jaxpr.in_avals, *found.jaxpr.out_avals
-        key = hashlib.sha256(text.encode()).digest(), avals, *_host_calls(jaxpr)
-        known = self.by_content.setdefault(key, new)
-        self.by_content.move_to_end(key)
-        if len(self.by_content) > MOST:
-            self.by_content.popitem(last=False)
-        return jax.tree.unflatten(jax.tree.structure(found.out_info), known(constants, *leaves))
+        at = [len(read) + i for i, gone in enumerate(donated) if gone]
+        compiled = jax.jit(run, donate_argnums=at, keep_unused=True)
+        text = compiled.lower(*read, *leaves).as_text()
+        if "callback" not in text:  # the text only counts functions that are called in Python
+            avals = *map(jax.typeof, read), *found.jaxpr.in_avals, *found.jaxpr.out_avals
+            key = hashlib.sha256(text.encode()).digest(), avals
+            compiled = self.by_text[key] = self.by_text.pop(key, compiled)
+            if len(self.by_text) > MOST:
+                del self.by_text[next(iter(self.by_text))]
+        return jax.tree.unflatten(jax.tree.structure(found.out_info), compiled(*read, *leaves))
 
 
-def _host_calls(jaxpr: Jaxpr) -> Iterable[tuple[int, str]]:
-    """Name the functions that a program calls in Python, which its text only counts.
-
-    A program holds its functions, so that no two at a time have one address.
-    """
-    for one in jaxpr.eqns:
-        if "callback" in one.primitive.name or "debug" in one.primitive.name:
-            called = one.params.get("callback")
-            yield id(getattr(called, "callback_func", called)), str(one.params)
-        for inner in programs_within(one):
-            yield from _host_calls(inner)
+def _again(named: Mapping[str, Any]) -> bool:
+    # parameters are arrays, and many
+    return disturbed() or any(brings_code(x) for name, x in named.items() if name != "params")
 
 
-def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the programs that an equation holds: the body of a loop, what a function calls."""
-    for value in jax.tree.leaves(list(equation.params.values())):
-        inner = getattr(value, "jaxpr", value)
-        if isinstance(inner, Jaxpr):
-            yield inner
-
-
-def shapes_of(function: Callable[..., object], *args: object) -> Any:
-    """Return what `jax.eval_shape` does, of a new trace where foreign code takes part."""
-    if undisturbed() and is_ours(function) and all(map(is_ours, args)):
-        return jax.eval_shape(function, *args)
-    return jax.eval_shape(lambda *args: function(*args), *args)
-
-
-# What our code does
-
-
-def undisturbed(*, models: bool = True) -> bool:
-    """Return whether our code does what it did when it was imported.
-
-    It does not under an interceptor of flax, where a name of ours has another implementation, or
-    where a method of our models was replaced. The last is only asked for `models`.
-    """
-    if linen._global_interceptor_stack:
-        return False
-    for now, then in _NAMED:
-        if now != then and any(now.get(name) is not value for name, value in then.items()):
-            return False
-    return not models or all([methods(kind) == then for kind, methods, then in _MODELS])
-
-
-def remember() -> None:
-    """Remember the methods of all classes of ours that are imported, as they are."""
-    for name, module in list(sys.modules.items()):
-        if _root(name) == PACKAGE:
-            for kind in list(vars(module).values()):
-                if isinstance(kind, type) and _root(kind.__module__) == PACKAGE:
-                    _check_of(kind)
+_LOOKED_UP: list[tuple[Mapping[str, object], dict[str, object]]] = []
 
 
 def depends_on_names(named: Mapping[str, object]) -> None:
-    """Say that our code looks values up by name here, where others may put theirs."""
-    _NAMED.append((named, dict(named)))
+    """Register a mapping in which our code looks values up by name, and you may put yours."""
+    _LOOKED_UP.append((named, dict(named)))
 
 
-_Methods = tuple[type, Callable[[object], object], object]
-"""A class, what gets its methods, and those that it had."""
-
-_NAMED: list[tuple[Mapping[str, object], Mapping[str, object]]] = []
-_MODELS: list[_Methods] = []
-
-
-def _methods_of(kind: type) -> _Methods:
-    names = {
-        name: None
-        for base in kind.__mro__
-        if _root(base.__module__) == PACKAGE
-        for name, value in vars(base).items()
-        if (name == "__call__" or not name.startswith("__"))
-        and isinstance(value, types.FunctionType | property | functools.cached_property)
-    }
-    methods = attrgetter(*names, "__class__") if names else attrgetter("__class__")
-    return kind, methods, methods(kind)
+def disturbed() -> bool:
+    """Whether an interceptor of flax is active, or a name of ours has another implementation."""
+    return bool(linen._global_interceptor_stack) or any(
+        now.get(name) is not value for now, then in _LOOKED_UP for name, value in then.items()
+    )
 
 
-# What code a value brings along
-
-
-def is_ours(value: object) -> bool:
-    """Return whether all code that a value brings along is of this package or of its libraries.
-
-    Foreign are functions, methods and instances of classes that somebody else wrote, in a field or
-    in a closure, at any depth; and a name that somebody else gave an implementation.
-    """
-    check = _CHECKS.get(type(value)) or _check_of(type(value))
-    return check(value)
-
-
-_Check = Callable[[Any], bool]
-
-
-def _check_of(kind: type) -> _Check:
-    """Return how values of exactly this type are asked, and remember it."""
-    check = _CHECKS[kind] = _new_check(kind)
-    return check
-
-
-def _new_check(kind: type) -> _Check:
-    if issubclass(kind, str):
-        return _is_name_of_ours
-    if _root(kind.__module__) not in LIBRARIES | {"functools", "enum"}:
-        return lambda _: False
-    plain = bool, int, float, complex, bytes, type(None), np.ndarray, np.generic, enum.Enum
-    if issubclass(kind, (*plain, jax.Array, jax.core.Tracer)):
-        return lambda _: True
-    if issubclass(kind, tuple | list | set | frozenset):
-        return lambda values: all([is_ours(x) for x in values])
-    if issubclass(kind, Mapping):
-        return lambda named: all([is_ours(x) for x in named.values()])
-    if issubclass(kind, functools.partial):
-        return lambda x: is_ours(x.func) and is_ours(x.args) and is_ours(x.keywords)
-    if issubclass(kind, types.FunctionType):
-        return _is_function_of_ours
-    if issubclass(kind, types.MethodType):
-        return lambda x: is_ours(x.__self__) and is_ours(x.__func__)
-    if issubclass(kind, type):
-        return lambda x: _root(x.__module__) in LIBRARIES
-    if issubclass(kind, types.BuiltinFunctionType | types.MethodWrapperType):
-        # bound to a list, it reads what the list holds
-        return lambda x: (
-            isinstance(x.__self__, types.ModuleType) and _root(x.__self__.__name__) in LIBRARIES
-        )
-    if _root(kind.__module__) != PACKAGE and not issubclass(kind, nn.Module):
-        if issubclass(kind, jax.sharding.Mesh):
-            return lambda _: True
-        # a dtype, a jaxpr; or what wraps a function: jit shows it, `np.vectorize` does not
-        return lambda x: is_ours(x.__wrapped__) if hasattr(x, "__wrapped__") else not callable(x)
-    return _new_instance_check(kind)
-
-
-def _new_instance_check(kind: type) -> _Check:
-    """Return how instances of a class of ours are asked: its methods, and their fields."""
-    methods = _methods_of(kind)
-    _, get, then = methods
-    if issubclass(kind, nn.Module):
-        _MODELS.append(methods)
-    if not dataclasses.is_dataclass(kind):
-        return lambda x: get(kind) == then and is_ours(getattr(x, "__dict__", None))
-    fields = [field.name for field in dataclasses.fields(kind)]
-    if not fields:
-        return lambda _: get(kind) == then
-    values = attrgetter(*fields, fields[0])  # two at least, so that it gives a tuple
-
-    def check(x: object) -> bool:
-        return get(kind) == then and all([is_ours(value) for value in values(x)])
-
-    if not kind.__module__.startswith(f"{PACKAGE}.config"):
-        return check
-    known: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-
-    def check_config(x: object) -> bool:
-        """Ask a config once, which holds numbers and names and never changes."""
-        if known.get(id(x)) is x and not any([len(now) > len(then) for now, then in _NAMED]):
-            return get(kind) == then
-        ours = check(x)
-        if ours:
-            known[id(x)] = x
-        return ours
-
-    return check_config
-
-
-def _is_name_of_ours(name: str) -> bool:
-    return all([name in then or name not in now for now, then in _NAMED])
-
-
-def _is_function_of_ours(function: types.FunctionType) -> bool:
-    if _root(function.__globals__.get("__name__", "")) not in LIBRARIES - {"builtins"}:
+def brings_code(value: Any) -> bool:
+    """Whether a value contains, at any depth, a function or class that is not of `LIBRARIES`."""
+    kind = type(value)
+    if kind in _PLAIN_KINDS:
         return False
-    cells = [cell for cell in function.__closure__ or () if not _is_empty(cell)]
-    read = [cell.cell_contents for cell in cells]
-    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return all([is_ours(x) for x in read if x is not function])
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
+    if isinstance(value, str):
+        return any(value in now and brings_code(now[value]) for now, _ in _LOOKED_UP)
+    if kind.__module__.partition(".")[0] not in LIBRARIES:
         return True
-    return False
+    if isinstance(value, PLAIN):
+        _PLAIN_KINDS.add(kind)
+        return False
+    if isinstance(value, tuple | list | set | frozenset):
+        return any(map(brings_code, value))
+    if isinstance(value, Mapping):
+        return any(map(brings_code, value.values()))
+    if isinstance(value, functools.partial):
+        return brings_code((value.func, value.args, value.keywords))
+    if isinstance(value, types.MethodType):
+        return brings_code((value.__func__, value.__self__))
+    if kind.__module__.startswith("transformer_jax"):
+        fields = getattr(kind, "__dataclass_fields__", None) or vars(value)
+        return any(brings_code(getattr(value, name)) for name in fields)
+    # a module of ours or of a library has its functions and classes by their names; a lambda, a
+    # closure and an object that wraps a function are not found so
+    name = str(getattr(value, "__module__", ""))
+    found: Any = sys.modules.get(name) if name.partition(".")[0] in LIBRARIES else None
+    for part in getattr(value, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return found is not value
 
 
-def _root(module: str) -> str:
-    return module.partition(".")[0]
-
-
-_CHECKS: dict[type, _Check] = {}
+_PLAIN_KINDS: set[type] = set()

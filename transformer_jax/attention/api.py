@@ -425,12 +425,12 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
 # Running one
 
 
-@program(static=("one",), code=lambda one, call: (one, call.mask, call.bias))
+@program(static=("one",))
 def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
     return one(call)
 
 
-@program(code=lambda call: (call.mask, call.bias))
+@program()
 def _weights(call: AttentionCall) -> jax.Array:
     rows, tokens, heads, _ = split(call.query)
     return by_compiler(reference_weights, [call], PartitionSpec(rows, heads, tokens))

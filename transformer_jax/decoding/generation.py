@@ -35,8 +35,16 @@ from transformer_jax.decoding.arguments import (
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import RowSampling, Sampler
-from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_step, check_given
-from transformer_jax.programs import program, shapes_of
+from transformer_jax.decoding.step import (
+    Params,
+    PyTree,
+    Step,
+    StepLike,
+    as_step,
+    check_given,
+    count_vocab,
+)
+from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
@@ -115,7 +123,7 @@ def prefill(
         here, logits, state = read_chunk(carry[1], start)
         return (jnp.where(here, logits, carry[0]), state), None
 
-    vocab = shapes_of(step, params, prompt[:, :1], state)[0].shape[-1]
+    vocab = count_vocab(step, params, rows, state)
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
     return jax.lax.scan(read_next, first, jnp.arange(0, columns + padded, chunk))[0]
 
@@ -429,8 +437,8 @@ def _generate_tokens(
 
 
 _STATIC = ("options", "step", "num_tokens", "chunk", "early_exit")
-_generate_inside = program(_generate_tokens, static=_STATIC)
-_generate = program(_generate_tokens, static=_STATIC, donate=("state",))
+_generate_inside = program(static=_STATIC)(_generate_tokens)
+_generate = program(static=_STATIC, donate=("state",))(_generate_tokens)
 
 
 @known_keywords

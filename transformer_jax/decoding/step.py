@@ -46,7 +46,7 @@ from transformer_jax.models.places import (
 )
 from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder
-from transformer_jax.programs import shapes_of
+from transformer_jax.programs import brings_code
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
@@ -501,7 +501,9 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
     """Return V, the number of logits that the step gives; nothing is computed or compiled."""
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
-    return shapes_of(step, params, tokens, state)[0].shape[-1]
+    if brings_code(step):  # or `eval_shape` would recall what its code read before
+        return jax.eval_shape(lambda *args: step(*args), params, tokens, state)[0].shape[-1]
+    return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
 
 
 def as_step(step: StepLike[State]) -> Step[State]:

@@ -13,6 +13,7 @@ from transformer_jax.attention.masks import Padding
 from transformer_jax.config import ConvolutionConfig, RecurrentConfig, WindowConfig
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_surplus
+from transformer_jax.models.module import Module
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.packing import first_tokens, number_documents
 from transformer_jax.models.places import NOWHERE, Captured, Places, Visit
@@ -64,7 +65,7 @@ class RecurrentState:
     weights: jax.Array | None = None  # f32[B, S]
 
 
-class Vocabulary(nn.Module):
+class Vocabulary(Module):
     """Turn tokens into vectors, and vectors into logits."""
 
     config: RecurrentConfig | ConvolutionConfig | WindowConfig
@@ -89,7 +90,7 @@ class Vocabulary(nn.Module):
         return jnp.einsum("BTH,VH->BTV", x, table) + self.bias[None, None]
 
 
-class RecurrentEncoder(nn.Module):
+class RecurrentEncoder(Module):
     """Compute the source's states, from one end or from both (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
@@ -130,7 +131,7 @@ class RecurrentEncoder(nn.Module):
         return x, tuple(carry), visit.captured
 
 
-class RecurrentDecoder(nn.Module):
+class RecurrentDecoder(Module):
     """Cells on top of each other, and their attention to a source."""
 
     config: RecurrentConfig
@@ -251,7 +252,7 @@ class RecurrentDecoder(nn.Module):
         return visit.token("attention/context", context), weights
 
 
-class BothDirections(nn.Module):
+class BothDirections(Module):
     """Read vectors from both ends, in layers on top of each other (Schuster & Paliwal 1997)."""
 
     config: RecurrentConfig
@@ -280,7 +281,7 @@ class BothDirections(nn.Module):
         return x
 
 
-class _GateWeights(nn.Module):
+class _GateWeights(Module):
     """Own the matrix of a gate, and its bias where it has a number to begin with."""
 
     features: int

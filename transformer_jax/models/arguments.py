@@ -36,6 +36,7 @@ from transformer_jax.config import Learned, ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.models.editing import Edit, InCall
+from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Edits, Visit, named_edits
 from transformer_jax.shown import shape_text
@@ -50,7 +51,7 @@ class OutputTable(Protocol):
         ...
 
 
-class CheckedModule(nn.Module, kw_only=True):
+class CheckedModule(Module, kw_only=True):
     """Linen module that carries edits, and whose `apply` suggests the intended argument or method.
 
     Attributes:

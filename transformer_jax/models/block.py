@@ -37,6 +37,7 @@ from transformer_jax.models.layers import (
     parameter,
     refuse_surplus,
 )
+from transformer_jax.models.module import Module
 from transformer_jax.models.ops import layer_norm, rms_norm
 from transformer_jax.models.places import NOWHERE, Captured, Edit, Places, Visit, places
 from transformer_jax.pytree import Params, register
@@ -103,7 +104,7 @@ def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> 
     return by_compiler(drop, [weights, key], split(weights))
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
 
     out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
@@ -432,7 +433,7 @@ class OwnCall:
         return dropout(y, self.attention.config.dropout, own)
 
 
-class Block(nn.Module):
+class Block(Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
 
     x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, x + m(f(x)) output, for f

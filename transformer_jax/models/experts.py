@@ -24,6 +24,7 @@ from transformer_jax.config.experts import Experts
 from transformer_jax.models.adapters import AdaptedKernel, product
 from transformer_jax.models.functional import F32, activate, gated
 from transformer_jax.models.layers import FeedForward, Linear, branch_std, parameter, refuse_surplus
+from transformer_jax.models.module import Module
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel
 from transformer_jax.sharding import Axis, axis_names, by_compiler, split, vary
@@ -222,7 +223,7 @@ def _over_devices(
     return jax.shard_map(part, in_specs=specs, out_specs=by_rows)(x, chosen, matrices, key)
 
 
-class ExpertMatrix(nn.Module):
+class ExpertMatrix(Module):
     """Declare a matrix of each expert, and its bias."""
 
     config: ModelConfig
@@ -243,7 +244,7 @@ class ExpertMatrix(nn.Module):
         return kernel, bias
 
 
-class ExpertFeedForward(nn.Module):
+class ExpertFeedForward(Module):
     """Return sum_e w_e f_e(x) over the experts that the router chooses for x, in f32 sums.
 
     Each f_e is a feed-forward as the config has it. The router's product is computed in f32

@@ -21,6 +21,7 @@ from transformer_jax.checks import check_positions
 from transformer_jax.config import Frames, Inputs, ModelConfig, Patches
 from transformer_jax.models.functional import activate
 from transformer_jax.models.layers import Linear, parameter, refuse_surplus
+from transformer_jax.models.module import Module
 from transformer_jax.sharding import by_compiler, split
 
 
@@ -72,7 +73,7 @@ def example_inputs(inputs: Inputs, batch: int, length: int) -> jax.Array:
     return jnp.zeros((batch, *inputs.row_shape(length)), jnp.float32)
 
 
-class InputLayer(nn.Module):
+class InputLayer(Module):
     """Make the vectors that join the positions, from what the config's `inputs` describe."""
 
     config: ModelConfig

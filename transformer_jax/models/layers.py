@@ -20,6 +20,7 @@ from transformer_jax.models import ops
 from transformer_jax.models import positions as pos
 from transformer_jax.models.adapters import AdaptedKernel, product
 from transformer_jax.models.functional import F32, activate, dropout, gated
+from transformer_jax.models.module import Module
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, table_logits
 from transformer_jax.sharding import gathered
@@ -108,7 +109,7 @@ def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
         raise ValueError(f"rngs has 'dropout': {rule}")
 
 
-class Norm(nn.Module):
+class Norm(Module):
     """Apply the config's LayerNorm or RMSNorm over the last axis; without a norm return x."""
 
     config: ModelConfig
@@ -137,7 +138,7 @@ def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -
     return parameter(module, name, nn.initializers.ones, shape).astype(F32)
 
 
-class Linear(nn.Module):
+class Linear(Module):
     """Return x W + b in the compute dtype, W ~ N(0, std^2), over the last `contract` axes.
 
     The key is for the dropout of adapters, where the kernel has any.
@@ -174,7 +175,7 @@ def branch_std(config: ModelConfig, depth: int | None) -> float:
     return config.init_std / ((2 if config.ff_dim else 1) * depth) ** 0.5
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """Return act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
 
     config: ModelConfig
@@ -209,7 +210,7 @@ class OutputLayer(NamedTuple):
     bias: jax.Array | None  # [V]
 
 
-class Embed(nn.Module):
+class Embed(Module):
     """Token (and position, and type) vectors in, logits out.
 
     Both sides of an encoder-decoder share the tokens' vectors, unless the config has a

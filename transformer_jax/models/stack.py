@@ -23,6 +23,7 @@ from transformer_jax.models.block import Block, BlockInputs, PositionBias
 from transformer_jax.models.experts import ROUTED
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
+from transformer_jax.models.module import Module
 from transformer_jax.models.places import Captured
 from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
@@ -119,7 +120,7 @@ def attention_weights(
     return AttentionWeights(own, places, cross, jnp.stack(hidden, axis=1))
 
 
-class Stack(nn.Module):
+class Stack(Module):
     """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
     config: ModelConfig

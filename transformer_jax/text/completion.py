@@ -368,7 +368,7 @@ class TextGenerator:
             yield from ((part.id, token) for token in part.tokens.tolist())
 
 
-_prefill = program(prefill, static=("step",))
+_prefill = program(static=("step",))(prefill)
 
 
 def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tuple[float, str]]:

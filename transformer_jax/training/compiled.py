@@ -19,7 +19,8 @@ from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.lectures.ngram import count_ngrams
 from transformer_jax.lectures.ngram_config import NgramConfig
-from transformer_jax.programs import is_ours, undisturbed
+from transformer_jax.models.module import Watched
+from transformer_jax.programs import brings_code, disturbed
 from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
@@ -97,8 +98,9 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
         x.name: x.default for x in fields(config) if x.name in others
     }
     numerics = replace(config, **defaults)
-    if task.learner is None and undisturbed() and is_ours((numerics, task.prepare)):
-        return config, known_programs(numerics, task.prepare, trace_context())
+    if task.learner is None and not disturbed() and not brings_code((numerics, task.prepare)):
+        settings = trace_context(), Watched.replaced
+        return config, known_programs(numerics, task.prepare, settings)
     return config, make_programs(numerics, task.prepare, task.learner)
 
 
@@ -106,7 +108,7 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
 def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
     """Return the programs of a config, those from before where there are any.
 
-    `settings` are those of JAX that a trace depends on, such as `jax_enable_x64`.
+    `settings` are those that a trace depends on, such as `jax_enable_x64`.
     """
     return make_programs(config, prepare)
 

@@ -37,9 +37,9 @@ from transformer_jax.lectures.demos.shared import (
     label,
     new_figure,
     print_table,
+    programs_within,
     save_picture,
 )
-from transformer_jax.programs import programs_within
 
 OPTIONS: Options = {"tokens": (4096, 32), "width": (64, 8)}
 

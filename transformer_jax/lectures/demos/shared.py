@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr, JaxprEqn
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -186,3 +187,11 @@ def train(
     run = jax.jit(lambda params, batches: jax.lax.scan(step, params, batches))
     (params, _), losses = run((params, optimizer.init(params)), batches)
     return params, losses
+
+
+def programs_within(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """Yield the programs in an equation: the body of a loop, or of a function that it calls."""
+    for value in jax.tree.leaves(list(equation.params.values())):
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            yield inner
