@@ -23,8 +23,6 @@ from flax.linen import module as linen
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.stages import Traced
 
-from transformer_jax.tracing import traced
-
 LIBRARIES = {"transformer_jax", "flax", "jax", "jaxlib", "ml_dtypes", "numpy", "optax",
              "builtins", "collections", "enum", "functools"}  # fmt: skip
 PLAIN = (int, float, complex, bytes, type(None), np.ndarray, np.generic, np.dtype, enum.Enum,
@@ -64,7 +62,7 @@ class Program(Generic[P, Result]):
             # donated state can be used again must not depend on that
             kept = {id(x) for x in jax.tree.leaves(result)}
             for leaf in jax.tree.leaves([named[name] for name in self.donate]):
-                known = isinstance(leaf, jax.Array) and not traced(leaf)
+                known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
                 if known and id(leaf) not in kept and not leaf.is_deleted():
                     leaf.delete()
         return result
@@ -85,7 +83,7 @@ class Program(Generic[P, Result]):
     def _run_by_text(self, named: dict[str, Any]) -> Any:
         given = {name: named[name] for name in sorted(named) if name not in self.static}
         leaves = jax.tree.leaves(given)
-        if traced(*leaves):
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return self.function(**named)  # a part of the outer trace, which reads the code once
         found = self.trace(**named)
         jaxpr, read = found.jaxpr.jaxpr, found.jaxpr.consts

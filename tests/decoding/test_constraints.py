@@ -176,8 +176,8 @@ def test_without_constraints_the_program_is_as_it_was():
     """No mask is an argument of the program of free requests, nor of what it computes."""
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     slots = init_slots(STEP, params(), state, 2, CONFIG.max_len, stop=STOP)
-    free = advance_rows.lower(slots, params(), np.bool_(False), 8, 0, None).as_text()
+    free = advance_rows.by_value.lower(slots, params(), np.bool_(False), 8, 0, None).as_text()
     mask = np.ones((2, VOCAB), bool)
-    held = advance_rows.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
+    held = advance_rows.by_value.lower(slots, params(), np.bool_(False), 1, 0, mask).as_text()
     shape = f"tensor<2x{VOCAB}xi1>"
     assert shape in held and shape not in free

@@ -548,6 +548,9 @@ SLIPS: tuple[Slip, ...] = (
             "jax.random.bits(key, x.shape, jnp.uint32) <= jnp.uint32(threshold(rate))",
             "models/test_layers.py::test_dropout_scales_what_it_keeps",
         ),
+    ),
+    *of(
+        "transformer_jax/models/ops.py",
         (
             "a norm adds eps to the root",
             "jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)",

@@ -32,6 +32,12 @@ def layer_norm(
 
     Computed in f32, returned in the dtype of x. `scale` and `bias` may also be one number.
 
+    Args:
+        x: of any floating dtype.
+        scale: multiplies the result; None leaves it.
+        bias: is added to the result; None adds nothing.
+        eps: is added to the variance.
+
     Raises:
         ValueError: if shapes do not fit.
     """
@@ -46,6 +52,11 @@ def rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
     Computed in f32, returned in the dtype of x. `scale` may also be one number.
+
+    Args:
+        x: of any floating dtype.
+        scale: multiplies the result; None leaves it.
+        eps: is added to the mean square.
 
     Raises:
         ValueError: if shapes do not fit.
