@@ -106,7 +106,7 @@ def train_and_write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text.txt").write_text("one potato, two potato, three potato, four.\n" * 40)
         train = "train --data text.txt --out run --preset tiny --steps 3 --batch-size 2"
-        for command in (train, "generate --run run --prompt one --tokens 5"):
+        for command in (train, "generate --model run --prompt one --num-tokens 5"):
             call = [sys.executable, "-I", "-m", "transformer_jax", *command.split()]
             done = subprocess.run(call, cwd=folder, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, (command, done.stderr[-2000:])

@@ -15,8 +15,7 @@ COMMANDS = {
     "generate": "write, answer or translate with a trained or published model",
     "serve": "answer clients of OpenAI's API over HTTP with a trained or published model",
     "evaluate": "judge a trained or published model on a file that it has not seen",
-    "attention": "draw what each token of a text looks at, in every layer and head",
-    "inside": "look inside a model: lens, patching, heads, attribution, as a picture or a page",
+    "inspect": "look inside a model: attention, lens, patching, heads, attribution, as a picture",
     "tokens": "show the pieces of a text that a model reads, with their ids",
     "nearest": "list the words whose vectors are nearest to that of a word",
     "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
@@ -32,7 +31,10 @@ COMMANDS = {
 LECTURES = "compare", "demo"
 """The commands whose modules are in `transformer_jax.lectures`."""
 
-RUN_PROGRAMS = "generate", "serve", "evaluate", "attention", "inside"
+MOVED = {"attention": "inspect --what attention", "inside": "inspect"}
+"""Names that commands had, and what to type instead."""
+
+RUN_PROGRAMS = "generate", "serve", "evaluate", "inspect"
 """The commands that run a model, whose programs are kept for the next time; train says itself."""
 
 USAGE = "\n".join(
@@ -65,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     if argv:
-        rule = f"must be {' or '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}"
+        meant = MOVED.get(argv[0])
+        near = f", meant: {meant}" if meant else nearest(argv[0], COMMANDS)
+        rule = f"must be {' or '.join(COMMANDS)}{near}"
         print(f"transformer_jax: command is {argv[0]!r}: {rule}", file=sys.stderr)
     else:
         print(USAGE, file=sys.stderr)

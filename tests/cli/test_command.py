@@ -1,11 +1,10 @@
 """Every command refuses a flag's value that is none of its choices in one line."""
 
-import contextlib
+import dataclasses
 import importlib
 import os
 import signal
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from transformer_jax.__main__ import COMMANDS, LECTURES, main
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.cli import command, process
+from transformer_jax.cli.flags import ConfigFlags
 from transformer_jax.cli.generate import _answer
 from transformer_jax.cli.run_flags import parse
 from transformer_jax.config import ConfigError
@@ -23,15 +23,14 @@ from transformer_jax.lectures import demo
 @pytest.mark.parametrize(
     ("argv", "hint"),
     [
-        (["generate", "--dtype", "bf16"], "nearest: bfloat16"),
-        (["evaluate", "--checkpoint", "lats"], "nearest: last"),
-        (["convert", "--dtype", "half"], "nearest: float16"),
-        (["generate", "--checkpoint", "bset"], "nearest: best"),
+        (["generate", "--model", "x", "--dtype", "bf16"], "nearest: bfloat16"),
+        (["evaluate", "--model", "x", "--checkpoint", "lats"], "nearest: last"),
+        (["convert", "--model", "x", "--to", "y", "--dtype", "half"], "nearest: float16"),
+        (["generate", "--model", "x", "--checkpoint", "bset"], "nearest: best"),
     ],
 )
 def test_a_wrong_choice_names_the_one_it_resembles(argv, hint, capsys):
-    with pytest.raises(SystemExit):
-        main(argv)
+    assert main(argv) == 2
     said = capsys.readouterr().err
     assert said.endswith(f"{hint}\n") and said.count("\n") == 1
 
@@ -44,41 +43,42 @@ def test_answer_of_a_file_is_one_line_to_every_reader_of_lines(capsys):
     assert written.splitlines() == [r"a\nb\r\x0b\x85\u2028c", "é d"]
 
 
+MODEL = {"generate", "serve", "evaluate", "inspect", "nearest", "convert", "export"}
 REQUIRED = {
-    ("compare", "data"), ("convert", "to"), ("export", "to"), ("plan", "target"),
-    ("plot", "runs"), ("prepare", "data"), ("prepare", "out"),
+    ("compare", "data"), ("convert", "to"), ("export", "to"), ("inspect", "prompt"),
+    ("nearest", "word"), ("plan", "target"), ("plot", "runs"), ("prepare", "data"),
+    ("prepare", "out"), ("tokens", "prompt"), *((name, "model") for name in MODEL),
 }  # fmt: skip
 """The flags without which a command has nothing to do."""
 
 
-def test_help_says_what_every_flag_of_every_command_takes(monkeypatch):
-    """A metavar is a word for the value; argparse would make one of the flag's name."""
-    parsers = {}
+def test_help_says_what_every_flag_of_every_command_takes(capsys):
+    needed = set()
+    for name in {*COMMANDS} - {"train", "demo"}:  # whose flags are fields, and a demonstration's
+        folder = "lectures" if name in LECTURES else "cli"
+        module = importlib.import_module(f"transformer_jax.{folder}.{name}")
+        with pytest.raises(SystemExit) as ended:
+            module.main(["--help"])
+        text = capsys.readouterr().out
+        assert ended.value.code == 0 and (module.__doc__ or "").splitlines()[0] in text
+        own = module.PlanOptions if name == "plan" else getattr(module, name.title())
+        for path, (field,) in ConfigFlags(own, none=False).fields.items():
+            line = field.help(None, False, "")
+            assert len(line) > 5 and line[0] != "[", (name, path)
+            # Lines are wrapped, also at the hyphen of a name.
+            assert "".join(line.split()) in "".join(text.split()), (name, path)
+            if field.default is dataclasses.MISSING:
+                needed.add((name, path[0]))
+            elif field.default not in (None, ()):
+                assert line.endswith("]"), (name, path)
+    assert needed == REQUIRED
 
-    def keep(parser, argv):
-        parsers[parser.name] = parser
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.Parser, "parse_args", keep)
-    monkeypatch.setattr(command.Parser, "parse_known_args", keep)
-    names = {*COMMANDS} - {"train", "demo"}  # whose flags are fields, and a demonstration's own
-    for name in names:
-        with contextlib.suppress(KeyboardInterrupt):
-            folder = "lectures" if name in LECTURES else "cli"
-            importlib.import_module(f"transformer_jax.{folder}.{name}").main(["x"])
-    assert parsers.keys() == names
-    for name, parser in parsers.items():
-        assert parser.description and not parser.allow_abbrev
-        for action in parser._actions:
-            assert action.help, (name, action.dest)
-            assert action.required == ((name, action.dest) in REQUIRED)
-            if isinstance(action.default, int | float) and type(action.default) is not bool:
-                assert f"default {action.default:g}" in action.help.replace(":", "")
-            if action.nargs == 0 or action.choices is not None:
-                continue
-            assert action.type in (int, float, Path, None), (name, action.dest)
-            bare = name in ("compare", "plan", "plot") and "_" not in action.dest
-            assert action.metavar is not None or bare or name == "compare", (name, action.dest)
+@pytest.mark.parametrize(("name", "meant"), [("attention", "inspect --what attention"),
+                                             ("inside", "inspect")])  # fmt: skip
+def test_a_command_that_moved_is_refused_with_its_new_name(name, meant, capsys):
+    assert main([name, "--model", "x"]) == 2
+    assert capsys.readouterr().err.endswith(f", meant: {meant}\n")
 
 
 def test_an_error_is_one_line_with_the_file_the_reason_and_settings_as_flags():
@@ -107,17 +107,22 @@ def test_the_first_signal_is_kept_and_the_second_ends_the_process(monkeypatch, c
     assert capfd.readouterr().err == line * 2  # again, since the end is only recorded here
 
 
-def test_a_command_ends_with_the_status_of_its_error(capsys):
-    parser = command.Parser("name", "about")
-    parser.add_argument("--it")
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """Options."""
 
+    it: str = ""
+
+
+def test_a_command_ends_with_the_status_of_its_error(capsys):
     def fail(error):
-        def work(arguments):
+        def work(options):
             raise error
 
-        return command.run(parser, ["--it", "x"], work)
+        return command.run(Name, ["--it", "x"], work)
 
-    assert command.run(parser, ["--it", "x"], lambda arguments: None) == 0
+    assert command.run(Name, ["--it", "x"], lambda options: None) == 0
+    assert command.run(Name, [], lambda options: 1) == 1
     assert fail(KeyboardInterrupt()) == 130
     for error, status in (
         (CheckpointError("a"), 1), (OSError(2, "no", "f"), 1), (ConfigError("b"), 2),
@@ -127,7 +132,7 @@ def test_a_command_ends_with_the_status_of_its_error(capsys):
         assert fail(error) == status
         assert capsys.readouterr().err == f"name: {process.one_line(error)}\n"
     with pytest.raises(KeyError):
-        command.run(parser, ["--debug"], lambda arguments: {}["x"])
+        command.run(Name, ["--debug"], lambda options: {}["x"])
 
 
 def test_the_first_process_is_found_by_its_address(monkeypatch):
@@ -137,9 +142,9 @@ def test_the_first_process_is_found_by_its_address(monkeypatch):
         ("--distributed", (None, None, None)),
         ("--coordinator h:1 --processes 3 --process 2", ("h:1", 3, 2)),
     ):
-        parse(argv.split(), None).processes.join()
+        assert parse(argv.split()).start.join()
         assert joined.pop() == wanted
-    assert parse([], None).processes is None
+    assert not parse([]).start.join() and not joined
     for argv, message in (
         ("--distributed --process 1", "distributed and coordinator: give one of them"),
         ("--process 1", "coordinator is None: coordinator, processes and process go together"),
@@ -147,7 +152,7 @@ def test_the_first_process_is_found_by_its_address(monkeypatch):
         ("--coordinator h --processes 2 --process 2", "process is 2: must be below processes 2"),
     ):
         with pytest.raises(ConfigError, match=f"^{message}$"):
-            parse(argv.split(), None)
+            parse(argv.split())
 
 
 def test_the_flags_of_a_demonstration_are_its_settings(monkeypatch, tmp_path, capsys):
@@ -172,6 +177,6 @@ def test_the_flags_of_a_demonstration_are_its_settings(monkeypatch, tmp_path, ca
         demo.main(["rotations", "--help"])
     text = capsys.readouterr().out
     assert (
-        "About it." in text and "(default 7)" in text and "--width" not in text.split("options:")[1]
+        "About it." in text and "default: 7." in text and "--width" not in text.split("options:")[1]
     )
     assert demo.main(["--help"]) == demo.main(["-h"]) == 0

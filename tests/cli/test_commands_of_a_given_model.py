@@ -12,7 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import transformer_jax as tj
-from transformer_jax.cli import attention, convert, evaluate, export, generate, inside, nearest
+from transformer_jax.cli import convert, evaluate, export, generate, inspect, nearest
 from transformer_jax.config import LoraConfig
 from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
@@ -45,7 +45,7 @@ class Recorder:
         self.config, self.params, self.calls = CONFIG, {"p": 1}, []
         self.model = SimpleNamespace(
             tokenizer=tokenizer, config=CONFIG, processors=(tj.Ban(3),), stop_ids=(28,),
-            run="a run", params=self.params, begin_id=None,
+            run="a run", params=self.params, begin_id=None, which=None, step=None,
         )  # fmt: skip
         self.answers = ANSWERS | changes
 
@@ -102,7 +102,8 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
     out, asked = run(Recorder(), "--prompt", "ab")
     assert (out, asked) == ("ab!x!x\n", [("generate", ("ab", None), {"stream": True} | PLAIN)])
     flags = (
-        "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical-p 0.7 --tokens 4 --seed 7 "
+        "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --typical-p 0.7 --num-tokens 4 "
+        "--seed 7 "
         "--repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty 0.4 --stop X --stop Y "
         "--no-repeat-ngram 2 --ban ab --force c --cache-dtype int8 --dtype bfloat16 --weights int4 "
         "--max-len 11 --samples 2 --prompt a --regex a+"
@@ -117,14 +118,14 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
     )  # fmt: skip
     out, asked = run(Recorder(), *flags.split())
     assert (out, asked) == ("--- 1\na!x\n--- 2\na!x\n", [("generate", ("a", 4), given)])
-    loaded = dict(dtype="bfloat16", max_len=11, weights="int4")
+    loaded = dict(dtype="bfloat16", max_len=11, weights="int4", checkpoint=None, init_from=None)
     assert said.loaded == [("m", loaded)]
     file = tmp_path / "lines"
     file.write_text("ab\n\nc\n")
     out, asked = run(Recorder(), "--prompts", file, "--slots", "3")
     assert out == "--- 1\nab!x\n--- 2\nc!x\n"
     assert asked == [("generate", (["ab", "c"], 9), {"slots": 3} | PLAIN)]  # what fits
-    out, asked = run(Recorder(), "--prompts", file, "--tokens", "2")
+    out, asked = run(Recorder(), "--prompts", file, "--num-tokens", "2")
     assert asked == [("generate", (["ab", "c"], 2), {"slots": 8} | PLAIN)]
     for kind, more in (("text", ("--chat",)), ("chat", ())):
         out, asked = run(Recorder(kind), "--prompt", "hi", *more)
@@ -152,7 +153,7 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
     )
     assert out == "--- score -1.2500\nab a\n--- score -2.0000\nabb\n"
     assert asked == [("search", ("ab", 9), search)]
-    out, asked = run(Recorder(), "--prompt", "ab", "--beams", 3, "--chat", "--tokens", 4)
+    out, asked = run(Recorder(), "--prompt", "ab", "--beams", 3, "--chat", "--num-tokens", 4)
     assert out == "--- score -1.2500\na\n--- score -2.0000\nb\n"
     ((name, (read, count), named),) = asked
     assert (name, list(read), count) == ("search", [*range(7)], 4)
@@ -167,7 +168,7 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
     assert run(pairs, "--prompts", file) == (
         "!x\n!x\n", [("generate", (["ab", "c"], None), {"beams": 2})]
     )  # fmt: skip
-    out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--tokens", 3)
+    out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--num-tokens", 3)
     assert (out, asked) == ("!x\n", [("generate", (["ab"], 3), {"beams": 4})])
     out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--samples", 2)
     wanted = dict(beams=4, results=2, length_penalty=None)
@@ -223,30 +224,21 @@ def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
     assert said(generate.main, Recorder(), *argv, "--chat")[0] == "ab\n"
 
 
-def test_a_run_is_loaded_and_held_as_the_flags_say(said, monkeypatch, capsys):
-    from transformer_jax.text import text_model
-
-    loaded, model = [], Recorder()
-    monkeypatch.setattr(
-        text_model, "load_run",
-        lambda *given, **named: (
-            loaded.append((given, named)) or SimpleNamespace(which="last", step=3)
-        ),
-    )  # fmt: skip
-    monkeypatch.setattr(language_model, "with_weights_held", lambda *given: given)
-    monkeypatch.setattr(
-        language_model, "LanguageModel", lambda *given: loaded.append(given) or model
-    )
-    argv = "--run", "r", "--init-from", "b", "--weights", "int8", "--prompt", "a"
+def test_a_run_is_loaded_and_held_as_the_flags_say(said):
+    model = Recorder()
+    model.model.which, model.model.step = "last", 3
+    argv = "--model", "r", "--init-from", "b", "--weights", "int8", "--prompt", "a"
     assert said(generate.main, model, *argv)[0] == "a!x!x\n"
-    assert loaded[0] == (("r", None), {"init_from": "b"})
-    assert loaded[1][0][1] == "int8" and loaded[1][1] == "r"
+    given = dict(checkpoint=None, init_from="b", weights="int8", dtype=None, max_len=None)
+    assert said.loaded == [("r", given)]
     line = "no step was evaluated yet: this is the last one saved, step 3\n"
     assert said.errors == "generate: " + line
     said(generate.main, model, *argv[:2], "--checkpoint", "last", "--prompt", "a")
-    assert said.errors == "" and loaded[2] == (("r", "last"), {"init_from": None})
-    assert said(nearest.main, model, "--run", "r", "--word", "king")[0].startswith(" 0.9877  king")
-    assert said.errors == "nearest: " + line and loaded[-1][1] == "r"
+    assert said.errors == "" and said.loaded[0][1]["checkpoint"] == "last"
+    assert said(nearest.main, model, "--model", "r", "--word", "king")[0].startswith(
+        " 0.9877  king"
+    )
+    assert said.errors == "nearest: " + line
 
 
 NATS = Score(tokens=("a", "b", "c", "d"), token_nats=np.array([0.5, 1.0, 1.5, 1.0]), num_bytes=8)
@@ -262,7 +254,7 @@ def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
     }  # fmt: skip
     assert json.loads(out) == pytest.approx(wanted)
     assert asked == [("score", ("ab",), {"edit": {}})] and said.loaded == [
-        ("m", {"dtype": "float32"})
+        ("m", {"dtype": "float32", "checkpoint": None, "init_from": None})
     ]
     out, asked = run(model, "--prompt", "ab", "--target", "c")
     assert out.splitlines() == [
@@ -323,7 +315,7 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     seen = SimpleNamespace(html=lambda: "<p>é", plot=picture, summary=lambda: "the summary")
     model = Recorder(lens=seen, patch=seen, heads=seen, attribution=seen, attend=seen)
     page, png = tmp_path / "a.html", tmp_path / "a.png"
-    run = lambda model, *argv: said(inside.main, model, "--model", "m", *argv)  # noqa: E731
+    run = lambda model, *argv: said(inspect.main, model, "--model", "m", *argv)  # noqa: E731
     out, asked = run(model, "--prompt", "ab", "--out", page)
     assert out == f"the summary\ndrawn: {page}\n" and page.read_text("utf-8") == "<p>é"
     assert asked == [("lens", ("ab",), {})] and drawn == []
@@ -340,12 +332,16 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     out, asked = run(pairs, "--prompt", "ab", "--out", png)
     assert out == f"ab -> !x\nthe summary\ndrawn: {png}\n"
     assert asked == [("generate", ("ab", 10), {}), ("lens", (("ab", "!x"),), {})]
+    nothing = dict(answer=None, other_answer=None)
     patch = "--what", "patch", "--prompt", "ab", "--other", "c", "--out", png
-    assert run(pairs, *patch)[1] == [("patch", (("ab", ""), ("ab", "c")), {})]
-    assert run(pairs, *patch, "--target", "d")[1] == [("patch", (("ab", "d"), ("ab", "c")), {})]
+    assert run(pairs, *patch)[1] == [("patch", (("ab", ""), ("ab", "c")), nothing)]
+    assert run(pairs, *patch, "--target", "d")[1] == [
+        ("patch", (("ab", "d"), ("ab", "c")), nothing)
+    ]
 
     drawn.clear()
-    run = lambda model, *argv: said(attention.main, model, "--model", "m", *argv)  # noqa: E731
+    seeing = "--model", "m", "--what", "attention"
+    run = lambda model, *argv: said(inspect.main, model, *seeing, *argv)  # noqa: E731
     out, asked = run(pairs, "--prompt", "ab", "--out", png, "--part", "cross", "--layer", 1)
     assert out == f"ab -> !x\ndrawn: {png}\n"
     assert asked == [("generate", ("ab",), {}), ("attend", (("ab", "!x"),), {})]
@@ -357,7 +353,7 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     argv = "--model", "m", "--word", "king", "--minus", "man", "--plus", "a", "--plus", "b"
     out, asked = said(nearest.main, model, *argv, "--count", 2)
     assert out == " 0.9877  king\n-0.5000  ␣man\n"
-    assert asked == [("nearest", ("king",), dict(minus=["man"], plus=["a", "b"], count=2))]
+    assert asked == [("nearest", ("king",), dict(minus=("man",), plus=("a", "b"), count=2))]
 
 
 def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
@@ -368,22 +364,14 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
     monkeypatch.setattr(
         exporting, "export_decoder", lambda *given, **named: made.append((given, named))
     )
-    argv = (
-        "--model",
-        "m",
-        "--to",
-        "new folder",
-        "--context",
-        7,
-        "--batch",
-        3,
-        "--platforms",
-        "cpu,tpu",
-    )
+    argv = "--model", "m", "--to", "new folder", "--context", 7, "--batch", 3
+    argv = *argv, "--platforms", "cpu,tpu"
     loading = "--dtype", "bfloat16", "--weights", "int8", "--checkpoint", "last"
     out, _ = said(export.main, model, *argv, *loading)
     assert out == "new folder: written; python new folder/decode.py 'a text' decodes\n"
-    assert said.loaded == [("m", dict(checkpoint="last", dtype="bfloat16", weights="int8"))]
+    assert said.loaded == [
+        ("m", dict(checkpoint="last", init_from=None, dtype="bfloat16", weights="int8"))
+    ]
     ((given, named),) = made
     assert given == ("new folder", CONFIG, model.params)
     tokenizer = json.loads(named.pop("files")["tokenizer.json"])
@@ -406,16 +394,12 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
 
 
 REFUSED = [
-    (generate, "text", "", "run and model: give one of them"),
-    (generate, "text", "--model m --run r", "run and model: give one of them"),
-    (generate, "text", "--run r --dtype float16", "dtype with run: a run has its own, it needs mo"),
-    (generate, "text", "--run r --max-len 7", "max_len with run: a run has its own, it needs mode"),
-    (generate, "text", "--model m --checkpoint last", "checkpoint with model: needs run"),
-    (generate, "text", "--model m --init-from b", "init_from with model: needs run"),
+    (generate, "text", "", "--model TEXT is needed"),
+    (generate, "text", "--run r", "--run: no such flag, meant: --model"),
+    (generate, "text", "--model r --tokens 3", "--tokens: no such flag, meant: --num-tokens"),
     (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
     (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
-    (generate, "text", "--model m --tokens 0", "tokens is 0: must be positive"),
-    (generate, "text", "--model m --prompts p --beams 2", "prompts and beams: give one of them"),
+    (generate, "text", "--model m --num-tokens 0", "num_tokens is 0: must be positive"),
     (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: give one of them"),
     (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: give one of the"),
     (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: give one of them"),
@@ -431,58 +415,58 @@ REFUSED = [
     (generate, "text", "--model m --regex a --grammar g", "regex and grammar: give one of them"),
     (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: give one of them"),
     (generate, "text", "--model m --languages a", "languages is 'a': must be two, such as eng_Lat"),
-    (generate, "text", "--model m --prompt a --beams 2 --tokens 10",
-     "tokens is 10: 9 fit after the prompt (max_len 20)"),
+    (generate, "text", "--model m --prompt a --beams 2 --num-tokens 10",
+     "num_tokens is 10: 9 fit after the prompt (max_len 20)"),
     (generate, "text", "--model m --prompt a --temperature -1", "temperature is -1.0: must be"),
     (generate, "chat", "--model m", "prompt is '': the model needs one, or prompts"),
-    (generate, "labels", "--model m --prompt a --tokens 3",
-     "tokens is 3: the model reads prompt, prompts, checkpoint"),
+    (generate, "labels", "--model m --prompt a --num-tokens 3",
+     "num_tokens is 3: the model reads prompt, prompts, checkpoint"),
     (generate, "masks", "--model m --prompt a --top-k 3",
      "top_k is 3: the model reads prompt, prompts, checkpoint, samples"),
     (generate, "targets", "--model m --prompt a --lookup 3", "lookup: needs a decoder, the model"),
     (generate, "targets", "--model m --prompt a --chat", "chat: needs a decoder, the model is an"),
     (generate, "pairs", "--model m --prompt a --top-p 0.5",
      "top_p is 0.5: a run of task 'seq2seq' reads prompt, prompts, checkpoint, beams, samples, "
-     "length_penalty, tokens, languages"),
+     "length_penalty, num_tokens, languages"),
     (generate, "pairs", "--model m --prompt a --samples 2",
      "samples is 2: a run of task 'seq2seq' draws nothing: several targets need beams"),
     (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
-    (evaluate, "text", "--run r --context 3 --data d", "context is 3: needs model, a run has its"),
-    (evaluate, "text", "--run r --task chat --data d", "task is 'chat': needs model, a run has it"),
     (evaluate, "text", "--model m", "data, prompt, text and choices: give one of them, to say wha"),
     (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: give one"),
     (evaluate, "text", "--model m --data d --window 3", "window is 3: needs text"),
     (evaluate, "text", "--model m --prompt p --batch-size 3", "batch_size is 3: needs text or cho"),
-    (evaluate, "text", "--model m --text p --stride 0", "stride is 0: must be at least 1"),
     (evaluate, "text", "--model m --prompt p --heads 0", "heads is [0]: needs zero, the place tha"),
     (evaluate, "chat", "--model m --prompt p", "target is None: it says labels: the answer to sco"),
     (evaluate, "targets", "--model m --prompt p", "target is None: it says labels: the target to"),
     (evaluate, "labels", "--model m --prompt p --target t", "target is 't': it says labels"),
-    (inside, "text", "--model m", "prompt is None: the text to look at is needed"),
-    (inside, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
-    (inside, "text", "--model m --prompt a --answer b",
+    (inspect, "text", "--model m --prompt=", "prompt is '': the text to look at is needed"),
+    (inspect, "text", "--model m --prompt a --other b", "other is 'b': needs what to be patch"),
+    (inspect, "text", "--model m --prompt a --answer b",
      "answer is 'b': needs what to be patch or heads or attribution"),
-    (inside, "text", "--model m --prompt a --what patch", "other is None: the prompt to patch is"),
-    (inside, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and has n"),
-    (attention, "text", "--model m --prompt a --target b", "target is 'b': it says labels, and ha"),
-    (attention, "text", "--model m", "prompt is None: the text to look at is needed"),
-    (attention, "text", "--model m --prompt a --out a.gif", "out is 'a.gif': must end in .png or"),
-    (attention, "text", "--model m --prompt a --out no/a.png", "out is 'no/a.png': must be a file"),
-    (nearest, "text", "--model m", "word is None: the word to begin with is needed"),
-    (nearest, "text", "--model m --word a --count 0", "count is 0: must be at least 1"),
-    (nearest, "text", "--model m --word a --checkpoint best", "checkpoint is 'best': needs run"),
-    (convert, "text", "--to t", "run and model: give one of them"),
-    (convert, "text", "--to t --model m --adapter", "adapter with model: needs run"),
-    (convert, "text", "--to t --model m --family bert", "family with model: needs run"),
-    (convert, "text", "--to t --run r --adapter --shard-gb 1", "shard_gb with adapter: an adapter"),
-    (convert, "text", "--to t --run r --shard-gb 0", "shard_gb is 0.0: must be above 0 and below"),
-    (convert, "text", "--to t --run r --shard-gb 1e6", "shard_gb is 1000000.0: must be above 0 an"),
-    (convert, "text", "--to . --run r", "to is '.': exists already: must be new or empty"),
+    (inspect, "text", "--model m --prompt a --what patch", "other is None: the prompt to patch is"),
+    (inspect, "text", "--model m --prompt a --target b",
+     "target is 'b': it says labels, and has n"),
+    (inspect, "text", "--model m --prompt a --out a.gif", "out is 'a.gif': must end in .png or"),
+    (inspect, "text", "--model m --prompt a --out no/a.png", "out is 'no/a.png': must be a file"),
+    (nearest, "text", "--model m", "--word TEXT is needed"),
+    (convert, "text", "--to t", "--model TEXT is needed"),
+    (convert, "text", "--to t --model m --adapter", "adapter is True: 'm' is no run, which alone"),
+    (convert, "text", "--to t --model m --family bert",
+     "family is 'bert': 'm' is no run, which al"),
+    (convert, "text", "--to t --model RUN --adapter --shard-gb 1",
+     "shard_gb with adapter: an adapter"),
+    (convert, "text", "--to t --model r --shard-gb 0",
+     "shard_gb is 0.0: must be above 0 and below"),
+    (convert, "text", "--to t --model r --shard-gb 1e6",
+     "shard_gb is 1000000.0: must be above 0 an"),
+    (convert, "text", "--to . --model m", "to is '.': exists already: must be new or empty"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "kind", "argv", "message"), REFUSED)
-def test_what_contradicts_itself_is_refused_in_a_line(said, module, kind, argv, message):
+def test_what_contradicts_itself_is_refused_in_a_line(said, tmp_path, module, kind, argv, message):
+    (tmp_path / "checkpoints").mkdir()  # of a run
+    argv = argv.replace("RUN", str(tmp_path))
     task = {"pairs": Seq2SeqTask(), "signals": DigitsTask()}.get(kind)
     model = Recorder({"pairs": "targets"}.get(kind, kind), task)
     said(module.main, model, *argv.split(), status=2)
@@ -500,6 +484,9 @@ def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
     file.write_text(" \n\n")
     said(generate.main, Recorder(), *argv, status=2)
     assert said.errors == f"generate: prompts is {str(file)!r}: it has no line with text\n"
+    file.write_text("a\n")
+    said(generate.main, Recorder(), *argv, "--beams", 2, status=2)
+    assert said.errors == "generate: prompts and beams: give one of them\n"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"x\ny\n")))
     out, _ = said(generate.main, Recorder(), *argv[:3], "-")
     assert out == "--- 1\nx!x\n--- 2\ny!x\n"
@@ -521,14 +508,17 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     config = SimpleNamespace(task=ClassifyTask(labels=("no", "yes")))
     params = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
     run = SimpleNamespace(config=encoder, params=params, tokenizer=tokenizer, run=config)
-    monkeypatch.setattr(convert, "load_run", lambda name, arguments: run)
+    recorder = Recorder()
+    recorder.model, run.which = run, "best"
+    (tmp_path / "r" / "checkpoints").mkdir(parents=True)
+    of_run = "--model", str(tmp_path / "r")
     held = []
     monkeypatch.setattr(
         text_model, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
     )
     monkeypatch.setattr(convert, "_written_as", lambda config, family, definition: (family, config))
-    argv = "--run", "r", "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
-    out, _ = said(convert.main, Recorder(), *argv, "--dtype", "float16")
+    argv = *of_run, "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
+    out, _ = said(convert.main, recorder, *argv, "--dtype", "float16")
     one, two = out.splitlines()
     assert one == f"{target}: 10 parameters in float16 and float32 as a bert"
     assert two.startswith(
@@ -562,20 +552,10 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     monkeypatch.setattr(
         peft, "save_lora", lambda *g, **n: saved.append((g, n)) or LoraConfig(rank=4)
     )
-    argv = (
-        "--run",
-        "r",
-        "--to",
-        str(target),
-        "--adapter",
-        "--checkpoint",
-        "last",
-        "--init-from",
-        "i",
-    )
+    argv = *of_run, "--to", str(target), "--adapter", "--checkpoint", "last", "--init-from", "i"
     out, _ = said(convert.main, Recorder(), *argv)
     wanted = f"{target}: adapters of 16 parameters, rank 4, of a gpt2; base model: base\n"
-    assert out == wanted and asked == [(("r", "last"), {"init_from": "i"})]
+    assert out == wanted and asked == [((of_run[1], "last"), {"init_from": "i"})]
     (folder, shapes, *rest, names), named = saved[-1]
     assert folder == target and rest == [adapters, lora] and "transformer.wte.weight" in names
     assert shapes["embed"]["tokens"].shape == (29, 4)

@@ -31,14 +31,14 @@ def run(tmp_path_factory, quick_compilation) -> str:
 
 
 def test_what_is_generated_is_what_the_loaded_model_writes(run, capsys):
-    argv = ["--run", run, "--prompt", "the cat", "--tokens", "9", "--temperature", "0"]
+    argv = ["--model", run, "--prompt", "the cat", "--num-tokens", "9", "--temperature", "0"]
     assert run_command(["generate", *argv]) == 0
     wanted = tj.load(run).generate("the cat", 9)
     assert capsys.readouterr().out.rstrip("\n") == ("the cat" + wanted).rstrip("\n")
 
 
 def test_a_text_is_judged_by_the_probabilities_of_its_characters(run, capsys):
-    assert run_command(["evaluate", "--run", run, "--prompt", "a cat sat", "--json"]) == 0
+    assert run_command(["evaluate", "--model", run, "--prompt", "a cat sat", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = tj.load(run)
     ids = np.asarray(model.tokenizer.encode("a cat sat"))
@@ -49,7 +49,7 @@ def test_a_text_is_judged_by_the_probabilities_of_its_characters(run, capsys):
 
 
 def test_a_plan_of_a_run_counts_its_parameters(run, capsys):
-    assert run_command(["plan", "--run", run, "--target", "cpu", "--quick"]) == 0
+    assert run_command(["plan", "--model", run, "--target", "cpu", "--quick"]) == 0
     assert f"{tj.num_params(tj.load(run).config):,}" in capsys.readouterr().out
 
 
@@ -63,7 +63,9 @@ def test_what_is_exported_and_what_is_converted_are_the_run_s(run, tmp_path):
     (found,) = decode(exported, [ids], 5)
     wanted = model.generate("the cat", 5)
     assert model.tokenizer.to_bytes(found).decode() == wanted
-    assert run_command(["convert", "--run", run, "--to", str(written), "--dtype", "bfloat16"]) == 0
+    assert (
+        run_command(["convert", "--model", run, "--to", str(written), "--dtype", "bfloat16"]) == 0
+    )
     config, params = load_pretrained(written)
     assert config.dtype == "bfloat16"
     table = np.asarray(model.params["embed"]["tokens"]).astype(params["embed"]["tokens"].dtype)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
+import re
 from typing import Literal
 
 import pytest
 
-from transformer_jax.cli.flags import ConfigFlags, changed, spelled
-from transformer_jax.cli.run_flags import FLAGS, OWN
+from transformer_jax.cli.flags import POSITIONAL, WORDS, ConfigFlags, Parser, changed, spelled
+from transformer_jax.cli.run_flags import FLAGS, START
 from transformer_jax.config import PRESETS, ConfigError, preset, train_preset
 from transformer_jax.config.fields import kind_name
 from transformer_jax.config.presets import task_recipe
@@ -116,7 +118,7 @@ WORD = ("inner", "adapter")
 def parsed(argv: str, base: Outer | None = None) -> Outer:
     base = base or Outer()
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    UNION.add_to(parser, base)
+    UNION.add_to(parser, base, None)
     given = UNION.given(parser.parse_args(spelled(argv.split(), UNION.names)))
     return changed(base, UNION.read(given, base))
 
@@ -137,6 +139,10 @@ def parsed(argv: str, base: Outer | None = None) -> Outer:
         ("--adapter targets=q,v,rank=3", Inner(adapter=Adapter(3, targets=("q", "v")))),
         ("--adapter rank=4 --adapter.base 3", Inner(adapter=Adapter(4, 3.0))),
         ("--inner.seed 5 --width 6 --mode exact", Inner(width=6, seed=5, mode="exact")),
+        ("--order turned,base=150,stretch=2", Inner(order=Turned(150.0, 2.0))),
+        ("--order tu,reach=.25 --order.base 500", Inner(order=Turned(500.0, reach=0.25))),
+        ("--order offset=2", Inner(order=Table(2))),
+        ("--adapter adapter,rank=4", Inner(adapter=Adapter(4))),
     ],
 )
 def test_the_kind_of_a_field_is_named_and_its_fields_follow(argv, inner):
@@ -158,10 +164,17 @@ def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes
             "inner.adapter has 'rnak': must be one of rank, base, targets, nearest",
         ),
         ("--adapter 4,rank=4", "inner.adapter is '4,rank=4': must be KEY=VALUE,..."),
+        (
+            "--order turned,offset=4",
+            "inner.order has 'offset': must be one of base, stretch, reach",
+        ),
+        ("--order clipped,reach=1 --reach 2", "inner.order.reach is given twice"),
+        ("--order none,reach=1", "inner.order has 'reach': must be one of "),
+        ("--order truned,base=2", "inner.order is 'truned': must be None|table|clipped|turned, ne"),
         ("--adapter rank=4,rank=5", "inner.adapter is 'rank=4,rank=5': rank is there twice"),
         ("--adapter rank=4 --rank 5", "inner.adapter.rank is given twice"),
         ("--adapter rank=x", "inner.adapter.rank is 'x': must be INTEGER"),
-        ("--order base=5", "inner.order is 'base=5': must be None|table|clipped|turned"),
+        ("--order base=5", "inner.order.base is '5': needs --inner.order turned, it is table"),
         ("--order truned", "inner.order is 'truned': must be None|table|clipped|turned, nearest: "),
         ("--order t", "inner.order is 't': must be None|table|clipped|turned"),
         ("--order.base 5", "inner.order.base is '5': needs --inner.order turned, it is table"),
@@ -190,7 +203,7 @@ def test_a_whole_path_goes_before_an_end_of_another():
 
 def test_the_help_names_kinds_and_shows_the_defaults_of_the_preset():
     parser = argparse.ArgumentParser()
-    UNION.add_to(parser, Outer(inner=Inner(order=Turned(base=77.0))))
+    UNION.add_to(parser, Outer(inner=Inner(order=Turned(base=77.0))), None)
     text = " ".join(parser.format_help().split())
     assert "--inner.order None|table|clipped|turned How order enters. [turned]" in text
     assert "turned: Wavelength base. [77.0]" in text and "table: Rows before the first. [0]" in text
@@ -213,7 +226,7 @@ def test_no_two_fields_share_a_spelling(flags):
         words = {("lora",), ("mesh",), ("model", "experts"), WORD}
         first = [path for path in having if path[:-1] not in words]
         assert (first or having) == [paths[flag]] or tuple(end) == paths[flag], spelling
-    assert not {f"--{name}" for name in OWN} & flags.names.keys()
+    assert not START.names.keys() & flags.names.keys()
 
 
 def test_a_width_of_0_leaves_the_feed_forward_out():
@@ -267,3 +280,74 @@ def test_an_end_that_one_path_has_is_a_spelling_of_it():
             first = [other for other in alike if other[:-1] not in words] or alike
             if first == [path]:
                 assert names["--" + ".".join(end).replace("_", "-")] == whole
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """Options of a command."""
+
+    runs: tuple[pathlib.Path, ...] = dataclasses.field(metadata=POSITIONAL)
+    """Folders."""
+    word: str
+    """A word."""
+    count: int = 3
+    """How many."""
+    chat: bool = False
+    """Whether it answers."""
+    kind: Literal["one", "two"] | None = None
+    """Which."""
+    stop: tuple[str, ...] = dataclasses.field(default=(), metadata=WORDS)
+    """Texts."""
+    heads: tuple[int, ...] | None = dataclasses.field(default=None, metadata=WORDS)
+    """Numbers."""
+
+
+COMMAND = ConfigFlags(Command, whole="command", none=False)
+
+
+def options(argv: str) -> Command:
+    parser = Parser("command", None)
+    COMMAND.add_to(parser, None, None)
+    return COMMAND.options(parser.parse_args(spelled(argv.split(" "), COMMAND.names)))
+
+
+def test_options_of_a_command_are_words_switches_and_plain_values():
+    a, b = pathlib.Path("a"), pathlib.Path("b")
+    assert options("a b --word none") == Command(runs=(a, b), word="none")
+    assert options("a --word x --chat --kind two") == Command(
+        runs=(a,), word="x", chat=True, kind="two"
+    )
+    given = options("a --chat False --word=x --stop a,b c --stop d --heads 0 2 --count 5")
+    assert given == Command(
+        runs=(a,), word="x", chat=False, stop=("a,b", "c", "d"), heads=(0, 2), count=5
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("a", "--word TEXT is needed"),
+        ("--word x", "the following arguments are required: runs"),
+        ("a --word x --kind tow", "kind is 'tow': must be one|two, nearest: two"),
+        ("a --word x --heads 1 b", "heads is 'b': must be INTEGER"),
+        ("a --word x --count", "argument --count: expected one argument"),
+        ("a --word x --count None", "count is 'None': must be INTEGER"),
+        ("a --word x --chat maybe", "chat is 'maybe': must be True|False"),
+        ("a --wrod x", "--wrod: no such flag, nearest: --word"),
+    ],
+)
+def test_wrong_options_of_a_command_are_refused_as_fields_are(argv, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        options(argv)
+
+
+def test_the_help_of_a_command_has_choices_and_the_defaults_that_can_be_typed():
+    parser = Parser("command", None)
+    COMMAND.add_to(parser, None, None)
+    text = " ".join(parser.format_help().split())
+    for line in (
+        "--count INTEGER How many. [3]", "--kind one|two Which. --stop",
+        "--chat [True|False] Whether it answers. [False]", "--heads INTEGER [INTEGER ...] Numbers.",
+        "--word TEXT A word. --count", "--stop TEXT [TEXT ...] Texts. --heads", "runs Folders.",
+    ):  # fmt: skip
+        assert line in text, line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from tests.use.models import CONFIG, TURNS, chat, classes, masked, model_of, pairs, plain, run_of
 from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.cli import command, generate
+from transformer_jax.cli import command
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.inside import zero
@@ -28,9 +27,8 @@ MODELS = {"plain": plain, "pairs": pairs, "masks": masked, "classes": classes, "
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    """Run a command whose --run names one of MODELS; return its status, stdout and stderr."""
-    for module in (command, generate):
-        monkeypatch.setattr(module, "load_run", lambda _, arguments: MODELS[arguments.run]().model)
+    """Run a command whose --model names one of MODELS; return its status, stdout and stderr."""
+    monkeypatch.setattr(language_model, "load", lambda name, **_: MODELS[name]())
     monkeypatch.setattr("transformer_jax.__main__.keep_programs", lambda: None)
 
     def run(*argv: str):
@@ -44,13 +42,15 @@ def said(monkeypatch, capsys):
 def test_a_picture_of_a_translation_is_drawn(said, tmp_path):
     target = pairs().generate("bad")
     out = tmp_path / "map.svg"
-    status, printed, _ = said("attention", "--run", "pairs", "--prompt", "bad", "--out", str(out))
+    status, printed, _ = said(
+        "inspect", "--what", "attention", "--model", "pairs", "--prompt", "bad", "--out", str(out)
+    )
     assert (status, printed) == (
         0,
         f"bad -> {target}\ndrawn: {out}\n",
     ) and "<svg" in out.read_text()
     narrow = "--target", "feed", "--part", "cross", "--layer", "1", "--head", "0"
-    given = "attention", "--run", "pairs", "--prompt", "bad", *narrow
+    given = "inspect", "--what", "attention", "--model", "pairs", "--prompt", "bad", *narrow
     assert said(*given, "--out", f"{tmp_path}/map.png")[0] == 0
 
 
@@ -73,7 +73,7 @@ def test_pieces_and_merges_are_shown(said, tmp_path):
     folder.path.mkdir()
     folder.write_config(TrainConfig())
     folder.write_tokenizer(WordTokenizer(("to", "be")))
-    shown = said("tokens", "--run", str(folder.path), "--prompt", "to zz\nbe")[1].splitlines()
+    shown = said("tokens", "--model", str(folder.path), "--prompt", "to zz\nbe")[1].splitlines()
     assert shown == [
         "WordTokenizer(4 tokens): the text is 4", "2  to",
         "0  <unk>  zz: not among the words of the training text", "1  \\n", "3  be",
@@ -81,43 +81,54 @@ def test_pieces_and_merges_are_shown(said, tmp_path):
 
 
 def test_neighbours_are_listed_with_their_cosines(said):
-    status, printed, _ = said("nearest", "--run", "plain", "--word", "c", "--count", "3")
+    status, printed, _ = said("nearest", "--model", "plain", "--word", "c", "--count", "3")
     wanted = plain().nearest("c", count=3)
     assert status == 0
     assert printed == "".join(f"{cosine:7.4f}  {text}\n" for text, cosine in wanted)
     printed = said(
-        "nearest", "--run", "plain", "--word", "c", "--minus", "a", "--plus", "e", "--plus", "f"
+        "nearest", "--model", "plain", "--word", "c", "--minus", "a", "--plus", "e", "--plus", "f"
     )[1]
     first = plain().nearest("c", minus="a", plus=["e", "f"])[0]
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
 
 
-def test_a_run_may_be_named_as_a_model(monkeypatch, tmp_path):
-    """Its parameters have a dtype of their own, which a published model is given."""
+def test_a_run_has_its_own_dtype_and_a_published_model_is_read_in_float32(monkeypatch, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(language_model, "load_run", lambda *_, **__: plain().model)
-    named = dict(run=None, model=str(tmp_path), checkpoint=None, init_from=None)
-    assert command.load_either("inside", Namespace(**named)).config == CONFIG
+    assert command.ModelOptions(model=str(tmp_path)).load_float32().config == CONFIG
+    asked = []
+    monkeypatch.setattr(
+        language_model,
+        "load_text_model",
+        lambda name, **named: asked.append(named) or plain().model,
+    )
+    command.ModelOptions(model="ORG/NAME").load_float32()
+    assert asked == [dict(dtype="float32", max_len=None)]
 
 
-def test_a_run_that_saved_nothing_is_refused_for_that(tmp_path):
-    (tmp_path / "lock").touch()
-    named = dict(run=None, model=str(tmp_path), checkpoint=None, init_from=None)
-    with pytest.raises(ValueError, match="no run here"):
-        command.load_either("inside", Namespace(**named))
+def test_what_only_a_run_has_is_refused_of_a_published_model(tmp_path, capsys):
+    (tmp_path / "lock").touch()  # a run that saved nothing is refused for that
+    for argv, message in (
+        (("--model", str(tmp_path)), f"{tmp_path}: no run here"),
+        (("--model", "x", "--checkpoint", "best"),
+         "checkpoint is 'best': 'x' is no run, which alone has one"),
+        (("--model", "x", "--init-from", "y"), "init_from is 'y': 'x' is no run"),
+    ):  # fmt: skip
+        assert main(["nearest", "--word", "a", *argv]) == 2
+        assert capsys.readouterr().err.startswith(f"nearest: {message}")
 
 
 @pytest.mark.slow
 def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
     found = masked().candidates("b_d", count=2)[0]
-    printed = said("generate", "--run", "masks", "--prompt", "b_d", "--samples", "2")[1]
+    printed = said("generate", "--model", "masks", "--prompt", "b_d", "--samples", "2")[1]
     listed = "  ".join(f"{text} {p:.3f}" for text, p in found)
     assert printed == f"{masked().generate('b_d')}\n  {listed}\n"
     (tmp_path / "lines").write_text("b_d\nf_\n")  # a line in, a line out
-    printed = said("generate", "--run", "masks", "--prompts", str(tmp_path / "lines"))[1]
+    printed = said("generate", "--model", "masks", "--prompts", str(tmp_path / "lines"))[1]
     assert printed.splitlines() == masked().generate(["b_d", "f_"])
     best = pairs().search("bad", 4, beams=3, results=2)
-    given = "generate", "--run", "pairs", "--prompt", "bad", "--tokens", "4", "--beams", "3"
+    given = "generate", "--model", "pairs", "--prompt", "bad", "--num-tokens", "4", "--beams", "3"
     printed = said(*given, "--samples", "2")[1]
     assert printed == "".join(f"--- score {score:.4f}\n{text}\n" for score, text in best)
     assert said(*given)[1] == f"{pairs().generate('bad', 4, beams=3)}\n" == f"{best[0][1]}\n"
@@ -125,19 +136,19 @@ def test_masks_show_their_candidates_and_pairs_their_best(said, tmp_path):
 
 @pytest.mark.slow
 def test_a_sentence_has_its_perplexity_or_its_class(said):
-    printed = said("evaluate", "--run", "plain", "--prompt", "badcab", "--json")[1]
+    printed = said("evaluate", "--model", "plain", "--prompt", "badcab", "--json")[1]
     found, score = json.loads(printed), plain().score("badcab")
     assert found["perplexity"] == pytest.approx(score.perplexity)
     assert (found["tokens"], found["nats"]) == (5, pytest.approx(score.nats))
     assert found["nats_per_token"] == pytest.approx(np.mean(score.token_nats))
-    printed = said("evaluate", "--run", "pairs", "--prompt", "bad", "--target", "feed")[1]
+    printed = said("evaluate", "--model", "pairs", "--prompt", "bad", "--target", "feed")[1]
     assert float(re.search(r"^perplexity +(\S+)$", printed, re.M)[1]) == pytest.approx(
         pairs().score(("bad", "feed")).perplexity, rel=1e-5
     )
-    printed = said("evaluate", "--run", "chat", "--prompt", "bad", "--target", "feed")[1]
+    printed = said("evaluate", "--model", "chat", "--prompt", "bad", "--target", "feed")[1]
     assert f"nats            {chat().score(TURNS).nats:.6g}\n" in printed
     label, p = classes().classify("bad")
-    printed = said("evaluate", "--run", "classes", "--prompt", "bad")[1]
+    printed = said("evaluate", "--model", "classes", "--prompt", "bad")[1]
     assert printed == f"label        {label}\nprobability  {p:.6g}\n"
 
 
@@ -145,18 +156,20 @@ def test_a_sentence_has_its_perplexity_or_its_class(said):
 def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
     text, questions = tmp_path / "text.txt", tmp_path / "questions.jsonl"
     text.write_text("badcabfeed" * 3)
-    given = "evaluate", "--run", "plain", "--text", str(text), "--window", "7", "--stride", "3"
+    given = "evaluate", "--model", "plain", "--text", str(text), "--window", "7", "--stride", "3"
     status, printed, _ = said(*given, "--batch-size", "2", "--json")
     score = plain().score(text.read_text(), window=7, stride=3, batch_size=2)
     found = json.loads(printed)
     assert (status, found["tokens"], found["nats"]) == (0, 29, pytest.approx(score.nats))
     assert found["perplexity"] == pytest.approx(score.perplexity)
     assert found["bits_per_byte"] == pytest.approx(score.bits_per_byte)
-    status, printed, error = said("evaluate", "--run", "masks", "--text", str(text))
+    error = said(*given[:-1], "0")[2]
+    assert error == "evaluate: stride is 0: must be an integer of at least 1\n"
+    status, printed, error = said("evaluate", "--model", "masks", "--text", str(text))
     assert (status, printed) == (2, "") and "text.txt': a run of task 'masked' fills m" in error
     asked = [{"context": "bad", "choices": ["c", "feed"], "answer": n} for n in (0, 1, 1)]
     questions.write_text("\n".join(map(json.dumps, asked)))
-    printed = said("evaluate", "--run", "plain", "--choices", str(questions))[1]
+    printed = said("evaluate", "--model", "plain", "--choices", str(questions))[1]
     judged = plain().multiple_choice(questions)
     assert printed.split() == [
         "questions", "3", "accuracy", f"{judged.accuracy:.6g}",
@@ -164,7 +177,7 @@ def test_a_file_is_read_in_windows_and_questions_are_judged(said, tmp_path):
         "accuracy_per_byte", f"{judged.accuracy_per_byte:.6g}",
     ]  # fmt: skip
     questions.write_text('{"context": "a", "choices": ["b", "c"], "answer": 2}')
-    status, printed, error = said("evaluate", "--run", "plain", "--choices", str(questions))
+    status, printed, error = said("evaluate", "--model", "plain", "--choices", str(questions))
     rule = "line 1: answer is 2: must be an index from 0 to 1"
     assert (status, printed, error) == (2, "", f"evaluate: {questions}, {rule}\n")
 
@@ -176,14 +189,14 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
     questions.write_text(json.dumps({"context": "bad", "choices": ["c", "feed"], "answer": 1}))
     silent = zero("block_*/attention/heads", heads=(0, 1))
     flags = "--zero", "block_*/attention/heads", "--heads", "0", "1"
-    of_plain = "evaluate", "--run", "plain"
+    of_plain = "evaluate", "--model", "plain"
     nats = plain().score("badcab", edit=silent).nats
     printed = said(*of_plain, "--prompt", "badcab", *flags, "--json")[1]
     assert json.loads(printed)["nats"] == pytest.approx(nats)
     printed = said(*of_plain, "--text", str(data), *flags, "--json")[1]
     score = plain().score(data.read_text(), edit=silent)
     assert json.loads(printed)["nats"] == pytest.approx(score.nats)
-    printed = said("evaluate", "--run", "classes", "--prompt", "bad", *flags, "--json")[1]
+    printed = said("evaluate", "--model", "classes", "--prompt", "bad", *flags, "--json")[1]
     assert json.loads(printed)["probability"] == pytest.approx(
         classes().classify("bad", edit=silent)[1]
     )
@@ -191,7 +204,7 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
     judged = plain().multiple_choice(questions, edit=silent)
     assert json.loads(printed)["accuracy"] == judged.accuracy
     data.write_text("badcabfeedface" * 9)
-    printed = said("evaluate", "--run", "masks", "--data", str(data), *flags, "--json")[1]
+    printed = said("evaluate", "--model", "masks", "--data", str(data), *flags, "--json")[1]
     found = masked().evaluate(data, edit=silent)
     assert json.loads(printed) == pytest.approx(found)
     for wrong, message in (
@@ -206,46 +219,61 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
 @pytest.mark.parametrize(
     ("argv", "rule"),
     [
-        ("attention --run plain", "prompt is None: the text to look at is needed"),
-        ("attention --run plain --prompt a --out a.jpg", "out is 'a.jpg': must end in .png"),
-        ("attention --run plain --prompt a --out no/a.png", "out is 'no/a.png': must be a file in"),
+        ("inspect --model plain --what attention --prompt a --out a.html",
+         "out is 'a.html': must e"),
+        ("inspect --model plain --prompt a --out no/a.png", "out is 'no/a.png': must be a file in"),
+        ("inspect --model plain --what attention --prompt a --answer b",
+         "answer is 'b': needs what to be patch or heads or attribution"),
+        ("inspect --model plain --prompt a --head 0", "head is 0: needs what to be attention"),
         ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in a folder that exists"),
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
-        ("attention --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
-        ("attention --prompt a", "run and model: give one of them"),
-        ("inside --run plain", "prompt is None: the text to look at is needed"),
-        ("inside --run plain --prompt a --out a.jpg", "out is 'a.jpg': must end in .png or .svg"),
-        ("inside --run plain --prompt a --other b", "other is 'b': needs what to be patch"),
-        ("inside --run plain --prompt a --what patch", "other is None: the prompt to patch is nee"),
-        ("inside --run plain --prompt a --baseline b", "baseline is 'b': needs what to be attribu"),
-        ("inside --run plain --prompt a --target b", "target is 'b': 'plain' goes on with"),
-        ("inside --prompt a", "run and model: give one of them"),
-        ("inside --run classes --prompt a", "lens: a run of task 'classify' names the class of"),
-        ("attention --model x --checkpoint best --prompt a", "checkpoint is 'best': needs run"),
-        ("tokens --prompt a", "run, model and data: give one of them"),
-        ("tokens --run x", "prompt is None: the text to cut is needed"),
-        ("tokens --run x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),
-        ("tokens --data x --bpe-vocab-size 300 --prompt a", "data is 'x': no such file or folder"),
-        ("tokens --run /nonexistent --prompt a", "/nonexistent: no run here"),
-        ("nearest --run plain", "word is None: the word to begin with is needed"),
-        ("nearest --run plain --word a --count 0", "count is 0: must be at least 1"),
-        ("nearest --run plain --word bad", "word is 'bad': 3 tokens ('b', 'a', 'd'): must be one"),
-        ("evaluate --run plain", "data, prompt, text and choices: give one of them, to say what"),
-        ("evaluate --run plain --text x --choices y", "data, prompt, text and choices: give one"),
-        ("evaluate --run plain --prompt a --window 3", "window is 3: needs text"),
-        ("evaluate --run plain --data a --batch-size 3", "batch_size is 3: needs text or choices"),
-        ("evaluate --run plain --choices a --stride 3", "stride is 3: needs text"),
-        ("evaluate --run plain --text a --stride 0", "stride is 0: must be at least 1"),
-        ("evaluate --run plain --choices nowhere", "choices is 'nowhere': cannot be read (No such"),
-        ("evaluate --run masks --text /dev/null", "text is '/dev/null': the file is empty"),
-        ("evaluate --run plain --data x --target a", "target is 'a': needs prompt"),
-        ("evaluate --run plain --prompt a --beams 2", "beams is 2: needs data"),
-        ("evaluate --run pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),
-        ("evaluate --run chat --prompt a", "target is None: a run of task 'chat' answers messages"),
-        ("evaluate --run classes --prompt a --target b", "target is 'b': a run of task 'classify'"),
-        ("evaluate --run masks --prompt a", "score: a masked model has no probability of a text"),
-        ("generate --run pairs --prompt a --samples 2", "samples is 2: a run of task 'seq2seq' dr"),
-        ("generate --run classes --prompt a --samples 2", "samples is 2: a run of task 'classify'"),
+        ("inspect --model plain", "--prompt TEXT is needed"),
+        ("inspect --model plain --prompt=", "prompt is '': the text to look at is needed"),
+        ("inspect --model plain --prompt a --out a.jpg",
+         "out is 'a.jpg': must end in .png or .svg"),
+        ("inspect --model plain --prompt a --other b", "other is 'b': needs what to be patch"),
+        ("inspect --model plain --prompt a --what patch",
+         "other is None: the prompt to patch is nee"),
+        ("inspect --model plain --prompt a --baseline b",
+         "baseline is 'b': needs what to be attribu"),
+        ("inspect --model plain --prompt a --target b", "target is 'b': 'here' goes on with"),
+        ("inspect --prompt a", "--model TEXT is needed"),
+        ("inspect --run plain --prompt a", "--run: no such flag, meant: --model"),
+        ("inspect --model classes --prompt a", "lens: a run of task 'classify' names the class of"),
+        ("tokens --prompt a", "model and data: give one of them"),
+        ("tokens --model x", "--prompt TEXT is needed"),
+        ("tokens --model x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),
+        ("tokens --data x --prompt a", "data is 'x': no such file or folder"),
+        ("tokens --data x --bpe-vocab-size 300 --prompt a",
+         "bpe_vocab_size is 300: needs tokenizer bpe, it is char"),
+        ("tokens --data x --tokenizer word --bpe-vocab-size 300 --prompt a",
+         "bpe_vocab_size is 300: needs tokenizer bpe, it is word"),
+        ("nearest --model plain", "--word TEXT is needed"),
+        ("nearest --model plain --word a --count 0",
+         "count is 0: must be an integer of at least 1"),
+        ("nearest --model plain --word bad",
+         "word is 'bad': 3 tokens ('b', 'a', 'd'): must be one"),
+        ("evaluate --model plain", "data, prompt, text and choices: give one of them, to say what"),
+        ("evaluate --model plain --text x --choices y", "data, prompt, text and choices: give one"),
+        ("evaluate --model plain --prompt a --window 3", "window is 3: needs text"),
+        ("evaluate --model plain --data a --batch-size 3",
+         "batch_size is 3: needs text or choices"),
+        ("evaluate --model plain --choices a --stride 3", "stride is 3: needs text"),
+        ("evaluate --model plain --choices nowhere",
+         "choices is 'nowhere': cannot be read (No such"),
+        ("evaluate --model masks --text /dev/null", "text is '/dev/null': the file is empty"),
+        ("evaluate --model plain --data x --target a", "target is 'a': needs prompt"),
+        ("evaluate --model plain --prompt a --beams 2", "beams is 2: needs data"),
+        ("evaluate --model pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),
+        ("evaluate --model chat --prompt a",
+         "target is None: a run of task 'chat' answers messages"),
+        ("evaluate --model classes --prompt a --target b",
+         "target is 'b': a run of task 'classify'"),
+        ("evaluate --model masks --prompt a", "score: a masked model has no probability of a text"),
+        ("generate --model pairs --prompt a --samples 2",
+         "samples is 2: a run of task 'seq2seq' dr"),
+        ("generate --model classes --prompt a --samples 2",
+         "samples is 2: a run of task 'classify'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_line(said, argv, rule):
@@ -256,7 +284,7 @@ def test_what_cannot_be_is_one_line(said, argv, rule):
 
 @pytest.mark.slow
 def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
-    given = "inside", "--run", "plain", "--prompt", "bad"
+    given = "inspect", "--model", "plain", "--prompt", "bad"
     page, seen = tmp_path / "lens.html", plain().lens("bad")
     status, printed, _ = said(*given, "--out", str(page))
     assert (status, printed) == (0, f"{seen.summary()}\ndrawn: {page}\n")
@@ -268,7 +296,7 @@ def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
     assert (status, printed) == (0, f"{found.summary()}\ndrawn: {picture}\n")
     assert "<svg" in picture.read_text()
     target = pairs().generate("bad", 8)  # half of max_len, so that it can be read again
-    printed = said("inside", "--run", "pairs", "--prompt", "bad", "--out", str(page))[1]
+    printed = said("inspect", "--model", "pairs", "--prompt", "bad", "--out", str(page))[1]
     assert printed.startswith(f"bad -> {target}\n{pairs().lens(('bad', target)).summary()}\n")
 
 
@@ -277,7 +305,7 @@ def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
     words = WordTokenizer(("to", "be", "or"))
     own = model_of(replace(CONFIG, vocab_size=5), words)
     monkeypatch.setitem(MODELS, "words", lambda: own)
-    given = "--run", "words", "--prompt", "to bee"
+    given = "--model", "words", "--prompt", "to bee"
     rule = "not among the words of the training text, read as <unk>"
     out = (
         "--what",
@@ -292,8 +320,8 @@ def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
         str(tmp_path / "a.svg"),
     )
     filters = [*warnings.filters]
-    status, _, error = said("inside", "--run", "words", "--prompt", "to bee or", *out)
-    assert (status, error) == (0, f"inside: unknown words: 2 ('bee', 'see'): {rule}\n")
+    status, _, error = said("inspect", "--model", "words", "--prompt", "to bee or", *out)
+    assert (status, error) == (0, f"inspect: unknown words: 2 ('bee', 'see'): {rule}\n")
     assert warnings.filters == filters
     own = run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"), base=words)
     monkeypatch.setitem(MODELS, "words", lambda: own)

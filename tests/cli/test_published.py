@@ -115,7 +115,7 @@ def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, t
     expected = greedy(published, [BOS, *b"to be"], 9)
     assert len(set(expected)) > 3 and max(expected) < BOS
     assert expected != greedy(published, [*b"to be"], 9), "nothing would tell <s>"
-    base = ["--prompt", "to be", "--tokens", 9, "--temperature", 0]
+    base = ["--prompt", "to be", "--num-tokens", 9, "--temperature", 0]
     assert written(capsys, "--model", published, *base) == f"to be{spelled(expected)}\n"
     last = next(n for n, i in enumerate(expected) if n > 2 and i not in expected[:n])
     ended = with_stop(published, tmp_path / "ended", EOS, expected[last])
@@ -169,7 +169,7 @@ def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, me
 def test_a_message_is_answered_through_the_chat_template(capsys, published):
     expected = greedy(published, [*b"[be]"], 5)
     assert expected != greedy(published, [BOS, *b"[be]"], 5)
-    chat = ["--chat", "--prompt", "be", "--tokens", 5, "--temperature", 0]
+    chat = ["--chat", "--prompt", "be", "--num-tokens", 5, "--temperature", 0]
     answer = spelled(expected).removeprefix(" ")
     assert written(capsys, "--model", published, *chat) == f"{answer}\n"
     model = load(published)
@@ -187,7 +187,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
     )
     (tmp_path / "grammar").write_text('start: "(" start ")" | "é"')
     (tmp_path / "lines").write_text("be\nor\n")
-    base = ["--model", published, "--tokens", 50]
+    base = ["--model", published, "--num-tokens", 50]
     got = written(capsys, *base, "--prompt", "be", "--schema", tmp_path / "schema")
     assert got.startswith("be[") and set(json.loads(got[2:])) <= {1, "é"}
     chat = ["--chat", "--prompt", "be", "--regex", " [ab]{3}", "--samples", 2, "--seed", 1]
@@ -201,9 +201,9 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
     ("argv", "message", "status"),
     [
         ("", "run and model: give one of them", 2),
-        ("--run x --model y", "run and model: give one of them", 2),
-        ("--run x --dtype float16", "dtype with run", 2),
-        ("--run x --max-len 9", "max_len with run", 2),
+        ("--model x --model y", "run and model: give one of them", 2),
+        ("--model x --dtype float16", "dtype with run", 2),
+        ("--model x --max-len 9", "max_len with run", 2),
         ("--model x --checkpoint best", "checkpoint with model: needs run", 2),
         ("--model /nonexistent", "'/nonexistent': no such folder", 1),
         ("--model x --beams 2 --temperature 1", "temperature with beams", 2),
@@ -217,7 +217,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
         ("--model {model} --prompt a --regex (", "regex: unclosed group", 2),
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
         (
-            "--model {model} --prompt a --samples 2 --tokens 99",
+            "--model {model} --prompt a --samples 2 --num-tokens 99",
             "tokens is 99: 60 fit after the prompt",
             2,
         ),
@@ -397,10 +397,10 @@ def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_
 
 @pytest.mark.slow
 def test_a_converted_run_writes_what_the_run_writes(capsys, published, tuned, tmp_path):
-    base = ["--prompt", "to be", "--tokens", 9, "--temperature", 0]
-    from_run = written(capsys, "--run", tuned, "--checkpoint", "last", *base)
+    base = ["--prompt", "to be", "--num-tokens", 9, "--temperature", 0]
+    from_run = written(capsys, "--model", tuned, "--checkpoint", "last", *base)
     to = tmp_path / "made"
-    argv = ["--run", str(tuned), "--checkpoint", "last", "--to", str(to)]
+    argv = ["--model", str(tuned), "--checkpoint", "last", "--to", str(to)]
     assert convert(argv) == 0
     assert "as a llama" in capsys.readouterr().out
     assert written(capsys, "--model", to, *base) == from_run
@@ -506,7 +506,7 @@ def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monke
         "windows": dataclasses.replace(run, config=dataclasses.replace(config, window=3)),
     }
     monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: runs[str(path)])
-    argv = ["--run", "plain", "--to", str(tmp_path / "made")]
+    argv = ["--model", "plain", "--to", str(tmp_path / "made")]
     assert convert(argv) == 0
     assert "as a llama\na llama has biases: they are written as zeros" in capsys.readouterr().out
     found, params = load_pretrained(tmp_path / "made")
@@ -517,7 +517,7 @@ def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monke
     np.testing.assert_array_equal(one, two)
     assert convert([*argv[:3], str(tmp_path / "x"), "--family", "qwen2"]) == 2
     assert "transformers reads a qwen2 with Qwen 2's way" in capsys.readouterr().err
-    assert convert(["--run", "windows", "--to", str(tmp_path / "windows")]) == 0
+    assert convert(["--model", "windows", "--to", str(tmp_path / "windows")]) == 0
     assert "as a smollm3" in capsys.readouterr().out  # a llama has no windows
 
 
@@ -556,7 +556,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
     )
     run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
     monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: run)
-    assert convert(["--run", "any", "--to", str(tmp_path / "made")]) == 0
+    assert convert(["--model", "any", "--to", str(tmp_path / "made")]) == 0
     said = capsys.readouterr().out
     assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said
     found, params = load_pretrained(tmp_path / "made")
@@ -568,7 +568,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
         build(c).apply({"params": p}, tokens)[0] for c, p in ((found, params), (config, run.params))
     )
     np.testing.assert_array_equal(one, two)
-    assert convert(["--run", "any", "--to", str(tmp_path / "x"), "--family", "llama"]) == 2
+    assert convert(["--model", "any", "--to", str(tmp_path / "x"), "--family", "llama"]) == 2
     assert "a llama" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import transformer_jax as tj
 from tests.cli.test_train import run_command
-from transformer_jax.cli import plan, report, serve, train
+from transformer_jax.cli import command, plan, report, serve, train
 from transformer_jax.config import (
     Adafactor,
     Lion,
@@ -251,7 +251,7 @@ def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, c
         bits=1 / math.log(2), perplexity=math.e, seconds=2.5,
     ))  # fmt: skip
     assert drawn == [
-        (10, 8, 7, ["ngram", "gru", "ngram"]),
+        (10, 8, 7, ("ngram", "gru", "ngram")),
         (["gru", "ngram"], "tokens", out / "compared.png"),
     ]
     last, resumed, vocab_size = trained[-1]
@@ -329,7 +329,7 @@ def test_a_report_says_what_a_run_came_to():
         found = result(task, sample=sample)
         assert report.suggested_prompt(found) == prompt
     assert (
-        report.how_to_write(found) == "python -m transformer_jax generate --run runs/x --prompt x"
+        report.how_to_write(found) == "python -m transformer_jax generate --model runs/x --prompt x"
     )
 
 
@@ -375,7 +375,9 @@ def test_a_server_listens_as_the_flags_say(monkeypatch, capsys, tmp_path):
     from transformer_jax.server import app, engine
 
     monkeypatch.setattr(serve, "_embedder", lambda arguments: None)
-    monkeypatch.setattr(serve, "load_named", lambda arguments: f"loaded {arguments.model}")
+    monkeypatch.setattr(
+        command.ModelOptions, "load", lambda options, **_: f"loaded {options.model}"
+    )
     made, served = [], []
 
     def make(model, **named):

@@ -253,15 +253,17 @@ def test_what_is_meant_computes_what_jax_nn_does(given):
         ("--max_steps", "--steps"),
         ("--hidden-size", "--d-model"),
         ("--gradient-checkpointing", "--remat full"),
-        ("--max-new-tokens", "--tokens"),
+        ("--max-new-tokens", "--num-tokens"),
+        ("--tokens", "--num-tokens"),
+        ("--run", "--model"),
         ("--num-return-sequences", "--samples"),
     ],
 )
 def test_a_flag_of_another_program_says_what_is_meant(wrong, meant):
     flags = {
         name: name
-        for name in ("--learning-rate", "--lora", "--steps", "--d-model", "--remat", "--tokens",
-                     "--samples")
+        for name in ("--learning-rate", "--lora", "--steps", "--d-model", "--remat",
+                     "--num-tokens", "--samples", "--model")
     }  # fmt: skip
     with pytest.raises(ConfigError, match=f"no such flag, meant: {meant}$"):
         spelled([wrong, "1"], flags)

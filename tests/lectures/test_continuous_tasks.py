@@ -291,12 +291,18 @@ def test_no_text_is_asked_of_a_run_of_pictures(tmp_path, capsys):
     commands = {
         "prompt is 'a': a run of task 'digits' reads prompts, checkpoint": [
             "generate",
-            "--run",
+            "--model",
             str(out),
             "--prompt",
             "a",
         ],
-        "a.txt: must be a .npz file of arrays": ["evaluate", "--run", str(out), "--data", "a.txt"],
+        "a.txt: must be a .npz file of arrays": [
+            "evaluate",
+            "--model",
+            str(out),
+            "--data",
+            "a.txt",
+        ],
     }
     for message, command in commands.items():
         assert run_command(command) == 2
@@ -452,21 +458,24 @@ def test_a_run_is_judged_on_a_file_and_writes_a_line_for_each_signal(tmp_path, n
     targets = np.array([signal.target for signal in held_out])
     file = str(tmp_path / "seen.npz")
     np.savez(file, inputs=inputs, targets=targets, **lengths)
-    assert run_command(["evaluate", "--run", config.out, "--data", file, "--json"]) == 0
+    assert run_command(["evaluate", "--model", config.out, "--data", file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["nats_per_token"] == pytest.approx(result.val_loss, abs=1e-5)
     assert {key: found[key] for key in result.scores} == pytest.approx(result.scores)
-    assert run_command(["generate", "--run", config.out, "--prompts", file]) == 0
+    assert run_command(["generate", "--model", config.out, "--prompts", file]) == 0
     lines = capsys.readouterr().out.removesuffix("\n").split("\n")
     assert len(lines) == 6
     scored = "accuracy" if kind == "encoder" else "exact_match"
     right = np.mean([one == two for one, two in zip(lines, targets, strict=True)])
     assert right == pytest.approx(found[scored])
     for command, message in (
-        (["generate", "--run", config.out, "--prompt", "x"], f"a run of task '{name}' reads"),
-        (["generate", "--run", config.out], "prompts is None: a run of task"),
-        (["evaluate", "--run", config.out, "--data", str(tmp_path)], "must be a .npz file"),
-        (["evaluate", "--run", config.out, "--data", file, "--beams", "2"], "beams is 2: a run of"),
+        (["generate", "--model", config.out, "--prompt", "x"], f"a run of task '{name}' reads"),
+        (["generate", "--model", config.out], "prompts is None: a run of task"),
+        (["evaluate", "--model", config.out, "--data", str(tmp_path)], "must be a .npz file"),
+        (
+            ["evaluate", "--model", config.out, "--data", file, "--beams", "2"],
+            "beams is 2: a run of",
+        ),
     ):
         assert run_command(command) == 2
         error = capsys.readouterr().err

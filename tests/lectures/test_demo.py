@@ -49,8 +49,7 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ("rotations --window 7", "window is not read by this demonstration, which takes "
-         "tokens, width"),
+        ("rotations --window 7", "--window: no such flag"),
         ("rotations --tokens 0", "tokens is 0: must be positive"),
         ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is turned into "
          "another"),

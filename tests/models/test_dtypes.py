@@ -179,6 +179,6 @@ def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, cap
     monkeypatch.setattr(evaluate, "load_either", lambda *_: None)
     judged = {"perplexity": math.nan, "likely": 0.5}
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: judged)
-    assert evaluate.main(["--run", "x", "--data", "y", "--json"]) == 0
+    assert evaluate.main(["--model", "x", "--data", "y", "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"perplexity": None, "likely": 0.5}

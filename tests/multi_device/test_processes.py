@@ -109,10 +109,12 @@ def test_a_signal_to_one_process_ends_both_and_an_error_of_the_first_is_both_s(t
 
 
 def test_how_processes_find_each_other_is_said_whole():
-    assert parse([], None).processes is None
-    found = parse("--coordinator h:1 --processes 4 --process 3".split(), None).processes
-    assert (found.coordinator, found.count, found.index) == ("h:1", 4, 3)
-    assert parse(["--distributed"], None).processes.coordinator is None
+    found = parse([]).start
+    assert (found.distributed, found.coordinator) == (False, None)
+    found = parse("--coordinator h:1 --processes 4 --process 3".split()).start
+    assert (found.coordinator, found.processes, found.process) == ("h:1", 4, 3)
+    found = parse(["--distributed"]).start
+    assert (found.distributed, found.coordinator) == (True, None)
     for argv, message in {
         "--coordinator h:1": "processes is None: coordinator, processes and process go together",
         "--coordinator h:1 --processes 2 --process 2": "process is 2: must be below processes 2",
@@ -120,4 +122,4 @@ def test_how_processes_find_each_other_is_said_whole():
         "--distributed --process 2": "distributed and coordinator: give one of them",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            parse(argv.split(), None)
+            parse(argv.split())

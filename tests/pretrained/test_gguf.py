@@ -602,7 +602,7 @@ def test_the_command_tokens_takes_a_file(talking, capsys):
 def test_the_command_generate_takes_a_file(talking, capsys):
     from transformer_jax.cli.generate import main as generate
 
-    chat = ["--chat", "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]
+    chat = ["--chat", "--prompt", "the cat", "--num-tokens", "3", "--temperature", "0"]
     said = []
     for more in (chat, chat[1:]):
         assert generate(["--model", str(talking[0]), *more]) == 0

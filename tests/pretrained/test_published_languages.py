@@ -85,7 +85,7 @@ def test_a_translator_writes_in_the_language_that_it_is_told(name, tmp_path, cap
     if name != "nllb":  # whose small model repeats one letter of few
         assert first.generate("hello", NEW) != texts[0]
     flags = ["--model", str(folder), "--languages", ",".join(pair), "--temperature", "0"]
-    assert generate([*flags, "--prompt", "hello", "--tokens", str(NEW)]) == 0
+    assert generate([*flags, "--prompt", "hello", "--num-tokens", str(NEW)]) == 0
     assert capsys.readouterr().out.rstrip("\n") == texts[0].rstrip("\n")
     assert generate([*flags[:3], pair[0], "--prompt", "hello"]) == 2
     assert f"languages is '{pair[0]}': must be two" in capsys.readouterr().err

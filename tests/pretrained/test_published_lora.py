@@ -88,7 +88,7 @@ def test_a_tuned_model_is_the_same_elsewhere(tmp_path, family):
         before = base(torch.tensor(tokens)).logits
     assert float(np.abs(np.asarray(ours) - before.numpy()).max()) > 0.5  # it has learnt
 
-    run = ["--run", config.out]
+    run = ["--model", config.out]
     assert convert.main([*run, "--to", str(tmp_path / "merged")]) == 0
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_an_adapter_of_a_run_without_one_is_refused(tmp_path, capsys):
         warmup_steps=1,
     )  # fmt: skip
     fit(config)
-    status = convert.main(["--run", config.out, "--to", str(tmp_path / "out"), "--adapter"])
+    status = convert.main(["--model", config.out, "--to", str(tmp_path / "out"), "--adapter"])
     assert status == 2
     assert "it has no adapters, lora is None" in capsys.readouterr().err
     assert jax.tree.leaves(load_run(config.out).params)

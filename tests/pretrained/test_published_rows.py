@@ -110,9 +110,9 @@ def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, t
     folder, _, tokenizer = published
     result = fit(run_config(folder, tmp_path / "run"))
     assert result.scores["exact_match"] == 1.0, result.scores
-    assert generate(["--run", str(tmp_path / "run"), "--prompt", "hello"]) == 0
+    assert generate(["--model", str(tmp_path / "run"), "--prompt", "hello"]) == 0
     assert capsys.readouterr().out == "olleh\n"
-    assert convert(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
+    assert convert(["--model", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
     again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "to", output_loading_info=True
     )
@@ -155,7 +155,7 @@ def test_what_a_model_never_writes_its_runs_never_write(forced, tmp_path, capsys
     want = tokenizer.decode(ids[0], skip_special_tokens=True)
     given = config, start.tokenizers, start.params(False), ["ab"]
     assert want and answer_sources(*given, num_tokens=5) == [want]
-    flags = ["--prompt", "ab", "--tokens", "5", "--temperature", "0"]
+    flags = ["--prompt", "ab", "--num-tokens", "5", "--temperature", "0"]
     assert generate(["--model", str(folder), *flags]) == 0
     assert capsys.readouterr().out == f"{want}\n"
 
@@ -215,7 +215,7 @@ def test_a_classifier_is_what_transformers_computes(case, tmp_path):
     (bucket,) = task.train.buckets
     rows = [row[ok].tolist() for row, ok in zip(bucket.tokens, bucket.valid, strict=True)]
     assert sorted(rows) == sorted(tokenizer(text).input_ids for text in TEXTS)
-    assert convert(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
+    assert convert(["--model", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
     content = json.loads((tmp_path / "to" / "config.json").read_text())
     assert content["architectures"] == [f"{family}ForSequenceClassification"]
     labels = sorted(["up", "down", "aside"][:count])
@@ -271,7 +271,7 @@ def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, caps
         hidden = batch.labels[batch.labels != IGNORE]
         assert len(hidden) and not np.isin(hidden, [first, last]).any()
     fit(config)
-    assert convert(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
+    assert convert(["--model", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
     model, info = transformers.AutoModelForMaskedLM.from_pretrained(
         tmp_path / "to", output_loading_info=True
     )
@@ -283,6 +283,6 @@ def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, caps
     ids = torch.where(given.input_ids[0] == own.mask_token_id, best, given.input_ids[0])
     capsys.readouterr()
     prompt = f"to be {own.mask_token} not"
-    assert generate(["--run", str(tmp_path / "run"), "--prompt", prompt]) == 0
+    assert generate(["--model", str(tmp_path / "run"), "--prompt", prompt]) == 0
     want = own.decode(ids, skip_special_tokens=True).replace("\n", "\\n")
     assert capsys.readouterr().out.splitlines()[0].strip() == want.strip()

@@ -12,7 +12,6 @@ import pytest
 from tests.server.models import tiny
 from transformer_jax import ModelConfig, init_params, load_sentence_encoder, save_pretrained
 from transformer_jax.cli import serve
-from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.sentences import SentenceEncoder
 from transformer_jax.server.app import make_app
 from transformer_jax.server.embedder import Embedder
@@ -198,14 +197,14 @@ def test_as_many_requests_wait_as_the_queue_says(encoder, tokenizer):
     assert refused.status_code == 429 and codes.count(200) == 41
 
 
-def test_command_serves_a_folder_of_sentence_transformers(folder, monkeypatch):
+def test_command_serves_a_folder_of_sentence_transformers(folder, monkeypatch, capsys):
     uvicorn = pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.app))
     command = ["--model", str(folder), "--port", "0", "--slots", "3"]
-    serve._serve(serve._parser().parse_args(command))
+    assert serve.main(command) == 0
     from starlette.testclient import TestClient
 
     assert len(embed(TestClient(served[0])).json()["data"][0]["embedding"]) == 6
-    with pytest.raises(ConfigError, match="context is 5: a sentence encoder has none"):
-        serve._serve(serve._parser().parse_args([*command, "--context", "5"]))
+    assert serve.main([*command, "--context", "5"]) == 2
+    assert capsys.readouterr().err == "serve: context is 5: a sentence encoder has none\n"

@@ -180,6 +180,6 @@ def test_a_model_of_documents_begins_and_ends_them_as_it_learnt(tmp_path, capsys
     )  # fmt: skip
     assert fit(config).sample in ("ab", "bca")
     for prompt, whole in (("a", "ab"), ("b", "bca")):
-        argv = ["generate", "--run", out, "--prompt", prompt, "--temperature", "0"]
+        argv = ["generate", "--model", out, "--prompt", prompt, "--temperature", "0"]
         assert run_command(argv) == 0
         assert capsys.readouterr().out == whole + "\n"

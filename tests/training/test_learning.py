@@ -278,7 +278,7 @@ def test_a_model_of_pairs_translates_lines_and_is_judged_on_a_file(tmp_path, cap
     assert total > 32 and told == [(n, total) for n in [*range(0, total, 32), total]]
     told.clear()
     (tmp_path / "lines.txt").write_text("abcd\nedc\na\n")
-    folder = ["--run", config.out]
+    folder = ["--model", config.out]
     assert run_command(["generate", *folder, "--prompts", str(tmp_path / "lines.txt")]) == 0
     assert capsys.readouterr().out == "dcba\ncde\na\n"
     assert run_command(["generate", *folder, "--prompt", "bad", "--beams", "3"]) == 0
@@ -325,9 +325,9 @@ def test_a_masked_model_becomes_a_classifier_with_a_new_head(tmp_path, capsys):
     assert_same_state(now["encoder"], old["encoder"])
     assert np.array_equal(now["embed"]["tokens"][:12], old["embed"]["tokens"])
     assert RunFolder(Path(config.out)).read_config() == after.config
-    assert run_command(["generate", "--run", config.out, "--prompt", "a b"]) == 0
+    assert run_command(["generate", "--model", config.out, "--prompt", "a b"]) == 0
     label, probability = capsys.readouterr().out.split()
     assert label in ("cat", "dog", "owl") and 1 / 3 <= float(probability) <= 1
-    assert run_command(["generate", "--run", masked.out, "--prompt", "a _ b"]) == 0
+    assert run_command(["generate", "--model", masked.out, "--prompt", "a _ b"]) == 0
     filled = capsys.readouterr().out.splitlines()[0]
     assert len(filled) == 5 and filled.startswith("a ") and filled.endswith(" b")

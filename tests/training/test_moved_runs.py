@@ -73,9 +73,9 @@ def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(th
 def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, capsys):
     (there / "bases").rename(there / "elsewhere")
     base, tuned = str(there / "elsewhere" / "base"), there / name
-    run = ["--run", str(tuned)]
+    run = ["--model", str(tuned)]
     commands = {
-        "generate": [*run, "--prompt", "to", "--tokens", "2"],
+        "generate": [*run, "--prompt", "to", "--num-tokens", "2"],
         "evaluate": [*run, "--data", str(there / "text.txt")],
         "convert": [*run, "--to", str(there / "converted")],
     }

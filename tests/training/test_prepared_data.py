@@ -533,7 +533,7 @@ def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
     assert "web: 3,334 tokens in" in said and "held-out loss" in said and "per byte" in said
     assert train.main(["--out", str(tmp_path / "run"), "--resume", "--steps", "3"]) == 0
     capsys.readouterr()
-    run = ["--run", str(tmp_path / "run")]
+    run = ["--model", str(tmp_path / "run")]
     found = []
     for given in (str(folders / "web"), f"{folders / 'web'},{folders / 'books'}"):
         assert run_command(["evaluate", *run, "--data", given, "--json"]) == 0
@@ -541,7 +541,7 @@ def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
     assert found[0] != found[1] and 3.0 < found[1] < 6.0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert found[1] == pytest.approx(last["val_loss"], rel=1e-6)
-    assert run_command(["generate", *run, "--prompt", "web", "--tokens", "3"]) == 0
+    assert run_command(["generate", *run, "--prompt", "web", "--num-tokens", "3"]) == 0
     assert train.main([*flags.split(), "--data", str(folders / "web"), "--out", "x"]) == 2
     assert "data_weights is (0.7, 0.3): must be one for each" in capsys.readouterr().err
 

@@ -531,7 +531,7 @@ def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, f
     )  # fmt: skip
     files, _ = tokenizer_files(tokenizer, 257)
     save_pretrained(tmp_path / "model", model, init_params(model, jax.random.key(0)), files=files)
-    given = ["--model", str(tmp_path / "model"), "--prompt", "a", "--tokens", "2"]
+    given = ["--model", str(tmp_path / "model"), "--prompt", "a", "--num-tokens", "2"]
     assert generate_command([*given, f"--{flag}", "b<|im_end|>"]) == 2
     said = capsys.readouterr().err
     assert said == f"generate: {flag} is 'b<|im_end|>': has id 263: the model has 257 tokens\n"

@@ -1,22 +1,21 @@
 """Write a folder of config.json, safetensors and a tokenizer as Hugging Face's libraries read it.
 
-python -m transformer_jax convert --run RUN --to FOLDER              what train.py trained
-python -m transformer_jax convert --run RUN --to FOLDER --adapter    its adapters alone, as PEFT's
+python -m transformer_jax convert --model RUN --to FOLDER            what train.py trained
+python -m transformer_jax convert --model RUN --to FOLDER --adapter  its adapters alone, as PEFT's
 python -m transformer_jax convert --model FOLDER_OR_ID --to FOLDER   a published model, saved anew
 python -m transformer_jax convert --model FILE.gguf --to FOLDER      llama.cpp's file, as a folder
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from transformer_jax.cli.command import Parser, add_run, load_run, run
+from transformer_jax.cli.command import ModelOptions, run
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.tasks import ClassifyTask
@@ -30,37 +29,59 @@ if TYPE_CHECKING:
     from transformer_jax.tokenizers.trained import Tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Convert(ModelOptions):
+    """Options of the command."""
+
+    to: str
+    """Where to write; new, or empty."""
+    family: str | None = None
+    """Of a run: its model_type; default: the first that fits."""
+    adapter: bool = False
+    """Of a run with lora: the adapters alone, as a folder of PEFT."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The type that parameters get; default: their own."""
+    shard_gb: float | None = None
+    """Largest file, in 10^9 bytes; default: 5."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
-    return run(_parser(), argv, lambda arguments: print(*_convert(arguments), sep="\n"))
+    return run(Convert, argv, lambda options: print(*_convert(options), sep="\n"))
 
 
-def _convert(arguments: argparse.Namespace) -> list[str]:
-    """Convert, and return what was written, line by line."""
-    if (arguments.run is None) == (arguments.model is None):
-        raise ConfigError("run and model: give one of them")
-    if arguments.model is not None:
-        for name in ("family", "checkpoint", "init_from", "adapter"):
-            if getattr(arguments, name) not in (None, False):
-                raise ConfigError(f"{name} with model: needs run")
-    if arguments.adapter:
-        for name in ("dtype", "shard_gb"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
-    shard_bytes = _shard_bytes(arguments.shard_gb)
-    check_new_folder("to", arguments.to)
-    target = Path(arguments.to)
+def _convert(options: Convert) -> list[str]:
+    """Convert, and return the lines that say what was written."""
+    from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
+    from transformer_jax.text.text_model import is_run
+
+    of_run = is_run(options.model)
+    for name in ("family", "checkpoint", "init_from", "adapter"):
+        if not of_run and (value := getattr(options, name)) not in (None, False):
+            raise ConfigError(
+                f"{name} is {value!r}: {options.model!r} is no run, which alone has one"
+            )
+    for name in ("dtype", "shard_gb"):
+        if options.adapter and getattr(options, name) is not None:
+            raise ConfigError(f"{name} with adapter: an adapter is one file, in float32")
+    shard_bytes = SHARD_BYTES
+    if (gigabytes := options.shard_gb) is not None:
+        if not 0 < gigabytes < 10**6:
+            raise ConfigError(f"shard_gb is {gigabytes}: must be above 0 and below 10**6")
+        shard_bytes = max(int(gigabytes * 10**9), 1)
+    check_new_folder("to", options.to)
+    target = Path(options.to)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: exists already: must be new or empty")
-    if arguments.model is not None:
-        return _save_anew(arguments.model, target, arguments.dtype, shard_bytes)
-    if arguments.adapter:
-        return _adapter(arguments, target)
-    return _export(arguments, target, shard_bytes)
+    if not of_run:
+        return _save_anew(options.model, target, options.dtype, shard_bytes)
+    if options.adapter:
+        return _adapter(options, target)
+    return _export(options, target, shard_bytes)
 
 
 def _save_anew(
-    model: str, target: Path, dtype: jax.typing.DTypeLike, shard_bytes: int
+    model: str, target: Path, dtype: jax.typing.DTypeLike | None, shard_bytes: int
 ) -> list[str]:
     from transformer_jax.pretrained.gguf import GgufModel
     from transformer_jax.pretrained.load import load_pretrained
@@ -85,7 +106,7 @@ TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 """What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
 
 
-def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
+def _adapter(options: Convert, target: Path) -> list[str]:
     """Write the adapters of a run as a folder of PEFT."""
     import jax
 
@@ -94,12 +115,10 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     from transformer_jax.pretrained.tensors import tensor_names
     from transformer_jax.text.text_model import load_adapters
 
-    config, adapters = load_adapters(
-        arguments.run, arguments.checkpoint, init_from=arguments.init_from
-    )
+    config, adapters = load_adapters(options.model, options.checkpoint, init_from=options.init_from)
     model = config.model
     assert config.lora is not None and isinstance(model, ModelConfig)
-    family, model = _written_as(model, arguments.family)
+    family, model = _written_as(model, options.family)
     names = tensor_names(model, family)
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     written = save_lora(
@@ -113,21 +132,21 @@ def _adapter(arguments: argparse.Namespace, target: Path) -> list[str]:
     ]
 
 
-def _export(arguments: argparse.Namespace, target: Path, shard_bytes: int) -> list[str]:
+def _export(options: Convert, target: Path, shard_bytes: int) -> list[str]:
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.text.text_model import with_parameters_in
     from transformer_jax.tokenizers.special import target_of
 
-    model = load_run("convert", arguments)
-    if arguments.dtype is not None:
-        model = with_parameters_in(model, arguments.dtype)
+    model = options.load().model
+    if options.dtype is not None:
+        model = with_parameters_in(model, options.dtype)
     config, params, lines = model.config, model.params, list[str]()
     if not isinstance(config, ModelConfig):
         rule = "other libraries have no such model: must be a transformer"
         raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
     classifies = config.kind == "encoder" and config.num_classes is not None
     files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
-    family, written = _written_as(config, arguments.family, files["tokenizer.json"])
+    family, written = _written_as(config, options.family, files["tokenizer.json"])
     if written != config:
         config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
@@ -323,16 +342,6 @@ def _char_definition(characters: str, unknown: int) -> JsonObject:
     return json.loads(library.to_str())
 
 
-def _shard_bytes(gigabytes: float | None) -> int:
-    from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
-
-    if gigabytes is None:
-        return SHARD_BYTES
-    if not 0 < gigabytes < 10**6:
-        raise ConfigError(f"shard_gb is {gigabytes}: must be above 0 and below 10**6")
-    return max(int(gigabytes * 10**9), 1)
-
-
 def _written(target: Path, params: Params, family: str | None = None) -> str:
     import jax
 
@@ -340,22 +349,3 @@ def _written(target: Path, params: Params, family: str | None = None) -> str:
     count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
     kind = f" as a {family}" if family else ""
     return f"{target}: {count:,} parameters in {' and '.join(kinds)}{kind}"
-
-
-def _parser() -> Parser:
-    parser = Parser("convert", "Write a model as Hugging Face's libraries and this one read it.")
-    add = parser.add_argument
-    add_run(parser)
-    add("--model", metavar="FOLDER_OR_ID", help="a published model, to be saved anew")
-    add("--to", required=True, metavar="FOLDER", help="where to write; new, or empty")
-    add("--family", metavar="NAME", help="of --run: its model_type; default: the first that fits")
-    add(
-        "--adapter", action="store_true",
-        help="of --run with lora: the adapters alone, as a folder of PEFT",
-    )  # fmt: skip
-    add(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="what parameters become; default: what they are",
-    )  # fmt: skip
-    add("--shard-gb", type=float, metavar="N", help="largest file, in 10^9 bytes; default: 5")
-    return parser

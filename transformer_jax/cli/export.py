@@ -6,27 +6,42 @@ python FOLDER/decode.py "Once upon a time"
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from transformer_jax.cli.command import Parser, load_named, run
+from transformer_jax.cli.command import TypedModelOptions, run
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import check_new_folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export(TypedModelOptions):
+    """Options of the command."""
+
+    context: int | None = None
+    """Most tokens of a prompt and its answer but the last, which is never read; default: the
+    model's, at most 2048."""
+    to: str
+    """Where to write; new, or an earlier export."""
+    batch: int | None = None
+    """Rows of a batch; default: any number."""
+    platforms: str = "cpu,cuda,tpu"
+    """Of cpu, cuda, rocm and tpu."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(_parser(), argv, lambda arguments: print(*_export(arguments), sep="\n"))
+    return run(Export, argv, lambda options: print(*_export(options), sep="\n"))
 
 
-def _export(arguments: argparse.Namespace) -> list[str]:
+def _export(options: Export) -> list[str]:
     """Export, and return what was written, line by line."""
-    check_new_folder("to", arguments.to)
+    check_new_folder("to", options.to)
     from transformer_jax.cli.convert import tokenizer_files
     from transformer_jax.text.export import check_is_decoder, export_decoder
     from transformer_jax.tokenizers.special import frame
 
-    found = load_named(arguments).model
+    found = options.load(dtype=options.dtype, weights=options.weights).model
     check_is_decoder(found.config)
     if found.processors:
         rule = "decode.py takes the likeliest of all; export_decoder exports the programs alone"
@@ -40,22 +55,8 @@ def _export(arguments: argparse.Namespace) -> list[str]:
         lines, prompt = [f"no tokenizer.json, decode.py takes token ids: {error}"], "1,2,3"
     first = frame(found.tokenizer).first if found.begin_id is None else (found.begin_id,)
     export_decoder(
-        arguments.to, found.config, found.params, context=arguments.context,
-        batch=arguments.batch, platforms=arguments.platforms.split(","), first=first,
+        options.to, found.config, found.params, context=options.context,
+        batch=options.batch, platforms=options.platforms.split(","), first=first,
         stop=found.stop_ids, files=files,
     )  # fmt: skip
-    return [*lines, f"{arguments.to}: written; python {arguments.to}/decode.py {prompt!r} decodes"]
-
-
-def _parser() -> Parser:
-    about = "Export a decoder as programs of jax.export, which run where this package is not."
-    parser = Parser("export", about)
-    add = parser.add_argument
-    parser.add_loaded()
-    add("--to", required=True, metavar="FOLDER", help="where to write; new, or an earlier export")
-    add("--batch", type=int, metavar="N", help="rows of a batch; default: any number")
-    add(
-        "--platforms", default="cpu,cuda,tpu", metavar="NAME,...",
-        help="of cpu, cuda, rocm and tpu; default: cpu,cuda,tpu",
-    )  # fmt: skip
-    return parser
+    return [*lines, f"{options.to}: written; python {options.to}/decode.py {prompt!r} decodes"]

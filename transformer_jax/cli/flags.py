@@ -1,11 +1,11 @@
-"""Read the flags of a command, and the fields of a config from flags; standard library only.
+"""Read flags into dataclasses: the fields of a run's config, and the options of every command.
 
 A field is a flag named by its path: `--model.d-model 64`, `--model.positions.base 5e5`. An end of
 the path that no other field's path has is enough: `--d-model`, `--positions.base`. A field that
-holds one of several configs is given by the name of its kind, and the fields of that kind follow:
-`--model.positions rope --model.positions.base 5e5`. Where there is one kind, or None, its fields
-may stand in one word: `--mesh data=2,fsdp=4`; an end that they share with another field is that
-field's: `--dropout` is the model's, not that of `--lora`.
+contains one of several configs takes the name of its kind, and the fields of that kind follow, as
+flags or in the same word: `--positions rope --positions.base 5e5`, `--positions rope,base=5e5`,
+`--mesh data=2,fsdp=4`. An end that the fields of an optional config share with another field is
+that field's: `--dropout` is the model's, not that of `--lora`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,46 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from types import NoneType
-from typing import Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_origin
 
 from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
 from transformer_jax.config.keywords import field_docs, nearest_flag
 
-Path = tuple[str, ...]
+Path: TypeAlias = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""
 
+Text: TypeAlias = str | list[str]
+"""What follows a flag: a word, or several if its field takes `WORDS`."""
+
 Config = TypeVar("Config")
+
+WORDS = {"words": True}
+"""Metadata of a tuple whose items are words, `--stop A B` or `--stop A --stop B`: an item may
+contain a comma, at which other tuples are split."""
+
+POSITIONAL = {"positional": True, **WORDS}
+"""Metadata of a tuple whose items stand without a flag."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command; every error is a ConfigError."""
+
+    def __init__(self, command: str, description: str | None, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=command,
+            usage=f"{command} [--FLAG VALUE ...]",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
 
 
 def spelled(
@@ -45,62 +74,101 @@ def spelled(
         if name.startswith("--") and " " not in name:
             known = name.replace("_", "-")
             if known not in names:
-                raise ConfigError(f"{name}: {_why_unknown(known, names)}")
+                meant = {flag for flag in names.values() if flag.endswith(f".{known[2:]}")}
+                if len(meant) > 1:
+                    raise ConfigError(f"{name}: must be {' or '.join(sorted(meant))}")
+                raise ConfigError(f"{name}: no such flag{nearest_flag(known, names)}")
             word = names[known] + word[len(name) :]
         words.append(word)
     return words
 
 
-def _why_unknown(name: str, names: Mapping[str, str]) -> str:
-    meant = {flag for flag in names.values() if flag.endswith(f".{name[2:]}")}
-    if len(meant) > 1:
-        return f"must be {' or '.join(sorted(meant))}"
-    return f"no such flag{nearest_flag(name, names)}"
-
-
 @dataclass(frozen=True)
 class Field:
-    """Describe a field of a config that a flag sets."""
+    """Field of a config that a flag sets."""
 
     path: Path
     owner: type
     """The config class it belongs to; several kinds of a union may share a path."""
     hint: Hint
     default: FieldValue
+    metadata: Mapping[str, Any]
 
-    @property
-    def doc(self) -> str:
-        """Return the string below it in its class."""
-        return field_docs(self.owner).get(self.path[-1], "")
+    def help(self, defaults: object, named: bool, kinds: str) -> str:
+        """Return a line: the string below the field, and its default in brackets.
+
+        The kind that it belongs to comes first if it is `named`; `kinds` are the fields of the
+        configs that it may contain.
+        """
+        shown = self.default
+        with contextlib.suppress(AttributeError):
+            holder = value_at(defaults, self.path[:-1])
+            if type(holder) is self.owner:
+                shown = getattr(holder, self.path[-1])
+        shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
+        words: list[str | None] = [f"{_kind_name(self.owner)}:"] if named else []
+        words += [self.metadata.get("help") or field_docs(self.owner).get(self.path[-1]), kinds]
+        if known := self.metadata.get("known"):
+            words += [", ".join(known)]
+        if isinstance(shown, tuple) and self.metadata.get("words"):
+            shown = " ".join(map(str, shown)) or None
+        typed = shown is not None or NoneType in _options(self.hint)
+        words += [f"[{shown}]"] if shown is not MISSING and typed else []
+        return " ".join(filter(None, words))
 
 
 class ConfigFlags:
-    """Hold the flags of a config class and of every config within it."""
+    """Flags of a dataclass and of every dataclass within it."""
 
-    def __init__(self, config: type, without: Collection[Path] = ()) -> None:
-        """Collect the fields; those `without` a flag are set by the command itself."""
+    def __init__(
+        self,
+        config: type,
+        without: Collection[Path] = (),
+        *,
+        whole: str = "run",
+        none: bool = True,
+    ) -> None:
+        """Collect the fields; those `without` a flag are set by the command itself.
+
+        `whole` is the title of the dataclass's own fields. `none`: the word None is that value;
+        False for the options of a command, where leaving the flag out is None and a text may be
+        "none".
+        """
+        self.config, self._whole = config, whole
         self.fields: dict[Path, list[Field]] = {}
-        for field in _walk(config, ()):
+        for field in _walk(config, (), none):
             if field.path not in without:
                 self.fields.setdefault(field.path, []).append(field)
-        self.names = _spellings(self.fields)
+        # A path into an optional config, as lora.dropout, gives way to one that is not.
+        optional = {
+            path for path, alike in self.fields.items()
+            if len(_kinds(alike[0].hint)) == 1
+        }  # fmt: skip
+        own = {p for p in self.fields if not any(p[:i] in optional for i in range(1, len(p)))}
+        every = Counter(path[start:] for path in self.fields for start in range(len(path)))
+        first = Counter(path[start:] for path in own for start in range(len(path)))
+        self.names: dict[str, str] = {
+            flag_of(path[start:]): flag_of(path)
+            for path in self.fields
+            for start in range(1, len(path))
+            if (first if path in own else every)[path[start:]] == 1
+        }
         """Every spelling of a flag, and the flag it means."""
+        self.names |= {flag_of(path): flag_of(path) for path in self.fields}
 
     def groups(self) -> dict[str, Path]:
-        """Return the configs that have flags, by their names in the help; `run` is the whole."""
+        """Return the configs that have flags, by their names in the help."""
         within = sorted(dict.fromkeys(path[:-1] for path in self.fields), key=len)
-        return {".".join(path) or "run": path for path in within}
+        return {".".join(path) or self._whole: path for path in within}
 
     def add_to(
-        self,
-        parser: argparse.ArgumentParser,
-        defaults: FieldValue,
-        shown: Collection[str] | None = None,
+        self, parser: argparse.ArgumentParser, defaults: object, shown: Collection[str] | None
     ) -> None:
         """Add a flag for every field, in a group for each config.
 
-        The help has the groups `shown`, None all of them, with `defaults`. Texts of other groups
-        are not made: to read them from the source takes a third of a second.
+        The help has the groups `shown`, None all of them, with `defaults`; the flag of a config
+        whose group is not shown names its fields. Texts of other groups are not made: to read them
+        from the source takes a third of a second.
         """
         groups = self.groups()
         shown = groups if shown is None else shown
@@ -113,47 +181,42 @@ class ConfigFlags:
                 about = "\n".join(filter(None, first))
             group = parser.add_argument_group(name, about)
             for path, alike in inside.items():
+                options: dict[str, Any] = {"dest": ".".join(path)}
                 if name in shown:
-                    text = " ".join(_help(field, defaults, len(owners) > 1) for field in alike)
-                group.add_argument(
-                    _flag(path),
-                    dest=".".join(path),
-                    metavar="|".join(dict.fromkeys(_spell(field.hint) for field in alike)),
-                    help=text.replace("%", "%%"),
-                )
+                    kinds = "" if ".".join(path) in shown else _fields_of(alike[0].hint)
+                    lines = (field.help(defaults, len(owners) > 1, kinds) for field in alike)
+                    text = " ".join(lines).replace("%", "%%")
+                spellings = dict.fromkeys(_spell(field.hint) for field in alike)
+                if bool in _options(alike[0].hint):
+                    options |= {"nargs": "?", "const": "True"}
+                if alike[0].metadata.get("words"):
+                    options |= {"nargs": "+", "action": "extend"}
+                    spellings = {_spell(get_args(alike[0].hint)[0]): None}
+                if alike[0].metadata.get("positional"):
+                    group.add_argument(options.pop("dest"), help=text, **options)
+                    continue
+                metavar = "|".join(spellings)
+                group.add_argument(flag_of(path), metavar=metavar, help=text, **options)
 
-    def given(self, arguments: argparse.Namespace) -> dict[Path, str]:
+    def given(self, arguments: argparse.Namespace) -> dict[Path, Text]:
         """Return the text of every flag that was given."""
         found = vars(arguments)
         return {path: found[".".join(path)] for path in self.fields if ".".join(path) in found}
 
-    def _spread(self, given: Mapping[Path, str]) -> dict[Path, str]:
-        """Return the flags with `--mesh data=2,fsdp=4` as a kind and its fields."""
-        found = dict(given)
-        for path, text in given.items():
-            kinds = _kinds(self.fields[path][0].hint)
-            if len(kinds) != 1:
-                continue
-            name = ".".join(path)
-            known = [field.name for field in fields(kinds[0])]
-            if "=" not in text:
-                names = _kind_name(kinds[0]), "none"
-                if not text or not any(one.startswith(text.lower()) for one in names):
-                    rule = f"must be KEY=VALUE,... of {', '.join(known)}, or None"
-                    raise ConfigError(f"{name} is {text!r}: {rule}")
-                continue
-            found[path] = _kind_name(kinds[0])
-            for key, value in _items(name, text):
-                field = key.replace("-", "_")
-                if field not in known:
-                    rule = f"must be one of {', '.join(known)}{nearest(field, known)}"
-                    raise ConfigError(f"{name} has {key!r}: {rule}")
-                if (*path, field) in given:
-                    raise ConfigError(f"{name}.{field} is given twice")
-                found[*path, field] = value
-        return found
+    def options(self, arguments: argparse.Namespace) -> Any:
+        """Return the dataclass, whose fields are plain values, with what was given.
 
-    def read(self, given: Mapping[Path, str], base: FieldValue) -> dict[Path, FieldValue]:
+        ConfigError for a wrong text, and for a field without a default that was not given.
+        """
+        given = self.given(arguments)
+        for path, (field,) in self.fields.items():
+            if field.default is MISSING and path not in given:
+                raise ConfigError(f"{flag_of(path)} {_spell(field.hint)} is needed")
+        return self.config(**{
+            path[0]: _read(path[0], self.fields[path][0].hint, text) for path, text in given.items()
+        })  # fmt: skip
+
+    def read(self, given: Mapping[Path, Text], base: FieldValue) -> dict[Path, FieldValue]:
         """Return what the flags change in `base`: values by path, a class for a kind of config.
 
         ConfigError names the field, its text and what it may be.
@@ -165,10 +228,50 @@ class ConfigFlags:
             own = [field for field in self.fields[path] if field.owner is type(holder)]
             if not own:
                 kinds = " or ".join(architecture_names(field.owner) for field in self.fields[path])
-                rule = f"needs {_flag(path[:-1])} {kinds}, it is {architecture_names(holder)}"
+                rule = f"needs {flag_of(path[:-1])} {kinds}, it is {architecture_names(holder)}"
                 raise ConfigError(f"{'.'.join(path)} is {given[path]!r}: {rule}")
             changes[path] = _read(".".join(path), own[0].hint, given[path])
         return changes
+
+    def _spread(self, given: Mapping[Path, Text]) -> dict[Path, Text]:
+        """Return the flags with `--positions rope,base=5e5` as a kind and its fields.
+
+        Fields without a kind are those of the only kind, or of the kind that is there.
+        """
+        found = dict(given)
+        for path, text in given.items():
+            name, hint = ".".join(path), self.fields[path][0].hint
+            kinds = _kinds(hint)
+            if not kinds or isinstance(text, list):
+                continue
+            chosen, comma, items = text.partition(",")
+            if "=" in chosen:
+                chosen, comma, items = "", ",", text
+            if len(kinds) == 1:
+                known, only = [field.name for field in fields(kinds[0])], _kind_name(kinds[0])
+                if comma and not chosen:
+                    chosen = only
+                names = "none", only
+                if not chosen or not any(one.startswith(chosen.lower()) for one in names):
+                    rule = f"must be KEY=VALUE,... of {', '.join(known)}, or None"
+                    raise ConfigError(f"{name} is {text!r}: {rule}")
+            if not comma:
+                continue
+            known = [end[-1] for end in self.fields if end[:-1] == path]
+            del found[path]
+            if chosen:
+                kind = _read(name, hint, chosen)
+                known = [field.name for field in fields(kind)] if kind is not None else []
+                found[path] = chosen
+            for key, value in _items(name, items):
+                field = key.replace("-", "_")
+                if field not in known:
+                    rule = f"must be one of {', '.join(known)}{nearest(field, known)}"
+                    raise ConfigError(f"{name} has {key!r}: {rule}")
+                if (*path, field) in given:
+                    raise ConfigError(f"{name}.{field} is given twice")
+                found[*path, field] = value
+        return found
 
 
 def _items(name: str, text: str) -> Iterator[tuple[str, str]]:
@@ -210,7 +313,7 @@ def value_at(config: object, path: Path) -> object:
 
 
 def _at(base: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -> FieldValue:
-    """Return what stands at a path once the kinds among the changes are chosen."""
+    """Return the value at a path once the kinds among the changes are chosen."""
     value = base
     for end, name in enumerate(path, start=1):
         value = _chosen(getattr(value, name), changes, path[:end])
@@ -225,47 +328,29 @@ def _chosen(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -
     return value if type(value) is change else change()
 
 
-def _walk(config: type, path: Path) -> Iterator[Field]:
+def _walk(config: type, path: Path, none: bool) -> Iterator[Field]:
     """Yield every field of a config class and of the configs within it."""
     hints = field_hints(config)
     for field in fields(config):
         hint, here = hints[field.name], (*path, field.name)
         if is_dataclass(hint):
-            yield from _walk(hint, here)  # type: ignore[arg-type]
+            yield from _walk(hint, here, none)  # type: ignore[arg-type]
             continue
-        if OwnBlock in _options(hint):  # which only Python can make
+        options = _options(hint)
+        if OwnBlock in options:  # which only Python can make
             continue
+        if not none and options[0] is NoneType:
+            hint = options[1]
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        yield Field(here, config, hint, default)
+        yield Field(here, config, hint, default, field.metadata)
         for kind in _kinds(hint):
-            yield from _walk(kind, here)
+            yield from _walk(kind, here, none)
 
 
-def _spellings(fields: Mapping[Path, Sequence[Field]]) -> dict[str, str]:
-    """Return every spelling of the flags: whole paths, and ends that only one path has.
-
-    A path into what may stand in one word, as lora.dropout, gives way to one that does not.
-    """
-    words = {path for path, alike in fields.items() if len(_kinds(alike[0].hint)) == 1}
-    others = [path for path in fields if not any(path[:i] in words for i in range(1, len(path)))]
-    every, first = _ends(fields), _ends(others)
-    names = {
-        _flag(path[start:]): _flag(path)
-        for path in fields
-        for start in range(1, len(path))
-        if (first if path in others else every)[path[start:]] == 1
-    }
-    return names | {_flag(path): _flag(path) for path in fields}
-
-
-def _ends(paths: Collection[Path]) -> Counter[Path]:
-    """Count how many paths end so."""
-    return Counter(path[start:] for path in paths for start in range(len(path)))
-
-
-def _flag(path: Path) -> str:
+def flag_of(path: Path) -> str:
+    """Return the whole name of a field's flag."""
     return "--" + ".".join(path).replace("_", "-")
 
 
@@ -274,17 +359,27 @@ def _kinds(hint: Hint) -> list[type]:
     return [kind for kind in _options(hint) if isinstance(kind, type) and is_dataclass(kind)]
 
 
+def _fields_of(hint: Hint) -> str:
+    """Return the names of the fields of every kind of a union, for the help."""
+    named = {_kind_name(kind): [field.name for field in fields(kind)] for kind in _kinds(hint)}
+    listed = [f"{kind} ({', '.join(own)})" for kind, own in named.items() if own]
+    return f"Fields: {', '.join(listed)}." if listed else ""
+
+
 def _kind_name(kind: type) -> str:
     return "None" if kind is NoneType else kind_name(kind)
 
 
-def _read(name: str, hint: Hint, text: str) -> FieldValue:
+def _read(name: str, hint: Hint, text: Text) -> FieldValue:
     """Return a flag's text as the type of its field; ConfigError says what was expected.
 
-    Of the name of a kind, a beginning will do that no other kind has.
+    A beginning of a kind's name is enough if no other kind begins with it.
     """
+    if isinstance(text, list):
+        return tuple(_read(name, get_args(hint)[0], word) for word in text)
+    options = _options(hint)
     begun = [kind for kind in _kinds(hint) if text and _kind_name(kind).startswith(text.lower())]
-    for option in _options(hint):
+    for option in options:
         if option is NoneType:
             if text.lower() == "none":
                 return None
@@ -298,20 +393,17 @@ def _read(name: str, hint: Hint, text: str) -> FieldValue:
             if text in get_args(option):
                 return text
         elif get_origin(option) is tuple:
-            if "," in text or (text and _is_one_item(text, _options(hint))):
+            # A text without a comma is a tuple's only item if no other option can be meant.
+            named = [one for one in options if get_origin(one) is Literal]
+            others = [one for one in options if one not in (NoneType, option)]
+            alone = others == named and not any(text in get_args(one) for one in named)
+            if "," in text or (text and alone):
                 return tuple(_read(name, get_args(option)[0], item) for item in text.split(","))
         else:
             with contextlib.suppress(ValueError):
                 return option(text)
     choices = _spell(hint).split("|")
     raise ConfigError(f"{name} is {text!r}: must be {_spell(hint)}{nearest(text, choices)}")
-
-
-def _is_one_item(text: str, options: tuple[Hint, ...]) -> bool:
-    """Say whether a text without a comma is a tuple's only item: no other option can be meant."""
-    named = [option for option in options if get_origin(option) is Literal]
-    plain = [o for o in options if o is not NoneType and get_origin(o) is not tuple]
-    return plain == named and not any(text in get_args(option) for option in named)
 
 
 def _options(hint: Hint) -> tuple[Hint, ...]:
@@ -321,7 +413,7 @@ def _options(hint: Hint) -> tuple[Hint, ...]:
 
 
 def _spell(hint: Hint) -> str:
-    """Return what a flag of this type may be, for a person to read."""
+    """Return the values that a flag of this type takes, for a person to read."""
     if len(_options(hint)) > 1:
         return "|".join(_spell(option) for option in _options(hint))
     if get_origin(hint) is Literal:
@@ -330,17 +422,5 @@ def _spell(hint: Hint) -> str:
         return "ITEM,ITEM,..."
     if is_dataclass(hint):
         return _kind_name(hint)  # type: ignore[arg-type]
-    names = {bool: "True|False", int: "INTEGER", float: "NUMBER", str: "TEXT"}
-    return names.get(hint, "None")
-
-
-def _help(field: Field, defaults: FieldValue, named: bool) -> str:
-    """Return a flag's line of help, with the kind it belongs to where there are several."""
-    with contextlib.suppress(AttributeError):
-        holder = value_at(defaults, field.path[:-1])
-        if type(holder) is field.owner:
-            field = replace(field, default=getattr(holder, field.path[-1]))
-    shown = field.default
-    shown = _kind_name(type(shown)) if is_dataclass(shown) else shown
-    kind = f"{_kind_name(field.owner)}: " if named else ""
-    return f"{kind}{field.doc} [{shown}]".strip()
+    names = {bool: "True|False", int: "INTEGER", float: "NUMBER", str: "TEXT", NoneType: "None"}
+    return names.get(hint, "FILE")

@@ -1,20 +1,21 @@
 """Continue a text with a trained run or a published model, from the command line.
 
-python -m transformer_jax generate --run FOLDER --prompt TEXT
-python -m transformer_jax generate --run FOLDER --prompts FILE --slots 8
+python -m transformer_jax generate --model RUN --prompt TEXT
+python -m transformer_jax generate --model RUN --prompts FILE --slots 8
 python -m transformer_jax generate --model FOLDER_OR_ID --prompt TEXT --chat
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from transformer_jax.cli.command import Parser, add_run, load_run, run, say_unknown
+from transformer_jax.cli.command import TypedModelOptions, run, say_unknown
+from transformer_jax.cli.flags import WORDS
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
@@ -34,33 +35,89 @@ Options: TypeAlias = dict[str, Any]
 """Arguments by name, of functions that take them alike: each has types of its own for them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generate(TypedModelOptions):
+    """Options of the command."""
+
+    prompt: str | None = None
+    """The text to continue, or an encoder-decoder's source; default: a new line."""
+    languages: str | None = None
+    """FROM,TO: what a translator reads and what it writes: eng_Latn,fra_Latn."""
+    chat: bool = False
+    """The prompt is a message: answer it."""
+    num_tokens: int | None = None
+    """How many tokens; default: 400, or what fits."""
+    temperature: float | None = None
+    """Below 1 sharpens the distribution, 0 takes the likeliest token; default: 0.8."""
+    top_k: int | None = None
+    """Draw among the K likeliest tokens."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that have mass P."""
+    min_p: float | None = None
+    """Draw among those at least P times the likeliest."""
+    typical_p: float | None = None
+    """Draw among the most typical with mass P."""
+    repetition_penalty: float | None = None
+    """Above 1: what was said is unlikely."""
+    presence_penalty: float | None = None
+    """Subtract A from the logit of each token written."""
+    frequency_penalty: float | None = None
+    """Subtract A times the count of the token."""
+    no_repeat_ngram: int | None = None
+    """Never the same N tokens twice."""
+    ban: str | None = None
+    """Never generate the tokens of this text."""
+    force: str | None = None
+    """Begin with this text."""
+    stop: tuple[str, ...] = field(default=(), metadata=WORDS)
+    """End before these texts."""
+    schema: str | None = None
+    """File of a JSON schema: write JSON of it."""
+    regex: str | None = None
+    """Write a text that matches this regular expression."""
+    grammar: str | None = None
+    """File of a grammar, in Lark's syntax: write a text of it."""
+    samples: int | None = None
+    """N texts drawn after one prompt; of --beams, the best N; of a [MASK], its N likeliest."""
+    beams: int | None = None
+    """Search with N beams; shows the best, or --samples of them."""
+    length_penalty: float | None = None
+    """Of a beam search: log p is divided by length^A; default: 0, of a run on pairs 1."""
+    lookup: int | None = None
+    """Propose N tokens at a time from the text so far."""
+    prompts: str | None = None
+    """Continue every line of a file, or of - standard input."""
+    slots: int | None = None
+    """--prompts that run at a time; default: 8."""
+    cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    """Type of keys and values; default: the model's; int8 takes a quarter of float32."""
+    max_len: int | None = None
+    """Of a published model: another longest text than its own."""
+    seed: int | None = None
+    """All randomness follows from it; default: 0."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
-    return run(_parser(), argv, _write)
+    return run(Generate, argv, _write)
 
 
-def _write(arguments: argparse.Namespace) -> None:
+def _write(arguments: Generate) -> None:
     if arguments.seed is not None and not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"seed is {arguments.seed}: must be at least 0 and below 2**32")
-    if arguments.tokens is not None and arguments.tokens < 1:
-        raise ConfigError(f"tokens is {arguments.tokens}: must be positive")
+    if arguments.num_tokens is not None and arguments.num_tokens < 1:
+        raise ConfigError(f"num_tokens is {arguments.num_tokens}: must be positive")
     _one_way(arguments)
     from transformer_jax.text.writer import check_stop_strings
-    from transformer_jax.use import language_model
 
-    sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop or ())
+    sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop)
     form = _form(arguments)
-    if arguments.run is not None:
-        loaded = load_run("generate", arguments)
-        if arguments.weights is not None:
-            loaded = language_model.with_weights_held(loaded, arguments.weights)
-        model = language_model.LanguageModel(loaded, arguments.run)
-    else:
-        model = language_model.load(
-            arguments.model, dtype=arguments.dtype, max_len=arguments.max_len,
-            weights=arguments.weights,
-        )  # fmt: skip
+    model = arguments.load(
+        dtype=arguments.dtype, max_len=arguments.max_len, weights=arguments.weights
+    )
     _check_read(arguments, model)
+    if model.kind == "chat":
+        arguments = replace(arguments, chat=True)
     if arguments.languages is not None:
         model = model.with_languages(*_languages(arguments.languages))
     if model.kind == "signals":
@@ -99,7 +156,7 @@ def _languages(given: str) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def _form(arguments: argparse.Namespace) -> Options:
+def _form(arguments: Generate) -> Options:
     """Return the form that a text is to have, as `generate` takes it, read from its file."""
     names = [name for name in _FORMS if getattr(arguments, name) is not None]
     if not names:
@@ -136,7 +193,7 @@ def _named(model: LanguageModel) -> str:
     return model.name if model.task is None else f"a run of task {model.task.kind!r}"
 
 
-def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
+def _check_read(arguments: Generate, model: LanguageModel) -> None:
     """Raise ConfigError for a flag that a model of its kind does not read."""
     common, run = ("prompt", "prompts", "checkpoint"), model.task is not None
     flags: tuple[str, ...] | None = {
@@ -145,11 +202,12 @@ def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
     if model.kind == "signals":
         flags = "prompts", "checkpoint"
     elif model.kind == "targets" and run:
-        flags = (*common, "beams", "samples", "length_penalty", "tokens", "languages")
+        flags = (*common, "beams", "samples", "length_penalty", "num_tokens", "languages")
     if flags is not None:
-        own = "run", "model", "init_from", "debug", "dtype", "weights", "max_len"
-        for name, value in vars(arguments).items():
-            if name not in (*own, *flags) and value not in (None, False):
+        own = "model", "init_from", "dtype", "weights", "max_len"
+        for name in (one.name for one in fields(arguments)):
+            value = getattr(arguments, name)
+            if name not in (*own, *flags) and value not in (None, False, ()):
                 raise ConfigError(f"{name} is {value!r}: {_named(model)} reads {', '.join(flags)}")
     if model.kind == "targets" and run and arguments.samples and not arguments.beams:
         rule = "draws nothing: several targets need beams"
@@ -158,11 +216,9 @@ def _check_read(arguments: argparse.Namespace, model: LanguageModel) -> None:
         for name in ("lookup", "chat", "slots"):
             if getattr(arguments, name):
                 raise ConfigError(f"{name}: needs a decoder, {model.name} is an encoder-decoder")
-    if model.kind == "chat":
-        arguments.chat = True
 
 
-def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str]) -> None:
+def _answer(arguments: Generate, model: LanguageModel, texts: list[str]) -> None:
     """Print what a model of a task makes of each text: its class, its target, its masks filled."""
     if model.kind == "labels":
         found = [f"{label} {probability:.3f}" for label, probability in model.classify(texts)]
@@ -171,7 +227,7 @@ def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str
     else:
         task = model.task
         beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
-        found = model.generate(texts, arguments.tokens, beams=arguments.beams or beams)
+        found = model.generate(texts, arguments.num_tokens, beams=arguments.beams or beams)
     for text in found:
         if arguments.prompts:  # an answer is one line to every reader of lines
             text = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in text)
@@ -183,7 +239,7 @@ def _answer(arguments: argparse.Namespace, model: LanguageModel, texts: list[str
             print("  " + "  ".join(f"{marked(text)} {p:.3f}" for text, p in likely))
 
 
-def _hear_or_see(arguments: argparse.Namespace, model: LanguageModel) -> None:
+def _hear_or_see(arguments: Generate, model: LanguageModel) -> None:
     """Print a line for each picture or sound of a file."""
     from transformer_jax.lectures.continuous import answer_signals
     from transformer_jax.lectures.signals import read_signals
@@ -196,15 +252,13 @@ def _hear_or_see(arguments: argparse.Namespace, model: LanguageModel) -> None:
     print("\n".join(answer_signals(run, model.tokenizers, model.params, signals)))
 
 
-def _continue(
-    arguments: argparse.Namespace, model: LanguageModel, texts: list[str], given: Options
-) -> None:
+def _continue(arguments: Generate, model: LanguageModel, texts: list[str], given: Options) -> None:
     """Write texts: one as it comes, or whole ones, each after its prompt."""
     shown = [""] if arguments.chat or model.kind == "targets" else texts
     shown = shown * len(texts) if len(shown) < len(texts) else shown
     write: Any = model.chat if arguments.chat else model.generate
     whole = arguments.prompts, arguments.samples, arguments.lookup
-    count = arguments.tokens
+    count = arguments.num_tokens
     if model.kind == "targets":
         whole = arguments.prompts, arguments.samples, True
     elif any(way is not None for way in whole):
@@ -230,11 +284,11 @@ def _continue(
 
 
 def _look_up(
-    arguments: argparse.Namespace,
+    arguments: Generate,
     model: LanguageModel,
     prompt: np.ndarray,
     before: str,
-    count: int,
+    count: int | None,
     given: Options,
 ) -> None:
     """Print a text that is written by looking up what followed the same words, and what it cost."""
@@ -245,6 +299,7 @@ def _look_up(
     generator = TextGenerator(
         model.config, model.params, model.tokenizer, stop_ids=model.model.stop_ids, **given
     )
+    assert count is not None and arguments.lookup is not None
     text, out = sized(generator, [prompt], count).look_up(prompt, count, arguments.lookup)
     print(f"{before}{text.removeprefix(' ') if arguments.chat else text}")
     print(
@@ -254,22 +309,20 @@ def _look_up(
     )
 
 
-def _search(
-    arguments: argparse.Namespace, model: LanguageModel, texts: list[str], given: Options
-) -> None:
+def _search(arguments: Generate, model: LanguageModel, texts: list[str], given: Options) -> None:
     """Print the best texts of beam searches, with their scores."""
     if arguments.prompts is not None and model.kind != "targets":
         raise ConfigError("prompts and beams: give one of them")
     for text in texts:
         read = model.read_messages(text) if arguments.chat else text
-        count, before = arguments.tokens, "" if arguments.chat else text
+        count, before = arguments.num_tokens, "" if arguments.chat else text
         if model.kind == "targets":
             before = ""
         else:
             ids = model.read(text) if isinstance(read, str) else read
             count = _fitting(count, model.room(ids), model.config)
         found = model.search(
-            read, count, beams=arguments.beams, results=arguments.samples or 1,
+            read, count, beams=arguments.beams or 1, results=arguments.samples or 1,
             length_penalty=arguments.length_penalty, **given,
         )  # fmt: skip
         for score, written in found:
@@ -283,24 +336,14 @@ def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
 
     if left < 1 or (tokens or 1) > left:
         fits = f"{max(left, 0)} fit after the prompt (max_len {completion.longest_text(config)})"
-        raise ConfigError(f"tokens is {tokens or 1}: {fits}")
+        raise ConfigError(f"num_tokens is {tokens or 1}: {fits}")
     return tokens or min(left, 400)
 
 
-def _one_way(arguments: argparse.Namespace) -> None:
+def _one_way(arguments: Generate) -> None:
     """Refuse ways of decoding that exclude each other, and flags that would not be read."""
-    if (arguments.run is None) == (arguments.model is None):
-        raise ConfigError("run and model: give one of them")
-    if arguments.run is not None:
-        unread = [name for name in ("dtype", "max_len") if getattr(arguments, name) is not None]
-        if unread:
-            raise ConfigError(f"{unread[0]} with run: a run has its own, it needs model")
-    for name in ("checkpoint", "init_from"):
-        if arguments.run is None and getattr(arguments, name) is not None:
-            raise ConfigError(f"{name} with model: needs run")
     ways = [name for name in ("prompts", "beams", "lookup") if getattr(arguments, name) is not None]
-    of_pairs = arguments.run is not None and ways == ["prompts", "beams"]
-    if len(ways) > 1 and not of_pairs:
+    if len(ways) > 1 and ways != ["prompts", "beams"]:  # which a run on pairs takes
         raise ConfigError(f"{ways[0]} and {ways[1]}: give one of them")
     if arguments.samples is not None and ways and ways != ["beams"]:
         raise ConfigError(f"samples and {ways[0]}: give one of them")
@@ -318,7 +361,7 @@ def _one_way(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"slots is {arguments.slots}: needs prompts")
     if arguments.beams is not None:
         for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "seed"):
-            if getattr(arguments, name) is not None:
+            if getattr(arguments, name) not in (None, ()):
                 rule = "a beam search takes none"
                 raise ConfigError(f"{name} with beams: {rule}")
     if arguments.prompts is not None and arguments.prompt is not None:
@@ -351,7 +394,7 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
     return prompts
 
 
-def _processors(arguments: argparse.Namespace, model: TextModel) -> tuple[HistoryProcessor, ...]:
+def _processors(arguments: Generate, model: TextModel) -> tuple[HistoryProcessor, ...]:
     """Return what the flags ask of the logits before a token is drawn."""
     from transformer_jax.decoding import logit_processors as kinds
 
@@ -391,7 +434,7 @@ def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
         raise ConfigError(f"{name} is {value!r}: {rule}") from None
 
 
-def _sampler(arguments: argparse.Namespace) -> Sample:
+def _sampler(arguments: Generate) -> Sample:
     """Return how the flags draw a token."""
     from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 
@@ -403,66 +446,3 @@ def _sampler(arguments: argparse.Namespace) -> Sample:
         given["temperature"] = 0.8
     named = {name: value for name, value in given.items() if value is not None}
     return Sample(*(_valued(name, value, kinds[name]) for name, value in named.items()))
-
-
-def _parser() -> Parser:
-    description = "Continue a text with a model that train.py trained, or a published one."
-    parser = Parser("generate", description)
-    add = parser.add_argument
-    add_run(parser)
-    add(
-        "--model", metavar="FOLDER_OR_ID",
-        help="a published model instead: a folder of config.json, safetensors and its tokenizer",
-    )  # fmt: skip
-    add(
-        "--prompt", metavar="TEXT",
-        help="the text to continue, or an encoder-decoder's source; default: a new line",
-    )  # fmt: skip
-    text = "what a translator reads and what it writes: eng_Latn,fra_Latn"
-    add("--languages", metavar="FROM,TO", help=text)
-    add("--chat", action="store_true", help="the prompt is a message: answer it")
-    add("--tokens", type=int, metavar="N", help="how many tokens; default: 400, or what fits")
-    add(
-        "--temperature", type=float, metavar="T",
-        help="below 1 sharpens the distribution, 0 takes the likeliest token; default: 0.8",
-    )  # fmt: skip
-    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
-    add("--top-p", type=float, metavar="P", help="draw among the likeliest that hold mass P")
-    add("--min-p", type=float, metavar="P", help="draw among those at least P times the likeliest")
-    add("--typical-p", type=float, metavar="P", help="draw among the most typical with mass P")
-    add("--repetition-penalty", type=float, metavar="P", help="above 1: what was said is unlikely")
-    add(
-        "--presence-penalty",
-        type=float,
-        metavar="A",
-        help="subtract A from the logit of each token written",
-    )
-    add(
-        "--frequency-penalty",
-        type=float,
-        metavar="A",
-        help="subtract A times the count of the token",
-    )
-    add("--no-repeat-ngram", type=int, metavar="N", help="never the same N tokens twice")
-    add("--ban", metavar="TEXT", help="never generate the tokens of this text")
-    add("--force", metavar="TEXT", help="begin with this text")
-    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    add("--schema", metavar="FILE", help="write JSON of this JSON schema")
-    add("--regex", metavar="TEXT", help="write a text that matches this regular expression")
-    add("--grammar", metavar="FILE", help="write a text of this grammar, in Lark's syntax")
-    text = "N texts drawn after one prompt; of --beams, the best N; of a [MASK], its N likeliest"
-    add("--samples", type=int, metavar="N", help=text)
-    text = "search with N beams; shows the best, or --samples of them"
-    add("--beams", type=int, metavar="N", help=text)
-    add(
-        "--length-penalty", type=float, metavar="A",
-        help="of a beam search: log p is divided by length^A; default: 0, of a run on pairs 1",
-    )  # fmt: skip
-    add("--lookup", type=int, metavar="N", help="propose N tokens at a time from the text so far")
-    add("--prompts", metavar="FILE", help="continue every line of a file, or of - standard input")
-    add("--slots", type=int, metavar="N", help="--prompts that run at a time; default: 8")
-    parser.add_cache_dtype()
-    parser.add_dtypes()
-    add("--max-len", type=int, metavar="N", help="of --model: another longest text than its own")
-    add("--seed", type=int, metavar="N", help="all randomness follows from it; default: 0")
-    return parser

@@ -1,46 +1,41 @@
-"""List the words whose vectors are nearest to that of a word, or to a sum of such vectors.
+"""List the words whose vectors (input embedding) have the largest cosine with a word's.
 
-python -m transformer_jax nearest --run RUN --word king
+python -m transformer_jax nearest --model RUN --word king
 python -m transformer_jax nearest --model FOLDER_OR_ID --word king --minus man --plus woman
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from transformer_jax.cli.command import Parser, add_model, load_either, run
-from transformer_jax.config import ConfigError
+from transformer_jax.cli.command import ModelOptions, run
+from transformer_jax.cli.flags import WORDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest(ModelOptions):
+    """Options of the command."""
+
+    word: str
+    """A word that is one token of the model's tokenizer."""
+    minus: tuple[str, ...] = field(default=(), metadata=WORDS)
+    """Words whose vectors are subtracted."""
+    plus: tuple[str, ...] = field(default=(), metadata=WORDS)
+    """Words whose vectors are added."""
+    count: int = 10
+    """How many words."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(_parser(), argv, _list)
+    return run(Nearest, argv, _list)
 
 
-def _list(arguments: argparse.Namespace) -> None:
-    if arguments.word is None:
-        raise ConfigError("word is None: the word to begin with is needed")
-    if arguments.count < 1:
-        raise ConfigError(f"count is {arguments.count}: must be at least 1")
-    model = load_either("nearest", arguments)
-    found = model.nearest(
-        arguments.word, minus=arguments.minus or (), plus=arguments.plus or (),
-        count=arguments.count,
-    )  # fmt: skip
+def _list(options: Nearest) -> None:
     from transformer_jax.tokenizers.pieces import marked
 
+    model = options.load_float32()
+    found = model.nearest(options.word, minus=options.minus, plus=options.plus, count=options.count)
     for text, cosine in found:
         print(f"{cosine:7.4f}  {marked(text)}")
-
-
-def _parser() -> Parser:
-    about = "List the words whose vectors (input embedding) have the largest cosine with a word's."
-    parser = Parser("nearest", about)
-    add = parser.add_argument
-    add_model(parser)
-    add("--word", metavar="WORD", help="a word that is one token of the model's tokenizer")
-    add("--minus", action="append", metavar="WORD", help="take its vector away; may be repeated")
-    add("--plus", action="append", metavar="WORD", help="add its vector; may be repeated")
-    add("--count", type=int, default=10, metavar="N", help="how many words; default: 10")
-    return parser

@@ -2,12 +2,12 @@ r"""Say what a training or decoding step takes on hardware, before paying for it
 
     python -m transformer_jax plan --target tpu-v5e-256 --preset llama3-8b --context 4096 \
         --mesh fsdp=64,tensor=4 --batch-size 64 --scan-layers True --remat full
-    python -m transformer_jax plan --target h200 --init-from FOLDER --batch-size 4
+    python -m transformer_jax plan --target h200 --model FOLDER_OR_ID --batch-size 4
     python -m transformer_jax plan --target h200 --preset llama3-8b --decode --batch-size 32
-    python -m transformer_jax plan --target cpu --run runs/book
+    python -m transformer_jax plan --target cpu --model runs/book
 
 The step is compiled for the target, which need not be attached; nothing is run, and no data is
-read. All flags of train.py say what the run is. A TPU needs `pip install libtpu`, a GPU
+read. The flags of train.py say what the run is. A TPU needs `pip install libtpu`, a GPU
 `pip install "jax[cuda13]"`; only 75 % of GPU memory is counted, JAX's default
 (XLA_PYTHON_CLIENT_MEM_FRACTION sets another share).
 
@@ -16,15 +16,16 @@ Targets: cpu, h200, h200-N, tpu-v5e-N, tpu-v5p-N, tpu-v6e-N.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from transformer_jax.cli.command import Parser
-from transformer_jax.cli.process import one_line, print_anything
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.cli.command import run
+from transformer_jax.cli.flags import Path, Text
+from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
+from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from transformer_jax.training.planning.plan import Plan
@@ -32,41 +33,57 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of the command, next to the fields of a run."""
+
+    target: str
+    """Hardware: cpu, h200, tpu-v5e-256, ..."""
+    model: str | None = None
+    """The folder of a run, which is planned with the flags' changes, or a published model to
+    fine-tune, a folder or an id."""
+    preset: str | None = field(default=None, metadata={"known": PRESETS})
+    """Model and recipe to start from:"""
+    decode: bool = False
+    """Plan the writing of a token, not training."""
+    quick: bool = False
+    """Do not look for the largest batch, or for remedies."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0; 1 where the step does not fit; 2: usage."""
-    print_anything()
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Run the command and return its exit status.
+
+    0; 1 where the step does not fit, or something cannot be read; 2: usage.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on what may be attached
-    parser = _parser()
-    own, rest = parser.parse_known_args(argv)
-    try:
-        return 0 if plan(own, rest) else 1
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if own.debug:
-            raise
-        print(f"plan: {one_line(error)}", file=sys.stderr)
-        return 2
+    return run(
+        PlanOptions, argv, lambda own, given: 0 if plan(own, given) else 1, FLAGS, name="plan"
+    )
 
 
-def _parser() -> Parser:
-    parser = Parser("plan", __doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--target", required=True, help="hardware: cpu, h200, tpu-v5e-256, ...")
-    add("--run", help="plan the run in this folder, with the flags' changes")
-    add("--decode", action="store_true", help="plan the writing of a token, not training")
-    add("--quick", action="store_true", help="do not look for the largest batch, or for remedies")
-    return parser
-
-
-def plan(own: argparse.Namespace, rest: Sequence[str]) -> bool:
-    """Print the plan of what the flags ask for; return whether it fits."""
+def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
+    """Print the plan of the run that the flags describe; return whether it fits."""
+    from transformer_jax.text.text_model import is_run
     from transformer_jax.training.planning.hardware import find_hardware
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
-    config = _configured(own.run, rest)
+    start, name = Start(preset=own.preset), own.model
+    if name in ARCHITECTURES:
+        start = Start(preset=own.preset, model=name)
+    elif name is not None:
+        begins = {
+            "preset": own.preset,
+            "init_from": given.get(("init_from",)),
+            "out": given.get(("out",)),
+        }
+        for one, value in begins.items():
+            if value is not None:
+                raise ConfigError(f"model and {one}: a model is planned with its own config")
+        if is_run(name):
+            start, given = Start(resume=True), {**given, ("out",): name}
+        else:
+            given = {**given, ("init_from",): name}
+    config = configure(RunFlags(start, given))[0]
     hardware = find_hardware(own.target)
     model = config.model
     if not isinstance(model, ModelConfig):
@@ -90,19 +107,6 @@ def plan(own: argparse.Namespace, rest: Sequence[str]) -> bool:
     if not own.quick:
         _advise(config, found)
     return found.fits
-
-
-def _configured(run: str | None, argv: Sequence[str]) -> TrainConfig:
-    """Return the run that the flags describe."""
-    from transformer_jax.cli.run_flags import configure, parse
-
-    if run is None:
-        return configure(parse(argv, None))[0]
-    given = parse(argv, None)
-    for name in ("preset", "model", "init_from", "out"):
-        if getattr(given, name, None) not in (None, TrainConfig.out):
-            raise ConfigError(f"run and {name}: a run is planned with its own config")
-    return configure(parse([*argv, "--resume", "--out", run], None))[0]
 
 
 def _title(config: TrainConfig, target: str) -> str:

@@ -10,16 +10,16 @@ from config.json and metrics.jsonl, also while a run goes on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from transformer_jax.cli.command import Parser, check_picture, run
+from transformer_jax.cli.command import check_picture, run
+from transformer_jax.cli.flags import POSITIONAL
 from transformer_jax.config import ConfigError, NgramConfig, TrainConfig
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
@@ -80,31 +80,33 @@ class Curves:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Options of the command."""
+
+    runs: tuple[Path, ...] = field(metadata=POSITIONAL)
+    """Folders of runs."""
+    x: Axis = "step"
+    """What the losses are drawn over."""
+    out: Path = Path("runs.png")
+    """The picture, .png, .svg or .pdf."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = Parser("plot", __doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument(
-        "--x", choices=("step", "tokens", "hours"), default="step",
-        help="what the losses are drawn over; default: step",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs.png"), help="the picture, .png, .svg or .pdf"
-    )
-    return run(parser, argv, plot)
+    return run(Plot, argv, plot)
 
 
-def plot(arguments: argparse.Namespace) -> None:
+def plot(options: Plot) -> None:
     """Print the table and draw the picture."""
-    check_picture(arguments.out)
-    curves = read_runs([Path(path) for path in arguments.runs])
+    check_picture(options.out)
+    curves = read_runs(options.runs)
     print(table(curves))
     for one in curves:
         if one.damaged:
             print(f"{one.name}: damaged lines of metrics.jsonl left out: {one.damaged}")
-    draw(curves, arguments.x, arguments.out)
-    print(f"drawn: {arguments.out}")
+    draw(curves, options.x, options.out)
+    print(f"drawn: {options.out}")
 
 
 def read_runs(paths: Sequence[Path]) -> list[Curves]:
@@ -148,8 +150,8 @@ def named(configs: Sequence[TrainConfig]) -> list[str]:
 
 def _flat(config: FieldValue, path: str) -> Iterator[tuple[str, FieldValue]]:
     """Yield the fields of a config and of those within it, by path, with the kind of each."""
-    for field in dataclasses.fields(config):
-        value, here = getattr(config, field.name), path + field.name
+    for one in dataclasses.fields(config):
+        value, here = getattr(config, one.name), path + one.name
         if dataclasses.is_dataclass(value):
             yield here, architecture_names(value)
             yield from _flat(value, f"{here}.")

@@ -84,7 +84,7 @@ def how_to_write(result: Result) -> str:
     """Return the command that writes with the model, and a prompt that its tokenizer can read."""
     prompt = suggested_prompt(result)
     ending = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    return f"python -m transformer_jax generate --run {shell_path(result.config.out)}{ending}"
+    return f"python -m transformer_jax generate --model {shell_path(result.config.out)}{ending}"
 
 
 def _example(result: Result) -> str:

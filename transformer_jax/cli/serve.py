@@ -5,14 +5,14 @@ python -m transformer_jax serve --model FOLDER_OR_ID_OR_RUN --port 8000
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from transformer_jax.cli.command import Parser, load_named, run
+from transformer_jax.cli.command import TypedModelOptions, run
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
@@ -20,26 +20,51 @@ if TYPE_CHECKING:
     from transformer_jax.server.engine import Engine
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serve(TypedModelOptions):
+    """Options of the command."""
+
+    context: int | None = None
+    """Most tokens of a prompt and its answer but the last, which is never read; default: the
+    model's, at most 2048."""
+    name: str | None = None
+    """What requests call the model; default: the folder's name."""
+    host: str = "127.0.0.1"
+    """The address to listen at; the default is this machine alone."""
+    port: int = 8000
+    """0 takes a free one."""
+    slots: int = 8
+    """Texts side by side."""
+    queue: int = 64
+    """Requests that may wait."""
+    steps: int | None = None
+    """Most tokens between two looks at the queue; default: 4."""
+    timeout: float = 600.0
+    """Seconds from a request's arrival to the end of its answer."""
+    cache_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    """Type of keys and values; default: the model's; int8 takes a quarter of float32."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(_parser(), argv, _serve)
+    return run(Serve, argv, _serve)
 
 
-def _serve(arguments: argparse.Namespace) -> None:
-    if not 0 <= arguments.port < 2**16:
-        raise ConfigError(f"port is {arguments.port}: must be from 0 to {2**16 - 1}")
+def _serve(options: Serve) -> None:
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"port is {options.port}: must be from 0 to {2**16 - 1}")
     from transformer_jax.server.app import check_installed, make_app
 
     check_installed()
     import uvicorn
 
-    engine = _embedder(arguments) or _engine(arguments)
-    name = arguments.name
+    engine = _embedder(options) or _engine(options)
+    name = options.name
     if name is None:
-        path = Path(arguments.model)
-        name = path.resolve().name if path.exists() else arguments.model
-    app = make_app(engine, name, timeout=arguments.timeout)
-    with socket.create_server((arguments.host, arguments.port)) as listening:
+        path = Path(options.model)
+        name = path.resolve().name if path.exists() else options.model
+    app = make_app(engine, name, timeout=options.timeout)
+    with socket.create_server((options.host, options.port)) as listening:
         print(f"serve: compiling for {engine.slots} slots of {engine.context} tokens", flush=True)
         engine.start()
         host, port = listening.getsockname()[:2]
@@ -49,56 +74,30 @@ def _serve(arguments: argparse.Namespace) -> None:
     print("serve: stopped", file=sys.stderr)
 
 
-def _engine(arguments: argparse.Namespace) -> Engine:
+def _engine(options: Serve) -> Engine:
     from transformer_jax.server.engine import Engine
 
     return Engine(
-        load_named(arguments), slots=arguments.slots, context=arguments.context,
-        queue=arguments.queue, steps=arguments.steps or 4, cache_dtype=arguments.cache_dtype,
+        options.load(dtype=options.dtype, weights=options.weights),
+        slots=options.slots, context=options.context,
+        queue=options.queue, steps=options.steps or 4, cache_dtype=options.cache_dtype,
     )  # fmt: skip
 
 
-def _embedder(arguments: argparse.Namespace) -> Embedder | None:
+def _embedder(options: Serve) -> Embedder | None:
     """Return what makes vectors if the model is a folder of sentence-transformers, else None."""
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.server.embedder import Embedder
     from transformer_jax.text.text_model import is_run, published_tokenizer
 
-    if arguments.model is None or is_run(arguments.model):
+    if is_run(options.model):
         return None
-    folder = open_weights(arguments.model)
+    folder = open_weights(options.model)
     if folder.read_json("modules.json") is None:
         return None
-    for name in ("checkpoint", "context", "steps", "cache_dtype", "weights"):
-        if (value := getattr(arguments, name)) is not None:
+    for name in ("checkpoint", "init_from", "context", "steps", "cache_dtype", "weights"):
+        if (value := getattr(options, name)) is not None:
             raise ConfigError(f"{name} is {value!r}: a sentence encoder has none")
-    encoder = load_sentence_encoder(folder.path, dtype=arguments.dtype)
-    return Embedder(
-        encoder, published_tokenizer(folder), slots=arguments.slots, queue=arguments.queue
-    )
-
-
-def _parser() -> Parser:
-    about = (
-        "Serve a model to clients of OpenAI's API: /v1/completions and /v1/chat/completions, or "
-        "/v1/embeddings of a sentence encoder."
-    )
-    parser = Parser("serve", about)
-    add = parser.add_argument
-    parser.add_loaded()
-    add("--name", metavar="NAME", help="what requests call the model; default: the folder's name")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: this machine alone")
-    add("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
-    add("--slots", type=int, default=8, metavar="N", help="texts side by side; default: 8")
-    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; default: 64")
-    add(
-        "--steps", type=int, metavar="N",
-        help="most tokens between two looks at the queue; default: 4",
-    )  # fmt: skip
-    add(
-        "--timeout", type=float, default=600.0, metavar="SECONDS",
-        help="from a request's arrival to the end of its answer; default: 600",
-    )  # fmt: skip
-    parser.add_cache_dtype()
-    return parser
+    encoder = load_sentence_encoder(folder.path, dtype=options.dtype)
+    return Embedder(encoder, published_tokenizer(folder), slots=options.slots, queue=options.queue)

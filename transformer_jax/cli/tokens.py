@@ -1,37 +1,56 @@
 """Show the pieces of a text that a model reads, with their ids; of a BPE, how they were merged.
 
-python -m transformer_jax tokens --run RUN --prompt TEXT
+python -m transformer_jax tokens --model RUN --prompt TEXT
 python -m transformer_jax tokens --model FOLDER_OR_ID --prompt TEXT
 python -m transformer_jax tokens --data FILE --tokenizer bpe --bpe-vocab-size 300 --prompt TEXT
+
+Spaces are shown as ␣.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.command import read_tokenizer, run
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
     from transformer_jax.tokenizers.trained import Tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Options of the command."""
+
+    model: str | None = None
+    """The folder of a run or of a published model, or its id on the Hugging Face hub."""
+    data: str | None = None
+    """A text instead, from which a tokenizer is made."""
+    tokenizer: Literal["char", "byte", "word", "bpe"] | None = None
+    """Of --data: its kind; default: char."""
+    bpe_vocab_size: int | None = None
+    """Of --tokenizer bpe: the 256 bytes and N - 256 merges; default: that of train.py."""
+    prompt: str
+    """The text to cut."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (no tokenizer can be read) or 2 (usage)."""
-    return run(_parser(), argv, _show)
+    return run(Tokens, argv, _show)
 
 
-def _show(arguments: argparse.Namespace) -> None:
-    if not arguments.prompt:
-        raise ConfigError(f"prompt is {arguments.prompt!r}: the text to cut is needed")
+def _show(options: Tokens) -> None:
+    text = options.prompt
+    if not text:
+        raise ConfigError(f"prompt is {text!r}: the text to cut is needed")
     from transformer_jax.tokenizers.pieces import marked, merge_steps, pieces, token_texts
     from transformer_jax.tokenizers.special import plain
     from transformer_jax.tokenizers.trained import WordTokenizer
 
-    tokenizer, text = _tokenizer(arguments), arguments.prompt
+    tokenizer = _tokenizer(options)
     found = pieces(tokenizer, text)
     print(f"{plain(tokenizer)!r}: the text is {len(found)}")
     words = iter(text.split()) if isinstance(plain(tokenizer), WordTokenizer) else None
@@ -42,59 +61,33 @@ def _show(arguments: argparse.Namespace) -> None:
             word = next(words)
             line += f"  {marked(word)}: not among the words of the training text" * (i == 0)
         print(line)
-    steps = [word for word in merge_steps(tokenizer, text) if len(word) > 1]
-    for n, word in enumerate({tuple(word[-1]): word for word in steps}.values()):
+    steps = [ids for ids in merge_steps(tokenizer, text) if len(ids) > 1]
+    for n, merged in enumerate({tuple(ids[-1]): ids for ids in steps}.values()):
         print("\nmerges:" if not n else "")
-        for ids in word:
+        for ids in merged:
             print("  " + " ".join(map(marked, token_texts(tokenizer, ids))))
 
 
-def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+def _tokenizer(options: Tokens) -> Tokenizer:
     """Load the tokenizer of a run or of a published model, or make one of a text."""
-    named = [name for name in ("run", "model", "data") if getattr(arguments, name) is not None]
-    if len(named) != 1:
-        raise ConfigError("run, model and data: give one of them")
-    for name in ("tokenizer", "bpe_vocab_size"):
-        if arguments.data is None and getattr(arguments, name) is not None:
-            raise ConfigError(f"{name} is {getattr(arguments, name)!r}: needs data")
-    if arguments.data is not None:
+    if (options.model is None) == (options.data is None):
+        raise ConfigError("model and data: give one of them")
+    kind, size = options.tokenizer, options.bpe_vocab_size
+    if options.data is not None:
         from transformer_jax.config import TrainConfig
         from transformer_jax.training.data import read, train_tokenizer
 
-        text = "".join(source.text() for source in read(arguments.data))
-        kind, size = arguments.tokenizer or "char", arguments.bpe_vocab_size
+        kind = kind or "char"
         if size is not None and kind != "bpe":
             raise ConfigError(f"bpe_vocab_size is {size}: needs tokenizer bpe, it is {kind}")
-        given: dict[str, Any] = {"tokenizer": kind}
-        if size is not None:
-            given["bpe_vocab_size"] = size
-        return train_tokenizer(TrainConfig(**given), text, text)
-    if arguments.run is not None:
-        from transformer_jax.checkpoints.run_folder import RunFolder
+        text = "".join(source.text() for source in read(options.data))
+        sizes: dict[str, Any] = {} if size is None else {"bpe_vocab_size": size}
+        return train_tokenizer(TrainConfig(tokenizer=kind, **sizes), text, text)
+    for name, value in {"tokenizer": kind, "bpe_vocab_size": size}.items():
+        if value is not None:
+            raise ConfigError(f"{name} is {value!r}: needs data")
+    from transformer_jax.checkpoints.run_folder import RunFolder
 
-        folder = RunFolder(Path(arguments.run))
-        folder.read_config()  # which says so where there is no run
-        return folder.read_source_tokenizer() or folder.read_tokenizer()
-    from transformer_jax.pretrained.weights import open_weights
-    from transformer_jax.text.text_model import published_tokenizer
-
-    return published_tokenizer(open_weights(arguments.model))
-
-
-def _parser() -> Parser:
-    about = "Show the pieces of a text that a model reads, with their ids; spaces are shown as ␣."
-    parser = Parser("tokens", about)
-    add = parser.add_argument
-    add("--run", metavar="FOLDER", help="the run folder that train.py wrote")
-    add("--model", metavar="FOLDER_OR_ID", help="a published model instead")
-    add("--data", metavar="FILE", help="a text instead, of which a tokenizer is made")
-    add(
-        "--tokenizer", choices=("char", "byte", "word", "bpe"),
-        help="of --data: its kind; default: char",
-    )  # fmt: skip
-    add(
-        "--bpe-vocab-size", type=int, metavar="N",
-        help="of --tokenizer bpe: the 256 bytes and N - 256 merges; default: that of train.py",
-    )  # fmt: skip
-    add("--prompt", metavar="TEXT", help="the text to cut")
-    return parser
+    assert options.model is not None
+    source = RunFolder(Path(options.model)).read_source_tokenizer()  # of a translator's run
+    return source or read_tokenizer(options.model)

@@ -14,8 +14,8 @@
 Tasks: language, masked, seq2seq, prefix, classify, chat, preference; and, made of the seed,
 reverse, copy, addition, dates, recall, modular, digits, tones. The run folder then holds the
 config, the tokenizer, the checkpoints, the curves and a sample. What to do with the model:
-    python -m transformer_jax generate --run runs/book --prompt "Once"
-    python -m transformer_jax evaluate --run runs/book --data FILE
+    python -m transformer_jax generate --model runs/book --prompt "Once"
+    python -m transformer_jax evaluate --model runs/book --data FILE
 A corpus larger than memory becomes a folder of tokens first:
     python -m transformer_jax prepare --data FILE ... --out FOLDER
 """
@@ -63,9 +63,7 @@ def main(
 def _train(argv: Sequence[str], command: str) -> int:
     """Train as the flags say, report, and return the exit status."""
     flags = parse(argv, (__doc__ or "").replace(SCRIPT, command), command)
-    if flags.processes is not None:
-        flags.processes.join()
-    else:  # of several, one would read what another compiled for itself
+    if not flags.start.join():  # of several, one would read what another compiled for itself
         keep_programs()
     config, vocab_size = configure(flags)
 
@@ -79,7 +77,7 @@ def _train(argv: Sequence[str], command: str) -> int:
     with interrupts() as received:
         result = fit(
             config,
-            resume=flags.resume,
+            resume=flags.start.resume,
             vocab_size=vocab_size,
             progress=progress,
             stop=lambda: bool(received),

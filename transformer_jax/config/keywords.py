@@ -225,11 +225,11 @@ function; what begins with "leave it out" has no argument anywhere.
 """
 
 _OTHER_FLAGS = {
-    "tokens": "max_new_tokens max_tokens max_length num_tokens",
+    "num_tokens": "tokens max_new_tokens max_tokens max_length",
     "beams": "num_beams",
     "samples": "num_return_sequences",
     "no_repeat_ngram": "no_repeat_ngram_size",
-    "model": "model_name_or_path base_model",
+    "model": "run model_name_or_path base_model",
 }
 """The flags that are not called as the arguments are, with the names that others give them."""
 

@@ -34,7 +34,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import numpy as np
 
 from transformer_jax.config import ConfigError
-from transformer_jax.config.fields import check_new_folder
+from transformer_jax.config.fields import check_new_folder, fail
 from transformer_jax.config.prepare import TRAINED, PrepareConfig
 from transformer_jax.corpus.documents import (
     Chunk,
@@ -126,6 +126,8 @@ def prepare(
     """
     if (tokenizer is None) != (config.tokenizer in TRAINED):
         raise ConfigError(f"tokenizer is {config.tokenizer!r}: must be given where it is not made")
+    if workers < 1:
+        fail("workers", workers, "must be at least 1")
     check_new_folder("out", str(out))
     folder = Path(out)
     sizes = [os.path.getsize(path) if os.path.exists(path) else 0 for path in config.data]

@@ -14,16 +14,17 @@ Each model is a run of its own in `--out`, which `generate`, `evaluate` and `plo
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from transformer_jax.cli import plot
-from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.command import run
+from transformer_jax.cli.flags import WORDS
 from transformer_jax.cli.process import interrupts, keep_freed_memory
 from transformer_jax.config import (
     ConfigError,
@@ -40,7 +41,8 @@ from transformer_jax.models import num_params
 from transformer_jax.training.loop import Result, fit
 from transformer_jax.training.progress import Silent
 
-MODELS = ("ngram", "window", "convolution", "rnn", "lstm", "gru", "transformer")
+Name = Literal["ngram", "window", "convolution", "rnn", "lstm", "gru", "transformer"]
+MODELS: tuple[Name, ...] = get_args(Name)
 ORDERS = (2, 3, 4, 5, 6, 7, 8)
 RATES = tuple(0.008 * 2.0**power for power in range(-5, 4))
 
@@ -64,60 +66,69 @@ class Compared:
     """Wall time of training, compilation and evaluation; the search is left out."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Options of the command."""
+
+    data: str
+    """A text file."""
+    out: Path = Path("runs/compared")
+    """A folder for runs and picture."""
+    models: tuple[Name, ...] = field(default=MODELS, metadata=WORDS)
+    """The models to compare."""
+    steps: int = 500
+    """Steps of every trained model."""
+    batch_size: int = 32
+    """Windows of a step."""
+    context: int = 64
+    """Characters of a window."""
+    d_model: int = 64
+    """Width of the decoder, which gives the number of parameters."""
+    seed: int = 0
+    """All randomness follows from it."""
+    resume: bool = False
+    """Continue the comparison in the folder --out."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = Parser("compare", __doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--data", required=True, metavar="FILE", help="a text file")
-    add("--out", type=Path, default=Path("runs/compared"), help="a folder for runs and picture")
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    for name, size, help_text in (
-        ("steps", 500, "of every trained model"),
-        ("batch-size", 32, "windows of a step"),
-        ("context", 64, "characters of a window"),
-        ("d-model", 64, "width of the decoder, which gives the number of parameters"),
-        ("seed", 0, ""),
-    ):
-        add(f"--{name}", type=int, default=size, help=f"{help_text} (default {size})".strip())
-    add("--resume", action="store_true", help="go on with the comparison in the folder --out")
-    return run(parser, argv, compare)
+    return run(Compare, argv, compare)
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(options: Compare) -> None:
     """Search, train and judge every model; print the table and draw the picture."""
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
     keep_freed_memory()
-    out: Path = arguments.out
-    if not arguments.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = options.out
+    if not options.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
         rule = "--resume goes on with the comparison in it, --out FOLDER starts another"
         raise ConfigError(f"out is {str(out)!r}: there is something already ({rule})")
-    if arguments.data == "-" or Path(arguments.data).is_fifo():
+    if options.data == "-" or Path(options.data).is_fifo():
         rule = "must be a file: every model reads it again"
-        raise ConfigError(f"data is {arguments.data!r}: {rule}")
+        raise ConfigError(f"data is {options.data!r}: {rule}")
     base = TrainConfig(
-        data=arguments.data,
-        steps=arguments.steps,
-        batch_size=arguments.batch_size,
-        context=arguments.context,
-        model=ModelConfig(max_len=arguments.context),
-        eval_every=max(arguments.steps // 10, 1),
+        data=options.data,
+        steps=options.steps,
+        batch_size=options.batch_size,
+        context=options.context,
+        model=ModelConfig(max_len=options.context),
+        eval_every=max(options.steps // 10, 1),
         sample_tokens=0,
-        seed=arguments.seed,
+        seed=options.seed,
     )
     data = load_task(base)
     (text,) = data.documents()
-    sizes = data.config.model.vocab_size, arguments.d_model, arguments.context
-    models = equal_models(*sizes, arguments.models)
+    sizes = data.config.model.vocab_size, options.d_model, options.context
+    models = equal_models(*sizes, options.models)
     out.mkdir(parents=True, exist_ok=True)  # before the search, which takes minutes
 
     found = []
     with tempfile.TemporaryDirectory() as scratch, interrupts() as received:
         training_part = Path(scratch, "training.txt")
         training_part.write_text(data.tokenizers.tokenizer.decode(text), "utf-8", newline="")
-        for name in dict.fromkeys(arguments.models):
+        for name in dict.fromkeys(options.models):
             folder = RunFolder(out / name)
             begun_before = folder.config_file.exists()
             if begun_before:
@@ -132,7 +143,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
     found.sort(key=lambda one: one.perplexity)
     print(table(found))
-    record = {name: getattr(arguments, name) for name in ("data", "context", "steps", "seed")}
+    record = {name: getattr(options, name) for name in ("data", "context", "steps", "seed")}
     record["models"] = [asdict(one) for one in found]
     (out / "compared.json").write_text(json_text(record, indent=1) + "\n", "utf-8")
     plot.draw(plot.read_runs([out / one.model for one in found]), "tokens", out / "compared.png")

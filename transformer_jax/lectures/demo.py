@@ -9,14 +9,14 @@ Without a name all demonstrations are listed. Each takes the options that it has
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from transformer_jax.cli.command import Parser, run
+from transformer_jax.cli.command import run
 from transformer_jax.cli.process import print_anything
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import nearest
@@ -39,37 +39,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: demonstration is {name!r}: {rule}", file=sys.stderr)
         return 2
     demonstration = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
-    return run(_parser(name, demonstration), rest, lambda given: _demonstrate(demonstration, given))
-
-
-def _parser(name: str, demonstration: Any) -> Parser:
-    """Return a parser of every option; one that the demonstration has no use for is not in help."""
     from transformer_jax.lectures.demos.shared import MEANINGS
 
-    parser = Parser(f"demo {name}", demonstration.__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/demos"), help="the folder of the picture")
-    add("--format", choices=("png", "svg"), default="png", help="of the picture")
-    add("--dark", action="store_true", help="an svg for dark pages too")
-    add("--quick", action="store_true", help="small sizes, for a test")
-    for option, meaning in MEANINGS.items():
-        default = demonstration.OPTIONS.get(option, (None, None))[0]
-        shown = meaning if default is None else f"{meaning} (default {default})"
-        text = shown if option in demonstration.OPTIONS else argparse.SUPPRESS
-        kind = str if option in ("data", "preset", "sentence") else int
-        add(f"--{option}", type=kind, help=text)
-    return parser
+    own = []
+    for option, (default, _) in demonstration.OPTIONS.items():
+        kind: Any = str if option in ("data", "preset", "sentence") else int
+        text = f"{MEANINGS[option]}; default: {default}."
+        # None, since the default with --quick is another.
+        own.append((option, kind, dataclasses.field(default=None, metadata={"help": text})))
+    options = dataclasses.make_dataclass("Demo", own, bases=(Drawn,), frozen=True, kw_only=True)
+    about, title = demonstration.__doc__, f"demo {name}"
+    return run(
+        options, rest, lambda given: _demonstrate(demonstration, given), name=title, about=about
+    )
 
 
-def _demonstrate(demonstration: Any, arguments: argparse.Namespace) -> None:
-    from transformer_jax.lectures.demos.shared import MEANINGS, settings
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Options of every demonstration."""
 
-    given = {name: getattr(arguments, name) for name in MEANINGS}
+    out: Path = Path("runs/demos")
+    """The folder of the picture."""
+    format: Literal["png", "svg"] = "png"
+    """Of the picture."""
+    dark: bool = False
+    """An svg for dark pages too."""
+    quick: bool = False
+    """Small sizes, for a test."""
+
+
+def _demonstrate(demonstration: Any, options: Any) -> None:
+    from transformer_jax.lectures.demos.shared import settings
+
+    given = {name: getattr(options, name) for name in demonstration.OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
-    found = settings(demonstration.OPTIONS, arguments.out, arguments.quick, **given)
-    found.format, found.dark = arguments.format, arguments.dark
+    found = settings(demonstration.OPTIONS, options.out, options.quick, **given)
+    found.format, found.dark = options.format, options.dark
     if found.dark and found.format != "svg":
         raise ConfigError("dark needs --format svg")
-    arguments.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
+    options.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
     demonstration.demonstrate(found)
