@@ -200,11 +200,9 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
     [
-        ("", "run and model: give one of them", 2),
-        ("--model x --model y", "run and model: give one of them", 2),
-        ("--model x --dtype float16", "dtype with run", 2),
-        ("--model x --max-len 9", "max_len with run", 2),
-        ("--model x --checkpoint best", "checkpoint with model: needs run", 2),
+        ("--model {run} --dtype float16", "dtype is 'float16': a run has its own", 2),
+        ("--model {run} --max-len 9", "max_len is 9: a run has its own", 2),
+        ("--model x --checkpoint best", "checkpoint is 'best': 'x' is no run, which alone", 2),
         ("--model /nonexistent", "'/nonexistent': no such folder", 1),
         ("--model x --beams 2 --temperature 1", "temperature with beams", 2),
         ("--model x --beams 2 --seed 0", "seed with beams", 2),
@@ -231,7 +229,9 @@ def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, stat
     if "{bare}" in argv:
         shutil.copytree(published, bare)
         (bare / "tokenizer.json").unlink()
-    assert generate(argv.format(bare=bare, model=published).split()) == status
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    names = dict(bare=bare, model=published, run=tmp_path / "run")
+    assert generate(argv.format(**names).split()) == status
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1), err
     assert message in err
@@ -436,7 +436,7 @@ def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
     assert (to / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
     argv[3] = str(tmp_path / "x")
     assert convert([*argv, "--family", "llama"]) == 2
-    assert "family with model: needs run" in capsys.readouterr().err
+    assert "family is 'llama': " in capsys.readouterr().err
     (tmp_path / "secret").write_text("secret")
     linked = Path(shutil.copytree(published, tmp_path / "linked"))
     (linked / "merges.txt").symlink_to(tmp_path / "secret")

@@ -8,7 +8,7 @@ from transformer_jax.cli.serve import main
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        ([], "model is None: the folder of a model or a run is needed"),
+        ([], "--model TEXT is needed"),
         (["--model", "x", "--port", "65536"], "port is 65536: must be from 0 to 65535"),
     ],
 )

@@ -90,7 +90,7 @@ def test_flags_choose_inputs_and_their_fields():
     flags = ConfigFlags(ModelConfig)
     base = ModelConfig(kind="encoder-decoder")
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-    flags.add_to(parser, base)
+    flags.add_to(parser, base, None)
 
     def read(*words: str) -> Any:
         return changed(base, flags.read(flags.given(parser.parse_args(words)), base)).inputs

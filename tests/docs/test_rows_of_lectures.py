@@ -27,7 +27,7 @@ def test_every_slip_of_the_errata_has_a_row_that_names_it():
 def test_commands_that_rows_name_are_there():
     words = re.findall(r"`(\w+) --", "".join(row for _, row in ROWS))
     package = Path(__file__).parents[2] / "transformer_jax"
-    assert {"train", "attention", "evaluate"} < set(words)
+    assert {"train", "inspect", "evaluate"} < set(words)
     commands = {path.stem for part in ("cli", "lectures") for path in (package / part).iterdir()}
     missing = set(words) - commands
     assert missing <= {"drawings"}  # a demonstration

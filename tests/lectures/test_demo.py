@@ -49,7 +49,7 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ("rotations --window 7", "--window: no such flag"),
+        ("rotations --window 7", "--window: no such flag, nearest: --width"),
         ("rotations --tokens 0", "tokens is 0: must be positive"),
         ("rotations --tokens 1", "tokens is 1: must be at least 2: one position is turned into "
          "another"),
@@ -80,7 +80,7 @@ def test_an_option_that_a_demonstration_has_no_use_for_is_refused_by_name(name, 
         ("streaming_windows --tokens 12", "tokens is 12: must be a multiple of 8, the frames of "
          "a chunk"),
         ("worked_attention --sentence=", "sentence is '': must have a word"),
-        ("rotations --windw 7", "--windw: no such flag, nearest: --window"),
+        ("streaming_windows --windw 7", "--windw: no such flag, nearest: --window"),
         ("rotations --dark", "dark needs --format svg"),
     ],
 )  # fmt: skip

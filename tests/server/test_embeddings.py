@@ -201,8 +201,11 @@ def test_command_serves_a_folder_of_sentence_transformers(folder, monkeypatch, c
     uvicorn = pytest.importorskip("uvicorn")
     served = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.app))
+    # Handlers of its logs would keep this test's stderr.
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
     command = ["--model", str(folder), "--port", "0", "--slots", "3"]
     assert serve.main(command) == 0
+    assert capsys.readouterr().err == "serve: stopped\n"
     from starlette.testclient import TestClient
 
     assert len(embed(TestClient(served[0])).json()["data"][0]["embedding"]) == 6

@@ -47,10 +47,10 @@ class Convert(ModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
-    return run(Convert, argv, lambda options: print(*_convert(options), sep="\n"))
+    return run(Convert, argv, lambda options: print(*convert(options), sep="\n"))
 
 
-def _convert(options: Convert) -> list[str]:
+def convert(options: Convert) -> list[str]:
     """Convert, and return the lines that say what was written."""
     from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
     from transformer_jax.text.text_model import is_run

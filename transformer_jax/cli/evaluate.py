@@ -77,10 +77,11 @@ READS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(Evaluate, argv, _evaluate)
+    return run(Evaluate, argv, evaluate)
 
 
-def _evaluate(options: Evaluate) -> None:
+def evaluate(options: Evaluate) -> None:
+    """Judge the model on what the options name, and print its measures."""
     given = [name for name in READS if getattr(options, name) is not None]
     if len(given) != 1:
         raise ConfigError(

@@ -99,10 +99,11 @@ class Generate(TypedModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the run cannot be read) or 2 (usage)."""
-    return run(Generate, argv, _write)
+    return run(Generate, argv, generate)
 
 
-def _write(arguments: Generate) -> None:
+def generate(arguments: Generate) -> None:
+    """Write as the options say."""
     if arguments.seed is not None and not 0 <= arguments.seed < 2**32:
         raise ConfigError(f"seed is {arguments.seed}: must be at least 0 and below 2**32")
     if arguments.num_tokens is not None and arguments.num_tokens < 1:

@@ -77,10 +77,11 @@ fewer: a text that is read again may have more tokens than were written."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(Inspect, argv, _inspect)
+    return run(Inspect, argv, inspect)
 
 
-def _inspect(options: Inspect) -> None:
+def inspect(options: Inspect) -> None:
+    """Draw what is inside the model, and print a summary."""
     what, prompt, out = options.what, options.prompt, options.out
     check_picture(out, PICTURES if what == "attention" else (*PICTURES, ".html"))
     if not prompt:

@@ -29,10 +29,11 @@ class Nearest(ModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(Nearest, argv, _list)
+    return run(Nearest, argv, nearest)
 
 
-def _list(options: Nearest) -> None:
+def nearest(options: Nearest) -> None:
+    """Print the words, each after its cosine."""
     from transformer_jax.tokenizers.pieces import marked
 
     model = options.load_float32()

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     """Print the plan of the run that the flags describe; return whether it fits."""
+    from transformer_jax.models.factory import num_params
+    from transformer_jax.models.flops import active_params
     from transformer_jax.text.text_model import is_run
     from transformer_jax.training.planning.hardware import find_hardware
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
@@ -88,7 +90,12 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     model = config.model
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
-    print(_title(config, own.target), flush=True)
+    active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
+    print(
+        f"{model.kind} of {num_params(model):,} parameters{active}, vocabulary of "
+        f"{model.vocab_size:,}, computing in {model.dtype}, for {own.target}",
+        flush=True,
+    )
     if own.decode:
         length = config.sequence_len
         found = plan_decoding(
@@ -107,20 +114,6 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     if not own.quick:
         _advise(config, found)
     return found.fits
-
-
-def _title(config: TrainConfig, target: str) -> str:
-    model = config.model
-    assert isinstance(model, ModelConfig)
-    from transformer_jax.models.factory import num_params
-    from transformer_jax.models.flops import active_params
-
-    active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
-    return (
-        f"{model.kind} of {num_params(model):,} parameters{active}, "
-        f"vocabulary of {model.vocab_size:,}, "
-        f"computing in {model.dtype}, for {target}"
-    )
 
 
 def _print(found: Plan) -> None:

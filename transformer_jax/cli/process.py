@@ -52,22 +52,19 @@ def interrupts() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _in_flags(text: str) -> str:
-    """Return a message with settings as flags: `text_errors='replace'`, in its backquotes."""
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found[1].replace("_", "-"), found[2].strip("'")
-        return f"--{name}" if name == "resume" else f"--{name} {value}"
-
-    return re.sub(r"`([a-z_]+)=([^`]*)`", flag, text)
-
-
 def one_line(error: BaseException) -> str:
     """Return what an error says, in one line; of an OSError, the file and the reason.
 
     An error of the program itself, such as a KeyError, begins with its type.
     """
-    said, kind = _in_flags(" ".join(str(error).split())), type(error).__name__
+    kind = type(error).__name__
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1].replace("_", "-"), found[2].strip("'")
+        return f"--{name}" if name == "resume" else f"--{name} {value}"
+
+    # A setting in backquotes, `text_errors='replace'`, is a flag here.
+    said = re.sub(r"`([a-z_]+)=([^`]*)`", flag, " ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"

@@ -87,23 +87,18 @@ def how_to_write(result: Result) -> str:
     return f"python -m transformer_jax generate --model {shell_path(result.config.out)}{ending}"
 
 
-def _example(result: Result) -> str:
-    """Return what the first example of a sample asks, as the task's sample shows it."""
+def suggested_prompt(result: Result) -> str:
+    """Return the prompt of the first example, or words of the sample; "" if there are none."""
+    from transformer_jax.checkpoints.run_folder import RunFolder
+
     lines = result.sample.split("\n")
-    match result.config.task:
+    match result.config.task:  # each shows the prompt of its first example elsewhere
         case MaskedTask():
             return lines[1] if len(lines) > 1 else ""
         case ClassifyTask() | ChatTask() | PreferenceTask():
             return lines[0].partition(": ")[2]
-    return lines[0].partition(" -> ")[0]
-
-
-def suggested_prompt(result: Result) -> str:
-    """Return a few words of the sample, or one; "" where the tokenizer can read none."""
-    from transformer_jax.checkpoints.run_folder import RunFolder
-
-    if not isinstance(result.config.task, LanguageTask):
-        return _example(result)
+        case task if not isinstance(task, LanguageTask):
+            return lines[0].partition(" -> ")[0]
     tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
     for start in (" ".join(words[:3]), *words[:1], "The"):

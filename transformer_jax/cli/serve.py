@@ -47,10 +47,11 @@ class Serve(TypedModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(Serve, argv, _serve)
+    return run(Serve, argv, serve)
 
 
-def _serve(options: Serve) -> None:
+def serve(options: Serve) -> None:
+    """Serve the model until a signal comes."""
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"port is {options.port}: must be from 0 to {2**16 - 1}")
     from transformer_jax.server.app import check_installed, make_app
@@ -58,7 +59,15 @@ def _serve(options: Serve) -> None:
     check_installed()
     import uvicorn
 
-    engine = _embedder(options) or _engine(options)
+    engine: Engine | Embedder | None = _embedder(options)
+    if engine is None:
+        from transformer_jax.server.engine import Engine
+
+        engine = Engine(
+            options.load(dtype=options.dtype, weights=options.weights),
+            slots=options.slots, context=options.context, queue=options.queue,
+            steps=options.steps or 4, cache_dtype=options.cache_dtype,
+        )  # fmt: skip
     name = options.name
     if name is None:
         path = Path(options.model)
@@ -72,16 +81,6 @@ def _serve(options: Serve) -> None:
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)
-
-
-def _engine(options: Serve) -> Engine:
-    from transformer_jax.server.engine import Engine
-
-    return Engine(
-        options.load(dtype=options.dtype, weights=options.weights),
-        slots=options.slots, context=options.context,
-        queue=options.queue, steps=options.steps or 4, cache_dtype=options.cache_dtype,
-    )  # fmt: skip
 
 
 def _embedder(options: Serve) -> Embedder | None:

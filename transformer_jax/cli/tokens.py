@@ -39,10 +39,11 @@ class Tokens:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (no tokenizer can be read) or 2 (usage)."""
-    return run(Tokens, argv, _show)
+    return run(Tokens, argv, tokens)
 
 
-def _show(options: Tokens) -> None:
+def tokens(options: Tokens) -> None:
+    """Print the pieces of the text, and how they were merged."""
     text = options.prompt
     if not text:
         raise ConfigError(f"prompt is {text!r}: the text to cut is needed")
