@@ -44,7 +44,7 @@ Name = Literal["tpu", "hopper", "ampere", "cpu"]
 
 @dataclass(frozen=True)
 class Target:
-    """Name a backend, and say how it runs."""
+    """A backend, and how it runs."""
 
     name: Name
     """tpu, hopper, ampere or cpu."""

@@ -49,7 +49,7 @@ Index = jax.Array | int  # i32[]
 
 @dataclass(frozen=True)
 class Problem:
-    """Say what is known of a call when tracing; hashable."""
+    """All that is known of a call when tracing; hashable."""
 
     scale: float
     softcap: float | None = None
@@ -79,7 +79,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Give the tile sizes of one kernel; `stages` tiles are in flight."""
+    """The tile sizes of one kernel; `stages` tiles are in flight."""
 
     q: int
     k: int
@@ -91,7 +91,7 @@ class Blocks:
 
 
 class Operands(NamedTuple):
-    """Hold the arrays of a call. Unless a CPU runs it, T and S are multiples of all tile sizes.
+    """The arrays of a call. Unless a CPU runs it, T and S are multiples of all tile sizes.
 
     Those of `decode` have T queries, and keys and values of any length up to that of the vectors.
     With `pages`, key and value are pools [P, page, K, H or Hv], and their scales [P, page, K].
@@ -146,7 +146,7 @@ def out_dtype(problem: Problem, operands: Operands) -> DTypeLike:
 
 
 class TileLists(NamedTuple):
-    """List for each row of tiles those to visit: the full ones first, then those that are masked.
+    """The tiles that each row of tiles visits: full ones first, then those that are masked.
 
     Rows are query tiles and columns key tiles; in those of the kinds "dkdv" and "single_pass" they
     are the other way round. `order[..., :full]` needs no mask, `order[..., full:seen]` does. After
@@ -163,7 +163,7 @@ class TileLists(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Hold what the backward kernels read of the forward pass, besides the operands."""
+    """The results of the forward pass that the backward kernels read, and the cotangents."""
 
     do: jax.Array  # [B, T, N, Hv]
     row_max: jax.Array  # f32[B, N, T]: m; +inf in rows of p 0: fully masked ones, and NaN
@@ -172,7 +172,7 @@ class Saved(NamedTuple):
 
 
 class Refused(NotImplementedError):
-    """Say why an implementation does not run a call; any other error inside one goes through."""
+    """The reason why an implementation does not run a call; other errors inside one go through."""
 
 
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.attention.block_plan
@@ -212,7 +212,7 @@ Kernels = Mapping[Kind, Kernel]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Backend:
-    """Offer the kernels for one kind of device, and say what they take.
+    """The kernels for one kind of device, and the calls that they take.
 
     `kernels` has functions of (problem, operands, lists, blocks), which return
 

@@ -1,4 +1,4 @@
-"""Give fast code every derivative: it has a backward pass, and plain code has the rest.
+"""Derivatives of fast kernels: a backward pass of their own, and plain JAX for all others.
 
 `jax.custom_vjp` makes a forward and a backward pass one function, of which JAX then knows the
 gradient and nothing else. Here a plain function stands beside the passes, one that computes the
@@ -35,7 +35,7 @@ Function = Callable[..., Tree]
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Compute f of a tree of arrays, and its gradient.
+    """The passes that compute f of a tree of arrays, and its gradient.
 
     Outputs are a tuple of floating arrays. `wanted` is a tree of bools in the structure of the
     tree of arrays: True where the gradient is read. Elsewhere the backward pass may return
@@ -71,7 +71,7 @@ def differentiable(
 
 @dataclass(frozen=True, eq=False)
 class _OfLeaves:
-    """Compute what `Passes` do of the leaves of the tree, each differentiable in turn."""
+    """`Passes` as functions of the leaves of the tree, each differentiable in turn."""
 
     passes: Passes
     structure: jax.tree_util.PyTreeDef

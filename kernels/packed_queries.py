@@ -49,7 +49,7 @@ def packed(
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Say which queries are rows: those of `group` heads, T of each, one head after the other."""
+    """Queries as rows: those of `group` heads, T of each, one head after the other."""
 
     T: int
     group: int
@@ -69,7 +69,12 @@ class PackedQueries:
 
     def operands(self, x: Operands) -> Operands:
         """Return the operands with rows in place of queries; slopes and sinks are of each row."""
-        per_row = lambda v: None if v is None else self.heads(self._repeated(v))  # noqa: E731
+
+        def per_row(v: jax.Array | None) -> jax.Array | None:  # [B or 1, N] to rows
+            if v is None:
+                return None
+            return self.heads(jnp.broadcast_to(v[..., None], (*v.shape, self.T)))
+
         return x._replace(
             query=self.queries(x.query),
             q_vectors=tuple(self._filled(jnp.tile(v, self.group), 1) for v in x.q_vectors),
@@ -121,9 +126,6 @@ class PackedQueries:
         x = x.reshape(b, n // group, group, t, s)
         x = jnp.broadcast_to(x, (b, n // group, self.group, self.T, s))
         return self._filled(x.reshape(b, n // group, self.number, s), 2)
-
-    def _repeated(self, x: jax.Array) -> jax.Array:  # [B or 1, N] -> [B or 1, N, T]
-        return jnp.broadcast_to(x[..., None], (*x.shape, self.T))
 
     def _filled(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
         widths = [(0, 0)] * x.ndim

@@ -200,7 +200,7 @@ def _clean_keys(operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 class _Rows(NamedTuple):
-    """Hold what is saved of the rows of a tile of queries: f32[rows, B, N, block] each."""
+    """The saved numbers of the rows of tiles of queries: f32[rows, B, N, block] each."""
 
     row_max: jax.Array
     log_sum: jax.Array
@@ -223,7 +223,7 @@ def _backward_inputs(
 
 
 class _Tiles:
-    """Cut the arrays of a call into tiles: `rows` of `q` queries, `columns` of `k` keys."""
+    """The arrays of a call in tiles: `rows` of `q` queries, `columns` of `k` keys."""
 
     def __init__(self, problem: Problem, operands: Operands, blocks: Blocks) -> None:
         self.problem, self.operands = problem, operands

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ _LOGIC = {"and", "or", "xor"}
 
 @dataclass(frozen=True)
 class Program:
-    """Say from integers of a query and of a key whether it may attend; combined by &, | and ~."""
+    """A comparison of integers of a query and of a key; combined by &, | and ~."""
 
     steps: tuple[tuple[str, tuple[Operand, ...]], ...]
     result: Operand
@@ -129,7 +129,9 @@ class Program:
             if name in _LOGIC and all(map(self._is_bool, operands)):
                 given += [np.bool_(x) if isinstance(x, int) else x for x in read]
             else:  # a truth value among numbers; Mosaic GPU compares, and casts none
-                given += [np.int32(x) if isinstance(x, int) else _as_integer(x) for x in read]
+                for x in read:
+                    one: Any = np.int32(x) if isinstance(x, int) else x
+                    given.append(jnp.where(one, 1, 0) if one.dtype == jnp.bool_ else one)
             known.append(OPERATIONS[name](*given))
         found = value(self.result)
         if isinstance(found, int):
@@ -236,10 +238,6 @@ def combined(name: str, *programs: Program) -> Program:
     return Program(tuple(steps), ("step", last))
 
 
-def _as_integer(x: jax.Array) -> jax.Array:
-    return jnp.where(x, 1, 0) if x.dtype == jnp.bool_ else x
-
-
 # Interval arithmetic
 
 
@@ -301,7 +299,10 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
     else:  # div and rem, towards zero
         by = y_low > 0
         divisors = [xp.where(by, b, 1) for b in y]
-        found = [_divided(xp, a, b) for a in x for b in divisors]
+        found = []
+        for a, b in ((a, b) for a in x for b in divisors):
+            down = a // b
+            found.append(down + ((a < 0) & (down * b != a)).astype(np.int32))
         wraps = [~by]
         if name == "rem":
             same = (y_low == y_high) & (found[0] == found[2])  # no multiple lies between
@@ -314,12 +315,6 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
     low, high = functools.reduce(xp.minimum, found), functools.reduce(xp.maximum, found)
     return (xp.where(anything, LOW, low).astype(np.int32),
             xp.where(anything, HIGH, high).astype(np.int32))  # fmt: skip
-
-
-def _divided(xp: ModuleType, x: Array, y: Array) -> Array:
-    """Return x / y towards zero, for y > 0."""
-    down = x // y
-    return down + ((x < 0) & (down * y != x)).astype(np.int32)
 
 
 # Writing a program of a trace
@@ -340,7 +335,7 @@ _CALLS = {"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
 class Known(Protocol[Value]):
-    """Compute what a trace makes of known values, and write what a program reads of them."""
+    """The known values of a trace: how they are computed, and how a program reads them."""
 
     def evaluate(
         self, equation: JaxprEqn, given: Sequence[Value | Array | Program]
@@ -355,7 +350,7 @@ class Known(Protocol[Value]):
 
 
 class _Constants:
-    """Compute with known arrays, and write the numbers among them: `Known` of arrays."""
+    """`Known` of arrays, of which a program reads the numbers."""
 
     def evaluate(
         self, equation: JaxprEqn, given: Sequence[Array | Program]

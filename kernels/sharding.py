@@ -60,7 +60,7 @@ Arguments = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """Say which axes of a mesh split batch rows, query heads and key heads.
+    """The axes of a mesh that split batch rows, query heads and key heads.
 
     Key heads are split by the first of the axes that split query heads, by as many as divide them.
     Where others are left, each device computes on the one key head that its queries read.
@@ -386,9 +386,8 @@ def batched(
             return empty_batch(kernel, tree, tuple(mapped))
         if tree[0].pages is not None:
             mapped, tree = _one_pool(size, mapped, tree)
-        folded = _fold_all(size, mapped, tree, copies_bias=of_bias)
-        again = batched(kernel, results, of_bias=of_bias, splits=splits)
-        out = again(*folded)
+        folded = _folded(size, mapped, tree, copies_bias=of_bias)
+        out = batched(kernel, results, of_bias=of_bias, splits=splits)(*folded)
         out = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out)
         if of_bias and tree[0].bias.shape[1 if mapped[0].bias else 0] == 1:
             out = tuple(x.sum(axis=1, keepdims=True) for x in out)
@@ -397,23 +396,31 @@ def batched(
     return call
 
 
-def _fold_all(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool) -> Arguments:
-    """Fold the mapped axis of every array into its batch."""
+def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool) -> Arguments:
+    """Fold the mapped axis of every array into its batch: [V, .., B or 1, ..] to [.., V B, ..]."""
     B = tree[0].query.shape[1 if mapped[0].query else 0]
-    leaves, structure = jax.tree.flatten(tree)
-    flags = jax.tree.leaves(mapped)
     bias, pairs = tree[0].bias, tree[0].pairs
 
     def shared(x: jax.Array) -> bool:
-        """Say whether rows may share an array; the lists of tiles must all have as many rows."""
+        """Whether rows may share an array; the lists of tiles must all have as many rows."""
         if x is bias:
             return not copies_bias
         return x is pairs or B > 1  # what is small is copied
 
-    folded = [
-        _fold(x, flag, names, size, B, shared=shared(x))
-        for x, flag, names in zip(leaves, flags, _axis_names(tree), strict=True)
-    ]
+    def fold(x: jax.Array, is_mapped: bool, names: AxisNames) -> jax.Array:
+        if "b" not in names:  # of pages
+            return x
+        axis = names.index("b")
+        if not is_mapped:
+            if x.shape[axis] == 1 and shared(x):
+                return x
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
+        x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
+        return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
+
+    leaves, structure = jax.tree.flatten(tree)
+    folded = map(fold, leaves, jax.tree.leaves(mapped), _axis_names(tree))
     return jax.tree.unflatten(structure, folded)
 
 
@@ -433,22 +440,6 @@ def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments,
     pools = {field: x.reshape(-1, *x.shape[2:]) for field, x in pools.items()}
     flags = flags._replace(**dict.fromkeys(fields, False), pages=True)
     return (flags, *mapped[1:]), (operands._replace(**pools, pages=pages), *tree[1:])
-
-
-def _fold(
-    x: jax.Array, is_mapped: bool, names: AxisNames, size: int, B: int, *, shared: bool
-) -> jax.Array:
-    """Reshape [V, .., B or 1, ..] to [.., V B, ..]; a shared array may stay of size 1."""
-    if "b" not in names:  # of pages
-        return x
-    axis = names.index("b")
-    if not is_mapped:
-        if x.shape[axis] == 1 and shared:
-            return x
-        x = jnp.broadcast_to(x[None], (size, *x.shape))
-    shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
-    x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
-    return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
 
 
 def _axis_names(tree: Arguments) -> list[AxisNames]:

@@ -52,6 +52,7 @@ from transformer_jax.kernels.nvidia.memory import (
 from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, query_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
+    TileRows,
     TileVectors,
     base_of,
     distance,
@@ -64,7 +65,7 @@ WIDEST = 256  # H + Hv of which one program sums dk and dv
 
 
 class _Given(NamedTuple):
-    """Hold references to what the kernels read."""
+    """References to the arrays that the kernels read."""
 
     operands: Operands
     do: Ref  # [B, T, N, Hv]
@@ -143,20 +144,9 @@ def _backward_dq(
         slope_out[b, n, pl.ds(q0, ROWS)] = slope
 
 
-class _Queries(NamedTuple):
-    """Say which queries a program holds, and what it has loaded of them."""
-
-    b: Index
-    n: Index
-    q0: Index
-    base: jax.Array  # f32[ROWS]
-    D: jax.Array  # f32[ROWS]
-    vectors: tuple[jax.Array | None, ...]
-
-
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _QueryTiles:
-    """Compute ds of tiles that have queries as rows."""
+    """ds of tiles that have queries as rows."""
 
     problem: Problem
     blocks: Blocks
@@ -167,25 +157,25 @@ class _QueryTiles:
     k_tile: Ref
     v_tile: Ref
 
-    def of_queries(self, b: Index, n: Index, q0: Index) -> _Queries:
+    def of_queries(self, b: Index, n: Index, q0: Index) -> TileRows:
         """Load 64 queries into shared memory, and into registers what belongs to each."""
         queries = b, pl.ds(q0, ROWS), n
         self.q_tile[...] = fetch(self.given.operands.query.at[queries])
         self.do_tile[...] = fetch(self.given.do.at[queries])
         base, D = self.given.of_queries(b, n, q0)
-        return _Queries(b, n, q0, base, D, self.vectors.of_rows(b, q0))
+        return TileRows(b, n, q0, self.vectors.of_rows(b, q0), base=base, D=D)
 
     def differentiate(
-        self, rows: _Queries, k0: jax.Array, partial: bool
+        self, rows: TileRows, k0: jax.Array, partial: bool
     ) -> tuple[TilePosition, jax.Array, jax.Array]:
         """Load a tile of keys, and return where it is, ds and du."""
         problem, operands, width = self.problem, self.given.operands, self.blocks.k
         group = operands.query.shape[2] // operands.key.shape[2]
-        keys = rows.b, pl.ds(k0, width), rows.n // group
+        keys = rows.b, pl.ds(k0, width), rows.head // group
         self.k_tile[...] = fetch(operands.key.at[keys])
         self.v_tile[...] = fetch(operands.value.at[keys])
         beside = self.vectors.of_columns(None, 0, rows.b, k0, width)
-        where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
+        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
         raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
         _, differentiate = probabilities(
             problem, operands, raw, across(rows.base, raw), where, ROW, partial
@@ -289,19 +279,9 @@ def _backward_dkdv(
             pl.when(program % len(parts) == i)(functools.partial(keys.run, program // len(parts)))
 
 
-class _Keys(NamedTuple):
-    """Say which keys a program holds."""
-
-    b: jax.Array
-    head: jax.Array
-    row: jax.Array  # of tiles
-    k0: jax.Array
-    vectors: tuple[jax.Array | None, ...]
-
-
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _KeyTiles:
-    """Compute dk, dv or both of 64 keys."""
+    """dk, dv or both of 64 keys."""
 
     problem: Problem
     blocks: Blocks
@@ -325,7 +305,7 @@ class _KeyTiles:
         place = b, pl.ds(k0, ROWS), head
         self.k_tile[...] = fetch(operands.key.at[place])
         self.v_tile[...] = fetch(operands.value.at[place])
-        keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
+        keys = TileRows(b, head, k0, self.vectors.of_rows(b, k0), row)
 
         def one_head(g: Index, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
             n = head * group + g
@@ -340,7 +320,7 @@ class _KeyTiles:
             self.outs[name][place] = (total * scale).astype(operands.key.dtype)
 
     def tile(
-        self, keys: _Keys, n: jax.Array, j: jax.Array, sums: dict[str, jax.Array], partial: bool
+        self, keys: TileRows, n: jax.Array, j: jax.Array, sums: dict[str, jax.Array], partial: bool
     ) -> dict[str, jax.Array]:
         """Add a tile of queries."""
         problem, given, width = self.problem, self.given, self.blocks.q
@@ -350,7 +330,7 @@ class _KeyTiles:
         self.q_tile[...] = fetch(operands.query.at[queries])
         self.do_tile[...] = fetch(given.do.at[queries])
         beside = self.vectors.of_columns(None, 0, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.k0, keys.vectors, beside)
+        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
         raw = product(problem, self.k_tile, self.q_tile.transpose((1, 0)))
         base = load_along(given.base.at[rows], raw.shape, COLUMN)
         p, differentiate = probabilities(problem, operands, raw, base, where, COLUMN, partial)

@@ -109,7 +109,7 @@ def decode(
 
 
 class _Rows(NamedTuple):
-    """Say which queries and which part of their list a program holds."""
+    """The queries of a program, and its part of their list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
@@ -120,7 +120,7 @@ class _Rows(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Carry what a program has summed over its keys."""
+    """The sums of a program over its keys."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
@@ -159,7 +159,7 @@ def _decode(
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Program:
-    """Sum over the keys of one part of a list."""
+    """The sum over the keys of one part of a list."""
 
     problem: Problem
     blocks: Blocks

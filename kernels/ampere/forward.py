@@ -36,8 +36,8 @@ from transformer_jax.kernels.nvidia.memory import ROW, ROWS, Ref, across, at, f3
 from transformer_jax.kernels.nvidia.schedule import each_tile, query_items
 from transformer_jax.kernels.nvidia.scores import (
     LN2,
-    QueryRows,
     TilePosition,
+    TileRows,
     TileVectors,
     divided,
     kept,
@@ -68,7 +68,7 @@ def forward(
 
 
 class _Sums(NamedTuple):
-    """Carry what is summed over the tiles of keys, and the next tile."""
+    """The sums over the tiles of keys, and the next tile."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
@@ -83,7 +83,7 @@ def _forward(
     """Run a program; operands and lists are references to memory."""
     b, n, row = query_items(operands, blocks).at(lists, lax.axis_index("program"))
     q0, vectors = row * ROWS, TileVectors(problem, operands, ROW, copies=False)
-    rows = QueryRows(b, n, row, q0, vectors.of_rows(b, q0))
+    rows = TileRows(b, n, q0, vectors.of_rows(b, q0), row)
     program = _Program(problem, blocks, lists, operands, vectors, q_tile, k_tile, v_tile)
     queries = b, pl.ds(q0, ROWS), n
     q_tile[...] = fetch(operands.query.at[queries])
@@ -102,7 +102,7 @@ def _forward(
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Program:
-    """Compute 64 queries."""
+    """The output of 64 queries."""
 
     problem: Problem
     blocks: Blocks
@@ -113,30 +113,30 @@ class _Program:
     k_tile: Ref
     v_tile: Ref
 
-    def k0(self, rows: QueryRows, j: Index) -> jax.Array:
+    def k0(self, rows: TileRows, j: Index) -> jax.Array:
         """Return the first key of a list's tile; of one after the end, those of the last."""
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
-        return at(self.lists.order, rows.b, rows.n, rows.row, last)[...] * self.blocks.k
+        return at(self.lists.order, rows.b, rows.head, rows.row, last)[...] * self.blocks.k
 
-    def load(self, rows: QueryRows, j: Index) -> tuple[jax.Array, jax.Array]:
+    def load(self, rows: TileRows, j: Index) -> tuple[jax.Array, jax.Array]:
         """Load a tile's keys and values into registers."""
         key, value = self.operands.key, self.operands.value
         group = self.operands.query.shape[2] // key.shape[2]
-        keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.n // group
+        keys = rows.b, pl.ds(self.k0(rows, j), self.blocks.k), rows.head // group
         return fetch(key.at[keys]), fetch(value.at[keys])
 
-    def ahead(self, rows: QueryRows, j: Index) -> tuple[jax.Array, ...]:
+    def ahead(self, rows: TileRows, j: Index) -> tuple[jax.Array, ...]:
         """Return the tile to multiply next, where it is loaded so early."""
         return self.load(rows, j) if self.blocks.stages > 1 else ()
 
-    def tile(self, rows: QueryRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
+    def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands = self.problem, self.operands
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
         ahead = self.ahead(rows, j + 1)
         k0 = self.k0(rows, j)
         beside = self.vectors.of_columns(None, 0, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
+        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
         raw = product(problem, self.q_tile, self.k_tile.transpose((1, 0)))
         s, _ = scores(problem, operands, raw, where, ROW, partial)
         unit = score_unit(problem, operands)

@@ -25,7 +25,7 @@ SMALLEST = 128
 
 
 def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array | None) -> bool:
-    """Say whether `norm` should normalise so many rows, with these scales, on this platform."""
+    """Whether `norm` should normalise so many rows, with these scales, on this platform."""
     return (
         not isinstance(eps, jax.core.Tracer)
         and all(one is None or one.shape == (width,) for one in parameters)

@@ -25,7 +25,7 @@ DTYPES = "float32", "bfloat16", "int8"
 
 
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
-    """Say whether `product` should compute x W of so many rows of a dtype on this platform."""
+    """Whether `product` should compute x W of so many rows of a dtype on this platform."""
     return (
         isinstance(rows, int)  # an export may leave it open
         and 1 <= rows <= MOST_ROWS

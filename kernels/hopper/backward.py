@@ -48,6 +48,7 @@ from transformer_jax.kernels.nvidia.memory import (
 from transformer_jax.kernels.nvidia.schedule import each_tile, key_items, query_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
+    TileRows,
     TileVectors,
     base_of,
     distance,
@@ -59,7 +60,6 @@ from transformer_jax.kernels.nvidia.scores import (
 )
 from transformer_jax.kernels.sharding import result
 
-RowVectors = tuple[jax.Array | None, ...]
 Sums = dict[str, jax.Array]  # "dk", "dv"
 QuerySums = tuple[jax.Array, jax.Array, jax.Array]  # dq, dslopes, step
 
@@ -132,21 +132,9 @@ def _backward_dq(
     specialise(blocks.q // ROWS, produce, consume)
 
 
-class HeldQueries(NamedTuple):
-    """Say which queries a consumer holds, and what it has loaded of them."""
-
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array
-    base: jax.Array  # f32[rows]
-    D: jax.Array  # f32[rows]
-    vectors: RowVectors
-
-
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _QueryConsumer:
-    """Compute 64 rows of a tile of dq, by one warpgroup."""
+    """A warpgroup that computes 64 rows of a tile of dq."""
 
     problem: Problem
     blocks: Blocks
@@ -170,7 +158,7 @@ class _QueryConsumer:
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
         base = load(self.base.at[queries], WGMMA.reduce(1))
         D = load(self.D.at[queries], WGMMA.reduce(1))
-        rows = HeldQueries(b, n, row, q0, base, D, self.vectors.of_rows(b, q0))
+        rows = TileRows(b, n, q0, self.vectors.of_rows(b, q0), row, base, D)
 
         plgpu.barrier_wait(self.walk.q_full.at[w])
         carry = filled((ROWS, H), 0), filled((ROWS,), 0), step
@@ -189,15 +177,15 @@ class _QueryConsumer:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         return step
 
-    def tile(self, rows: HeldQueries, j: jax.Array, carry: QuerySums, partial: bool) -> QuerySums:
+    def tile(self, rows: TileRows, j: jax.Array, carry: QuerySums, partial: bool) -> QuerySums:
         """Add a tile of keys to dq and to the row of dslopes."""
         problem, walk, w = self.problem, self.walk, self.w
         acc, slope, step = carry
         k_slot, v_slot = slot_of(step, self.blocks.stages), slot_of(step, walk.v_tile.shape[0])
         k = walk.k_tile.at[k_slot]
-        k0 = at(self.lists.order, rows.b, rows.n, rows.row, j)[...] * self.blocks.k
+        k0 = at(self.lists.order, rows.b, rows.head, rows.row, j)[...] * self.blocks.k
         beside = self.vectors.of_columns(walk.columns, k_slot, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
+        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
         plgpu.barrier_wait(walk.k_full.at[k_slot])
         raw = product(walk.q_tile.at[opaque(w)], k.transpose((1, 0)))
         _, differentiate = probabilities(
@@ -298,26 +286,16 @@ def _backward_dkdv(
 
 
 class _SharedWeights(NamedTuple):
-    """Hold the weights of a tile, which one warpgroup computes for another."""
+    """The weights of a tile, which one warpgroup computes for another."""
 
     tile: Ref  # f32[ROWS, blocks.q], as `Weights.capped`
     full: Ref
     empty: Ref
 
 
-class _Keys(NamedTuple):
-    """Say which keys a consumer holds."""
-
-    b: jax.Array
-    head: jax.Array
-    row: jax.Array  # of tiles
-    k0: jax.Array
-    vectors: RowVectors
-
-
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _KeyConsumer:
-    """Compute 64 rows of a tile of dk and dv, by one warpgroup."""
+    """A warpgroup that computes 64 rows of a tile of dk and dv."""
 
     problem: Problem
     blocks: Blocks
@@ -336,7 +314,7 @@ class _KeyConsumer:
         G = N // K
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
         k0 = row * self.blocks.k + self.part * ROWS
-        keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
+        keys = TileRows(b, head, k0, self.vectors.of_rows(b, k0), row)
 
         def one_head(g: Index, carry: tuple[Sums, jax.Array]) -> tuple[Sums, jax.Array]:
             n = head * G + g
@@ -351,7 +329,12 @@ class _KeyConsumer:
         return step
 
     def tile(
-        self, keys: _Keys, n: jax.Array, j: jax.Array, carry: tuple[Sums, jax.Array], partial: bool
+        self,
+        keys: TileRows,
+        n: jax.Array,
+        j: jax.Array,
+        carry: tuple[Sums, jax.Array],
+        partial: bool,
     ) -> tuple[Sums, jax.Array]:
         """Add a tile of queries to dk, dv or both."""
         walk, width = self.walk, self.blocks.q
@@ -359,7 +342,7 @@ class _KeyConsumer:
         slot = slot_of(step, self.blocks.stages)
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
         beside = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.k0, keys.vectors, beside)
+        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
         plgpu.barrier_wait(walk.q_full.at[slot])
         add = {("dk", "dv"): self.add_both, ("dv",): self.add_dv, ("dk",): self.add_dk}
         sums = add[self.wanted](sums, slot, step, where, partial)
@@ -425,7 +408,7 @@ class _KeyConsumer:
         raw = product(walk.k_tile.at[opaque(self.part)], q_columns)
         return raw, load_along(walk.base_columns.at[slot], raw.shape, COLUMN)
 
-    def write(self, keys: _Keys, sums: dict[str, jax.Array]) -> None:
+    def write(self, keys: TileRows, sums: dict[str, jax.Array]) -> None:
         """Write an item's results to device memory, through the slots of its keys and values."""
         walk, part = self.walk, self.part
         if self.blocks.k == ROWS:  # the other warpgroup reads the slots that are written next
@@ -441,7 +424,7 @@ class _KeyConsumer:
         plgpu.commit_smem()
         for name in self.wanted:
             staged, out, _ = outs[name]
-            place = keys.b, pl.ds(keys.k0, ROWS), keys.head
+            place = keys.b, pl.ds(keys.start, ROWS), keys.head
             plgpu.copy_smem_to_gmem(staged.at[part], out.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(walk.k_empty.at[part])

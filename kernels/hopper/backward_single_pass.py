@@ -33,7 +33,6 @@ from transformer_jax.kernels.contract import (
     TileLists,
     learns_slopes,
 )
-from transformer_jax.kernels.hopper.backward import RowVectors
 from transformer_jax.kernels.hopper.producer import KeyWalk
 from transformer_jax.kernels.hopper.products import add_products, opaque
 from transformer_jax.kernels.hopper.programs import each_item, launch, specialise
@@ -54,6 +53,7 @@ from transformer_jax.kernels.nvidia.memory import (
 from transformer_jax.kernels.nvidia.schedule import each_tile, key_items
 from transformer_jax.kernels.nvidia.scores import (
     TilePosition,
+    TileRows,
     TileVectors,
     base_of,
     distance,
@@ -117,7 +117,7 @@ def backward_single_pass(
 
 
 class Share(NamedTuple):
-    """Say which part of a tile of dq one warpgroup sums."""
+    """The part of a tile of dq that one warpgroup sums."""
 
     row: int
     rows: int
@@ -198,18 +198,8 @@ def _backward_single_pass(
     specialise(PARTS, produce, consume)
 
 
-class _Keys(NamedTuple):
-    """Say which keys a consumer holds."""
-
-    b: jax.Array
-    head: jax.Array
-    row: jax.Array  # of tiles
-    k0: jax.Array
-    vectors: RowVectors
-
-
 class _Sums(NamedTuple):
-    """Carry what a consumer sums over the tiles of queries."""
+    """The sums of a consumer over the tiles of queries."""
 
     dk: jax.Array  # [ROWS, H]
     dv: jax.Array  # [ROWS, Hv]
@@ -219,7 +209,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Consumer:
-    """Compute 64 rows of a tile of keys, by one warpgroup."""
+    """A warpgroup that computes 64 rows of a tile of keys."""
 
     problem: Problem
     blocks: Blocks
@@ -245,7 +235,7 @@ class _Consumer:
         G, Hv = N // K, self.operands.value.shape[-1]
         b, head, row = key_items(self.operands, self.blocks).at(self.lists, item, G)
         k0 = row * self.blocks.k + self.w * ROWS
-        keys = _Keys(b, head, row, k0, self.vectors.of_rows(b, k0))
+        keys = TileRows(b, head, k0, self.vectors.of_rows(b, k0), row)
         has_slopes = self.slope_out is not None
 
         def one_head(g: Index, carry: KeySums) -> KeySums:
@@ -264,7 +254,7 @@ class _Consumer:
         self.write(keys, dk, dv)
         return step
 
-    def tile(self, keys: _Keys, n: jax.Array, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
+    def tile(self, keys: TileRows, n: jax.Array, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of queries to dk and dv, and its part of dq to device memory."""
         problem, walk, width = self.problem, self.walk, self.blocks.q
         dk, dv, slope, step = sums
@@ -272,7 +262,7 @@ class _Consumer:
         q, do = walk.q_tile.at[slot], walk.do_tile.at[slot]
         q0 = at(self.lists.order, keys.b, n, keys.row, j)[...] * width
         beside = self.vectors.of_columns(walk.columns, slot, keys.b, q0, width)
-        where = TilePosition(keys.b, n, q0, keys.k0, keys.vectors, beside)
+        where = TilePosition(keys.b, n, q0, keys.start, keys.vectors, beside)
         shape = (ROWS, width)
         plgpu.barrier_wait(walk.q_full.at[slot])
 
@@ -322,14 +312,14 @@ class _Consumer:
         fence(self.problem)
         plgpu.barrier_arrive(self.dq_full)
 
-    def write(self, keys: _Keys, dk: jax.Array, dv: jax.Array) -> None:
+    def write(self, keys: TileRows, dk: jax.Array, dv: jax.Array) -> None:
         """Write an item's dk and dv to device memory, through the slots of its keys and values."""
         walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
         self.meet()  # all warps of both have read these keys and values for the last time
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)
         plgpu.commit_smem()
-        place = keys.b, pl.ds(keys.k0, ROWS), keys.head
+        place = keys.b, pl.ds(keys.start, ROWS), keys.head
         plgpu.copy_smem_to_gmem(walk.k_tile.at[w], dk_out.at[place])
         plgpu.copy_smem_to_gmem(walk.v_tile.at[w], dv_out.at[place])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

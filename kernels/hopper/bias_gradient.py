@@ -76,7 +76,7 @@ def backward_bias(
 
 
 class _Memory(NamedTuple):
-    """Hold the shared memory of the kernel; one slot has all that a tile needs."""
+    """The shared memory of the kernel; one slot has all that a tile needs."""
 
     q_tile: Ref  # [stages * consumers, ROWS, H]
     do_tile: Ref  # [stages * consumers, ROWS, Hv]

@@ -143,7 +143,7 @@ def _decode(
 
 
 class _Slots(NamedTuple):
-    """Hold the shared memory; every consumer has a ring of slots of its own, of 64 keys each."""
+    """The shared memory; every consumer has its own ring of slots, of 64 keys each."""
 
     q_tile: Ref  # [QUERY_SLOTS, ROWS, H]
     k_tile: Ref  # [stages * consumers, ROWS, H]
@@ -200,7 +200,7 @@ def _columns(tile: Ref) -> list[Ref]:
 
 
 class _Rows(NamedTuple):
-    """Say which queries and which part of their list a consumer holds."""
+    """The queries of a consumer, and its part of their list."""
 
     b: jax.Array
     head: jax.Array  # of the keys
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Carry what a consumer has summed over its keys."""
+    """The sums of a consumer over its keys."""
 
     acc: jax.Array  # [ROWS, Hv]
     row_max: jax.Array  # [ROWS], in base 2
@@ -222,7 +222,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Consumer:
-    """Sum over 64 keys of each tile, by one warpgroup."""
+    """A warpgroup that sums over 64 keys of each tile."""
 
     problem: Problem
     blocks: Blocks

@@ -49,8 +49,8 @@ from transformer_jax.kernels.nvidia.memory import (
 from transformer_jax.kernels.nvidia.schedule import query_items
 from transformer_jax.kernels.nvidia.scores import (
     LN2,
-    QueryRows,
     TilePosition,
+    TileRows,
     TileVectors,
     divided,
     kept,
@@ -152,7 +152,7 @@ def _forward(
 
 
 class _Sums(NamedTuple):
-    """Carry what a consumer has summed over the tiles of keys."""
+    """The sums of a consumer over the tiles of keys."""
 
     acc: jax.Array  # [ROWS, Hv], without the last tile
     row_max: jax.Array  # [ROWS], in base 2
@@ -163,7 +163,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # which holds tracers, that have no hash
 class _Consumer:
-    """Compute 64 rows of a tile of queries, by one warpgroup."""
+    """A warpgroup that computes 64 rows of a tile of queries."""
 
     problem: Problem
     blocks: Blocks
@@ -182,7 +182,7 @@ class _Consumer:
         b, n, row = query_items(self.operands, self.blocks).at(self.lists, item)
         q0 = row * self.blocks.q + self.w * ROWS
         full, seen = at(self.lists.full, b, n, row)[...], at(self.lists.seen, b, n, row)[...]
-        rows = QueryRows(b, n, row, q0, self.vectors.of_rows(b, q0))
+        rows = TileRows(b, n, q0, self.vectors.of_rows(b, q0), row)
 
         plgpu.barrier_wait(self.walk.q_full.at[self.w])
         p_shape, dtype = (ROWS, self.blocks.k), self.walk.v_tile.dtype
@@ -198,7 +198,7 @@ class _Consumer:
         self.write(rows, *divided(problem, operands, b, n, sums.acc, sums.row_max, sums.total))
         return sums.step
 
-    def every_tile(self, rows: QueryRows, full: Index, seen: Index, sums: _Sums) -> _Sums:
+    def every_tile(self, rows: TileRows, full: Index, seen: Index, sums: _Sums) -> _Sums:
         """Visit the tiles of a list, of which there is one at least."""
         sums = self.tile(rows, jnp.int32(0), sums, partial=True, first=True)
         ahead = jnp.maximum(full, 1)
@@ -225,15 +225,15 @@ class _Consumer:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 
     def tile(
-        self, rows: QueryRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
+        self, rows: TileRows, j: jax.Array, sums: _Sums, partial: bool, first: bool = False
     ) -> _Sums:
         """Multiply this tile's keys, and the last one's values beside this tile's softmax."""
         walk, stages, w = self.walk, self.blocks.stages, self.w
         acc, row_max, total, p, step = sums
         slot, last = slot_of(step, stages), slot_of(step + stages - 1, stages)
-        k0 = at(self.lists.order, rows.b, rows.n, rows.row, j)[...] * self.blocks.k
+        k0 = at(self.lists.order, rows.b, rows.head, rows.row, j)[...] * self.blocks.k
         beside = self.vectors.of_columns(walk.columns, slot, rows.b, k0, self.blocks.k)
-        where = TilePosition(rows.b, rows.n, rows.q0, k0, rows.vectors, beside)
+        where = TilePosition(rows.b, rows.head, rows.start, k0, rows.vectors, beside)
         softmax = functools.partial(self.softmax, row_max, total, where, slot, partial)
 
         plgpu.barrier_wait(walk.k_full.at[slot])
@@ -289,7 +289,7 @@ class _Consumer:
         return p, grown, summed, shrink, risen
 
     def write(
-        self, rows: QueryRows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
+        self, rows: TileRows, acc: jax.Array, row_max: jax.Array, total: jax.Array, live: jax.Array
     ) -> None:
         """Write an item's results to device memory."""
         out, row_max_out, log_sum_out = self.results
@@ -297,11 +297,13 @@ class _Consumer:
         if self.out_tile is None:
             plgpu.commit_smem()  # a warp's last product may read rows that another writes next
         staged[self.w] = acc
-        rows_out = rows.b, rows.n, pl.ds(rows.q0, ROWS)
+        rows_out = rows.b, rows.head, pl.ds(rows.start, ROWS)
         row_max_out[rows_out] = jnp.where(live, row_max * LN2, -jnp.inf)
         log_sum_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0)
         plgpu.commit_smem()  # every warp has written before one thread copies
-        plgpu.copy_smem_to_gmem(staged.at[self.w], out.at[rows.b, pl.ds(rows.q0, ROWS), rows.n])
+        plgpu.copy_smem_to_gmem(
+            staged.at[self.w], out.at[rows.b, pl.ds(rows.start, ROWS), rows.head]
+        )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])

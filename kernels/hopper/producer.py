@@ -31,7 +31,7 @@ Unfinished = tuple[jax.Array, tuple[tuple[Index, Index], ...]]
 
 
 class QueryWalk(NamedTuple):
-    """Hold the shared memory of a kernel whose items are tiles of queries."""
+    """The shared memory of a kernel whose items are tiles of queries."""
 
     q_tile: Ref  # [consumers, rows, H]
     k_tile: Ref  # [stages, blocks.k, H]
@@ -118,7 +118,7 @@ class QueryWalk(NamedTuple):
 
 
 class KeyWalk(NamedTuple):
-    """Hold the shared memory of a kernel whose items are tiles of keys."""
+    """The shared memory of a kernel whose items are tiles of keys."""
 
     k_tile: Ref  # [parts, rows, H]
     v_tile: Ref  # [parts, rows, Hv]

@@ -37,7 +37,7 @@ def prepare(lists: TileLists) -> TileLists:
 
 
 class Items(NamedTuple):
-    """Say which items there are: every row of tiles of every batch row and head."""
+    """The items of a kernel: every row of tiles of every batch row and head."""
 
     batch: int
     heads: int

@@ -42,7 +42,7 @@ Differentiate = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class TilePosition(NamedTuple):
-    """Say where a tile is, with the mask's vectors of its rows and columns; None if not read."""
+    """The place of a tile, with the mask's vectors of its rows and columns; None if not read."""
 
     b: Index
     n: Index
@@ -53,14 +53,16 @@ class TilePosition(NamedTuple):
     slopes: jax.Array | None = None  # f32[rows] of ALiBi, where rows are of several heads
 
 
-class QueryRows(NamedTuple):
-    """Say which queries are the rows of a tile, with the mask's vectors of them."""
+class TileRows(NamedTuple):
+    """The rows that a warpgroup keeps for all tiles of a list: queries, or keys for dk and dv."""
 
-    b: jax.Array
-    n: jax.Array
-    row: jax.Array  # of tiles
-    q0: jax.Array  # the first query
-    vectors: tuple[jax.Array | None, ...]
+    b: Index
+    head: Index  # of queries, or of keys
+    start: Index  # the first query or key
+    vectors: tuple[jax.Array | None, ...]  # of the mask
+    row: Index | None = None  # of tiles
+    base: jax.Array | None = None  # f32[ROWS] of queries in a backward kernel
+    D: jax.Array | None = None
 
 
 def is_linear(problem: Problem, operands: Operands) -> bool:
@@ -191,7 +193,7 @@ def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
 
 
 class Weights(NamedTuple):
-    """Hold what the backward pass makes of a tile's scores.
+    """The weights that the backward pass computes from a tile's scores.
 
     One number per pair lives until the gradient is known: what dropout leaves out is negative, and
     what is not visible 0, as exp2(-inf) is.
@@ -247,7 +249,7 @@ def visible_pairs(
 
 
 class TileVectors:
-    """Hold the mask's vectors beside a tile.
+    """The mask's vectors next to a tile.
 
     Those of its rows are loaded once for all tiles of the row, those of its columns are copied into
     shared memory with the tile.
@@ -259,18 +261,14 @@ class TileVectors:
         queries, keys = operands.q_vectors, operands.k_vectors
         self._problem = problem
         self.rows, self.columns = (queries, keys) if q_axis == ROW else (keys, queries)
-        needed = self._read(problem, operands)
+        # some tile reads the positions for slopes, and for the mask what its program names
+        read = {side: {0} if operands.slopes is not None else set() for side in ("q", "k")}
+        if problem.visible is not None:
+            read = {side: found | problem.visible.reads(side) for side, found in read.items()}
+        needed = read["q"], read["k"]
         self._rows, self._columns = needed if q_axis == ROW else needed[::-1]
         self.copied = sorted(self._columns)[: COPIED * copies]
         self._every_tile = operands.slopes is not None
-
-    @staticmethod
-    def _read(problem: Problem, operands: Operands) -> tuple[set[int], set[int]]:
-        """Return which vectors of queries and of keys some tile reads."""
-        positions = {0} if operands.slopes is not None else set()
-        if problem.visible is None:
-            return positions, positions
-        return positions | problem.visible.reads("q"), positions | problem.visible.reads("k")
 
     def slots(self, count: int, width: int) -> dict[str, Scratch]:
         """Return the type of shared memory for `count` tiles in flight, if any."""

@@ -31,7 +31,7 @@ from transformer_jax.kernels.tpu.scores import distances, dot, score_gradients
 
 
 class QuerySums(NamedTuple):
-    """Sum dq, and with learned slopes the rows of their gradient, over a row of tiles."""
+    """The sums of dq, and of the rows of learned slopes' gradient, over a row of tiles."""
 
     problem: Problem
     step: GridStep

@@ -15,8 +15,7 @@ and values may be anything: the mask hides such keys, and their values are read 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +66,69 @@ def decode(
     x = _laid_out(packed.operands(operands), blocks.k)
     columns = 0 if operands.pages is None else operands.pages.shape[1]
     ends = operands.key.shape[1] if operands.pages is None else None
-    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns, ends)
+    walk = Walk(visits.packing, blocks.k, *tile_of_heads(operands, blocks.k), page, columns)
     specs = walk.specs(x)
     shapes = (B, K, rows, Hv), (B, K, rows, 1), (B, K, rows, 1)
     dtypes = operands.query.dtype, jnp.float32, jnp.float32
     scratch = [(walk.heads, rows, width) for width in (1, 1, Hv)]
+
+    def kernel(numbers: Ref, *given: Any) -> None:
+        """Add one tile of keys to the sums of its batch row."""
+        x, *refs = given if not tables else given[1:]  # a table is for the index maps
+        out, row_max, log_sum, m, total, acc = refs  # [heads, rows, Hv or 1] each
+        at, end = pl.program_id(1), pl.num_programs(1) - 1
+        before, here, after = (
+            numbers[place] for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
+        )
+        row, visit = walk.packing.row, walk.packing.unpack(here)
+
+        @pl.when((at == 0) | (row(before) != row(here)))
+        def _() -> None:
+            m[...] = jnp.full_like(m, LOWEST)
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
+
+        @pl.when(visit.tile_class > 0)
+        def _() -> None:
+            k0 = visit.column * walk.k
+            dtype = x.query.dtype
+            keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
+            v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
+            if ends is not None and ends % walk.k:  # zero times what lies after is NaN
+                inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < ends
+                values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
+                if v_scale is not None:
+                    inside = k0 + lax.broadcasted_iota(jnp.int32, v_scale.shape, 2) < ends
+                    v_scale = jnp.where(inside, v_scale, 0.0)
+            raw = jnp.stack([dot(x.query[h], keys[h], 1, 1) for h in range(walk.heads)])
+            if x.k_scale is not None:
+                raw = raw * x.k_scale[...][:, None]
+            s = _scores(problem, x, raw)
+            grown = jnp.maximum(m[...], s.max(axis=2, keepdims=True))
+            p, shrink = power(x, s - grown), power(x, m[...] - grown)
+            m[...] = grown
+            total[...] = shrink * total[...] + p.sum(axis=2, keepdims=True)
+            p = (p if v_scale is None else p * v_scale).astype(dtype)
+            summed = jnp.stack([dot(p[h], values[h], 1, 0) for h in range(walk.heads)])
+            acc[...] = shrink * acc[...] + summed
+
+        @pl.when((at == end) | (row(after) != row(here)))
+        def _() -> None:
+            top, whole, shrink = m[...], total[...], jnp.ones(m.shape, jnp.float32)
+            fully_masked = whole == 0
+            if x.sinks is not None:  # the sink joins here
+                sink = x.sinks[...] * unit(x)
+                top = jnp.maximum(top, sink)
+                shrink = power(x, m[...] - top)
+                whole = whole * shrink + power(x, sink - top)
+            whole = jnp.where(fully_masked, 1.0, whole)
+            found = jnp.where(fully_masked, 0.0, acc[...] * (shrink / whole))
+            out[...] = found.astype(out.dtype)
+            row_max[...] = jnp.where(fully_masked, -jnp.inf, top * (1 / unit(x)))
+            log_sum[...] = jnp.log(whole)
+
     out, row_max, log_sum = pl.pallas_call(
-        partial(_kernel, problem, walk),
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(tables),
             grid=(K // walk.heads, visits.longest),
@@ -110,7 +165,7 @@ def of_all_heads(lists: TileLists, B: int) -> TileLists:
 
 
 def _slots_first(x: jax.Array) -> bool:
-    """Say whether an array [B, S, K, H] lies in that order: else as [B, K, S, H].
+    """Whether an array [B, S, K, H] lies in that order: else as [B, K, S, H].
 
     XLA chooses so: it fills a tile of 8 heads by 128 numbers, or one of 4, 2 or 1 heads whose
     numbers fill 32 bits, and puts other numbers of heads outside.
@@ -166,7 +221,7 @@ def _laid_out(packed: Operands, k: int) -> TileInputs:
 
 @dataclass(frozen=True)
 class Walk:
-    """Say which tile each place in the grid works on: group of key heads, visit."""
+    """The tile that each place in the grid works on: group of key heads, visit."""
 
     packing: Packing
     k: int
@@ -174,7 +229,6 @@ class Walk:
     slots_first: bool
     page: int | None = None  # keys of a page, where keys lie in pages
     columns: int = 0  # of the table of pages
-    length: int | None = None  # of keys and values, which may end within a tile; pages do not
 
     def specs(self, x: TileInputs) -> TileInputs:
         """Return how Pallas cuts each array into tiles."""
@@ -228,70 +282,6 @@ class Walk:
         return jnp.swapaxes(tile[...], 0, 1) if self.slots_first else tile[...]
 
 
-class _Results(NamedTuple):
-    """Hold the tiles of the results."""
-
-    out: Ref  # [heads, rows, Hv]
-    row_max: Ref  # [heads, rows, 1]
-    log_sum: Ref  # [heads, rows, 1]
-
-
-class _Sums(NamedTuple):
-    """Hold what is summed over the tiles of a batch row."""
-
-    m: Ref  # f32[heads, rows, 1]
-    total: Ref  # f32[heads, rows, 1]
-    acc: Ref  # f32[heads, rows, Hv]
-
-
-def _kernel(problem: Problem, walk: Walk, numbers: Ref, *given: Any) -> None:
-    """Add one tile of keys to the sums of its batch row."""
-    x, *refs = given if walk.page is None else given[1:]  # a table is for the index maps
-    results, sums = _Results(*refs[:3]), _Sums(*refs[3:])
-    at, end = pl.program_id(1), pl.num_programs(1) - 1
-    before, here, after = (
-        numbers[place] for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
-    )
-    row = walk.packing.row
-
-    @pl.when((at == 0) | (row(before) != row(here)))
-    def _() -> None:
-        sums.m[...] = jnp.full_like(sums.m, LOWEST)
-        sums.total[...] = jnp.zeros_like(sums.total)
-        sums.acc[...] = jnp.zeros_like(sums.acc)
-
-    visit = walk.packing.unpack(here)
-    pl.when(visit.tile_class > 0)(partial(_add, problem, walk, x, sums, visit.column * walk.k))
-
-    @pl.when((at == end) | (row(after) != row(here)))
-    def _() -> None:
-        _write(x, sums, results)
-
-
-def _add(problem: Problem, walk: Walk, x: TileInputs, sums: _Sums, k0: jax.Array) -> None:
-    """Add a tile of keys, the first of which is k0."""
-    dtype = x.query.dtype
-    keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
-    v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
-    if walk.length is not None and walk.length % walk.k:  # zero times what lies after is NaN
-        inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < walk.length
-        values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
-        if v_scale is not None:
-            inside = k0 + lax.broadcasted_iota(jnp.int32, v_scale.shape, 2) < walk.length
-            v_scale = jnp.where(inside, v_scale, 0.0)
-    raw = jnp.stack([dot(x.query[h], keys[h], 1, 1) for h in range(walk.heads)])
-    if x.k_scale is not None:
-        raw = raw * x.k_scale[...][:, None]
-    s = _scores(problem, x, raw)
-    m = jnp.maximum(sums.m[...], s.max(axis=2, keepdims=True))
-    p, shrink = power(x, s - m), power(x, sums.m[...] - m)
-    sums.m[...] = m
-    sums.total[...] = shrink * sums.total[...] + p.sum(axis=2, keepdims=True)
-    p = (p if v_scale is None else p * v_scale).astype(dtype)
-    summed = jnp.stack([dot(p[h], values[h], 1, 0) for h in range(walk.heads)])
-    sums.acc[...] = shrink * sums.acc[...] + summed
-
-
 def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f32[heads, rows, keys]
     """Return the scores of products of queries and keys, in their unit."""
     if problem.softcap is None:
@@ -308,19 +298,3 @@ def _scores(problem: Problem, x: TileInputs, raw: jax.Array) -> jax.Array:  # f3
             keys.append(x.pairs[...].astype(jnp.int32))
         s = jnp.where(problem.visible(tuple(queries), tuple(keys)), s, -jnp.inf)
     return s
-
-
-def _write(x: TileInputs, sums: _Sums, results: _Results) -> None:
-    """Write the results of a batch row; the sink joins here."""
-    top, total, shrink = sums.m[...], sums.total[...], jnp.ones(sums.m.shape, jnp.float32)
-    fully_masked = total == 0
-    if x.sinks is not None:
-        sink = x.sinks[...] * unit(x)
-        top = jnp.maximum(top, sink)
-        shrink = power(x, sums.m[...] - top)
-        total = total * shrink + power(x, sink - top)
-    total = jnp.where(fully_masked, 1.0, total)
-    out = jnp.where(fully_masked, 0.0, sums.acc[...] * (shrink / total))
-    results.out[...] = out.astype(results.out.dtype)
-    results.row_max[...] = jnp.where(fully_masked, -jnp.inf, top * (1 / unit(x)))
-    results.log_sum[...] = jnp.log(total)

@@ -48,7 +48,7 @@ Write = tuple[str, tuple[int, ...], DTypeLike]  # kind of tile, shape and dtype 
 
 
 class GridStep(NamedTuple):
-    """Say which tile a kernel works on."""
+    """The tile that a kernel works on."""
 
     b: Index
     n: Index  # a query head
@@ -201,7 +201,7 @@ def refuse_long(lists: TileLists, copies: int = 1, beside: int = 0) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Walk:
-    """Say which tile each place in the grid works on."""
+    """The tile that each place in the grid works on."""
 
     lead: tuple[int, int]  # axes whose places run in any order: rows, heads
     sharers: tuple[int, ...]  # an axis of heads that share a sum, of a key head or bias; or none
@@ -354,7 +354,10 @@ def _body(
                 first, last = first & opens, last & closes
         kind = packing.unpack(here).tile_class
         if classes_shape is not None:
-            own = rest[0][_flat_index((b, n, i, j), classes_shape)]
+            index: Index = 0  # of the flattened classes, whose axes of size 1 are shared
+            for place, size in zip((b, n, i, j), classes_shape, strict=True):
+                index = index * size + (place if size > 1 else 0)
+            own = rest[0][index]
             kind = jnp.where(kind > 0, own, 0)
             others = others[1:]
         is_partial = None if problem.visible is None else kind == PARTIAL
@@ -365,14 +368,6 @@ def _body(
         kernel(step, x, *others)
 
     return body
-
-
-def _flat_index(places: Sequence[Index], shape: Sequence[int]) -> Index:
-    """Return where an element of a flattened array stands; axes of size 1 are shared."""
-    index: Index = 0
-    for place, size in zip(places, shape, strict=True):
-        index = index * size + (place if size > 1 else 0)
-    return index
 
 
 def classes_of(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]

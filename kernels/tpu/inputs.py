@@ -13,7 +13,7 @@ Field = Any
 
 
 class TileInputs(NamedTuple):
-    """Hold what a kernel reads, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
+    """The inputs of a kernel, [B, N, T, H] and [B, N, 1, T]: arrays, their kinds, their tiles."""
 
     query: Field
     key: Field

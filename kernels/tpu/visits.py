@@ -21,7 +21,7 @@ COMPARISONS = 2**20  # of numbers: from so many on, a binary search finds the ro
 
 
 class Visit(NamedTuple):
-    """Name one tile to visit; the class is 0 where a row, or the end of a list, has none."""
+    """One tile to visit; the class is 0 where a row, or the end of a list, has none."""
 
     row: jax.Array
     head: jax.Array  # of the group that shares a list
@@ -31,7 +31,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Say how a visit becomes one number: row, head, column and class, the highest bits first."""
+    """A visit as one number: row, head, column and class, the highest bits first."""
 
     heads: int
     columns: int
@@ -62,7 +62,7 @@ class Packing:
 
 
 class VisitLists(NamedTuple):
-    """Hold the visits of every list; after its own, a list repeats the last one as class 0."""
+    """The visits of every list; after its own, a list repeats the last one as class 0."""
 
     numbers: jax.Array  # i32[B or 1, lists, visits]
     longest: jax.Array  # i32[]: how many visits the longest list has

@@ -17,6 +17,7 @@ from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.attention_suite import AttentionSuite
+from tests.support.hopper_kernels import formulas, lists_of, saved_of
 from tests.support.tolerances import FORWARD_F32, GRADIENT_F32, assert_near, assert_same_bits
 from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.masks import Causal, Dense, Segments, Window
@@ -28,7 +29,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     TileLists,
 )
-from transformer_jax.kernels.dropout import keep
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,88 +128,14 @@ def draw(case: Case) -> tuple[Operands, np.ndarray, np.ndarray, np.ndarray]:
     return operands, sees, normal(B, T, N, case.Hv), rng.normal(size=(B, N, T))
 
 
-def lists_of(sees: np.ndarray, blocks: Blocks, *, turned: bool = False) -> TileLists:
-    B, N, T, S = sees.shape
-    order, counts = [], []
-    tiles = sees.reshape(B, N, T // blocks.q, blocks.q, S // blocks.k, blocks.k)
-    some, every = tiles.any(axis=(3, 5)), tiles.all(axis=(3, 5))
-    if turned:
-        some, every = some.swapaxes(2, 3), every.swapaxes(2, 3)
-    for at in np.ndindex(some.shape[:3]):
-        full, partial = np.flatnonzero(every[at]), np.flatnonzero(some[at] & ~every[at])
-        row = [*full, *partial]
-        order.append(row + [row[-1] if row else 0] * (some.shape[3] - len(row)))
-        counts.append((len(full), len(row)))
-    full, seen = np.array(counts, np.int32).T.reshape(2, *some.shape[:3])
-    return TileLists(
-        *(jnp.asarray(x) for x in (np.array(order, np.int32).reshape(some.shape), full, seen))
-    )
-
-
-def expected(case: Case, operands: Operands, sees, do, dlse) -> dict[str, np.ndarray]:
-    """The contract's formulas, dense, in float64."""
-    double = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
-    q, k, v, do = (double(x) for x in (operands.query, operands.key, operands.value, do))
-    (T, S), G = case.padded(), case.N // case.K
-    k, v = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
-    s = np.einsum("btnh,bsnh->bnts", q, k) * case.H**-0.5
-    slope = np.ones_like(s)
-    if case.softcap:
-        s = case.softcap * np.tanh(s / case.softcap)
-        slope = 1 - (s / case.softcap) ** 2
-    if operands.bias is not None:
-        s = s + double(operands.bias)
-    far = np.abs(
-        double(operands.q_vectors[0])[:, None, :, None]
-        - double(operands.k_vectors[0])[:, None, None]
-    )
-    if operands.slopes is not None:
-        s = s - double(operands.slopes)[:, :, None, None] * far
-    s = np.where(sees, s, -np.inf)
-    row_max = s.max(axis=-1)
-    fully_masked = np.isneginf(row_max)
-    sink = -np.inf if operands.sinks is None else double(operands.sinks)[:, :, None]
-    row_max = np.where(fully_masked, 0, np.maximum(row_max, sink))
-    total = np.exp(s - row_max[..., None]).sum(axis=-1) + np.where(
-        fully_masked, 1, np.exp(sink - row_max)
-    )
-    p = np.exp(s - row_max[..., None]) / total[..., None]
-    f = np.ones_like(p)
-    if case.rate:
-        a, b = operands.dropout[..., None, None]
-        index = lambda n: jnp.arange(n, dtype=jnp.uint32)  # noqa: E731
-        stays = keep(a, b, index(T)[None, None, :, None], index(S)[None, None, None], case.rate)
-        f = double(stays) / (1 - case.rate)
-    out = np.einsum("bnts,bsnh->btnh", p * f, v)
-    D = np.where(fully_masked, 0, np.einsum("btnh,btnh->bnt", do, out) - dlse)
-    ds = p * (f * np.einsum("btnh,bsnh->bnts", do, v) - D[..., None])
-    du = ds * slope * case.H**-0.5
-    by_key = lambda x: x.reshape(case.B, S, case.K, G, -1).sum(axis=3)  # noqa: E731
-    return dict(
-        out=out,
-        row_max=np.where(fully_masked, -np.inf, row_max),
-        log_sum=np.log(total),
-        D=D,
-        dq=np.einsum("bnts,bsnh->btnh", du, k),
-        dk=by_key(np.einsum("bnts,btnh->bsnh", du, q)),
-        dv=by_key(np.einsum("bnts,btnh->bsnh", p * f, do)),
-        slope_rows=-(ds * far).sum(axis=-1),
-        ds=ds,
-    )
-
-
 def run(
     case: Case, interpret: Any = True, *, bias_only: bool = False
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """What the kernels give, backward from the exact residuals, and what they should give."""
     operands, sees, do, dlse = draw(case)
-    reference = expected(case, operands, sees, do, dlse)
-    problem, blocks = case.problem(interpret), case.blocks
-    row_max = np.where(np.isneginf(reference["row_max"]), np.inf, reference["row_max"])
-    saved = Saved(
-        do,
-        *(jnp.asarray(x, jnp.float32) for x in (row_max, reference["log_sum"], reference["D"])),
-    )
+    scores = dict(scale=case.H**-0.5, softcap=case.softcap, rate=case.rate)
+    reference = formulas(operands, sees, do, dlse=dlse, **scores)
+    problem, blocks, saved = case.problem(interpret), case.blocks, saved_of(reference, do)
 
     @jax.jit
     def kernels(operands, lists, turned, saved):
@@ -228,7 +154,10 @@ def run(
             results["dbias"] = tpu.backward_bias(problem, operands, lists, blocks, saved)
         return results
 
-    lists = (lists_of(sees, blocks, turned=turned) for turned in (False, True))
+    lists = (
+        lists_of(sees, blocks.q, blocks.k),
+        lists_of(sees.swapaxes(2, 3), blocks.k, blocks.q),
+    )
     if case.bias is not None:
         axes = tuple(axis for axis, has in enumerate(case.bias) if not has)
         reference["dbias"] = reference["ds"].sum(axis=axes, keepdims=True)
@@ -340,7 +269,7 @@ def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
 def test_two_runs_give_the_same_bits():
     case = Case(window, B=1, N=2)
     operands, sees, *_ = draw(case)
-    lists = lists_of(sees, case.blocks)
+    lists = lists_of(sees, case.blocks.q, case.blocks.k)
     forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
     assert_same_bits(forward(operands), forward(operands))
 
@@ -367,7 +296,7 @@ def test_the_single_pass_is_taken_where_its_sums_fit():
 def test_scores_far_below_zero_count():
     case = Case(window, bias=(False, False, True, True))
     operands, sees, *_ = draw(case)
-    lists = lists_of(sees, case.blocks)
+    lists = lists_of(sees, case.blocks.q, case.blocks.k)
     forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
     low = operands._replace(bias=jnp.full_like(operands.bias, -1e5))
     zero = operands._replace(bias=jnp.zeros_like(operands.bias))
@@ -380,7 +309,7 @@ def test_a_bias_of_the_lowest_number_is_no_mask():
     """Scores are in base 2 where only a scale makes them: times log2(e) such a bias were -inf."""
     case = Case(window, B=1, N=2, bias=(False, False, True, True))
     operands, sees, *_ = draw(case)
-    lists = lists_of(sees, case.blocks)
+    lists = lists_of(sees, case.blocks.q, case.blocks.k)
     forward = lambda x: tpu.forward(case.problem(), x, lists, case.blocks)  # noqa: E731
     lowest = jnp.full_like(operands.bias, np.finfo(np.float32).min)
     out, row_max, *_ = jax.jit(forward)(operands._replace(bias=lowest))

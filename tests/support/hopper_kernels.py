@@ -144,63 +144,66 @@ def lists_of(mask, rows, columns):  # bool[B, N or 1, T, S] or its transpose
     return prepare(TileLists(*(jnp.asarray(x, jnp.int32) for x in (order, full.sum(-1), seen))))
 
 
-def oracle(case, operands, do):
-    """The contract's formulas on dense float64 arrays [B, N, T, S]."""
-    c, o = case, operands
-    G = c.N // c.K
-
-    def wide(x):
-        return np.asarray(x.astype(jnp.float32), np.float64)
-
+def formulas(operands, mask, do, *, scale, softcap=None, rate=0.0, dlse=0.0):
+    """The contract's formulas on dense float64 arrays [B, N, T, S]; the mask broadcasts to that."""
+    o = operands
+    wide = lambda x: np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)  # noqa: E731
     q, do = wide(o.query), wide(do)
-    k, v = (np.repeat(wide(x), G, axis=2) for x in (o.key, o.value))
-    T, S = q.shape[1], k.shape[1]
-    mask = seen_by(c, o)
-    s = np.einsum("btnh,bsnh->bnts", q, k) * c.scale
+    (B, T, N, _), (_, S, K, _) = q.shape, o.key.shape
+    k, v = (np.repeat(wide(x), N // K, axis=2) for x in (o.key, o.value))
+    s = np.einsum("btnh,bsnh->bnts", q, k) * scale
     slope = np.ones_like(s)
-    if c.softcap:
-        tanh = np.tanh(s / c.softcap)
-        s, slope = c.softcap * tanh, 1 - tanh**2
+    if softcap:
+        tanh = np.tanh(s / softcap)
+        s, slope = softcap * tanh, 1 - tanh**2
     if o.bias is not None:
         s = s + wide(o.bias)
     far = np.abs(np.asarray(o.q_vectors[0])[:, :, None] - np.asarray(o.k_vectors[0])[:, None])
-    if c.slopes:
+    if o.slopes is not None:
         s = s - wide(o.slopes)[:, :, None, None] * far[:, None]
     s = np.where(mask, s, -np.inf)
-    live = mask.any(-1) & np.ones((1, c.N, 1), bool)
-    m = np.where(live, s.max(-1), 0)
-    total = np.exp(s - m[..., None]).sum(-1)
-    if c.sinks:
-        sink = wide(o.sinks)[:, :, None]
-        grown = np.maximum(m, sink)
-        total = np.where(live, total * np.exp(m - grown) + np.exp(sink - grown), total)
-        m = np.where(live, grown, m)
-    total = np.where(live, total, 1)
+    dead = np.isneginf(s.max(-1))
+    sink = -np.inf if o.sinks is None else wide(o.sinks)[:, :, None]
+    m = np.where(dead, 0, np.maximum(s.max(-1), sink))
+    total = np.exp(s - m[..., None]).sum(-1) + np.where(dead, 1, np.exp(sink - m))
     p = np.exp(s - m[..., None]) / total[..., None]
     f = np.ones_like(p)
-    if c.dropout_rate:
+    if rate:
         rows, columns = (jnp.arange(n, dtype=jnp.uint32) for n in (T, S))
         a, b = (word[:, :, None, None] for word in o.dropout)
-        f = keep(a, b, rows[None, None, :, None], columns[None, None, None, :], c.dropout_rate)
-        f = np.asarray(f) / (1 - c.dropout_rate)
+        f = np.asarray(keep(a, b, rows[None, None, :, None], columns[None, None, None, :], rate))
+        f = f / (1 - rate)
     out = np.einsum("bnts,bsnh->btnh", p * f, v)
-    D = np.einsum("btnh,btnh->bnt", out, do)
+    D = np.where(dead, 0, np.einsum("btnh,btnh->bnt", out, do) - dlse)
     ds = p * (f * np.einsum("btnh,bsnh->bnts", do, v) - D[..., None])
-    du = ds * slope
-    by_group = lambda x: x.reshape(*x.shape[:2], c.K, G, -1).sum(3)  # noqa: E731
-    results = {
+    du = ds * slope * scale
+    by_group = lambda x: x.reshape(B, S, K, N // K, -1).sum(3)  # noqa: E731
+    return {
         "out": out,
-        "row_max": np.where(live, m, -np.inf),
+        "row_max": np.where(dead, -np.inf, m),
         "log_sum": np.log(total),
-        "dq": np.einsum("bnts,bsnh->btnh", du, k) * c.scale,
+        "D": D,
+        "dq": np.einsum("bnts,bsnh->btnh", du, k),
         "slope_rows": -(ds * far[:, None]).sum(-1),
-        "dk": by_group(np.einsum("bnts,btnh->bsnh", du, q)) * c.scale,
+        "dk": by_group(np.einsum("bnts,btnh->bsnh", du, q)),
         "dv": by_group(np.einsum("bnts,btnh->bsnh", p * f, do)),
         "ds": ds,
     }
-    row_max = np.where(live, m, np.inf)
-    saved = Saved(*(jnp.asarray(x, jnp.float32) for x in (do, row_max, np.log(total), D)))
-    return results, saved
+
+
+def saved_of(results, do):
+    """What backward kernels read of the forward pass, exact."""
+    row_max = np.where(np.isneginf(results["row_max"]), np.inf, results["row_max"])
+    rows = (row_max, results["log_sum"], results["D"])
+    return Saved(do, *(jnp.asarray(x, jnp.float32) for x in rows))
+
+
+def oracle(case, operands, do):
+    c = case
+    mask = seen_by(c, operands)
+    results = formulas(operands, mask, do, scale=c.scale, softcap=c.softcap, rate=c.dropout_rate)
+    wide = np.asarray(jnp.asarray(do).astype(jnp.float32))
+    return results, saved_of(results, jnp.asarray(wide))
 
 
 def run_forward(case, operands, plan=None, kernel=hopper.forward):

@@ -233,13 +233,11 @@ class Explanation(Mapping[str, str | None]):
         return len(self.reasons)
 
     def __str__(self) -> str:
-        lines = [f"{name}: {reason or self._how(name)}" for name, reason in self.reasons.items()]
+        how = {name: "runs, reads pages in place" for name in self.reads_pages}
+        lines = [f"{name}: {why or how.get(name, 'runs')}" for name, why in self.reasons.items()]
         return "\n".join([*lines, f"without a name: {self.chosen}"])
 
     __repr__ = __str__
-
-    def _how(self, name: str) -> str:
-        return "runs, reads pages in place" if name in self.reads_pages else "runs"
 
 
 def explain_attention(

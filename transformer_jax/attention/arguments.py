@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
 @short_repr
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """Hold the checked arguments of one call of attention: arrays are leaves, numbers static."""
+    """The checked arguments of one call of attention: arrays are leaves, numbers static."""
 
     query: jax.Array  # [B, T, N, H]
     key: jax.Array  # [B, S, K, H]
@@ -84,7 +84,7 @@ class AttentionCall:
     k_positions: jax.Array | None = None  # i32[S] or [B or 1, S]
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None  # None where the rate is 0
-    dropout_words: jax.Array | None = None  # u32[2, B, N]: the key's hash, by who computes in tiles
+    dropout_words: jax.Array | None = None  # u32[2, B, N]: its hash, of tiled implementations
     return_lse: bool = False
     key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
     value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
@@ -262,7 +262,14 @@ def check_call(
             raise ValueError(f"{shapes()}: {name} must be [batch, length, heads, width]")
     compared = inputs
     if key_scale is not None or value_scale is not None:
-        _check_scales(key, value, key_scale, value_scale)
+        for name, x, s in (("key", key, key_scale), ("value", value, value_scale)):
+            if s is None or x.dtype != jnp.int8:
+                its = None if s is None else s.dtype
+                rule = "scales of both go with int8 of both"
+                raise ValueError(f"{name} is {x.dtype}, {name}_scale {its}: {rule}")
+            if s.shape != x.shape[:3] or s.dtype != jnp.float32:
+                rule = f"must be float32{x.shape[:3]}, of each row"
+                raise ValueError(f"{name}_scale is {s.dtype}{s.shape}: {rule}")
         compared = {"query": query}
     if query.dtype not in DTYPES or any([x.dtype != query.dtype for x in compared.values()]):
         dtypes = {name: str(x.dtype) for name, x in compared.items()}
@@ -271,7 +278,13 @@ def check_call(
         raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES.values())}{scales}")
     (B, T, N, H), (keys_B, S, K, keys_H) = query.shape, key.shape
     if block_table is not None:
-        _check_table(block_table, B, keys_B)
+        table, is_whole = block_table, jnp.issubdtype(block_table.dtype, jnp.integer)
+        if table.ndim != 2 or table.shape[0] != B or not is_whole:
+            rule = f"must be integers ({B}, M), a row's pages of key and value"
+            raise ValueError(f"block_table is {table.dtype}{table.shape}: {rule}")
+        if keys_B == 0:
+            rule = "with a block_table it must be [pages, page, heads, H]"
+            raise ValueError(f"key has no pages: {rule}")
         S = block_table.shape[1] * S
     elif B != keys_B:
         raise ValueError(f"{shapes()}: query has {B} batch rows, key {keys_B}")
@@ -369,30 +382,6 @@ def as_array(x: Shaped) -> jax.Array:
     return found
 
 
-def _check_table(table: jax.Array, B: int, P: int) -> None:
-    if table.ndim != 2 or table.shape[0] != B or not jnp.issubdtype(table.dtype, jnp.integer):
-        given = f"{table.dtype}{table.shape}"
-        raise ValueError(
-            f"block_table is {given}: must be integers ({B}, M), a row's pages of key and value"
-        )
-    if P == 0:
-        raise ValueError("key has no pages: with a block_table it must be [pages, page, heads, H]")
-
-
-def _check_scales(
-    key: jax.Array, value: jax.Array, key_scale: jax.Array | None, value_scale: jax.Array | None
-) -> None:
-    for name, x, scale in (("key", key, key_scale), ("value", value, value_scale)):
-        if scale is None or x.dtype != jnp.int8:
-            given = None if scale is None else scale.dtype
-            raise ValueError(
-                f"{name} is {x.dtype}, {name}_scale {given}: scales of both go with int8 of both"
-            )
-        if scale.shape != x.shape[:3] or scale.dtype != jnp.float32:
-            shape = f"{scale.dtype}{scale.shape}"
-            raise ValueError(f"{name}_scale is {shape}: must be float32{x.shape[:3]}, of each row")
-
-
 def _check_bias(
     bias: jax.Array | Bias,
     full: tuple[int, ...],
@@ -403,7 +392,12 @@ def _check_bias(
     if isinstance(bias, type):
         raise ValueError(f"bias is the class {bias.__name__}: must be a value of it")
     if isinstance(bias, Bias):
-        _check_registered(bias)
+        if jax.tree_util.all_leaves([bias]):
+            name = type(bias).__name__
+            raise ValueError(
+                f"bias is of {name}, which is not registered as a pytree: write {_DECORATORS} "
+                f"above class {name}"
+            )
         positions = [
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
@@ -432,15 +426,6 @@ def _check_bias_shape(bias: Shaped, full: tuple[int, ...]) -> None:
 
 
 _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
-
-
-def _check_registered(bias: Bias) -> None:
-    if jax.tree_util.all_leaves([bias]):
-        name = type(bias).__name__
-        raise ValueError(
-            f"bias is of {name}, which is not registered as a pytree: write {_DECORATORS} "
-            f"above class {name}"
-        )
 
 
 def bias_shape(bias: Bias, q_positions: Shaped, k_positions: Shaped) -> jax.ShapeDtypeStruct:

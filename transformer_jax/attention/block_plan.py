@@ -81,7 +81,7 @@ def lists_of(classes: Array) -> TileLists:
 @short_repr
 @dataclass(frozen=True)
 class Tiles:
-    """Cut positions into tiles, and summarise each tile; empty slots count as nothing.
+    """Positions in tiles, with a summary of each tile; empty slots count as nothing.
 
     Results about keys have the shape [B or 1, N or 1, 1, nK], about queries
     [B or 1, N or 1, nQ, 1]. Of NumPy's arrays all is computed by NumPy: nothing is compiled.

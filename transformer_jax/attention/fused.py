@@ -55,7 +55,7 @@ class KernelPlan(Plan):
 @register(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
 @dataclass(frozen=True)
 class MaskOperands:
-    """What the kernels read of a mask and of positions, whatever queries and keys are."""
+    """The arrays that the kernels read of a mask and of positions, with their program."""
 
     q_vectors: Vectors
     k_vectors: Vectors

@@ -257,13 +257,19 @@ class Mask:
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         while values and values[-1] is None:
             values.pop()
-        return f"{type(self).__name__}({', '.join(map(_brief, values))})"
+        shown = (  # an array is long: its type is enough
+            f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+            if hasattr(x, "shape") and hasattr(x, "dtype")
+            else repr(x)
+            for x in values
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @register(arrays=("mask", "row", "head"), static=("full", "size"))
 @dataclass(frozen=True, repr=False, eq=False)
 class PartOfMask(Mask):
-    """Take some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
+    """Some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
 
     mask: Mask
     row: Index  # the first
@@ -300,7 +306,7 @@ class PartOfMask(Mask):
 
 
 class _Pair(Mask):
-    """Combine two masks under one operator."""
+    """Two masks under one operator."""
 
     __slots__ = ()
     is_foreign = False
@@ -455,8 +461,10 @@ def check_mask(
                 f"{kind.__name__} {wrong}: write @jax.tree_util.register_dataclass and "
                 f"@dataclass(frozen=True) above class {kind.__name__}(Mask)"
             )
-        if (base := _base_with_other_pairs(kind)) is not None:
-            rule = f"overrides {base}.sees and inherits the rest of {base}"
+        # with another `sees` alone, it would inherit tiles and comparisons of our mask's pairs
+        base = next(x for x in kind.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
+        if base is not Mask and kind.sees is not base.sees:
+            rule = f"overrides {base.__name__}.sees and inherits the rest of {base.__name__}"
             raise ValueError(f"{kind.__name__} {rule}: derive it from Mask")
         node.check_lengths(T, S)
     rows, heads = mask.lead
@@ -487,15 +495,6 @@ def refuse_mask(mask: Mask) -> str | None:
     except Exception as error:  # what a user's function may raise
         return f"{Mask.__repr__(mask)} cannot be traced: {type(error).__name__}: {error}"
     return None
-
-
-def _base_with_other_pairs(kind: type[Mask]) -> str | None:
-    """Return the mask of the library that a class derives from and sees other pairs than, or None.
-
-    Such a class would inherit the tiles, the comparison and the window of the other's pairs.
-    """
-    base = next(x for x in kind.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
-    return base.__name__ if base is not Mask and kind.sees is not base.sees else None
 
 
 def nodes(mask: Mask) -> Iterator[Mask]:
@@ -529,10 +528,3 @@ def _rows(name: str, positions: Array) -> Array:
         given = f"{positions.dtype}{positions.shape}"
         raise ValueError(f"{name} is {given}: must be integers [length] or [B, length]")
     return positions[None] if positions.ndim == 1 else positions
-
-
-def _brief(value: object) -> str:
-    """Return an array as dtype[shape], anything else as its repr."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
-    return repr(value)

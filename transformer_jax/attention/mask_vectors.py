@@ -1,4 +1,4 @@
-"""Hold a mask as kernels evaluate it: integers per query, integers per key, and a program of both.
+"""A mask as kernels evaluate it: integers per query, integers per key, and a program of both.
 
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
                                 visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 @short_repr
 @dataclass
 class MaskVectors:
-    """Hold a mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions.
+    """A mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions.
 
     A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]: kernels take none.
     """
@@ -111,10 +111,11 @@ class MaskVectors:
         It is traced for one pair of each batch row, [B or 1, 1, 1, 1]. Refused where it computes of
         a query and a key together what no program does.
         """
-        at = [
-            jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **_varying(x))
-            for x in (self.q[0], self.k[0])
-        ]
+        at = []
+        for x in (self.q[0], self.k[0]):  # in a `shard_map` the trace must vary as they do
+            axes = None if isinstance(x, np.ndarray) else jax.typeof(x).manual_axis_type
+            varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
+            at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
         inside = bool(jax.sharding.get_abstract_mesh().manual_axes)  # of a shard_map, which vary
         # without it each operation would insist on the mesh of `jax.set_mesh`
         with contextlib.nullcontext() if inside else no_mesh():
@@ -164,7 +165,7 @@ class MaskVectors:
 
 @dataclass(frozen=True)
 class _Side:
-    """Hold what a trace made of the queries alone ("q"), the keys alone ("k") or of neither ("").
+    """A value that a trace made of the queries only ("q"), the keys only ("k") or neither ("").
 
     The array has an axis of queries or keys in front of the trace's, which are short. It is `fixed`
     where it follows from static values, and no array of the mask: then it may be a number of the
@@ -177,7 +178,7 @@ class _Side:
 
 
 class _Sides(Known):
-    """Compute what reads one side of a pair, and append to the vectors what a program reads."""
+    """The values that read one side of a pair; those that a program reads become vectors."""
 
     def __init__(self, vectors: MaskVectors) -> None:
         self.vectors = vectors
@@ -224,7 +225,9 @@ class _Sides(Known):
             results = compute(*arrays)
         on_host = are_known and not traced(*results)
         return [
-            _Side(side, np.asarray(x) if on_host and not _is_key(x) else x, fixed) for x in results
+            _Side(side, np.asarray(x) if on_host and not is_key else x, fixed)
+            for x in results
+            for is_key in [jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
         ]
 
     def read(self, value: _Side | Array, shape: tuple[int, ...] = (), part: int = 0) -> Program:
@@ -314,15 +317,3 @@ def _known_first(x: Array) -> Array:
     """Return an array's value as NumPy's where it is known, so that nothing is compiled."""
     known = known_value(x)
     return x if known is None else known
-
-
-def _is_key(x: Array) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _varying(x: Array) -> dict[str, Any]:
-    """Return over which axes of a mesh an array differs, as an argument of a type."""
-    if isinstance(x, np.ndarray):
-        return {}
-    axes = jax.typeof(x).manual_axis_type
-    return {"manual_axis_type": axes} if axes.varying else {}

@@ -37,7 +37,7 @@ from transformer_jax.shown import short_repr
 
 @short_repr
 class Softmax(NamedTuple):
-    """Hold exp(s - max), what it is to be divided by, and which rows are broken."""
+    """exp(s - max), its denominator, and which rows are broken."""
 
     exponentials: jax.Array  # [B, N, T, S]
     denominator: jax.Array  # [B, N, T]
@@ -91,7 +91,7 @@ def _weigh(weights: jax.Array, keep: jax.Array | None, value: jax.Array) -> jax.
 
 @short_repr
 class Nonfinite(NamedTuple):
-    """Mark queries that a row reaches which is not finite."""
+    """The queries that a row reaches which is not finite."""
 
     queries: jax.Array  # bool[B, N, T]: their own row, or one that every query sees
     keys: jax.Array | None  # [B, N, 1, S], NaN or 0: to be added to the scores; None without a mask

@@ -21,16 +21,6 @@ Sum = jax.Array | list[jax.Array] | None
 """The gradient of a bias so far: of an array, of the floating leaves of a value, or of no bias."""
 
 
-def _bias_part(place: Place, bias: jax.Array) -> jax.Array:
-    """Return what of an array a tile depends on."""
-    sizes = place.sizes
-    for axis, start, length in _bias_slices(place):
-        if bias.shape[axis] != 1 and axis >= 2:
-            bias = pad(bias, axis, sizes.grid[axis - 2] * length, 0)
-        bias = place.take(bias, axis, start, length)
-    return bias
-
-
 def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
     """Return (axis, start, length) of a tile along each axis of a whole bias."""
     sizes = place.sizes
@@ -50,7 +40,11 @@ def bias_tile(
     if bias is None:
         return None
     if not isinstance(bias, Bias):
-        part = _bias_part(place, bias)
+        part = bias
+        for axis, start, length in _bias_slices(place):
+            if part.shape[axis] != 1 and axis >= 2:
+                part = pad(part, axis, place.sizes.grid[axis - 2] * length, 0)
+            part = place.take(part, axis, start, length)
     else:
         heads = place.sizes.heads * place.sizes.G
         part = bias.materialize(*place.positions(call))
@@ -131,7 +125,7 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
 @register(arrays=("bias", "row", "head"), static=("full", "size"))
 @dataclass(frozen=True, eq=False)
 class PartOfBias:
-    """Take some rows and heads of what a bias materializes."""
+    """Some rows and heads of an array that a bias materializes."""
 
     bias: Bias
     row: Index  # the first

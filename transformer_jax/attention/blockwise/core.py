@@ -81,15 +81,15 @@ from transformer_jax.shown import short_repr
 
 Tree = TypeVar("Tree")
 
-ROWS: AxisNames = ("b", None, "n")
+QUERY_ROWS: AxisNames = ("b", None, "n")
 # the axes of what the passes return
-FORWARD = QUERIES, ROWS, ROWS, HEADS  # out, row_max, log_sum, repaired
+FORWARD = QUERIES, QUERY_ROWS, QUERY_ROWS, HEADS  # out, row_max, log_sum, repaired
 BACKWARD = QUERIES, KEYS, KEYS  # and the gradient of the bias, which is as `bias_axes` says
 
 
 @short_repr
-class Saved(NamedTuple):
-    """What the backward pass reads of the forward pass and of the cotangents."""
+class SavedRows(NamedTuple):
+    """The values of the forward pass and of the cotangents that the backward pass reads."""
 
     do: jax.Array  # f32[B, T, N, Hv]
     D: jax.Array  # f32[B, T, N]
@@ -155,7 +155,9 @@ class Blockwise(Implementation):
             names, leaves = _axis_names(inner), jax.tree.leaves(inner)
             shapes, wanted = (query.shape, query.shape[:3]), split(query, slice(3))
             function = _of_leaves(_attend_part, inner)
-            out, lse = by_types(function, leaves, names, shapes, (QUERIES, ROWS), parts, wanted)
+            out, lse = by_types(
+                function, leaves, names, shapes, (QUERIES, QUERY_ROWS), parts, wanted
+            )
         return out.astype(call.query.dtype), lse
 
 
@@ -185,7 +187,7 @@ def _by_compiler(
     function: Callable[..., Sequence[jax.Array]],
     results: Sequence[AxisNames],
     call: AttentionCall,
-    *saved: Saved,
+    *saved: SavedRows,
 ) -> tuple[jax.Array, ...]:
     """Return `function(call, *saved)`, one operation that the compiler knows how to split.
 
@@ -202,7 +204,7 @@ def _by_compiler(
 
 
 def _of_leaves(
-    function: Callable[..., Sequence[jax.Array]], call: AttentionCall, *saved: Saved
+    function: Callable[..., Sequence[jax.Array]], call: AttentionCall, *saved: SavedRows
 ) -> Function:
     """Return a function of the leaves of a part of a call, which begins with a row and a head."""
     structure, (B, _, N, _) = jax.tree.structure((call, *saved)), call.query.shape
@@ -227,7 +229,7 @@ def _full(call: AttentionCall) -> dict[str, int]:
     return dict(b=call.query.shape[0], n=call.query.shape[2], k=call.key.shape[2])
 
 
-def _axis_names(call: AttentionCall, *saved: Saved) -> list[AxisNames]:
+def _axis_names(call: AttentionCall, *saved: SavedRows) -> list[AxisNames]:
     """Name the axes of the leaves of a call and of what was saved, in their order."""
     names = [QUERIES, KEYS, KEYS]
     names += [] if call.mask is None else call.mask.leaf_axes
@@ -236,20 +238,12 @@ def _axis_names(call: AttentionCall, *saved: Saved) -> list[AxisNames]:
     at = (x for x in (call.q_positions, call.k_positions) if x is not None)
     names += [("b", None)[-x.ndim :] for x in at]
     names += [] if call.dropout_words is None else [(None, "b", "n")]
-    return names + [QUERIES, ROWS, ROWS, ROWS, HEADS] * len(saved)
+    return names + [QUERIES, QUERY_ROWS, QUERY_ROWS, QUERY_ROWS, HEADS] * len(saved)
 
 
 def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bool:
     """Return whether x has a batch axis, being of so many axes, of more than one row."""
     return x is not None and x.ndim == ndim and x.shape[0] > 1
-
-
-def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    sinks = None if call.sinks is None else call.sinks[None]
-    call = vary(dataclasses.replace(call, sinks=sinks))
-    passes = Passes(_attend_forward, _attend_backward, _attend_plainly)
-    out, lse = differentiable(lambda call: _attend_forward(call)[0], passes, call)
-    return out, lse
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
@@ -336,12 +330,6 @@ def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, 
     return jnp.isfinite(_dot(x, weights, (2, 1)))  # a sum that cannot overflow
 
 
-def _clean_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return queries without rows that are not finite, and which are: [group, G block_q, 1]."""
-    good = _finite_rows(q)
-    return jnp.where(good, q, 0), good
-
-
 def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return keys and values without rows that are not finite, and which are finite."""
     good = _finite_rows(k) & _finite_rows(v)  # bool[group, block_k, 1]
@@ -351,51 +339,58 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 # The gradient
 
 
-def _attend_forward(
-    call: AttentionCall,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
-    saved = out, row_max, log_sum, repaired  # float32: D of a rounded output would be off
-    return (out.astype(call.query.dtype), row_max + log_sum), saved
+def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+    """Return attention of this device's rows and heads, with its derivatives."""
 
+    def forward(
+        call: AttentionCall,
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+        out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
+        saved = out, row_max, log_sum, repaired  # float32: D of a rounded output would be off
+        return (out.astype(call.query.dtype), row_max + log_sum), saved
 
-def _attend_plainly(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    """Return attention with every score written down, which JAX differentiates: O(T S) memory."""
-    q, k, v = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
-    sinks = None if call.sinks is None else call.sinks[0]
-    wide = dataclasses.replace(call, query=q, key=k, value=v, sinks=sinks)
-    out, lse = Xla().attend(wide)
-    return out.astype(call.query.dtype), lse
+    def plain(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
+        """Write every score down, which JAX differentiates: O(T S) memory."""
+        q, k, v = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
+        sinks = None if call.sinks is None else call.sinks[0]
+        wide = dataclasses.replace(call, query=q, key=k, value=v, sinks=sinks)
+        out, lse = Xla().attend(wide)
+        return out.astype(call.query.dtype), lse
 
+    def backward(
+        call: AttentionCall,
+        saved: tuple[jax.Array, ...],
+        cotangents: tuple[jax.Array, ...],
+        wanted: AttentionCall,
+    ) -> AttentionCall:
+        """Return gradients; a fully masked or broken query passes none on."""
+        out, row_max, log_sum, repaired = saved
+        dout, dlse = cotangents
+        dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
+        dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
+        D = jnp.where(dead, 0, (dout * out).sum(axis=-1) - dlse)
+        row_max, log_sum = jnp.where(dead, jnp.inf, row_max), jnp.where(dead, 0, log_sum)
+        dsinks = None
+        if call.sinks is not None:
+            weights = jnp.exp(call.sinks[None] - row_max - log_sum)
+            dsinks = -(weights * D).sum(axis=(0, 1))[None]
+        names = *BACKWARD, *bias_axes(call.bias, of_gradient=True)
+        rows = SavedRows(dout, D, row_max, log_sum, repaired)
+        dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
+        return dataclasses.replace(
+            jax.tree.map(jnp.zeros_like, call),  # nothing that a mask reads has a slope
+            query=dq.astype(call.query.dtype),
+            key=dk.astype(call.key.dtype),
+            value=dv.astype(call.value.dtype),
+            bias=bias_gradient(call.bias, dbias),
+            sinks=dsinks,
+        )
 
-def _attend_backward(
-    call: AttentionCall,
-    saved: tuple[jax.Array, ...],
-    cotangents: tuple[jax.Array, ...],
-    wanted: AttentionCall,
-) -> AttentionCall:
-    """Return gradients; a fully masked or broken query passes none on."""
-    out, row_max, log_sum, repaired = saved
-    dout, dlse = cotangents
-    dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
-    dout = jnp.where(dead[..., None], 0, dout.astype(jnp.float32))
-    D = jnp.where(dead, 0, (dout * out).sum(axis=-1) - dlse)
-    row_max, log_sum = jnp.where(dead, jnp.inf, row_max), jnp.where(dead, 0, log_sum)
-    dsinks = None
-    if call.sinks is not None:
-        weights = jnp.exp(call.sinks[None] - row_max - log_sum)
-        dsinks = -(weights * D).sum(axis=(0, 1))[None]
-    names = *BACKWARD, *bias_axes(call.bias, of_gradient=True)
-    rows = Saved(dout, D, row_max, log_sum, repaired)
-    dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
-    return dataclasses.replace(
-        jax.tree.map(jnp.zeros_like, call),  # nothing that a mask reads has a slope
-        query=dq.astype(call.query.dtype),
-        key=dk.astype(call.key.dtype),
-        value=dv.astype(call.value.dtype),
-        bias=bias_gradient(call.bias, dbias),
-        sinks=dsinks,
-    )
+    sinks = None if call.sinks is None else call.sinks[None]
+    call = vary(dataclasses.replace(call, sinks=sinks))
+    passes = Passes(forward, backward, plain)
+    out, lse = differentiable(lambda call: forward(call)[0], passes, call)
+    return out, lse
 
 
 def _padded(sizes: Sizes, call: AttentionCall) -> AttentionCall:
@@ -426,7 +421,7 @@ def _visit(
 
 
 class _Rows(NamedTuple):
-    """Hold the running sums of a query tile, and whether all that was met was finite."""
+    """The running sums of a query tile, and whether all values so far were finite."""
 
     row_max: jax.Array  # [group, G block_q, 1]
     total: jax.Array  # [group, G block_q, 1]: l, not yet its logarithm
@@ -479,7 +474,12 @@ def _forward_queries(
     row = sizes.group, sizes.G * sizes.block_q, 1
     q_tile = place.queries(call.query) * np.float32(call.scale)
     every = vary(jnp.ones(row, bool), call.query)
-    q_tile, good = once(repair, lambda tile: _clean_queries(tile[0]), (q_tile, every))
+
+    def clean(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        good = _finite_rows(tile[0])
+        return jnp.where(good, tile[0], 0), good
+
+    q_tile, good = once(repair, clean, (q_tile, every))
     rows = _Rows(
         jnp.full(row, LOWEST, jnp.float32),
         zeros(row),
@@ -495,7 +495,10 @@ def _forward_queries(
     fully_masked = (total == 0) & ~broken
     broken = broken | ~(good | fully_masked)
     if call.sinks is not None:
-        row_max, total, weighed = _add_sink(sink_rows(place, call.sinks), row_max, total, weighed)
+        sink = sink_rows(place, call.sinks)
+        new = jnp.maximum(row_max, sink)
+        r = jnp.exp(row_max - new)
+        row_max, total, weighed = new, total * r + jnp.exp(sink - new), weighed * r
     total = jnp.where(fully_masked, 1, total)
     row_max = jnp.where(fully_masked, -jnp.inf, row_max)
     parts = weighed / total, row_max, jnp.log(total)
@@ -541,14 +544,6 @@ def _forward_tile(
     return _Rows(new, total, weighed, rows_finite, columns_finite)
 
 
-def _add_sink(
-    sink: jax.Array, row_max: jax.Array, total: jax.Array, weighed: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    new = jnp.maximum(row_max, sink)
-    r = jnp.exp(row_max - new)
-    return new, total * r + jnp.exp(sink - new), weighed * r
-
-
 # Backward
 
 
@@ -557,7 +552,7 @@ _Gradients = tuple[jax.Array, jax.Array, jax.Array, Sum]
 
 
 class _QueryTile(NamedTuple):
-    """Hold what the backward pass reads of a query tile, and two transposes made once."""
+    """The values of a query tile that the backward pass reads, and two transposes made once."""
 
     q: jax.Array  # [group, G block_q, H], times the scale
     q_across: jax.Array  # [group, H, G block_q]
@@ -568,7 +563,7 @@ class _QueryTile(NamedTuple):
     log_sum: jax.Array  # [group, G block_q, 1]
 
 
-def _backward(call: AttentionCall, saved: Saved) -> tuple[jax.Array, ...]:
+def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
     """Return (dq, dk, dv, *dbias) in float32; all but dq are added up in place."""
     sizes = Sizes.of(call)
     lists, repair = visited_tiles(sizes, call), saved.repaired.any()

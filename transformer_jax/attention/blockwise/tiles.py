@@ -23,7 +23,7 @@ from transformer_jax.attention.block_plan import (
     lists_of,
     pad,
 )
-from transformer_jax.attention.masks import Everything, Mask
+from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.tracing import at_once
@@ -33,7 +33,7 @@ from transformer_jax.tracing import at_once
 
 @dataclass(frozen=True)
 class Sizes:
-    """Say how attention is cut: `rows` batch rows by `heads` key heads share a tile."""
+    """The tiles of a call: `rows` batch rows by `heads` key heads share one."""
 
     B: int
     T: int
@@ -57,7 +57,8 @@ class Sizes:
         K, H = call.key.shape[2:]
 
         places = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
-        apart = max(mask_of(call).lead[0], *(p.shape[0] for p in places), 1) > 1
+        lead = 1 if call.mask is None else call.mask.lead[0]
+        apart = max(lead, *(p.shape[0] for p in places), 1) > 1
         sizes = block_q, block_k, rows, heads = tile_sizes(B, T, S, N, K, apart)
         groups, grid = (B // rows, K // heads), (-(-T // block_q), -(-S // block_k))
         return cls(B, T, S, N, K, H, *sizes, N // K, rows * heads, groups, grid)
@@ -77,7 +78,9 @@ def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int
     tiles so narrow that little is read beyond, and that divide S: padding would copy the cache.
     """
     if T <= FEW_QUERIES:
-        return T, _narrow(S), B, K
+        # as many keys up to 64 as divide S, but padded tiles of 64 where that is fewer than 16
+        widest = _divisors(S, 64)[-1]
+        return T, widest if widest == S or widest >= 16 else min(S, 64), B, K
     length, most = max(T, S), B * K
     if not _SMALL_PRODUCTS_THREADED:
         side = 128 if length <= 256 else 512
@@ -90,12 +93,6 @@ def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int
     together = group // K if not apart or length <= 256 else 1
     rows = max(_divisors(B, max(1, together))) if heads == K else 1
     return block_q, block_k, rows, heads
-
-
-def _narrow(S: int) -> int:
-    """Return the most keys up to 64 that divide S; 64, with padding, where none above 15 does."""
-    widest = _divisors(S, 64)[-1]
-    return widest if widest == S or widest >= 16 else min(S, 64)
 
 
 # XLA of jax 0.10 computes a batch of products on one thread if each is small
@@ -113,18 +110,14 @@ def _round_up(n: int, multiple: int) -> int:
 # Which tiles to visit
 
 
-def mask_of(call: AttentionCall) -> Mask:
-    """Return the mask of a call, `Everything()` without one."""
-    return Everything() if call.mask is None else call.mask
-
-
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
     given = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with at_once(call.mask, call.q_positions, call.k_positions):
         # indices are NumPy's: then nothing is compiled for the plan of a mask without arrays
         places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in given]
-        plan = mask_of(call).block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
+        mask = Everything() if call.mask is None else call.mask
+        plan = mask.block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
         rows = sizes.rows if plan.classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
@@ -137,7 +130,7 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
 
 
 class Place(NamedTuple):
-    """Locate a query tile (b, c, i), of a head group, and a key tile j; these may be traced."""
+    """A query tile (b, c, i), of a head group, and a key tile j; these may be traced."""
 
     sizes: Sizes
     b: Index
@@ -215,7 +208,8 @@ def visible_at(place: Place, call: AttentionCall) -> jax.Array:  # bool[group, G
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     first = place.b * sizes.rows, place.c * heads
-    mask = mask_of(call).part(first, (sizes.B, sizes.N), (sizes.rows, heads))
+    mask = Everything() if call.mask is None else call.mask
+    mask = mask.part(first, (sizes.B, sizes.N), (sizes.rows, heads))
     q, k = place.positions(call)
     real = place.indices()[0] < sizes.T
     sees = mask.allows(q, k) & (k >= 0)[:, None, None, :] & real[None, None, :, None]
