@@ -167,7 +167,7 @@ MADE = {
 """How instances are made of the public classes that need arguments; large where they can be."""
 
 OF_ARRAYS = {
-    "AttentionWeights", "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
+    "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
     "HeadScores", "History", "Likeliest", "LogitAttribution", "Probe", "Proposal", "RecentTokens",
     "RowSampling", "Slots", "SourceMemory", "Speculation", "Translators",
 }  # fmt: skip

@@ -34,6 +34,7 @@ from transformer_jax.lectures.demos.shared import (
     save_picture,
     train,
 )
+from transformer_jax.models import attention_weights
 
 LENGTH, DEPTH, ROWS = 32, 4, 64
 ASKED, BACK = 24, 8
@@ -162,12 +163,13 @@ def measure(seed: int, sizes: Any) -> Found:
         if metric(logits) - low >= 0.9 * (high - low):
             break
         count += 1
-    logits, _, weights = read(rows[:, :-1], method="attend")
+    logits = read(rows[:, :-1])[0]
+    weights = attention_weights(model, params, jnp.asarray(rows[:, :-1]))["attention"]
     kinds = CLOSE + (logits[..., CLOSE + 1] > logits[..., CLOSE])
     closes = rows[:, 1:] >= CLOSE
     return Found(
         float((np.asarray(kinds) == rows[:, 1:])[closes].mean()), right([]),
-        on_last_open(np.asarray(weights.self), last_open[:, :-1]), tokens, by_head, order[:count],
+        on_last_open(np.asarray(weights), last_open[:, :-1]), tokens, by_head, order[:count],
         right(order[:count]), right(order[max(count, len(order) - count) :]), right(order[count:]),
     )  # fmt: skip
 

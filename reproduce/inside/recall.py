@@ -32,6 +32,7 @@ from transformer_jax.lectures.demos.shared import (
     save_picture,
     train,
 )
+from transformer_jax.models import attention_weights
 
 KEYS, PAIRS, ROWS = 16, 8, 32
 """Token kinds of keys, and as many of values; pairs of a row; rows of a batch."""
@@ -95,7 +96,7 @@ def measure(seed: int, layers: int, sizes: Any) -> Found:
     first = tj.init_params(config, jax.random.fold_in(key, 0))
     params, _ = train(loss, first, jnp.arange(sizes.steps), 3e-3)
     rows, places = draw_rows(jax.random.key(1_000_001), 128, PAIRS)
-    weights = np.asarray(model.apply({"params": params}, rows[:, :-1], method="attend")[2].self)
+    weights = np.asarray(attention_weights(model, params, rows[:, :-1])["attention"])
     lookup, own_key = attention(weights, np.asarray(places))
 
     def right(edit: Any) -> float:

@@ -25,6 +25,7 @@ import transformer_jax as tj
 from reproduce.inside.shared import VOCAB, print_figures, read_arguments, text_ids
 from transformer_jax.config import T5Buckets
 from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture, train
+from transformer_jax.models import attention_weights
 
 LENGTH, WINDOW, ROWS, BOS = 48, 8, 32, VOCAB
 TRIGGERS = (1, 2, 3)
@@ -98,7 +99,7 @@ def measure(seed: int, attention_sinks: bool, sizes: Any) -> Found:
             logits = cut.apply({"params": params}, rows[:, :-1])[0]
             late = logits[:, 2 * WINDOW :], rows[:, 2 * WINDOW + 1 :]
             losses[name] = tj.cross_entropy(*late)[0]
-        return model.apply({"params": params}, rows[:, :-1], method="attend")[2].self, losses
+        return attention_weights(model, params, rows[:, :-1])["attention"], losses
 
     weights, losses = look(params, jnp.asarray(held_out))
     triggered = np.isin(held_out[:, :-1], TRIGGERS)

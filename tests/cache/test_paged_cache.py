@@ -518,9 +518,10 @@ def test_weights_of_a_token_stand_at_the_positions_of_its_slots(rng):
     found = []
     for cache in (pages, init_cache(config, 2, 12)):
         _, cache = apply(variables, text[:, :5], cache=cache)
-        found.append(step.attend(variables["params"], text[:, 5:], cache)[2])
-    np.testing.assert_array_equal(found[0].positions, found[1].positions)
-    assert_near(found[0].self, found[1].self, CACHED)
+        asked = "block_0/attention/key_positions", "block_1/attention/weights"
+        found.append(step.look(variables["params"], text[:, 5:], cache, asked)[2])
+    np.testing.assert_array_equal(found[0][asked[0]], found[1][asked[0]])
+    assert_near(found[0][asked[1]], found[1][asked[1]], CACHED)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import pytest
 
 import transformer_jax as tj
 from tests.support.drawn import drawn
-from transformer_jax import config, decoding, inside
+from transformer_jax import config, decoding, inside, models
 from transformer_jax.attention.masks import Everything
 from transformer_jax.cli.flags import spelled
 from transformer_jax.config import ConfigError, keywords, optimizers, tasks
@@ -120,7 +120,9 @@ MEANT = {
     "stop_token": (partial(tj.MinLength, 3), "stop$"),
     "key_padding_mask": (tj.Padding, "valid=~key_padding_mask$"),
     "streamer": (generate, r"stream\("),
-    "output_attentions": (generate, "attention=True"),
+    "output_attentions": (generate, r"capture=\('block_\*/attention/weights',\)"),
+    "attention": (generate, r"capture=\('block_\*/attention/weights',\)"),
+    "head_mask": (model, r"edit=inside.scale\('block_\*/attention/heads', mask\)"),
     "bad_words_ids": (generate, r"processors=\[BanSequences\("),
     # the rest
     "torch_dtype": (partial(tj.load_pretrained, "a"), "dtype"),
@@ -291,8 +293,12 @@ def test_parameters_without_their_collection_say_so(params):
     for wrong in (params, TOKENS):
         with pytest.raises(ValueError, match=r'variables is .*must be \{"params": params\}'):
             tj.build(CONFIG).apply(wrong, TOKENS)
-    with pytest.raises(ValueError, match=r"method is .atend.: .*nearest: attend"):
-        tj.build(CONFIG).apply({"params": params}, TOKENS, method="atend")
+    for method, found in (
+        ("ouput_layer", "nearest: output_layer"),
+        ("attend", "attention_weights"),
+    ):
+        with pytest.raises(ValueError, match=f"method is '{method}': .*{found}"):
+            tj.build(CONFIG).apply({"params": params}, TOKENS, method=method)
 
 
 def test_a_decoders_mask_that_says_nothing_of_the_future_is_refused(params):
@@ -321,7 +327,7 @@ def test_what_is_said_to_be_meant_is_there():
         if text.startswith(("leave it out: ", "HF_HOME ", "jax.")) or "jnp." in text:
             continue
         first, *more = re.findall(r"[A-Za-z_]\w+(?=\()|^\w+", text)
-        assert first in known or hasattr(tj, first), text
+        assert first in known or hasattr(tj, first) or hasattr(models, first), text
         for name in more:
-            there = any(hasattr(place, name) for place in (tj, decoding, optimizers))
+            there = any(hasattr(place, name) for place in (tj, decoding, inside, optimizers))
             assert name in known or there, text

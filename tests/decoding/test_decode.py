@@ -368,7 +368,7 @@ def test_a_call_of_its_own_is_what_reads_a_prompt(rope):
             return 2 * logits, state
 
     for kind in (Negative, Mixed, Both):  # which have logits of their own
-        assert not kind(step.model).offers("attend") and not kind(step.model).offers("look")
+        assert not kind(step.model).offers("look")
     want = prefill(step, params, prompts(), empty(), LENGTHS)[0]
     for kind, factor in (
         (Negative, -1),

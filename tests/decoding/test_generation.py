@@ -530,11 +530,7 @@ def test_bad_arguments_are_refused_before_compiling(rope):
         (r"limits are \[-1, 2, 3\]", dict(limits=[-1, 2, 3])),
         (r"processors is Ban", dict(processors=Ban(2))),
         (r"processor is RepetitionPenalty.*: must be called|processor is <class", dict(processors=[RepetitionPenalty])),  # noqa: E501
-        (r"attention is True: .* has no `attend`", dict(attention=True)),
     ):  # fmt: skip
-        if "attend" in rule:
-            if hasattr(step, "attend"):
-                continue
         with pytest.raises(ValueError, match=rule):
             generate(step, parameters(ROPE), prompts(), state, **dict(num_tokens=NEW) | change)
 

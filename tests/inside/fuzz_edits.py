@@ -157,7 +157,7 @@ def run(kind, entry, edit, prompt, lengths, chunk):
     else:
         more |= {"num_tokens": 1 if entry == "generate" else count}
         more |= {"capture": ("logits",)} if entry == "capture" else {}
-        more |= {"attention": True} if entry == "attention" else {}
+        more |= {"capture": ("block_*/attention/weights",)} if entry == "attention" else {}
         more |= {"chunk": chunk} if entry == "go on in chunks" else {}
         made = tj.generate(*given, **more)
         tokens, values = np.asarray(made.tokens), np.asarray(made.log_probs)

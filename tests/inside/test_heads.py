@@ -18,6 +18,7 @@ from transformer_jax.inside import (
     integrated_gradients,
     repeated_tokens,
 )
+from transformer_jax.models.attention_weights import attention_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 NEAR = 5 * FORWARD_F32
@@ -90,7 +91,7 @@ def test_entropy_is_ln_n_of_n_equal_weights_and_0_of_one_with_slopes():
 def test_a_models_weights_have_scores_of_each_layer_and_head():
     model, params = model_of("llama", scanned=True)
     tokens = repeated_tokens(jax.random.key(3), VOCAB, rows=2, period=3)
-    weights = model.apply({"params": params}, tokens, method="attend")[2].self
+    weights = attention_weights(model, params, tokens)["attention"]
     scores = head_scores(weights, 3)
     assert scores.induction.shape == (2, 4)
     by_hand = np.mean([weights[:, 1, 3, t, t - 2] for t in range(3, 6)])

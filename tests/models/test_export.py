@@ -11,6 +11,7 @@ from transformer_jax.config import ModelConfig, RecurrentConfig, WindowConfig
 from transformer_jax.lectures.recent_tokens import init_recent_tokens
 from transformer_jax.lectures.recurrent import init_recurrent_state
 from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
+from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.factory import build, init_cache, init_params
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
@@ -101,7 +102,7 @@ def test_attention_weights_are_exported_too(key):
     model, params = build(config), init_params(config, key)
 
     def attend(params, tokens):
-        return model.apply({"params": params}, tokens, method="attend")[2]
+        return attention_weights(model, params, tokens)
 
     weights = restored(attend, params, jnp.asarray(TOKENS))(params, TOKENS)
     want = jax.jit(attend)(params, TOKENS)

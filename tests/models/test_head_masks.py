@@ -1,4 +1,4 @@
-"""Check head masks: what they multiply, and their gradient, which is each head's importance."""
+"""Check `inside.scale` as a head mask: its products, and its gradient, each head's importance."""
 
 import dataclasses
 from functools import partial
@@ -11,6 +11,7 @@ import pytest
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ModelConfig, Shaw, T5Buckets
+from transformer_jax.inside import scale
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.stack import stack_layers
 
@@ -27,19 +28,33 @@ SMALL = ModelConfig(
     max_len=41, init_std=0.3, positions="rope",
 )  # fmt: skip
 
-# The name of each argument, and the attention that it masks.
+OWN, CROSS, SOURCE = (
+    f"{branch}/heads"
+    for branch in (
+        "block_*/attention", "block_*/cross_attention", "encoder/block_*/attention"
+    )
+)  # fmt: skip
+# The stack and the attention of each place that is masked.
 STACKS = {
-    "head_mask": ("decoder", "attention"),
-    "cross_head_mask": ("decoder", "cross_attention"),
-    "encoder_head_mask": ("encoder", "attention"),
+    OWN: ("decoder", "attention"),
+    CROSS: ("decoder", "cross_attention"),
+    SOURCE: ("encoder", "attention"),
 }
 BOTH = dict(kind="encoder-decoder", positions=T5Buckets(buckets=8, max_distance=17))
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "decoder": (dict(), ("head_mask",)),
-    "decoder-shaw": (dict(positions=Shaw(max_distance=3)), ("head_mask",)),
-    "encoder": (dict(kind="encoder"), ("head_mask",)),
+    "decoder": (dict(), (OWN,)),
+    "decoder-shaw": (dict(positions=Shaw(max_distance=3)), (OWN,)),
+    "encoder": (dict(kind="encoder"), (OWN,)),
     "encoder-decoder": (BOTH, tuple(STACKS)),
 }
+
+
+def masked(config: ModelConfig, masks):
+    """Return the model of a config whose heads are multiplied by masks, by place."""
+    model = build(config)
+    for place, mask in masks.items():
+        model = model.edited(scale(place, mask))
+    return model
 
 
 def prepared(case: str, rng):
@@ -77,12 +92,12 @@ def test_a_mask_multiplies_the_rows_of_its_heads_in_the_output_matrix(case, scan
     want = oracle.forward(config, scaled(config, params, masks), tokens, **arguments)
     plain = oracle.forward(config, params, tokens, **arguments)
     assert np.abs(want - plain).max() > 0.1
-    model = build(dataclasses.replace(config, scan_layers=scan))
+    own_config = dataclasses.replace(config, scan_layers=scan)
 
     @jax.jit
     def apply(params, masks):
         own = stack_layers(params) if scan else params
-        return model.apply({"params": own}, tokens, **arguments, **masks)
+        return masked(own_config, masks).apply({"params": own}, tokens, **arguments)
 
     got, _ = apply(params, masks)
     assert_near(got, want, MODEL_F32)
@@ -94,12 +109,12 @@ def test_a_mask_multiplies_the_rows_of_its_heads_in_the_output_matrix(case, scan
 def test_the_gradient_of_a_mask_is_that_of_central_differences(case, rng):
     config, tokens, arguments, params, masks = prepared(case, rng)
     cotangent = rng.standard_normal((2, 7, 31)).astype(np.float32)
-    apply, step = build(config).apply, 1e-5
+    step = 1e-5
 
     @jax.jit
     def gradient(masks):
         def loss(masks):
-            logits, _ = apply({"params": params}, tokens, **arguments, **masks)
+            logits, _ = masked(config, masks).apply({"params": params}, tokens, **arguments)
             return (logits * cotangent).sum()
 
         return jax.grad(loss)(masks)
@@ -124,20 +139,17 @@ def test_the_gradient_of_a_mask_is_that_of_central_differences(case, rng):
 def test_a_mask_of_heads_alone_is_that_of_every_layer(rng):
     config, tokens, _, params, _ = prepared("decoder", rng)
     mask = np.array([1.0, 0.0, 0.5], np.float32)
-    apply = jax.jit(build(config).apply)
-    got, _ = apply({"params": params}, tokens, head_mask=mask)
-    want = oracle.forward(
-        config, scaled(config, params, {"head_mask": np.stack([mask, mask])}), tokens
-    )
+    got, _ = jax.jit(masked(config, {OWN: mask}).apply)({"params": params}, tokens)
+    want = oracle.forward(config, scaled(config, params, {OWN: np.stack([mask, mask])}), tokens)
     assert_near(got, want, MODEL_F32)
 
 
 @pytest.mark.slow
 def test_masked_heads_decode_from_a_cache_as_in_one_pass(rng):
     config, tokens, _, params, masks = prepared("decoder", rng)
-    apply, cache, parts = jax.jit(build(config).apply), init_cache(config, 2, 7), []
+    apply, cache, parts = jax.jit(masked(config, masks).apply), init_cache(config, 2, 7), []
     for span in (slice(0, 4), slice(4, 7)):
-        logits, cache = apply({"params": params}, tokens[:, span], cache=cache, **masks)
+        logits, cache = apply({"params": params}, tokens[:, span], cache=cache)
         parts.append(logits)
     want = oracle.forward(config, scaled(config, params, masks), tokens)
     assert_near(np.concatenate(parts, axis=1), want, MODEL_F32)
@@ -149,9 +161,8 @@ def test_classes_are_of_masked_heads(rng):
     config = dataclasses.replace(config, num_classes=2)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     params = oracle.randomised(shapes, rng)
-    got = jax.jit(partial(build(config).apply, method="classify"))(
-        {"params": params}, tokens, **masks
-    )
+    classify = jax.jit(partial(masked(config, masks).apply, method="classify"))
+    got = classify({"params": params}, tokens)
     assert_near(got, oracle.classify(config, scaled(config, params, masks), tokens), MODEL_F32)
 
 
@@ -160,49 +171,34 @@ def test_without_a_mask_nothing_is_multiplied():
     config, tokens = dataclasses.replace(SMALL, num_layers=1), np.zeros((2, 7), np.int32)
     params = jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
-    def products(**arguments) -> int:
-        program = jax.make_jaxpr(partial(build(config).apply, **arguments))(
-            {"params": params}, tokens
-        )
+    def products(masks) -> int:
+        program = jax.make_jaxpr(masked(config, masks).apply)({"params": params}, tokens)
         return str(program).count(" = mul ")
 
-    without = products()
-    assert products(head_mask=None) == without
-    assert products(head_mask=np.ones((1, 3), np.float32)) == without + 1
+    assert products({OWN: np.ones((1, 3), np.float32)}) == products({}) + 1
 
 
-@pytest.mark.slow_except(
-    "cross_head_mask-mask4-cross*",
-    "head_mask-mask2-head_mask is int32\\\\[3\\\\]: must be floats",
-    "head_mask-mask3-head_mask is a list: must be floats",
-)
 @pytest.mark.parametrize(
-    ("name", "mask", "said"),
+    ("place", "mask", "said"),
     [
+        (OWN, np.ones(2, np.float32), r"by is float32\[2\]: block_\*/attention/heads has 3 heads"),
+        (OWN, np.ones((3, 3), np.float32), r"values for 3 blocks: block_\*/attention/heads has 2"),
+        (OWN, np.ones((2, 2), np.float32), r"by is float32\[2, 2\]: .* has 3 heads"),
+        (OWN, np.ones(3, np.int32), r"by is int32\[3\]: must be floats"),
+        (OWN, [1.0, 1.0, 1.0], "by is a list: must be floats"),
         (
-            "head_mask",
-            np.ones(2, np.float32),
-            r"head_mask is float32\[2\]: must be floats \[3\] or",
+            "block_0/attention/heads",
+            np.ones((2, 3), np.float32),
+            r"float32\[2, 3\]: must be floats",
         ),
-        ("head_mask", np.ones((3, 2), np.float32), r"float32\[3, 2\]: must be .* or \[2, 3\]"),
-        ("head_mask", np.ones(3, np.int32), r"head_mask is int32\[3\]: must be floats"),
-        ("head_mask", [1.0, 1.0, 1.0], "head_mask is a list: must be floats"),
-        ("cross_head_mask", np.ones(2, np.float32), r"cross_head_mask is float32\[2\]: must be"),
-        ("encoder_head_mask", np.ones(2, np.float32), r"encoder_head_mask is float32\[2\]: must"),
+        (CROSS, np.ones(2, np.float32), "block_.*/cross_attention/heads has 3 heads"),
+        (SOURCE, np.ones((1, 3), np.float32), "values for 1 blocks: encoder/block_.* has 2"),
+        ("block_*/residual", np.ones(3, np.float32), r"block_\*/residual has no heads"),
     ],
 )
-def test_masks_of_another_shape_or_dtype_are_refused(name, mask, said, rng):
+def test_masks_of_another_shape_or_dtype_are_refused(place, mask, said, rng):
     config, tokens = dataclasses.replace(SMALL, **BOTH), np.zeros((2, 7), np.int32)
+    params = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     with pytest.raises(ValueError, match=said):
-        build(config).apply({"params": {}}, tokens, source=tokens, **{name: mask})
-
-
-@pytest.mark.slow
-def test_a_mask_of_an_encoder_that_a_cache_has_read_is_refused(rng):
-    config, tokens, arguments, params, _ = prepared("encoder-decoder", rng)
-    model = build(config)
-    read = partial(model.apply, capacity=7, method="init_cache")
-    cache = jax.eval_shape(read, {"params": params}, arguments["source"])
-    with pytest.raises(ValueError, match="encoder_head_mask without a source"):
-        mask = np.ones(3, np.float32)
-        model.apply({"params": params}, tokens, cache=cache, encoder_head_mask=mask)
+        apply = partial(masked(config, {place: mask}).apply, source=tokens)
+        jax.eval_shape(apply, {"params": params}, tokens)

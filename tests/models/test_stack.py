@@ -12,6 +12,7 @@ from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
 from transformer_jax.config import ModelConfig, Shaw, T5Buckets
 from transformer_jax.config.positions import KINDS
+from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.factory import build, init_cache, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -82,15 +83,14 @@ def test_every_norm_order_trains_and_decodes_with_every_kind_of_positions(order,
 @pytest.mark.long
 @pytest.mark.usefixtures("usual_compilation")
 def test_the_weights_of_one_layer_cost_the_memory_of_one_layer():
-    """Compile `attend` with all layers' weights as its result, and with those of one head."""
+    """Compile with all layers' weights as the result, and with those of one head."""
     config = dataclasses.replace(SMALL, num_layers=3, max_len=127)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
     tokens = np.zeros((1, 127), np.int32)
 
     def memory(selected) -> int:
         def weights(params):
-            attend = build(config).apply({"params": params}, tokens, method="attend")
-            return attend[2].self[selected]
+            return attention_weights(build(config), params, tokens)["attention"][selected]
 
         found = jax.jit(weights).lower(shapes).compile().memory_analysis()
         return found.temp_size_in_bytes + found.output_size_in_bytes

@@ -25,6 +25,7 @@ from tests.support.published import (
     assert_round_trip,
     assert_same_gradients,
     assert_same_logits,
+    hidden_states,
     positions,
     randomised,
     reopened,
@@ -32,6 +33,8 @@ from tests.support.published import (
     tokens,
     torch,
     transformers,
+    views,
+    weights_of,
 )
 from transformer_jax.config import Rope
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
@@ -382,16 +385,16 @@ def seen_by(model: Any, ids: np.ndarray, valid: np.ndarray) -> Any:
     return partial(model, **given)
 
 
-def assert_same_views(seen: Any, want: Any, real: np.ndarray) -> None:
+def assert_same_views(captured: dict[str, Any], want: Any, real: np.ndarray) -> None:
     """Hidden states and attention weights of every layer at real positions."""
-    hidden = torch.stack(want.hidden_states, 1).numpy()
-    assert seen.hidden.shape == hidden.shape
+    hidden, own = torch.stack(want.hidden_states, 1).numpy(), hidden_states(captured)
+    assert own.shape == hidden.shape
     rows, at = np.nonzero(real)
-    difference = np.abs(np.asarray(seen.hidden) - hidden)[rows, :, at]
+    difference = np.abs(own - hidden)[rows, :, at]
     assert difference.max() <= LOGITS * max(1.0, np.abs(hidden[rows, :, at]).max() / 10)
-    weights = torch.stack(want.attentions, 1).numpy()
-    assert seen.self.shape == weights.shape
-    assert np.abs(np.asarray(seen.self) - weights)[rows, :, :, at].max() <= 2e-5
+    weights, own = torch.stack(want.attentions, 1).numpy(), weights_of(captured)
+    assert own.shape == weights.shape
+    assert np.abs(own - weights)[rows, :, :, at].max() <= 2e-5
 
 
 @pytest.mark.parametrize(
@@ -430,7 +433,8 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
         with torch.no_grad():
             model = reopened(folder, AUTO)
             want = seen_by(model, ids, valid)(output_hidden_states=True, output_attentions=True)
-        got, _, seen = apply(config, params, "attend")(ids, positions=positions(valid))
+        read = jax.jit(partial(build(config).apply, capture=views(config)))
+        got, _, seen = read({"params": params}, ids, positions=positions(valid))
         assert_same_logits(got, want.logits, valid)
         assert_same_views(seen, want, valid)
 

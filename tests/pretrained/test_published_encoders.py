@@ -253,7 +253,8 @@ def everything(config, params, ids, at, types):
         def call(method):
             return model.apply({"params": params}, ids, positions=at, types=types, method=method)
 
-        logits, _, seen = call("attend")
+        given = dict(positions=at, types=types, capture=published.views(config))
+        logits, _, seen = model.apply({"params": params}, ids, **given)
         if config.num_classes is not None:
             return logits, seen, None, call("classify")
         return logits, seen, None if config.pooling is None else call("pool"), None
@@ -283,9 +284,9 @@ def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
     states = torch.stack(want["hidden_states"], dim=1).numpy()
     rows = [(b, real[b]) for b in range(3)]
     for b, keep in rows:
-        near(np.asarray(seen.hidden)[b][:, keep], states[b][:, keep])
+        near(published.hidden_states(seen)[b][:, keep], states[b][:, keep])
         for i, weights in enumerate(want["attentions"]):
-            near(np.asarray(seen.self)[b, i][:, keep], weights[b].numpy()[:, keep], 1e-5)
+            near(published.weights_of(seen)[b, i][:, keep], weights[b].numpy()[:, keep], 1e-5)
     replaced = (family, head) == ("electra", "ForPreTraining")
     assert config.masked_token_head == (head in ("ForMaskedLM", "ForPreTraining") and not replaced)
     if config.masked_token_head:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.support.published import (
     assert_round_trip,
     assert_same_gradients,
     assert_same_logits,
+    hidden_states,
     positions,
     randomised,
     reopened,
@@ -35,6 +36,8 @@ from tests.support.published import (
     tokens,
     torch,
     transformers,
+    views,
+    weights_of,
 )
 from transformer_jax import (
     Ban,
@@ -330,21 +333,23 @@ def test_logits_hidden_states_and_weights_are_theirs(name, loaded):
     with torch.no_grad():
         want = x.model(**x.both, output_hidden_states=True, output_attentions=True)
     config = x.config if name == "t5" else x.quick  # either implementation
-    logits, _, seen = apply(config, x.params, "attend")(
-        x.target, source=x.source, source_positions=x.at, positions=positions(x.real)
-    )
-    memory, read = apply(config, x.params, "attend_source")(x.source, positions=x.at)
+    read = jax.jit(partial(build(config).apply, capture=views(config)))
+    logits, _, seen = read(
+        {"params": x.params}, x.target, source=x.source, source_positions=x.at,
+        positions=positions(x.real),
+    )  # fmt: skip
+    memory = apply(config, x.params, "encode")(x.source, positions=x.at)
     assert_same_logits(logits, want.logits, x.real)
-    assert_same_layers(seen.hidden, want.decoder_hidden_states, x.real)
-    assert_same_layers(read.hidden, want.encoder_hidden_states, x.valid)
+    assert_same_layers(hidden_states(seen), want.decoder_hidden_states, x.real)
+    assert_same_layers(hidden_states(seen, "encoder/"), want.encoder_hidden_states, x.valid)
     assert_same_layers(memory[:, None], (want.encoder_last_hidden_state,), x.valid)
-    assert_same_layers(
-        jnp.moveaxis(seen.self, 3, 2), their_weights(want.decoder_attentions), x.real
-    )
-    assert_same_layers(jnp.moveaxis(seen.cross, 3, 2), their_weights(want.cross_attentions), x.real)
-    assert_same_layers(
-        jnp.moveaxis(read.self, 3, 2), their_weights(want.encoder_attentions), x.valid
-    )
+    for branch, theirs, real in (
+        ("attention", want.decoder_attentions, x.real),
+        ("cross_attention", want.cross_attentions, x.real),
+        ("encoder/attention", want.encoder_attentions, x.valid),
+    ):
+        own = jnp.moveaxis(weights_of(seen, branch), 3, 2)
+        assert_same_layers(own, their_weights(theirs), real)
 
 
 def their_weights(layers: tuple[Any, ...]) -> list[Any]:  # [B, N, T, S] -> [B, T, N, S]

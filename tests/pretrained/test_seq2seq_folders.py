@@ -106,24 +106,26 @@ def test_a_marian_s_beams_are_those_of_transformers():
 
 @pytest.mark.slow
 def test_the_encoder_shows_what_it_encodes():
-    """`attend_source` is `encode`, and its weights are of the real source alone."""
+    """The captured memory is that of `encode`, and its weights are of the real source alone."""
     config, params, case = loaded("t5")
     model, variables = build(config), {"params": params}
     given = (case["source"],), dict(positions=case["source_positions"])
     memory = jax.jit(lambda: model.apply(variables, *given[0], **given[1], method="encode"))()
+    names = ["encoder/final_norm", "encoder/block_0/attention/weights"]
     again, seen = jax.jit(
-        lambda: model.apply(variables, *given[0], **given[1], method="attend_source")
+        lambda: model.apply(variables, *given[0], **given[1], method="encode", capture=names)
     )()
     np.testing.assert_array_equal(memory, again)
-    real = case["source_positions"] >= 0
-    assert seen.self.shape == (3, 2, 3, 23, 23) and seen.cross is None
-    assert seen.hidden.shape == (3, 3, 23, 14) and not real.all()
-    np.testing.assert_array_equal(seen.hidden[:, -1], memory)
+    real, (last, weights) = case["source_positions"] >= 0, map(np.asarray, seen.values())
+    assert weights.shape == (3, 3, 23, 23) and list(seen) == names and not real.all()
+    np.testing.assert_array_equal(last, memory)
     np.testing.assert_allclose(
-        seen.self.sum(-1), np.broadcast_to(real[:, None, None], (3, 2, 3, 23)), atol=1e-5
+        weights.sum(-1), np.broadcast_to(real[:, None], (3, 3, 23)), atol=1e-5
     )
-    hidden_keys = np.broadcast_to(~real[:, None, None, None], seen.self.shape)
-    assert (np.asarray(seen.self)[hidden_keys] == 0).all()
+    hidden_keys = np.broadcast_to(~real[:, None, None], weights.shape)
+    assert (weights[hidden_keys] == 0).all()
+    with pytest.raises(ValueError, match="embedding of a source: encode reads no target"):
+        model.apply(variables, *given[0], **given[1], method="encode", capture=("embedding",))
 
 
 @pytest.mark.slow_except("t5")

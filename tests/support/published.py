@@ -6,6 +6,7 @@ where it is compared; padding is compared nowhere.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.numpy import load_file  # noqa: E402
 
 from transformer_jax.models.factory import build  # noqa: E402
+from transformer_jax.models.places import places  # noqa: E402
 from transformer_jax.pretrained.families.table import Layout, joined  # noqa: E402
 from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
 from transformer_jax.pretrained.save import save_pretrained  # noqa: E402
@@ -70,6 +72,30 @@ def apply(config: Any, params: Any, method: str | None = None):
     """Return the jitted model with its parameters."""
     model = build(config)
     return jax.jit(lambda *a, **k: model.apply({"params": params}, *a, **k, method=method))
+
+
+def views(config: Any) -> tuple[str, ...]:
+    """Return the places of every layer's hidden state and attention weights."""
+    ends = "embedding", "/residual", "final_norm", "attention/weights"
+    return tuple(name for name in places(config) if name.endswith(ends))
+
+
+def hidden_states(captured: dict[str, Any], side: str = "") -> np.ndarray:  # [B, L + 1, T, D]
+    """Return the stream before each block of a stack, and the stack's output."""
+    blocks = [
+        captured[name] for name in captured if re.fullmatch(rf"{side}block_\d+/residual", name)
+    ]
+    last = captured.get(f"{side}final_norm", blocks[-1])
+    return np.stack([captured[f"{side}embedding"], *blocks[:-1], last], axis=1)
+
+
+def weights_of(
+    captured: dict[str, Any], branch: str = "attention"
+) -> np.ndarray:  # [B, L, N, T, S]
+    """Return the weights of a branch of each block."""
+    side, _, branch = branch.rpartition("/")
+    pattern = rf"{side and side + '/'}block_\d+/{branch}/weights"
+    return np.stack([captured[name] for name in captured if re.fullmatch(pattern, name)], axis=1)
 
 
 def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> None:

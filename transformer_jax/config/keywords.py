@@ -69,7 +69,7 @@ _OTHER_NAMES = {
     "leave it out: `lengths` tells padding from tokens, also on the left": "pad_token_id pad_id",
     "leave it out: it is the tokenizer's, and a prompt begins with it": "bos_token_id",
     "leave it out: decoding always has a cache": "use_cache",
-    "attention=True": "output_attentions",
+    "capture=('block_*/attention/weights',)": "output_attentions attention",
     "capture=('block_*/residual',)": "output_hidden_states",
     "capture=('logits',)": "output_scores output_logits",
     "early_exit": "early_stopping",
@@ -107,7 +107,11 @@ _OTHER_NAMES = {
     "positional_embedding_type",
     "segments": "segment_ids document_ids",
     "types": "token_type_ids",
-    "method='attend'": "output_attentions",
+    "attention_weights(model, params, tokens)": "output_attentions attend attend_source",
+    "edit=inside.scale('block_*/attention/heads', mask)": "head_mask decoder_head_mask",
+    "edit=inside.scale('block_*/cross_attention/heads', mask)": "cross_head_mask "
+    "cross_attn_head_mask",
+    "edit=inside.scale('encoder/block_*/attention/heads', mask)": "encoder_head_mask",
     "edit={'embedding': ...}": "inputs_embeds input_embeddings",
     "edit={'block_0/residual': ...}": "fwd_hooks hooks",
     "capture": "names_filter stop_at_layer return_cache_object",
@@ -265,8 +269,8 @@ def refuse_keywords(
     for keyword, value in unknown.items():
         named = inspect.signature(function).parameters
         known = [x for x in (*named, *options) if x not in ("unknown", "options", "self")]
-        meant = _meant(keyword, known, value)
-        raise TypeError(f"{name or function.__name__}() has no argument {keyword!r}{meant}")
+        hint = meant(keyword, known, value)
+        raise TypeError(f"{name or function.__name__}() has no argument {keyword!r}{hint}")
 
 
 def known_keywords(function: F, name: str | None = None) -> F:
@@ -298,7 +302,7 @@ def known_fields(cls: C) -> C:
     def checked(self: object, *args: object, **fields: object) -> None:
         for name, value in fields.items():
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{_meant(name, known, value)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{meant(name, known, value)}")
         init(self, *args, **fields)
 
     own.__init__ = checked
@@ -337,7 +341,7 @@ def field_docs(config: type) -> dict[str, str]:
     return docs
 
 
-def _meant(name: str, known: Collection[str], value: object = None) -> str:
+def meant(name: str, known: Collection[str], value: object = None) -> str:
     """Return what to write in the place of a keyword, or the nearest name that is known."""
     sides = _SIDES.get(name)
     if sides is not None and "mask" in known and isinstance(value, int | tuple):

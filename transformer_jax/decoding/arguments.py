@@ -54,7 +54,6 @@ class DecodeOptions(NamedTuple):
     stop: tuple[int, ...] = ()
     ends: bool = False
     """Whether a row may end before the others."""
-    attention: bool = False
     capture: tuple[str, ...] = ()
     top: int = 0
     """How many of the likeliest tokens are returned beside the chosen one."""
@@ -104,7 +103,6 @@ def check_arguments(
     stop: int | Sequence[int],
     limits: PerRow | None,
     chunk: int | None,
-    attention: bool,
     capture: Sequence[str] = (),
 ) -> CheckedArguments[State]:
     """Check what `generate` was given, before anything is compiled; ValueError says what is wrong.
@@ -116,16 +114,10 @@ def check_arguments(
     check_count("num_tokens", num_tokens, 1, INT32.max)
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    if attention and not step.offers("attend"):
-        raise ValueError(f"attention is True: {name} has no `attend`")
     capture = capture if isinstance(capture, str) else tuple(capture)
     if capture and not step.offers("look"):
         raise ValueError(f"capture is {capture!r}: {name} has no `look`")
     if capture:
-        if attention:
-            raise ValueError(
-                "attention with capture: give one; 'block_*/attention/weights' captures weights"
-            )
         step.check_look(cast(tuple[str, ...], capture))
     if sampler is not None:
         check_sampler(sampler)
@@ -138,7 +130,7 @@ def check_arguments(
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     ends = bool(stop) or limits is not None
-    options = DecodeOptions(sampler, processors, stop, ends, attention, tuple(capture))
+    options = DecodeOptions(sampler, processors, stop, ends, tuple(capture))
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)

@@ -35,16 +35,9 @@ from transformer_jax.decoding.arguments import (
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import RowSampling, Sampler
-from transformer_jax.decoding.step import (
-    Params,
-    PyTree,
-    Step,
-    StepLike,
-    as_step,
-    check_given,
-    count_vocab,
-)
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given, count_vocab
 from transformer_jax.programs import program
+from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
@@ -140,8 +133,6 @@ class Generation(Generic[State]):
         log_probs: f32[B, num_tokens], log softmax(logits)[token] in nats, before processors; 0
             after a row's end.
         state: has read all but each row's last token: generate on, from that token, or `fork` it.
-        attention: on request, the weights of `step.attend`, [B, num_tokens, ...], of the query that
-            chose token n; 0 after a row's end.
         captured: on request, by place its values [B, num_tokens, ...] where token n was chosen; 0
             after a row's end.
     """
@@ -150,7 +141,6 @@ class Generation(Generic[State]):
     lengths: jax.Array  # i32[B]
     log_probs: jax.Array  # f32[B, num_tokens]
     state: State
-    attention: PyTree = None
     captured: dict[str, jax.Array] | None = None
 
     def rows(self) -> list[np.ndarray]:
@@ -187,7 +177,7 @@ class StepOutput(NamedTuple):
     token: jax.Array  # i32[B]; -1 where the row had ended
     log_prob: jax.Array  # f32[B]; 0 where the row had ended
     seen: PyTree
-    """Weights of attention, captured values, or `Likeliest`, where they are asked for."""
+    """Captured values, or `Likeliest`, where they are requested."""
 
 
 @short_repr
@@ -213,13 +203,13 @@ def start_decoding(
     decode_state = DecodeState(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling
     )
-    if not options.attention and not options.capture:
+    if not options.capture:
         logits, state = prefill(step, params, tokens, state, lengths, chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
     step = step.told(part=True)  # the last token, at which values are captured, is read by itself
     _, state = prefill(step, params, tokens, state, lengths - 1, chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-    logits, state, seen = _read_token(options, step, params, last, state, None)
+    logits, state, seen = step.look(params, last, state, options.capture)
     return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
 
 
@@ -235,26 +225,12 @@ def decode_step(
     token, valid = decode_state.token, None
     if options.ends:
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
-    logits, state, seen = _read_token(
-        options, step, params, token[:, None], decode_state.state, valid
-    )
-    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
-
-
-def _read_token(
-    options: DecodeOptions,
-    step: Step[State],
-    params: Params,
-    token: jax.Array,  # i32[B, 1]
-    state: State,
-    valid: jax.Array | None,  # bool[B, 1]
-) -> tuple[jax.Array, State, PyTree]:  # [B, 1, V]
-    """Read one token a row; return also what the options ask to see."""
-    if options.attention:
-        return step.attend(params, token, state, valid=valid)
+    given, seen = (params, token[:, None], decode_state.state), None
     if options.capture:
-        return step.look(params, token, state, options.capture, valid=valid)
-    return *step(params, token, state, valid=valid), None
+        logits, state, seen = step.look(*given, options.capture, valid=valid)
+    else:
+        logits, state = step(*given, valid=valid)
+    return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
 
 
 def _choose_tokens(
@@ -320,7 +296,6 @@ def generate(
     limits: PerRow | None = None,  # i32[B]
     chunk: int | None = None,
     early_exit: bool | None = None,
-    attention: bool = False,
     capture: Sequence[str] = (),
 ) -> Generation[State]:
     """Continue each row by up to `num_tokens` tokens.
@@ -357,9 +332,8 @@ def generate(
             once.
         early_exit: end the loop as soon as every row has ended; the tokens are the same. None does
             so where a row may end early at all.
-        attention: return the weights of the step's `attend` with each token.
         capture: names of places inside the model (`transformer_jax.places`), whose values are
-            returned where each token was chosen.
+            returned where each token was chosen, such as "block_*/attention/weights".
 
     Returns:
         The tokens i32[B, num_tokens], how many each row has, their log-probabilities in nats, and
@@ -370,8 +344,7 @@ def generate(
     """
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
-        key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=attention,
-        capture=capture,
+        key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, capture=capture,
     )  # fmt: skip
     if early_exit is None:
         early_exit = options.ends
@@ -427,12 +400,11 @@ def _generate_tokens(
 
     def as_generation(rows: DecodeState[State], outputs: StepOutput) -> Generation[State]:
         token, log_prob, seen = outputs
-        weights, captured = seen if options.attention else None, seen if options.capture else None
-        return Generation(token, rows.count, log_prob, rows.state, weights, captured)
+        return Generation(token, rows.count, log_prob, rows.state, seen)
 
     rows: Any = split_rows(state)  # in place of arrays
-    weights, captured = (rows if asked else None for asked in (options.attention, options.capture))
-    results = Generation(rows, rows, rows, jax.tree.map(split, state), weights, captured)
+    seen = rows if options.capture else None
+    results = Generation(rows, rows, rows, jax.tree.map(split, state), seen)
     return by_compiler(run, [params, prompts, state], results)
 
 
@@ -483,7 +455,7 @@ def stream(
     """
     arguments = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
-        key=key, processors=processors, stop=stop, limits=limits, chunk=chunk, attention=False,
+        key=key, processors=processors, stop=stop, limits=limits, chunk=chunk,
     )  # fmt: skip
     return _stream_tokens(arguments, params, num_tokens, chunk)
 

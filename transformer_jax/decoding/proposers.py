@@ -19,7 +19,8 @@ from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.logit_processors import History
 from transformer_jax.decoding.samplers import Greedy, Sample, Sampler
-from transformer_jax.decoding.step import Params, PyTree, Step, StepLike, as_step, count_vocab
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
+from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 
 ProposerState: TypeAlias = PyTree

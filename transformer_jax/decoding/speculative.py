@@ -153,7 +153,6 @@ def speculate(
     step, options, prompts, state = check_arguments(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths,
         sampler=sampler, key=key, processors=processors, stop=stop, limits=limits, chunk=chunk,
-        attention=False,
     )  # fmt: skip
     step.check_rewind(state, num_draft)
     vocab = count_vocab(step, params, len(prompts.tokens), state)

@@ -44,10 +44,8 @@ from transformer_jax.models.places import (
     named_edits,
     places,
 )
-from transformer_jax.models.stack import AttentionWeights, by_slot
 from transformer_jax.models.transformer import Decoder
 from transformer_jax.programs import brings_code
-from transformer_jax.pytree import PyTree
 from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
 
@@ -66,7 +64,7 @@ class Step(Generic[State]):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # a class with a call of its own must not take these from a base, which has other logits
-        for name in ("read", "attend", "look"):
+        for name in ("read", "look"):
             first = next(kind for kind in cls.__mro__ if {name, "__call__"} & vars(kind).keys())
             if name not in vars(first):
                 setattr(cls, name, getattr(Step, name))
@@ -163,27 +161,6 @@ class Step(Generic[State]):
             state: of B rows.
             count: how many tokens are taken back at most.
         """
-
-    def attend(
-        self,
-        params: Params,
-        tokens: jax.Array,  # i32[B, 1]
-        state: State,
-        *,
-        valid: jax.Array | None = None,  # bool[B, 1]
-    ) -> tuple[jax.Array, State, PyTree]:  # f32[B, 1, V], state, weights whose leaves lead with B
-        """Read one token a row and return its attention weights too.
-
-        Args:
-            params: the model's parameters.
-            tokens: i32[B, 1].
-            state: of B rows.
-            valid: bool[B, 1], False is padding; None has none.
-
-        Returns:
-            Logits f32[B, 1, V], the new state, and a pytree of weights whose leaves lead with B.
-        """
-        raise NotImplementedError
 
     def look(
         self,
@@ -365,19 +342,6 @@ class ModelStep(AppliedStep[ModelCache]):
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
         return dict(positions=next_positions(state.length, valid), cache=state)
 
-    def attend(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        state: ModelCache,
-        *,
-        valid: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache, AttentionWeights]:
-        """Read one token a row; return also its weights [B, L, N, S] by slot of the cache."""
-        check_one(tokens)
-        logits, state, weights = self._apply(params, tokens, state, valid, method="attend")
-        return logits, state, by_slot(weights, state)
-
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
         """Raise ValueError where a token is not in the vocabulary or the cache is too small.
 
@@ -450,23 +414,6 @@ class RecurrentStep(AppliedStep[RecurrentState]):
         """Return the state, and which tokens are no padding."""
         return dict(state=state, valid=valid)
 
-    def attend(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        state: RecurrentState,
-        *,
-        valid: jax.Array | None = None,
-    ) -> tuple[jax.Array, RecurrentState, jax.Array]:
-        """Read one token a row, and return its weights f32[B, S]; 0 if not valid."""
-        check_one(tokens)
-        if self.model.config.attention is None:
-            raise ValueError("attention is None: this model has no attention weights")
-        logits, state = self(params, tokens, state, valid=valid)
-        assert state.weights is not None
-        weights = state.weights if valid is None else jnp.where(valid, state.weights, 0.0)
-        return logits, state, weights
-
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
         """Raise ValueError where prompt or state is not this model's; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)
@@ -520,7 +467,7 @@ def as_step(step: StepLike[State]) -> Step[State]:
     if isinstance(step, type) or not callable(step):
         rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
         raise ValueError(f"step is {_named(step)}: {rule}")
-    for more in ("read", "check", "rewind", "attend", "look"):
+    for more in ("read", "check", "rewind", "look"):
         if callable(getattr(type(step), more, None)):  # a method; a field may have any name
             rule = "make it a subclass of transformer_jax.decoding.Step"
             raise ValueError(f"step is a {name} with `{more}`, which a function has not: {rule}")

@@ -27,7 +27,7 @@ from transformer_jax.inside.dictionary_task import (
     dictionary_learner,
     load_dictionary,
 )
-from transformer_jax.inside.edits import add, mean, resample, zero
+from transformer_jax.inside.edits import add, mean, resample, scale, zero
 from transformer_jax.inside.gradients import integrated_gradients
 from transformer_jax.inside.heads import (
     HeadScores,
@@ -81,6 +81,7 @@ __all__ = [
     "probe",
     "repeated_tokens",
     "resample",
+    "scale",
     "steering_vector",
     "tuned_lens",
     "zero",

@@ -9,7 +9,7 @@ refused; of a traced one, which is not known, the whole value becomes NaN. `at` 
 first token of the sequence, in every call: also in chunks of a prompt, and while tokens are made.
 Padding has no index.
 
-Sources: Meyes et al. 2019 and Michel et al. 2019 (zero), Wang et al. 2023 (mean), Chan et al.
+Sources: Meyes et al. 2019 (zero), Michel et al. 2019 (scale), Wang et al. 2023 (mean), Chan et al.
 2022, "Causal scrubbing" (resampling), Turner et al. 2023, "Activation addition" (steering).
 """
 
@@ -49,6 +49,55 @@ def zero(place: str, *, heads: Indices | None = None, at: Indices | None = None)
     """
     zeros = lambda value, positions, call: jnp.zeros_like(value)  # noqa: E731
     return {place: _Change("zero", place, zeros, heads, at)}
+
+
+def scale(
+    place: str,
+    by: jax.Array,  # f32[], f32[N] or f32[L, N]
+    *,
+    heads: Indices | None = None,
+    at: Indices | None = None,
+) -> dict[str, Edit]:
+    """Return an edit that multiplies a value: a head mask, with a gradient for each head.
+
+    The slope of a loss with respect to the factor of a head is the head's importance (Michel et al.
+    2019).
+
+    Args:
+        place: a name of `transformer_jax.places`, which may hold `*`.
+        by: one factor; or f32[N], one for each head of a place that has some; or with
+            "block_*/..." f32[L, N], one for each head of each block. It may be traced.
+        heads: which heads change; None is all.
+        at: which tokens change; None is all.
+
+    Returns:
+        A dict for `edit=`.
+
+    Raises:
+        ValueError: if `by` does not hold floats, or does not fit the heads or the blocks; when the
+            model is run.
+    """
+    wanted = "must be floats [], [N] or with block_*/... [L, N], of heads or blocks and heads"
+    if not hasattr(by, "ndim"):
+        raise ValueError(f"by is a {type(by).__name__}: {wanted}")
+    rows = by.ndim == 2 and "block_*/" in place
+    if not jnp.issubdtype(by.dtype, jnp.floating) or not (by.ndim < 2 or rows):
+        raise ValueError(f"by is {by.dtype}{list(by.shape)}: {wanted}")
+
+    def scaled(value: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
+        factors = jnp.asarray(by)[call.layer] if rows else by
+        if by.ndim == 0:
+            return value * factors.astype(value.dtype)
+        axis = axes_of(place, value.ndim).get("head")
+        if axis is None or len(factors) != value.shape[axis]:
+            given = f"by is {by.dtype}{list(by.shape)}"
+            raise ValueError(f"{given}: {place} has {value.shape[axis] if axis else 'no'} heads")
+        shape = [1] * value.ndim
+        shape[axis] = -1
+        return value * factors.astype(value.dtype).reshape(shape)
+
+    blocks = by.shape[0] if rows else None
+    return {place: _Change(f"scale, {shape_text(by)}", place, scaled, heads, at, per_block=blocks)}
 
 
 def mean(
@@ -208,6 +257,8 @@ class _Change:
     """What it takes together: "tokens" of a sequence, "rows", or a "batch" of as many rows."""
     length: tuple[str, int] | None = None
     """The name of an array with a value for each token, and how many."""
+    per_block: int | None = None
+    """How many blocks it has a value for each of."""
 
     def __post_init__(self) -> None:
         last, given = self.place.rpartition("/")[2], (self.heads, self.at)

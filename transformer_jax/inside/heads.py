@@ -1,7 +1,7 @@
 """Score heads by what they attend to, and follow the weights of attention through the layers.
 
-`model.apply({"params": params}, tokens, method="attend")[2].self` are the weights of all layers and
-heads, f32[B, L, N, T, S].
+`attention_weights(model, params, tokens)["attention"]` are the weights of all layers and heads,
+f32[B, L, N, T, S].
 
 Sources: Elhage et al. 2021 and Olsson et al. 2022 (arXiv:2209.11895), "In-context learning and
 induction heads"; Wang et al. 2023 (arXiv:2211.00593), appendix H; Abnar & Zuidema 2020
@@ -66,7 +66,7 @@ def head_scores(weights: jax.Array, period: int) -> HeadScores:
     A[t, t - P + 1] over t >= P, and over the rows (Olsson et al. 2022, prefix matching).
 
     Args:
-        weights: f32[B, ..., T, T], of `repeated_tokens`: [B, L, N, T, T] of a model's `attend`.
+        weights: f32[B, ..., T, T], of `repeated_tokens`: [B, L, N, T, T] of `attention_weights`.
         period: P, after how many tokens a token is repeated.
 
     Returns:
@@ -96,7 +96,7 @@ def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
     stream counted as half.
 
     Args:
-        weights: f32[B, L, N, T, T], as a model's `attend` returns them.
+        weights: f32[B, L, N, T, T], as `attention_weights` returns them.
 
     Returns:
         f32[B, L, T, T], of which each row sums to 1; the last layer's are the rollout of the model.

@@ -21,6 +21,7 @@ from transformer_jax.lectures.recurrent import (
 )
 from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
 from transformer_jax.lectures.window import WindowLM
+from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
     build,
@@ -51,7 +52,7 @@ from transformer_jax.models.positions import (
     sinusoidal,
 )
 from transformer_jax.models.quantized import QuantizedKernel, quantize
-from transformer_jax.models.stack import AttentionWeights, stack_layers, unstack_layers
+from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.models.streaming import (
     StreamingEncoder,
     chunk_mask,
@@ -63,7 +64,6 @@ from transformer_jax.models.streaming import (
 from transformer_jax.models.transformer import Decoder, Encoder
 
 __all__ = [
-    "AttentionWeights",
     "ConvolutionLM",
     "Decoder",
     "Encoder",
@@ -80,6 +80,7 @@ __all__ = [
     "WindowLM",
     "apply_lora",
     "apply_rope",
+    "attention_weights",
     "build",
     "cache_bytes",
     "chunk_mask",

@@ -33,8 +33,7 @@ from transformer_jax.cache.model_cache import (
 )
 from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
-from transformer_jax.config.fields import nearest
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import meant, refuse_keywords
 from transformer_jax.models.editing import Edit, InCall
 from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
@@ -123,7 +122,7 @@ class CheckedModule(Module, kw_only=True):
         if isinstance(called, str):
             if (found := getattr(type(self), called, None)) is None:
                 methods = [name for name in vars(type(self)) if not name.startswith("_")]
-                rule = f"{type(self).__name__} has no such method{nearest(called, methods)}"
+                rule = f"{type(self).__name__} has no such method{meant(called, methods)}"
                 raise ValueError(f"method is {called!r}: {rule}")
             called = found
         if callable(called):
@@ -132,6 +131,7 @@ class CheckedModule(Module, kw_only=True):
             # those of `**arguments: Unpack[SomeTypedDict]` are of the encoder's
             options = getattr(type(self), "encode", None) if every else None
             known = {*named, *(inspect.signature(options).parameters if options else ())}
+            known -= {"capture"} if options else set()  # `encode` alone returns values of places
             if not every or options:
                 unknown = {x: value for x, value in arguments.items() if x not in known}
                 refuse_keywords(called, unknown, [*known, "method"], "apply")

@@ -39,7 +39,15 @@ from transformer_jax.models.layers import (
 )
 from transformer_jax.models.module import Module
 from transformer_jax.models.ops import layer_norm, rms_norm
-from transformer_jax.models.places import NOWHERE, Captured, Edit, Places, Visit, places
+from transformer_jax.models.places import (
+    NOWHERE,
+    BlockEdit,
+    Captured,
+    Edit,
+    Places,
+    Visit,
+    places,
+)
 from transformer_jax.pytree import Params, register
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
@@ -562,7 +570,7 @@ class Block(Module):
             if name not in known or name.endswith("/key_positions"):
                 rule = f"must be a place of a block that can be edited{nearest(name, known)}"
                 raise ValueError(f"{type(self.config.block).__name__}.edit has {name!r}: {rule}")
-            found.edits[name] = [(name, None, InCall(function)), *found.edits.get(name, [])]
+            found.edits[name] = [BlockEdit(name, (), InCall(function)), *found.edits.get(name, [])]
         found.asked = visit.asked | found.edits.keys()
         return found
 

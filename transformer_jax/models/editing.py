@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.kernels.contract import Index
 from transformer_jax.models.token_wise import is_wise
 from transformer_jax.tracing import known_value
 
@@ -39,6 +40,8 @@ class Call:
     """Whether a row has several sequences."""
     lengths: tuple[int, ...] | None = None
     """How far each row goes, where `positions` are given and known."""
+    layer: Index | None = None
+    """The number of the block, traced in a scan; None is in no block."""
 
     @classmethod
     def of(

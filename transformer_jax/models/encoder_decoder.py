@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +13,12 @@ from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import as_int32
 from transformer_jax.config import ModelConfig
 from transformer_jax.models.arguments import CheckedModule
-from transformer_jax.models.block import BlockInputs
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.inputs import InputLayer, input_positions
-from transformer_jax.models.layers import (
-    Embed,
-    OutputLayer,
-    refuse_rngs,
-    refuse_surplus,
-)
-from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places
-from transformer_jax.models.stack import (
-    CROSS_WEIGHTS,
-    WEIGHTS,
-    AttentionWeights,
-    Stack,
-    attention_weights,
-)
-from transformer_jax.models.transformer import (
-    DecoderResult,
-    decoder_logits,
-    run_decoder,
-    run_encoder,
-)
+from transformer_jax.models.layers import Embed, OutputLayer, refuse_surplus
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.models.stack import Stack
+from transformer_jax.models.transformer import DecoderResult, run_decoder, run_encoder
 
 
 class EncoderDecoder(CheckedModule):
@@ -66,45 +49,27 @@ class EncoderDecoder(CheckedModule):
         *,
         positions: jax.Array | None = None,  # i32[B, S]
         mask: Mask | None = None,
-        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
-    ) -> jax.Array:  # [B, S, D]
+        capture: Sequence[str] = (),
+    ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, S, D]
         """Return the encoder's output of a source, which the decoder attends to: its memory.
 
         Args:
             source: i32[B, S], or what the config's inputs describe.
             positions: i32[B, S], negative is padding; None is arange(S).
             mask: which tokens of the source each sees; None is all.
-            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix.
             key: a single key, which turns dropout on.
+            capture: names of the encoder's places, "encoder/...", whose values are returned.
 
         Returns:
-            [B, S, D], in the compute dtype.
+            [B, S, D], in the compute dtype; with `capture` also the values by name.
         """
-        masks = [("head_mask", head_mask, "encoder/attention")]
-        places = Places.of(self, head_masks=masks).inside("encoder/")
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        return run_encoder(self, source, given, key=key)[0]
-
-    def attend_source(
-        self,
-        source: jax.Array,  # i32[B, S], or what the config's inputs describe
-        *,
-        positions: jax.Array | None = None,  # i32[B, S]
-        mask: Mask | None = None,
-    ) -> tuple[jax.Array, AttentionWeights]:
-        """Return what `encode` does, and what every layer weighed the source with.
-
-        Args:
-            source: i32[B, S], or what the config's inputs describe.
-            positions: i32[B, S], negative is padding; None is arange(S).
-            mask: which tokens of the source each sees; None is all.
-        """
-        names = [f"encoder/{name}" for name in WEIGHTS]
-        places = Places.of(self, names).inside("encoder/")
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured, _ = run_encoder(self, source, given)
-        return x, attention_weights(self.config, captured, x, None)
+        places = Places.of(self, capture)
+        for name in places.capture:
+            if not name.startswith("encoder/"):
+                raise ValueError(f"{name} of a source: encode reads no target")
+        x, captured = self._read(source, places, positions=positions, mask=mask, key=key)
+        return (x, places.in_order(captured)) if capture else x
 
     def init_cache(
         self,
@@ -126,10 +91,9 @@ class EncoderDecoder(CheckedModule):
             dtype: of the target's keys and values; None is the compute dtype.
             slack: as in `transformer_jax.init_cache`.
         """
-        cfg, places = self.config, Places.of(self).inside("encoder/")
-        given = self._read(source, positions, places)[0]
-        assert given.memory is not None and given.memory_positions is not None
-        cross = self.decoder.init_cross_cache(given.memory, given.memory_positions)
+        cfg = self.config
+        memory, _ = self._read(source, Places.of(self), positions=positions)
+        cross = self.decoder.init_cross_cache(memory, self._places_of(memory, positions))
         depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
 
@@ -143,9 +107,6 @@ class EncoderDecoder(CheckedModule):
         mask: Mask | None = None,  # on the target; None is Causal()
         cache: ModelCache | None = None,
         at: jax.Array | None = None,  # i32[B, Q]
-        head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the target
-        cross_head_mask: jax.Array | None = None,  # f32[L, N] or [N]: over the source
-        encoder_head_mask: jax.Array | None = None,  # f32[L, N] or [N]; needs a source
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
@@ -167,10 +128,6 @@ class EncoderDecoder(CheckedModule):
             mask: on the target, takes the place of `Causal()`.
             cache: of the source and of the target's tokens before; None with a source.
             at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            head_mask: f32[L, N] or [N], multiplies what each head gives over the target, before the
-                output matrix.
-            cross_head_mask: f32[L, N] or [N], the same of the heads over the source.
-            encoder_head_mask: f32[L, N] or [N], the same of the encoder's; needs a source.
             key: a single key, which turns dropout on, in both stacks.
             capture: names of places (`transformer_jax.places`), whose values are returned; those of
                 the encoder need a source.
@@ -184,54 +141,26 @@ class EncoderDecoder(CheckedModule):
             ValueError: if not one of source and cache is given, an argument does not fit the
                 tokens, the config or the cache, or a known position is past the cache's end.
         """
-        if encoder_head_mask is not None and source is None:
-            raise ValueError("encoder_head_mask without a source: a cache has already read its own")
-        masks = [
-            ("head_mask", head_mask, "attention"),
-            ("cross_head_mask", cross_head_mask, "cross_attention"),
-            ("encoder_head_mask", encoder_head_mask, "encoder/attention"),
-        ]
-        places = Places.of(self, capture, edit, masks)
-        inside = places.inside("encoder/")
-        if cache is not None:  # the model's own edits of the encoder made what the cache holds
+        places = Places.of(self, capture, edit)
+        if (source is None) == (cache is None):
+            raise ValueError("give either source or cache: a cache already holds its source")
+        source_key, key = split_key(key, 2)
+        given: dict[str, Any] = dict(positions=positions, mask=mask, cache=cache, at=at, key=key)
+        of_source: Captured = {}
+        if source is not None:
+            memory, of_source = self._read(
+                source, places, positions=source_positions, key=source_key
+            )
+            given |= dict(memory=memory, memory_positions=self._places_of(memory, source_positions))
+        elif source_positions is not None:
+            raise ValueError("source_positions without a source: a cache already holds them")
+        else:  # the model's own edits of its encoder are in the cache
             asked = Places.of(self.config, capture, edit).inside("encoder/")
             for name in (*asked.capture, *dict(asked.edit)):
                 raise ValueError(f"encoder/{name} with a cache: it has already read its source")
-        given, own, key = self._given(source, source_positions, cache, inside, key)
-        given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decoder_logits(
-            self, tokens, given, cache=cache, key=key, at=at
-        )
-        captured = own | captured
+        logits, cache, captured = run_decoder(self, tokens, places, **given)
+        captured = of_source | captured
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
-
-    def attend(
-        self,
-        tokens: jax.Array,  # i32[B, T]
-        *,
-        source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
-        source_positions: jax.Array | None = None,  # i32[B, S]
-        positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,  # on the target; None is Causal()
-        cache: ModelCache | None = None,
-    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
-        """Return what `__call__` does, and what the decoder weighed target and source with.
-
-        Args:
-            tokens: i32[B, T], the target.
-            source: i32[B, S], or what the config's inputs describe; None with a cache.
-            source_positions: i32[B, S], negative is padding; None is arange(S).
-            positions: i32[B, T], of the target, negative is padding; None is arange(T), or what
-                comes after the cache's.
-            mask: on the target, takes the place of `Causal()`.
-            cache: of the source and of the target's tokens before; None with a source.
-        """
-        places = Places.of(self, CROSS_WEIGHTS)
-        inside = places.inside("encoder/")
-        given, _, _ = self._given(source, source_positions, cache, inside)
-        given = replace(given, positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decoder_logits(self, tokens, given, cache=cache)
-        return logits, cache, attention_weights(self.config, captured, x, cache)
 
     def output_layer(
         self,
@@ -254,44 +183,25 @@ class EncoderDecoder(CheckedModule):
             positions: i32[B, T], of the target, negative is padding; None is arange(T).
             key: a single key, which turns dropout on, in both stacks.
         """
-        places = Places.of(self)
-        inside = places.inside("encoder/")
-        given, _, key = self._given(source, source_positions, None, inside, key=key)
-        given = replace(given, positions=positions, places=places)
-        return self.embed.output_layer(run_decoder(self, tokens, given, key=key)[0])
-
-    def _given(
-        self,
-        source: jax.Array | None,
-        positions: jax.Array | None,
-        cache: ModelCache | None,
-        places: Places = NOWHERE,  # the encoder's
-        key: jax.Array | None = None,
-    ) -> tuple[BlockInputs, Captured, jax.Array | None]:
-        """Return the memory of a source, what its encoder captured, and the decoder's key."""
-        refuse_rngs(self, key)
-        if (source is None) == (cache is None):
-            raise ValueError("give either source or cache: a cache already holds its source")
         source_key, key = split_key(key, 2)
-        if source is not None:
-            given, captured = self._read(source, positions, places, source_key)
-            return given, {f"encoder/{name}": value for name, value in captured.items()}, key
-        if positions is not None:
-            raise ValueError("source_positions without a source: a cache already holds them")
-        return BlockInputs(), {}, key
+        places = Places.of(self)
+        memory, _ = self._read(source, places, positions=source_positions, key=source_key)
+        x = run_decoder(
+            self, tokens, places, positions=positions, memory=memory,
+            memory_positions=self._places_of(memory, source_positions), key=key, read_out=False,
+        )[0]  # fmt: skip
+        return self.embed.output_layer(x)
 
     def _read(
-        self,
-        source: jax.Array,
-        positions: jax.Array | None,
-        places: Places,
-        key: jax.Array | None = None,
-    ) -> tuple[BlockInputs, Captured]:
-        """Return the memory of a source and where it stands, and what the encoder captured."""
-        given = BlockInputs(positions=positions, places=places)
-        memory, captured, _ = run_encoder(self, source, given, key=key)
+        self, source: jax.Array, places: Places, **given: Any
+    ) -> tuple[jax.Array, Captured]:  # [B, S, D]
+        """Return the memory of a source, and the captured values of its encoder by whole name."""
+        memory, visit = run_encoder(self, source, places.inside("encoder/"), **given)
+        return memory, {f"encoder/{name}": value for name, value in visit.captured.items()}
+
+    def _places_of(self, memory: jax.Array, positions: jax.Array | None) -> jax.Array:  # i32[B, S]
+        """Return the positions of a memory, negative where its source is padding."""
         positions = input_positions(self.config.inputs, positions)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])
-        positions = as_int32("positions", positions)
-        return BlockInputs(memory=memory, memory_positions=positions), captured
+        return as_int32("positions", positions)

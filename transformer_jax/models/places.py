@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.config import (
     ConvolutionConfig,
@@ -45,9 +47,6 @@ from transformer_jax.shown import shape_text, short_repr
 
 Captured = dict[str, jax.Array]
 Shape = tuple[str | int, ...]
-
-HeadMask = tuple[str, jax.Array | None, str]
-"""The name of an argument, its mask f32[N] or f32[L, N], and the branch whose heads it is for."""
 
 NO_EDIT: Mapping[str, Edit] = MappingProxyType({})
 IN_BLOCK = {
@@ -215,12 +214,16 @@ def named_edits(config: Config | nn.Module, edit: Mapping[str, Edit]) -> Edits:
         if not callable(function) and not isinstance(function, InCall):
             given = shape_text(function) if hasattr(function, "shape") else repr(function)
             raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
-        for name in _expand(one, known):
+        names, told = _expand(one, known), InCall.of(function)
+        if (count := getattr(told.function, "per_block", None)) not in (None, len(names)):
+            rule = f"{one} has {len(names)}"
+            raise ValueError(f"edit of {one} has values for {count} blocks: {rule}")
+        for name in names:
             if name in found:
                 raise ValueError(f"edit has {name} twice: {one!r} names it again")
             if name.endswith("/key_positions"):
                 raise ValueError(f"edit has {name}: positions can be captured, not edited")
-            found[name] = InCall.of(function)
+            found[name] = told
     return tuple(found.items())
 
 
@@ -232,8 +235,6 @@ class Places:
 
     capture: tuple[str, ...] = ()
     edit: Edits = ()
-    every_block: tuple[tuple[str, Callable[[jax.Array, Index], jax.Array]], ...] = ()
-    """Edits of a place in every block, by functions of the value and of the block's number."""
     prefix: str = ""
     """Begins every name as the caller wrote it; `inside` cuts it off, and errors put it back."""
     call: Call = WHOLE
@@ -245,26 +246,19 @@ class Places:
         model: Config | nn.Module,
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
-        head_masks: Sequence[HeadMask] = (),
     ) -> Places:
         """Return the places of names that may hold `*`; ValueError for one that is none.
 
-        The edits of a model come before those of the call. Heads are also multiplied by masks [N]
-        or [L, N] of their branch.
+        The edits of a model come before those of the call.
         """
         own: Edits = model.edits if isinstance(model, nn.Module) else ()
-        masked = [(name, mask, at) for name, mask, at in head_masks if mask is not None]
-        if not capture and not edit and not masked and not own:
+        if not capture and not edit and not own:
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
         known = list(places(model)) if capture else []
         asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
-        every_block = tuple(
-            (f"{branch}/heads", _scaled(name, mask, _layers_and_heads(model, branch)))
-            for name, mask, branch in masked
-        )
-        return cls(asked, (*own, *named_edits(model, edit)), every_block)
+        return cls(asked, (*own, *named_edits(model, edit)))
 
     def inside(self, prefix: str) -> Places:
         """Return the places whose names begin with `prefix`, named without it."""
@@ -274,7 +268,6 @@ class Places:
         return Places(
             tuple(name[cut:] for name in self.capture if name.startswith(prefix)),
             tuple((name[cut:], f) for name, f in self.edit if name.startswith(prefix)),
-            tuple((name[cut:], f) for name, f in self.every_block if name.startswith(prefix)),
             self.prefix + prefix,
         )
 
@@ -322,14 +315,19 @@ class Places:
             elif found and layer is not None and known in (None, int(found[1])):
                 own[name] = found[2], int(found[1]) if known is None else None
         capture = {own[name][0] for name in self.capture if name in own}
-        edits: dict[str, list[_BlockEdit]] = {}
-        for name, function in self.edit:
-            if name in own:
-                place, number = own[name]
-                edits.setdefault(place, []).append((self.prefix + name, number, function))
-        for name, of_layer in self.every_block if layer is not None else ():
-            own_layer = lambda x, of_layer=of_layer: of_layer(x, layer)  # noqa: E731
-            edits.setdefault(name, []).append((name, None, InCall(own_layer)))
+        edits: dict[str, list[BlockEdit]] = {}
+        for name, told in self.edit:
+            if name not in own:
+                continue
+            place, number = own[name]
+            before = edits.setdefault(place, [])
+            same = bool(before) and before[-1].told == told
+            if number is not None and same and number not in before[-1].blocks:
+                # one function of several blocks: a scan applies it once, and not once for each
+                before[-1] = before[-1]._replace(blocks=(*before[-1].blocks, number))
+            else:
+                blocks = () if number is None else (number,)
+                before.append(BlockEdit(self.prefix + name, blocks, told))
         return Visit(capture, edits, layer, positions, source, self.call)
 
     def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
@@ -374,8 +372,15 @@ class Places:
         return {name: captured[name] for name in self.capture}
 
 
-_BlockEdit = tuple[str, int | None, InCall]
-"""A place, as one writes it in `edit=`, the block that it is of, None the one at hand, its edit."""
+class BlockEdit(NamedTuple):
+    """Edit of a place within a block."""
+
+    place: str
+    """As it is written in an edit."""
+    blocks: tuple[int, ...]
+    """The blocks that it changes, where a scan runs all of them; empty: the one at hand."""
+    told: InCall
+
 
 NOWHERE = Places()
 
@@ -386,7 +391,7 @@ class Visit:
     def __init__(
         self,
         capture: Iterable[str] = (),
-        edits: Mapping[str, list[_BlockEdit]] | None = None,
+        edits: Mapping[str, list[BlockEdit]] | None = None,
         layer: Index | None = None,
         positions: jax.Array | None = None,
         source: jax.Array | None = None,
@@ -410,10 +415,12 @@ class Visit:
         of_source = name.endswith(OF_SOURCE)
         if of_source:
             positions, call = self.source, Call.of(self.source)
-        for place, number, function in self.edits.get(name, ()):
+        if self.edits and self.layer is not None:
+            call = replace(call, layer=self.layer)
+        for place, blocks, told in self.edits.get(name, ()):
             if of_source:  # every call sees the whole source
-                function = replace(function, part=False, first=0)
-            found = apply_edit(place, function, value, positions, call, alone)
+                told = replace(told, part=False, first=0)
+            found = apply_edit(place, told, value, positions, call, alone)
             rule = f"must be {value.dtype}{list(value.shape)}"
             if found is None:
                 raise ValueError(f"edit of {place} returns None: {rule}")
@@ -425,7 +432,10 @@ class Visit:
             if changed.shape != value.shape or changed.dtype != value.dtype:
                 given = f"{changed.dtype}{list(changed.shape)}"
                 raise ValueError(f"edit of {place} returns {given}: {rule}")
-            value = changed if number is None else jnp.where(self.layer == number, changed, value)
+            if blocks:
+                here = jnp.isin(jnp.asarray(self.layer), np.array(blocks))
+                changed = jnp.where(here, changed, value)
+            value = changed
         if name in self.capture:
             self.captured[name] = value
         return value
@@ -438,33 +448,6 @@ class Visit:
         if name in self.captured:
             self.captured[name] = value
         return value
-
-
-def _layers_and_heads(config: Config | nn.Module, branch: str) -> tuple[int, int]:
-    config = config.config if isinstance(config, nn.Module) else config
-    assert isinstance(config, ModelConfig)  # no other has heads
-    inside = config.kind == "encoder" or branch.startswith("encoder/")
-    return config.num_layers if inside else config.decoder_layers, config.num_heads
-
-
-def _scaled(
-    name: str, mask: jax.Array, size: tuple[int, int]
-) -> Callable[[jax.Array, Index], jax.Array]:
-    """Return a function that multiplies heads [B, T, N, Hv] of a layer by their mask.
-
-    ValueError unless it holds floats of each head, or of each layer and head.
-    """
-    wanted = f"must be floats [{size[1]}] or {list(size)}, of heads or layers and heads"
-    if not hasattr(mask, "ndim"):
-        raise ValueError(f"{name} is a {type(mask).__name__}: {wanted}")
-    if mask.shape not in (size[1:], size) or not jnp.issubdtype(mask.dtype, jnp.floating):
-        raise ValueError(f"{name} is {mask.dtype}{list(mask.shape)}: {wanted}")
-
-    def scale(heads: jax.Array, layer: Index) -> jax.Array:
-        own = mask if mask.ndim == 1 else mask[layer]
-        return heads * own.astype(heads.dtype)[None, None, :, None]
-
-    return scale
 
 
 def _expand(name: str, known: list[str]) -> list[str]:

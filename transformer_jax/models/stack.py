@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from transformer_jax.attention import biases
 from transformer_jax.attention.api import plan_mask
 from transformer_jax.attention.masks import Mask
-from transformer_jax.cache import kv_cache as kv
-from transformer_jax.cache.model_cache import Layers, ModelCache, slot_positions
+from transformer_jax.cache.model_cache import Layers, ModelCache
 from transformer_jax.config import Alibi, ModelConfig, OwnPositions, Shaw
 from transformer_jax.config.positions import distance_buckets
 from transformer_jax.models.block import Block, BlockInputs, PositionBias
@@ -24,100 +22,8 @@ from transformer_jax.models.experts import ROUTED
 from transformer_jax.models.functional import split_key
 from transformer_jax.models.layers import Norm, parameter, refuse_surplus
 from transformer_jax.models.module import Module
-from transformer_jax.models.places import Captured
+from transformer_jax.models.places import Captured, Visit
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
-
-
-@short_repr
-class AttentionWeights(NamedTuple):
-    """Hold what each layer read and weighed values with: after the softmax, before dropout.
-
-    A row sums to 1, to less by the share of `attention_sinks`, and to 0 where it sees nothing or is
-    of a padding token. Of one token, as `make_step(model).attend` gives them, there is no T, and S
-    are the slots of the cache: slot p of a full cache is position p.
-
-    All layers take [B, L, N, T, S] in f32. Of a looped stack, a program that returns one layer of
-    `self` computes and holds that layer's alone: XLA removes the others. A scanned stack holds all.
-    """
-
-    self: jax.Array | tuple[jax.Array, ...]
-    """f32[B, L, N, T, S]; from caches of a window pattern f32[B, N, T, S] of each layer."""
-    positions: jax.Array | tuple[jax.Array, ...]
-    """i32[B, S]: where the keys of `self` stand, -1 what is empty; of a pattern, of each layer."""
-    cross: jax.Array | None = None
-    """f32[B, L, N, T, S] over the tokens of an encoder-decoder's source."""
-    hidden: jax.Array | None = None
-    """[B, L + 1, T, D]: the stream before each block, and the stack's output, which is normalised
-    unless post-norm. Of one token [B, L + 1, D]. Padding tokens have some too; it means nothing."""
-
-
-export.register_namedtuple_serialization(
-    AttentionWeights, serialized_name="transformer_jax.AttentionWeights"
-)
-
-
-def by_slot(weights: AttentionWeights, cache: ModelCache) -> AttentionWeights:
-    """Return the weights of one token without T, in the slots of the `cache` that now holds it.
-
-    A cache shorter than its window was read with the new key after it: that weight moves to the
-    slot of the key.
-    """
-
-    def fold(own: jax.Array, seen: jax.Array, held: jax.Array) -> jax.Array:
-        own, slots = own[..., 0, :], held.shape[1]
-        if own.shape[-1] == slots:
-            return own
-        new = held == seen[:, slots:]  # [B, S]; of a padding token all are 0
-        new = new.reshape(len(new), *(1,) * (own.ndim - 2), slots)
-        return own[..., :slots] + jnp.where(new, own[..., slots:], 0.0)
-
-    held: jax.Array | tuple[jax.Array, ...]
-    if isinstance(weights.self, tuple):
-        held = tuple(map(slot_positions, cast(tuple, cache.layers)))
-    elif isinstance(cache.layers, kv.KVCache):
-        held = cache.layers.positions[:, 0]
-    else:
-        held = slot_positions(cache.layers[0])
-    cross = None if weights.cross is None else weights.cross[..., 0, :]
-    own = jax.tree.map(fold, weights.self, weights.positions, held)
-    hidden = None if weights.hidden is None else weights.hidden[..., 0, :]
-    return AttentionWeights(own, held, cross, hidden)
-
-
-WEIGHTS = (
-    "embedding",
-    "block_*/attention/weights",
-    "block_*/attention/key_positions",
-    "block_*/residual",
-)
-"""The places that `attention_weights` joins."""
-CROSS_WEIGHTS = (*WEIGHTS, "block_*/cross_attention/weights")
-"""The same, of a stack that attends to an encoder's output."""
-
-
-def attention_weights(
-    config: ModelConfig,
-    captured: Captured,  # at WEIGHTS or CROSS_WEIGHTS
-    x: jax.Array,  # [B, T, D]: the stack's output
-    cache: ModelCache | None,
-) -> AttentionWeights:
-    """Join the weights and the streams of all blocks."""
-    depth = sum(name.endswith("/residual") for name in captured)
-
-    def of_blocks(name: str) -> list[jax.Array]:
-        return [captured[f"block_{i}/{name}"] for i in range(depth)]
-
-    weights, positions = of_blocks("attention/weights"), of_blocks("attention/key_positions")
-    own: jax.Array | tuple[jax.Array, ...] = tuple(weights)
-    places: jax.Array | tuple[jax.Array, ...] = tuple(positions)
-    if cache is None or not isinstance(config.window, tuple):  # else layers differ in their slots
-        own, places = jnp.stack(weights, axis=1), positions[0]
-    cross = None
-    if "block_0/cross_attention/weights" in captured:
-        cross = jnp.stack(of_blocks("cross_attention/weights"), axis=1)
-    hidden = [captured["embedding"], *of_blocks("residual")[:-1], x]
-    return AttentionWeights(own, places, cross, jnp.stack(hidden, axis=1))
 
 
 class Stack(Module):
@@ -183,16 +89,16 @@ class Stack(Module):
         x: jax.Array,  # [B, T, D]
         given: BlockInputs,  # its mask and bias are not read
         masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
+        visit: Visit,  # of what stands around the blocks; all captured values are added to it
         *,
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[jax.Array, ModelCache | None, Captured]:
-        """Run the blocks: return the output, the updated cache, and what is captured.
+    ) -> tuple[jax.Array, ModelCache | None]:
+        """Run the blocks: return the output and the updated cache.
 
         The output is normalised, unless `norm_order` is "post".
         """
         cfg = self.config
-        visit = given.places.visit(positions=given.token_positions)
         x = visit("embedding", x)
 
         bias: PositionBias | None = None
@@ -227,7 +133,6 @@ class Stack(Module):
 
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
-        captured: Captured = {}
         if cfg.scan_layers:
             own = replace(given, mask=masks[0], bias=bias)
             keys = None if key is None else jax.random.split(key, self.depth)
@@ -241,23 +146,24 @@ class Stack(Module):
                 kept = own.places.empty(shapes, self.depth)
             carry = x, layers, kept
             (x, layers, kept), found = blocks.scan_step(carry, numbers, keys, cross, own)
-            captured = own.places.collect(found) | kept
+            visit.captured |= own.places.collect(found) | kept
         else:
             updated: list[Any] = []  # of one class of cache, or None
+            inputs = [replace(given, mask=mask, bias=bias) for mask in masks]
             for i, own_key in enumerate(split_key(key, self.depth)):
-                own = replace(given, mask=masks[i % len(masks)], bias=bias)
+                own = inputs[i % len(masks)]
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
                 x, layer, found = self.block[i % len(self.block)](
                     x, own, layer, cross_cache, own_key, i
                 )
                 updated.append(layer)
-                captured |= {f"block_{i}/{name}": value for name, value in found.items()}
+                visit.captured |= {f"block_{i}/{name}": value for name, value in found.items()}
             layers = None if layers is None else tuple(updated)
         if cfg.norm_order != "post":
             x = visit("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)
-        return x, cache, captured | visit.captured
+        return x, cache
 
 
 def stack_layers(params: Params) -> Params:

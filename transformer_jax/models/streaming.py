@@ -173,10 +173,11 @@ class StreamingEncoder(CheckedModule):
         x = self._embed(frames, token_positions, input_key)
         seam = Places.of(self, capture, edit).told(token_positions, whole=cache is None)
         given = BlockInputs(positions=positions, token_positions=token_positions, places=seam)
-        x, cache, captured = self.encoder(x, given, masks, cache=cache, key=stack_key)
+        visit = seam.visit(positions=token_positions)
+        x, cache = self.encoder(x, given, masks, visit, cache=cache, key=stack_key)
         if refused is not None:
             x = jnp.where(refused[:, None, None], jnp.nan, x)
-        return (x, cache, seam.in_order(captured)) if capture else (x, cache)
+        return (x, cache, seam.in_order(visit.captured)) if capture else (x, cache)
 
     def _mask(self) -> Mask:
         if self.chunk is None:

@@ -9,8 +9,7 @@ given; flax's `rngs` are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +39,8 @@ from transformer_jax.models.layers import (
     refuse_rngs,
     refuse_surplus,
 )
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
-from transformer_jax.models.stack import (
-    WEIGHTS,
-    AttentionWeights,
-    Stack,
-    attention_weights,
-)
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, Visit
+from transformer_jax.models.stack import Stack
 from transformer_jax.tracing import known_value
 
 if TYPE_CHECKING:
@@ -63,7 +57,6 @@ class EncodeOptions(TypedDict, total=False):
     mask: Mask | None
     segments: jax.Array | None
     types: jax.Array | None
-    head_mask: jax.Array | None
     key: jax.Array | None
 
 
@@ -105,9 +98,9 @@ class Encoder(CheckedModule):
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
-        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
-    ) -> jax.Array:  # [B, T, D]
+        capture: Sequence[str] = (),
+    ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, T, D]
         """Return the hidden state of every token; of frames, of every output of theirs.
 
         Args:
@@ -116,46 +109,21 @@ class Encoder(CheckedModule):
             mask: which tokens a token sees; None is all. The config's window is added to it.
             segments: i32[B, T], ids of packed documents, as in `Decoder`; None is one document.
             types: i32[B, T], BERT's token types; None is 0. Needs a `type_vocab_size`.
-            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix
-                (Michel et al. 2019).
             key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
 
         Returns:
-            [B, T, D], in the compute dtype.
+            [B, T, D], in the compute dtype; with `capture` also the values by name.
 
         Raises:
             ValueError: if an argument does not fit the tokens or the config.
         """
-        masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self, head_masks=masks)
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        return run_encoder(self, tokens, given, segments=segments, types=types, key=key)[0]
-
-    def attend(
-        self,
-        tokens: jax.Array,  # i32[B, T]
-        *,
-        positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,
-        segments: jax.Array | None = None,  # i32[B, T]
-        types: jax.Array | None = None,  # i32[B, T]
-    ) -> tuple[jax.Array, None, AttentionWeights]:
-        """Return the logits of `__call__`, None, and what every layer weighed the tokens with.
-
-        Where the config has no logits, the hidden states of `encode` in their place.
-
-        Args:
-            tokens: i32[B, T], or what the config's inputs describe.
-            positions: i32[B, T], negative is padding; None is arange(T).
-            mask: which tokens a token sees; None is all.
-            segments: i32[B, T], ids of packed documents; None is one document.
-            types: i32[B, T], BERT's token types; None is 0.
-        """
-        places = Places.of(self, WEIGHTS)
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured, _ = run_encoder(self, tokens, given, segments=segments, types=types)
-        weights = attention_weights(self.config, captured, x, None)
-        return self._logits(x) if self.config.has_logits else x, None, weights
+        places = Places.of(self, capture)
+        x, visit = run_encoder(
+            self, tokens, places, positions=positions, mask=mask, segments=segments, types=types,
+            key=key,
+        )  # fmt: skip
+        return (x, places.in_order(visit.captured)) if capture else x
 
     def __call__(
         self,
@@ -165,7 +133,6 @@ class Encoder(CheckedModule):
         mask: Mask | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         types: jax.Array | None = None,  # i32[B, T]
-        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
@@ -178,7 +145,6 @@ class Encoder(CheckedModule):
             mask: which tokens a token sees; None is all. The config's window is added to it.
             segments: i32[B, T], ids of packed documents; None is one document.
             types: i32[B, T], BERT's token types; None is 0.
-            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix.
             key: a single key, which turns dropout on.
             capture: names of places (`transformer_jax.places`), whose values are returned.
             edit: functions by the names of places, which change the values there.
@@ -194,12 +160,11 @@ class Encoder(CheckedModule):
             name = "embedding_dim" if self.config.inputs is None else "inputs"
             rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
             raise ValueError(f"{name} is {getattr(self.config, name)!r}: {rule}")
-        masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self, capture, edit, masks)
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        x, captured, given = run_encoder(
-            self, tokens, given, segments=segments, types=types, key=key
-        )
+        places = Places.of(self, capture, edit)
+        x, visit = run_encoder(
+            self, tokens, places, positions=positions, mask=mask, segments=segments, types=types,
+            key=key,
+        )  # fmt: skip
         if self.is_initializing():
             if self.config.pooling is not None:
                 self._pool(x, None)
@@ -207,19 +172,11 @@ class Encoder(CheckedModule):
                 self._classes(x, None)
             if not self.config.has_logits:
                 return x, None
-        visit = given.places.visit(positions=given.token_positions)
-        logits = visit("logits", self._logits(x))
-        captured = captured | visit.captured
-        return (logits, None, places.in_order(captured)) if capture else (logits, None)
+        x = self._transformed(x) if self.config.masked_token_head else x
+        logits = visit("logits", self.embed.logits(x))
+        return (logits, None, places.in_order(visit.captured)) if capture else (logits, None)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
-        return self.embed.logits(self._transformed(x))
-
-    def _transformed(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        """Return what the output matrix reads."""
-        return self._transform(x) if self.config.masked_token_head else x
-
-    def _transform(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+    def _transformed(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
         return self.head_norm(activate(self.head_dense(x), self.config.activation))
 
     def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
@@ -229,7 +186,8 @@ class Encoder(CheckedModule):
             tokens: i32[B, T].
             **arguments: the others of `encode`.
         """
-        return self.embed.output_layer(self._transformed(self.encode(tokens, **arguments)))
+        x: Any = self.encode(tokens, **arguments)
+        return self.embed.output_layer(self._transformed(x) if self.config.masked_token_head else x)
 
     def classify(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
@@ -250,7 +208,8 @@ class Encoder(CheckedModule):
         """
         if self.config.num_classes is None:
             raise ValueError("num_classes is None: this encoder has no classification head")
-        return self._classes(self.encode(tokens, **arguments), arguments.get("positions"))
+        x: Any = self.encode(tokens, **arguments)
+        return self._classes(x, arguments.get("positions"))
 
     def pool(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
@@ -271,8 +230,8 @@ class Encoder(CheckedModule):
         """
         if self.config.pooling is None:
             raise ValueError("pooler is None: this encoder has no such layer")
-        x = self._pool(self.encode(tokens, **arguments), arguments.get("positions"))
-        return x.astype(jnp.float32)
+        x: Any = self.encode(tokens, **arguments)
+        return self._pool(x, arguments.get("positions")).astype(jnp.float32)
 
     def _pool(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
         cfg = self.config
@@ -286,7 +245,7 @@ class Encoder(CheckedModule):
             at = jnp.argmax(valid, axis=1)[:, None, None]
             x = jnp.take_along_axis(x, at, axis=1)[:, 0]
         if cfg.pooling == "transform":
-            return self._transform(x)
+            return self._transformed(x)
         pooled = self.pooler(x)
         return jnp.tanh(pooled) if cfg.pooling == "tanh" else activate(pooled, cfg.pooling)
 
@@ -319,7 +278,6 @@ class Decoder(CheckedModule):
         cache: ModelCache | None = None,
         segments: jax.Array | None = None,  # i32[B, T]
         at: jax.Array | None = None,  # i32[B, Q]
-        head_mask: jax.Array | None = None,  # f32[L, N] or [N]
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
@@ -340,8 +298,6 @@ class Decoder(CheckedModule):
                 one begins a document.
             at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token. A
                 vocabulary is wide, and after a prompt one row of T counts.
-            head_mask: f32[L, N] or [N], multiplies what each head gives, before the output matrix
-                (Michel et al. 2019).
             key: a single key, which turns dropout on.
             capture: names of places (`transformer_jax.places`), whose values are returned.
             edit: functions by the names of places, which change the values there.
@@ -354,12 +310,11 @@ class Decoder(CheckedModule):
             ValueError: if an argument does not fit the tokens, the config or the cache, or a known
                 position is past the cache's end.
         """
-        masks = [("head_mask", head_mask, "attention")]
-        places = Places.of(self, capture, edit, masks)
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, _ = decoder_logits(
-            self, tokens, given, cache=cache, segments=segments, key=key, at=at
-        )
+        places = Places.of(self, capture, edit)
+        logits, cache, captured = run_decoder(
+            self, tokens, places, positions=positions, mask=mask, cache=cache, segments=segments,
+            at=at, key=key,
+        )  # fmt: skip
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
     def output_layer(
@@ -383,54 +338,28 @@ class Decoder(CheckedModule):
             segments: i32[B, T], ids of packed documents.
             key: a single key, which turns dropout on.
         """
-        given = BlockInputs(positions=positions, mask=mask, places=Places.of(self))
-        x = run_decoder(self, tokens, given, segments=segments, key=key)[0]
+        x = run_decoder(
+            self, tokens, Places.of(self), positions=positions, mask=mask, segments=segments,
+            key=key, read_out=False,
+        )[0]  # fmt: skip
         return self.embed.output_layer(x)
-
-    def attend(
-        self,
-        tokens: jax.Array,  # i32[B, T]
-        *,
-        positions: jax.Array | None = None,  # i32[B, T]
-        mask: Mask | None = None,  # None is Causal(); another mask replaces it
-        cache: ModelCache | None = None,
-        segments: jax.Array | None = None,  # i32[B, T]
-    ) -> tuple[jax.Array, ModelCache | None, AttentionWeights]:
-        """Return what `__call__` does, and what every layer weighed the keys with.
-
-        Args:
-            tokens: i32[B, T].
-            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
-                cache's.
-            mask: takes the place of `Causal()`.
-            cache: of the tokens before; None has none.
-            segments: i32[B, T], ids of packed documents.
-        """
-        places = Places.of(self, WEIGHTS)
-        given = BlockInputs(positions=positions, mask=mask, places=places)
-        logits, cache, captured, x = decoder_logits(
-            self, tokens, given, cache=cache, segments=segments
-        )
-        return logits, cache, attention_weights(self.config, captured, x, cache)
-
-
-def _check_types(types: jax.Array, tokens: jax.Array) -> None:
-    check_array("types", types, "[B, T]")
-    if types.shape != tokens.shape or not jnp.issubdtype(types.dtype, jnp.integer):
-        rule = f"must be integers {list(tokens.shape)}, as tokens are"
-        raise ValueError(f"types are {types.dtype}{list(types.shape)}: {rule}")
 
 
 def run_encoder(
     model: Encoder | EncoderDecoder,
     source: jax.Array,  # i32[B, S], or what the config's inputs describe
-    given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    places: Places,
     *,
+    positions: jax.Array | None,  # i32[B, S]
+    mask: Mask | None = None,
     segments: jax.Array | None = None,  # i32[B, S]
     types: jax.Array | None = None,  # i32[B, S]
     key: jax.Array | None = None,
-) -> tuple[jax.Array, Captured, BlockInputs]:  # [B, S, D]
-    """Check what an encoder reads, embed it, and run its stack; return also what it was given."""
+) -> tuple[jax.Array, Visit]:  # [B, S, D]
+    """Check the inputs of an encoder, embed them, and run its stack.
+
+    Return the hidden states and a visit that holds all captured values, for the logits to join.
+    """
     cfg = model.config
     refuse_rngs(model, key)
     if types is not None and cfg.type_vocab_size is None:
@@ -438,48 +367,59 @@ def run_encoder(
     if segments is not None and isinstance(cfg.inputs, Patches | Frames):
         kind = type(cfg.inputs).__name__
         raise ValueError(f"segments with {kind}: give each of them a row of its own")
-    x, positions = source, given.positions
+    x = source
     if cfg.inputs is None:
         check_tokens(source, cfg.encoder_vocab_size)
         if types is not None:
-            _check_types(types, source)
+            check_array("types", types, "[B, T]")
+            if types.shape != source.shape or not jnp.issubdtype(types.dtype, jnp.integer):
+                rule = f"must be integers {list(source.shape)}, as tokens are"
+                raise ValueError(f"types are {types.dtype}{list(types.shape)}: {rule}")
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
         positions = input_positions(cfg.inputs, positions)
-    token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, given.mask)
-    places = given.places.told(token_positions, packed=segments is not None)
-    given = replace(given, positions=positions, token_positions=token_positions, places=places)
+    token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
+    places = places.told(token_positions, packed=segments is not None)
+    given = BlockInputs(positions=positions, token_positions=token_positions, places=places)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(x, token_positions, types, embed_key)
-    x, _, captured = model.encoder(x, given, masks, key=stack_key)
-    return x, captured, given
+    visit = places.visit(positions=token_positions)
+    x, _ = model.encoder(x, given, masks, visit, key=stack_key)
+    return x, visit
 
 
 def run_decoder(
     model: Decoder | EncoderDecoder,
     tokens: jax.Array,  # i32[B, T]
-    given: BlockInputs,  # with positions, a mask and places as a caller gives them
+    places: Places,
     *,
+    positions: jax.Array | None = None,  # i32[B, T]
+    mask: Mask | None = None,
     cache: ModelCache | None = None,
     segments: jax.Array | None = None,  # i32[B, T]
+    memory: jax.Array | None = None,  # [B, S, D]
+    memory_positions: jax.Array | None = None,  # i32[B, S]
+    at: jax.Array | None = None,  # i32[B, Q]
     key: jax.Array | None = None,
-) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array | None, BlockInputs]:
-    """Check what a decoder reads, embed it, and run its stack.
+    read_out: bool = True,
+) -> tuple[jax.Array, ModelCache | None, Captured]:
+    """Check the inputs of a decoder, embed them, run its stack, and compute the logits.
 
-    Return [B, T, D], the updated cache, what is captured, bool[B]: rows for which the cache has no
-    room, and what the stack was given.
+    Return logits f32[B, T, V], NaN in rows for which the cache has no room, the updated cache and
+    the captured values. Without `read_out`, return the hidden states [B, T, D] for logits.
     """
     cfg, crossed = model.config, model.config.kind == "encoder-decoder"
     refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
-    positions, mask, overflow = given.positions, given.mask, None
+    overflow = None
     if cache is not None:
         if segments is not None:
             raise ValueError("segments with a cache: give each document a row of its own")
+        follows = positions is None
         positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
         if mask is not None:
-            length = known_value(cache.length) if given.positions is None else None
+            length = known_value(cache.length) if follows else None
             if length is not None:  # the mask is asked by the positions that follow
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
@@ -491,36 +431,20 @@ def run_decoder(
     token_positions, masks = positions_and_masks(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
-    packed = segments is not None
-    places = given.places.told(token_positions, whole=cache is None, packed=packed)
-    given = replace(given, positions=positions, token_positions=token_positions, places=places)
+    places = places.told(token_positions, whole=cache is None, packed=segments is not None)
+    given = BlockInputs(
+        positions=positions, token_positions=token_positions, places=places, memory=memory,
+        memory_positions=memory_positions,
+    )  # fmt: skip
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
-    x, cache, captured = model.decoder(x, given, masks, cache=cache, key=stack_key)
-    if overflow is not None and cache is not None and cache.exhausted is not None:
-        overflow |= cache.exhausted
-    return x, cache, captured, overflow, given
-
-
-def decoder_logits(
-    model: Decoder | EncoderDecoder,
-    tokens: jax.Array,  # i32[B, T]
-    given: BlockInputs,
-    *,
-    cache: ModelCache | None = None,
-    segments: jax.Array | None = None,  # i32[B, T]
-    key: jax.Array | None = None,
-    at: jax.Array | None = None,  # i32[B, Q]
-) -> tuple[jax.Array, ModelCache | None, Captured, jax.Array]:
-    """Run a decoder: return logits f32[B, T, V], the cache, what is captured, and [B, T, D].
-
-    Logits are NaN in rows for which the cache has no room.
-    """
-    x, cache, captured, overflow, given = run_decoder(
-        model, tokens, given, cache=cache, segments=segments, key=key
-    )
-    visit = given.places.visit(positions=given.token_positions)
+    visit = places.visit(positions=token_positions)
+    x, cache = model.decoder(x, given, masks, visit, cache=cache, key=stack_key)
+    if not read_out:
+        return x, cache, visit.captured
     logits = visited_logits(model.embed, x, at, visit)
-    if overflow is not None:
+    if overflow is not None and cache is not None:
+        if cache.exhausted is not None:
+            overflow |= cache.exhausted
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
-    return logits, cache, captured | visit.captured, x
+    return logits, cache, visit.captured

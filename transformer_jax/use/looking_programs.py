@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from transformer_jax import inside
 from transformer_jax.config import ModelConfig
 from transformer_jax.inside.lens import no_sum
+from transformer_jax.models.editing import Edit
 from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
@@ -108,22 +108,20 @@ def without(
     model, metric, rest = build(config), _metric(ids, at), arguments(given)
     size = depth(config), config.num_heads
 
-    def value(**masks: Any) -> jax.Array:
-        found = model.apply({"params": params}, jnp.asarray(tokens), **rest, **masks)
-        return metric(found[0])
+    def value(edit: dict[str, Edit]) -> jax.Array:
+        return metric(model.edited(edit).apply({"params": params}, jnp.asarray(tokens), **rest)[0])
 
-    whole = value()
+    whole = value({})
 
-    def silenced(name: str, head: jax.Array) -> jax.Array:
+    def silenced(branch: str, head: jax.Array) -> jax.Array:
         mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
-        return value(**{name: mask}) - whole
+        return value(inside.scale(f"block_*/{branch}/heads", mask)) - whole
 
-    names = ["head_mask", *(["cross_head_mask"] if config.kind == "encoder-decoder" else [])]
     every = jnp.arange(size[0] * size[1])
     together = min(_together(config, tokens), len(every))
     return whole, [
-        jax.lax.map(partial(silenced, name), every, batch_size=together).reshape(size)
-        for name in names
+        jax.lax.map(partial(silenced, branch), every, batch_size=together).reshape(size)
+        for branch in branches(config)
     ]
 
 

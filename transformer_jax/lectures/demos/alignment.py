@@ -92,10 +92,12 @@ def translate(
     known = {"params": params}
     state = model.apply(known, np.maximum(source, 0), valid=valid, method="init_state")
     prompt = np.full((len(source), 1), start)
+    place = "attention/weights"
     text = generate(
-        make_step(model), params, prompt, state, num_tokens=num_tokens, stop=end, attention=True
+        make_step(model), params, prompt, state, num_tokens=num_tokens, stop=end, capture=(place,)
     )
-    return text.rows(), np.asarray(text.attention)
+    assert text.captured is not None
+    return text.rows(), np.asarray(text.captured[place])
 
 
 def demonstrate(arguments: Namespace) -> dict[str, Any]:
