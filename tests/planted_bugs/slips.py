@@ -822,7 +822,7 @@ SLIPS: tuple[Slip, ...] = (
             "an albert of several groups is read as one of one",
             "dict(num_hidden_groups=[1], inner_group_num=[1])",
             "dict(num_hidden_groups=[1, 2], inner_group_num=[1])",
-            "pretrained/test_encoder_folders.py"
+            "pretrained/test_family_folders.py"
             "::test_what_would_change_the_numbers_is_refused_by_name",
         ),
     ),
@@ -832,7 +832,7 @@ SLIPS: tuple[Slip, ...] = (
             "the older style's base of a rotation is not read",
             "read_rope(keys, fields, default=base)",
             "read_rope(keys, fields, default=BASE)",
-            "pretrained/test_nomic_bert_folders.py::test_both_styles_mean_the_same",
+            "pretrained/test_family_folders.py::test_both_styles_of_nomic_bert_mean_the_same",
         ),
     ),
     *of(
@@ -850,7 +850,7 @@ SLIPS: tuple[Slip, ...] = (
             "rows that take turns are written one parameter after the other",
             "return np.concatenate(runs, axis=1).reshape(-1, *rest)",
             "return np.concatenate(pieces)",
-            "pretrained/test_parallel_folders.py"
+            "pretrained/test_family_folders.py"
             "::test_rows_that_take_turns_are_cut_and_joined_as_numpy_does",
         ),
     ),
