@@ -62,6 +62,8 @@ QWEN = EXPERTS | dict(
     model_type="qwen3_moe", num_experts=4, moe_intermediate_size=6, num_experts_per_tok=3,
     head_dim=4,
 )  # fmt: skip
+BERT, ROBERTA = (ENCODER | dict(model_type=n, pad_token_id=1) for n in ("bert", "roberta"))
+DISTIL = dict(model_type="distilbert", vocab_size=29, dim=12, n_heads=3, n_layers=1, hidden_dim=10)
 MPNET = ENCODER | dict(
     model_type="mpnet", max_position_embeddings=34, layer_norm_eps=1e-5,
     relative_attention_num_buckets=32, pad_token_id=1, hidden_act="gelu",
@@ -232,6 +234,15 @@ REFUSED = [
     (QWEN | dict(use_sliding_window=True), "use_sliding_window is True: must be False"),
     (QWEN | dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes': must be true or false"),
     (QWEN | dict(router_aux_loss_coef=-1), "balance_loss is -1: must not be negative"),
+    (BERT | dict(position_embedding_type="relative_key"), "is 'relative_key': must"),
+    (BERT | dict(is_decoder=True), "is_decoder is True: must be False"),
+    (BERT | dict(add_cross_attention=True), "add_cross_attention is True"),
+    (BERT | dict(pruned_heads={"0": [1]}), "pruned_heads is {'0': .1.}"),
+    (BERT | dict(hidden_act="tanh"), "hidden_act is 'tanh': must be one of"),
+    (BERT | dict(position_biased_input=True), "position_biased_input is True: no"),
+    (ROBERTA | dict(pad_token_id=None), "pad_token_id is None: must be an integer"),
+    (ROBERTA | dict(pad_token_id=511), "max_position_embeddings is 512: must be"),
+    (DISTIL | dict(tie_weights_=False), "tie_weights_ is False: must be True"),
     (ALBERT | dict(num_hidden_groups=2), "num_hidden_groups is 2: must be 1"),
     (ALBERT | dict(inner_group_num=2), "inner_group_num is 2: must be 1"),
     (ELECTRA | dict(embedding_size=0), "embedding_size is 0: must be an integer from 1"),
@@ -268,21 +279,31 @@ def test_what_would_change_the_numbers_is_refused_by_name(content, rule):
         read(content)
 
 
+MASKED = ("cls.predictions.transform.dense.weight",)
+TEXT = "classifier.weight", "bert.pooler.dense.weight"
+
+
 @pytest.mark.parametrize(
     ("content", "heads", "rule"),
     [
-        (ELECTRA | dict(hidden_act="relu"), "generator_predictions.dense.weight",
+        (BERT | dict(tie_word_embeddings=False), MASKED, "tie_word_embeddings is False"),
+        (BERT | dict(id2label=3), TEXT, "id2label is 3: must be an object"),
+        (BERT | dict(id2label={"0": "a", "1": "b"}, num_labels=7), TEXT,
+         "num_labels is 7: must be as many"),
+        (ROBERTA | dict(hidden_act="relu"), ("lm_head.dense.weight",),
+         "hidden_act is 'relu': must be 'gelu'"),
+        (ELECTRA | dict(hidden_act="relu"), ("generator_predictions.dense.weight",),
          "hidden_act is 'relu': must be 'gelu' beside a head of"),
-        (MODERN, "classifier.weight", r"architectures is None: must be a class \.\.\.ForSeq"),
+        (MODERN, ("classifier.weight",), r"architectures is None: must be a class \.\.\.ForSeq"),
         (MODERN | dict(
             architectures=["ModernBertForTokenClassification"], classifier_pooling="max"
-        ), "classifier.weight", "classifier_pooling is 'max': must be one of"),
-        (NOMIC, "qa_outputs.weight", "architectures is None: transformers has no such head"),
+        ), ("classifier.weight",), "classifier_pooling is 'max': must be one of"),
+        (NOMIC, ("qa_outputs.weight",), "architectures is None: transformers has no such head"),
     ],
 )  # fmt: skip
 def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
     with pytest.raises(ConfigError, match=rule):
-        read(content, heads)
+        read(content, *heads)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +327,14 @@ def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
         (MODERN, dict(first_norm=True), "first_norm is "),
         (MODERN, dict(glu=False), "glu is "),
         (MODERN, dict(out_bias=True), "out_bias is "),
+        (ROBERTA, dict(positions=Learned(offset=0)), "a roberta cannot say this config"),
+        (BERT, dict(positions=Learned(offset=2), max_len=7), "max_len is 7: a bert has 9"),
+        (DISTIL, dict(norm_eps=1e-5), "norm_eps is 1e-05: a distilbert has 1e-12"),
+        (DISTIL, dict(type_vocab_size=2), "type_vocab_size is 2: a distilbert has None"),
+        (DISTIL, dict(pooler="tanh"), "pooler is 'tanh': a distilbert has None"),
+        (BERT, dict(num_classes=3, masked_token_head=True, logit_bias=True),
+         "num_classes is 3: a bert has 2"),
+        (BERT, dict(norm_order="pre"), "norm_order is 'pre': a bert has 'post'"),
         (MPNET, dict(positions=Learned(offset=2)), r"positions\.buckets is "),
         (MPNET, dict(positions=Learned(offset=2, buckets=16)), r"positions\.buckets is "),
         (MIXTRAL, dict(experts=None), "experts is None"),

@@ -424,46 +424,21 @@ def scaled(kind: str, **keys: Any) -> dict[str, Any]:
     return small(rope_scaling=dict(type=kind, **keys))
 
 
+QWEN_WINDOW = dict(model_type="qwen2", max_window_layers=1, sliding_window=7)
+
+
 @pytest.mark.parametrize(
     ("content", "fields"),
     [
-        (small(), dict(kv_heads=3, window=None, norm_eps=1e-6, tie_embeddings=False)),
-        (small(model_type="mistral", num_attention_heads=16, head_dim=2), dict(kv_heads=8)),
-        (small(model_type="mistral"), dict(window=4096)),
-        (small(model_type="mistral", sliding_window=None), dict(window=None)),
-        (small(model_type="qwen2", max_window_layers=1, sliding_window=7), dict(window=None)),
+        (small(**QWEN_WINDOW), dict(window=None)),
+        (small(**QWEN_WINDOW, use_sliding_window=True), dict(window=(None, 7))),
         (
-            small(
-                model_type="qwen2", max_window_layers=1, sliding_window=7, use_sliding_window=True
-            ),
-            dict(window=(None, 7)),
-        ),
-        (small(model_type="qwen3"), dict(head_dim=128, qk_norm=True, qkv_bias=None)),
-        (
-            small(model_type="gemma", num_attention_heads=16),
-            dict(kv_heads=16, head_dim=256, activation="gelu_tanh", tie_embeddings=True),
-        ),
-        (
-            small(model_type="gemma2", num_attention_heads=4),
-            dict(kv_heads=4, window=(4096, None), attention_softcap=50.0, logit_softcap=30.0),
-        ),
-        (
-            small(model_type="gemma2", attn_logit_softcapping=None, num_key_value_heads=1),
+            small(model_type="gemma2", attn_logit_softcapping=None),
             dict(attention_softcap=None, logit_softcap=30.0),
         ),
-        (
-            small(model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=6),
-            dict(
-                kv_heads=4, window=(4096,) * 5 + (None,),
-                positions=Rope(base=1e6, window_base=10_000.0), attention_softcap=None,
-                logit_softcap=None,
-            ),
-        ),
     ],
-)  # fmt: skip
-def test_missing_keys_of_windows_and_caps_have_their_defaults(content, fields):
-    if "kv_heads" in fields:
-        del content["num_key_value_heads"]
+)
+def test_keys_of_windows_and_caps_mean_what_they_say(content, fields):
     config = read_config(content, (), "config.json")
     assert {name: getattr(config, name) for name in fields} == fields
 
@@ -510,8 +485,8 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     ),
     "llama": (small(**NO_DEFAULT), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=2)),
     "mistral": (
-        small(model_type="mistral", **NO_DEFAULT), (),
-        SMALL_LLAMA | dict(num_kv_heads=8, head_dim=2, window=4096),
+        small(model_type="mistral", **NO_DEFAULT | dict(num_attention_heads=16)), (),
+        SMALL_LLAMA | dict(num_heads=16, num_kv_heads=8, head_dim=2, window=4096),
     ),
     "qwen2": (
         small(model_type="qwen2", **QWEN_LEFT_OUT | dict(head_dim=2)), (),

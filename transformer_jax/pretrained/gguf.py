@@ -158,13 +158,15 @@ def _placed(
         if shape[0] % (2 * heads):
             rule = f"{heads} heads do not have an even share of its rows"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
-        change = _halves(heads)
+        # ggml rotates the pairs (2i, 2i + 1), and the folder (i, i + H/2): the converter lets the
+        # rows of a head's halves take turns, which is undone.
+        change = partial(_untwisted, heads=heads)
     elif names.offset_norms and base.endswith("norm"):
         change = _less_one
     elif base in names.transposed and end == "weight":
         change, shape = np.transpose, shape[::-1]
     elif base in names.rows:
-        change, shape = _as_row, (1, *shape)
+        change, shape = partial(np.expand_dims, axis=0), (1, *shape)
     yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
 
 
@@ -190,26 +192,13 @@ def _placed_plainly(
     yield to, _Source(name, None, change, turns), TensorInfo("", "float32", shape)
 
 
-def _halves(heads: int) -> Change:
-    """Return what puts a head's rows back: its first half, then its second.
-
-    The converter lets them take turns, since ggml rotates the pairs (2i, 2i + 1) and the folder
-    (i, i + H/2).
-    """
-
-    def change(tensor: np.ndarray) -> np.ndarray:
-        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(tensor.shape)
-
-    return change
+def _untwisted(tensor: np.ndarray, heads: int) -> np.ndarray:
+    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _less_one(tensor: np.ndarray) -> np.ndarray:
     return tensor - tensor.dtype.type(1)
-
-
-def _as_row(tensor: np.ndarray) -> np.ndarray:
-    return tensor[None]
 
 
 class _Keys(ConfigKeys):

@@ -38,6 +38,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     One block of each stack is traced, since all blocks of a stack are alike, but for a norm that
     the first may lack.
     """
+    # A model of one layer has no room for patterns of layers, which change no shape.
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)

@@ -26,7 +26,10 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
         return open_folder(path_or_id, revision=revision)  # which says what is wrong with it
     path = Path(path_or_id)
     named = path.suffix.lower() == ".gguf" and not path.is_dir()
-    if named or (path.is_file() and _begins_as_gguf(path)):
+    if not named and path.is_file():  # the cache of the hub names files by their hashes
+        with open(path, "rb") as stream:
+            named = stream.read(4) == b"GGUF"
+    if named:
         if revision is not None:
             rule = f"{shown(str(path))} is a file: a revision {revision!r} is of a repository"
             raise CheckpointError(rule)
@@ -38,8 +41,3 @@ def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> Weig
             rule = f"there is no {CONFIG}, but {shown(files[0])}: give the path of that file"
             raise CheckpointError(f"{path}: {rule}")
     return open_mxfp4(open_folder(path_or_id, revision=revision))
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(4) == b"GGUF"

@@ -82,7 +82,10 @@ ALBERT = t.Family(
         TYPES,
         k.Fixed(share_layers=True),
         k.Written(num_hidden_groups=1, inner_group_num=1),
-        k.Key("embedding_size", "embedding_dim", k.integer, 128),
+        k.Code(
+            lambda keys, fields: dict(embedding_dim=keys.integer("embedding_size", 128)),
+            lambda config: dict(embedding_size=config.embedding_width),
+        ),
         k.Code(_read_heads, write_labels),
     ],
     _table,

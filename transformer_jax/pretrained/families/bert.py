@@ -121,11 +121,20 @@ def bert_sizes(
 TYPES = k.Key("type_vocab_size", "type_vocab_size", k.integer, 2)
 
 
+def _offset(config: ModelConfig) -> int:
+    """Return the rows of the table before that of position 0; none if there is no table."""
+    return config.positions.offset if isinstance(config.positions, Learned) else 0
+
+
 def vocabulary(size: int) -> list[k.Entry]:
     """List the vocabulary and the longest text."""
+    rows = "max_position_embeddings"
     return [
         k.Key("vocab_size", "vocab_size", k.integer, size),
-        k.Key("max_position_embeddings", "max_len", k.integer, 512),
+        k.Code(
+            lambda keys, fields: dict(max_len=keys.integer(rows, 512)),
+            lambda config: {rows: config.max_len + _offset(config)},
+        ),
     ]
 
 
@@ -200,7 +209,9 @@ def _roberta_table(config: ModelConfig) -> list[t.TensorMapping]:
     return [*bert_stack(config, "roberta"), *_roberta_heads(config, "roberta")]
 
 
-def _roberta(vocab_size: int, prefix: str = "roberta", buckets: int | None = None) -> list[k.Entry]:
+def _roberta(
+    vocab_size: int, prefix: str = "roberta", buckets: int | None = None, types: k.Key = TYPES
+) -> list[k.Entry]:
     """List the keys of a RoBERTa, or of one whose attention has biases by distance, too."""
 
     def read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -224,23 +235,20 @@ def _roberta(vocab_size: int, prefix: str = "roberta", buckets: int | None = Non
             keys.fail("max_position_embeddings", rows, f"must be above pad_token_id + 1, {offset}")
         return dict(positions=Learned(offset=offset, buckets=buckets), max_len=rows - offset)
 
-    def write_positions(config: ModelConfig) -> JsonObject:
-        offset = config.positions.offset if isinstance(config.positions, Learned) else 0
-        return dict(pad_token_id=offset - 1, max_position_embeddings=config.max_len + offset)
-
     return [
         *POST_NORM,
         *vocabulary(vocab_size),
         *bert_sizes(),
+        types,
         k.Code(read_heads, write_labels),
-        k.Code(read_positions, write_positions),
+        k.Code(read_positions, lambda config: dict(pad_token_id=_offset(config) - 1)),
     ]
 
 
 ROBERTA, XLM_ROBERTA, CAMEMBERT = (
     t.Family(
         model_type,
-        [*_roberta(vocab_size), TYPES],
+        _roberta(vocab_size),
         _roberta_table,
         partial(encoder_class, name=name),
         prefix="roberta.",
@@ -281,8 +289,8 @@ def _mpnet_table(config: ModelConfig) -> list[t.TensorMapping]:
 MPNET = t.Family(
     "mpnet",
     [
-        *_roberta(30527, "mpnet", BUCKETS),
-        k.Key("type_vocab_size", None, k.integer, 2),  # transformers does not use it
+        # transformers reads the number of types, and does not use it
+        *_roberta(30527, "mpnet", BUCKETS, k.Key("type_vocab_size", None, k.integer, 2)),
         k.Written(relative_attention_num_buckets=BUCKETS),
     ],
     _mpnet_table,
@@ -341,7 +349,8 @@ DISTILBERT = t.Family(
     "distilbert",
     [
         *POST_NORM,
-        *vocabulary(30522),
+        k.Key("vocab_size", "vocab_size", k.integer, 30522),
+        k.Key("max_position_embeddings", "max_len", k.integer, 512),
         k.Key("dim", "d_model", k.integer, 768),
         k.Key("n_layers", "num_layers", k.integer, 6),
         k.Key("n_heads", "num_heads", k.integer, 12),

@@ -108,12 +108,16 @@ def read_rope(
     if base is None:
         base = keys.positive("rope_theta", default, above=1)
     keys.ignore("rope_theta")
-    scaling = _scaling_kind(inner)
+    older = inner.choice("type", SCALINGS, "default")  # the older name of rope_type
+    scaling = inner.choice("rope_type", SCALINGS, inner.take("type", "default"))
+    if inner.take("type", None) is not None and scaling != older:
+        inner.fail("type", older, f"rope_type is {scaling!r}")
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
+        # Transformers ignores the key for this kind: max_position_embeddings is the trained length.
         trained = longest
     options: k.Fields = dict(base=float(base), dims=dims, scaling=scaling)
     if scaling is None:
@@ -126,10 +130,27 @@ def read_rope(
         case "llama3":
             options["low_freq_factor"] = inner.positive("low_freq_factor")
             options["high_freq_factor"] = inner.positive("high_freq_factor")
-        case "yarn":
-            options |= _yarn_options(inner, options["factor"])
-        case "longrope":
-            options |= _longrope_options(inner)
+        case "yarn":  # Peng et al. 2023
+            factor = options["factor"]
+            attention_factor = inner.positive("attention_factor", None)
+            one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
+            # DeepSeek's two keys mean a quotient, and one of them alone means nothing.
+            if attention_factor is None and one and two:
+                attention_factor = _magnitude(factor, one) / _magnitude(factor, two)
+            options |= dict(
+                attention_factor=attention_factor,
+                beta_fast=inner.number("beta_fast", None) or 32.0,
+                beta_slow=inner.number("beta_slow", None) or 1.0,
+                truncate=inner.flag("truncate", True),
+            )
+        case "longrope":  # Ding et al. 2024
+            options["attention_factor"] = inner.positive("attention_factor", None)
+            for field, key in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
+                listed = inner.take(key)
+                numbers = isinstance(listed, list) and all(type(f) in (int, float) for f in listed)
+                if not numbers or not all(abs(f) < 2**63 for f in listed):
+                    inner.fail(key, listed, "must be a list of numbers")
+                options[field] = tuple(map(float, listed))
     if scaling in ("dynamic", "longrope"):
         fields["max_len"] = trained
     inner.check_all_read()
@@ -153,15 +174,6 @@ def _rope_keys(keys: k.ConfigKeys, layer: str | None) -> k.ConfigKeys:
     return k.ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
 
 
-def _scaling_kind(inner: k.ConfigKeys) -> RopeScaling | None:
-    """Return the kind of stretch from `rope_type`, or from its older name `type`."""
-    older = inner.choice("type", SCALINGS, "default")
-    scaling = inner.choice("rope_type", SCALINGS, inner.take("type", "default"))
-    if inner.take("type", None) is not None and scaling != older:
-        inner.fail("type", older, f"rope_type is {scaling!r}")
-    return scaling
-
-
 def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: float) -> int | None:
     """Return how many dimensions of each head rotate, int(head_dim partial_rotary_factor).
 
@@ -170,7 +182,7 @@ def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: fl
     head_dim = fields.get("head_dim") or fields["d_model"] // fields["num_heads"]
     found = None if default == 1 else int(head_dim * default)
     said = False
-    for holder in holders:
+    for holder in holders:  # both are read, so that neither is left as an unknown key
         part = holder.positive("partial_rotary_factor", None)
         if part is None or said:
             continue
@@ -197,35 +209,9 @@ def _factor(inner: k.ConfigKeys, scaling: RopeScaling, longest: int, trained: in
     return float(factor)
 
 
-def _yarn_options(inner: k.ConfigKeys, factor: float) -> k.Fields:
-    """Return the fields of Rope that yarn alone has (Peng et al. 2023)."""
-    attention_factor = inner.positive("attention_factor", None)
-    one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
-    if attention_factor is None and one and two:
-        attention_factor = _magnitude(factor, one) / _magnitude(factor, two)
-    return dict(
-        attention_factor=attention_factor,
-        beta_fast=inner.number("beta_fast", None) or 32.0,
-        beta_slow=inner.number("beta_slow", None) or 1.0,
-        truncate=inner.flag("truncate", True),
-    )
-
-
 def _magnitude(factor: float, scale: float) -> float:
     """Return yarn's multiplier of the rotated vectors, 0.1 scale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def _longrope_options(inner: k.ConfigKeys) -> k.Fields:
-    """Return the fields of Rope that longrope alone has (Ding et al. 2024)."""
-    options: k.Fields = dict(attention_factor=inner.positive("attention_factor", None))
-    for field, key in (("short_factors", "short_factor"), ("long_factors", "long_factor")):
-        listed = inner.take(key)
-        numbers = isinstance(listed, list) and all(type(f) in (int, float) for f in listed)
-        if not numbers or not all(abs(f) < 2**63 for f in listed):
-            inner.fail(key, listed, "must be a list of numbers")
-        options[field] = tuple(map(float, listed))
-    return options
 
 
 def rope_of(config: ModelConfig) -> Rope:
@@ -261,7 +247,7 @@ def write_rope(config: ModelConfig) -> JsonObject:
 
 def _part(dims: int, head_dim: int) -> float:
     """Return the partial_rotary_factor p with int(head_dim p) = dims."""
-    part = dims / head_dim
+    part = dims / head_dim  # whose product with head_dim may round to just below dims
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)
 
 

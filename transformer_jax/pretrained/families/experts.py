@@ -18,7 +18,6 @@ from transformer_jax.pretrained.families.table import (
     expert_linear,
     linear,
 )
-from transformer_jax.untrusted_files import JsonObject
 
 MIXTRAL_NAMES = "w1", "w3", "w2"
 NAMES = "gate_proj", "up_proj", "down_proj"
@@ -89,10 +88,6 @@ OLMOE = llama_family(
 # Qwen: every block has experts, whose width is a key of its own
 
 
-def _write_width(config: ModelConfig) -> JsonObject:
-    return dict.fromkeys(("intermediate_size", "moe_intermediate_size"), config.expert_dim)
-
-
 def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
     """List what Qwen's models of experts have; the arguments are defaults."""
     return [
@@ -100,7 +95,12 @@ def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
         k.Fixed(d_ff=None),
         *_experts("num_experts", count, top_k),
         k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
-        k.Code(write=_write_width),
+        # Transformers needs both widths, although no block is without experts.
+        k.Code(
+            write=lambda config: dict(
+                intermediate_size=config.expert_dim, moe_intermediate_size=config.expert_dim
+            )
+        ),
         NORMALIZE,
         k.Written(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
         d.rope(),

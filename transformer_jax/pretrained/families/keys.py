@@ -79,6 +79,7 @@ class ConfigKeys(ObjectKeys):
         """
         super().__init__(content, where, prefix)
         self.names, self._counting, self._ignored = names, counting, set[str]()
+        # transformers reads either name; both may be there, but not with two values
         for second, name in aliases(family).items():
             if second in content:
                 value = self.content.pop(second)
@@ -105,8 +106,10 @@ class ConfigKeys(ObjectKeys):
         value = self.take(name, default)
         if value is default and not isinstance(default, int):
             return value
+        # isinstance would take true for 1
         if type(value) is not int or not least <= value < 2**31:
             self.fail(name, value, f"must be an integer from {least} to 2^31 - 1")
+        # Before anything is made for each layer: a file that says 10^9 layers is refused here.
         if name in self._counting and 0 < len(self.names) < value:
             self.fail(name, value, f"the files have {len(self.names)} tensors")
         return value
@@ -124,6 +127,7 @@ class ConfigKeys(ObjectKeys):
         value = self.take(name, default)
         if value is default and default is None:
             return value
+        # json reads an integer of 400 digits, for which float() has no room; NaN fails, too
         if type(value) not in (int, float) or not abs(value) < 2**63:
             self.fail(name, value, "must be a number between -2^63 and 2^63")
         return value

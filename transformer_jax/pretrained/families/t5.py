@@ -88,25 +88,17 @@ def _attention(param: str, tensor: str) -> list[t.TensorMapping]:
     ]
 
 
-def _output(keys: k.ConfigKeys) -> tuple[bool, bool]:
-    """Return whether the output matrix is the embeddings, and whether logits are scaled."""
-    tied = keys.flag("tie_word_embeddings", True)
-    if keys.take("scale_decoder_outputs", None) is None:
-        return tied, tied
-    return tied and HEAD not in keys.names, keys.flag("scale_decoder_outputs")
-
-
-def _mt5_output(keys: k.ConfigKeys) -> tuple[bool, bool]:
-    keys.flag("tie_word_embeddings", True)  # published ones say false, and mean what the files hold
-    return HEAD not in keys.names, False
-
-
 def _read_sides(keys: k.ConfigKeys, fields: k.Fields, kind: str) -> k.Fields:
     if not any(name.startswith("decoder.") for name in keys.names):
         keys.ignore("num_decoder_layers", "scale_decoder_outputs", "tie_word_embeddings")
         return dict(kind="encoder")
     keys.require("is_encoder_decoder", True)
-    tied, scaled = _mt5_output(keys) if kind == "mt5" else _output(keys)
+    tied = scaled = keys.flag("tie_word_embeddings", True)
+    if kind == "mt5":  # published ones say false, and mean what the files hold
+        tied, scaled = HEAD not in keys.names, False
+    elif keys.take("scale_decoder_outputs", None) is not None:  # only transformers 5 writes it
+        scaled = keys.flag("scale_decoder_outputs")
+        tied = tied and HEAD not in keys.names
     return dict(
         kind="encoder-decoder",
         num_decoder_layers=keys.optional_integer("num_decoder_layers", None)

@@ -99,7 +99,7 @@ class Layout:
             return np.ascontiguousarray(parameter.reshape(rows, -1).T)
         if self.kind == "flat":
             return parameter.reshape(-1)
-        whole = self.file_shape(shape)
+        whole = self.file_shape(shape)  # of a scalar () has no last axis
         return parameter.reshape(*whole[:-1], whole[-1] // self.parts) if whole else parameter
 
 
