@@ -264,7 +264,7 @@ def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
     assert command(["export", "--model", str(tmp_path / "run"), "--to", out]) == 0
     assert capsys.readouterr().out == f"{out}: written; python {out}/decode.py 'a text' decodes\n"
     done = subprocess.run(
-        [sys.executable, "-I", f"{out}/decode.py", "one pot", "two ", "--tokens", "24"],
+        [sys.executable, "-I", f"{out}/decode.py", "one pot", "two ", "--num-tokens", "24"],
         capture_output=True, text=True, timeout=250, env=quick_environment(),
     )  # fmt: skip
     loaded = tj.load(tmp_path / "run")
@@ -276,7 +276,7 @@ def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{loaded.generate('one', 62)}\n", "")  # as many as fit
     done = subprocess.run(
-        [sys.executable, "-I", f"{out}/decode.py", "one", "--tokens", "64"],
+        [sys.executable, "-I", f"{out}/decode.py", "one", "--num-tokens", "64"],
         capture_output=True, text=True, timeout=250, env=quick_environment(),
     )  # fmt: skip
     said = "decode.py: prompt and new tokens reach length 66: the context is 64\n"

@@ -102,7 +102,7 @@ def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_p
     assert asked.pop() == (tmp_path, [[12, 5, 9], [3]], 64)
     about["context"] = 11
     run("1,2,3")
-    run("1,2", "--tokens", "5")
+    run("1,2", "--num-tokens", "5")
     run(",".join("1" * 12))
     assert [count for _, _, count in asked] == [11 - 3 + 1, 5, 1]
     for wrong in ("a", "1,", "1 2", "-1", ""):

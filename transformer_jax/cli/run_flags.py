@@ -102,7 +102,7 @@ class RunFlags:
         return changed(_Bare(LanguageTask()), FLAGS.read(given, TrainConfig())).task
 
     def check_start(self) -> None:
-        """Raise ConfigError for more than one start."""
+        """Raise ConfigError for more than one start, or a folder where a kind is named."""
         for name in ("preset", "model"):
             if getattr(self.start, name) is None:
                 continue
@@ -110,6 +110,10 @@ class RunFlags:
                 raise ConfigError(f"{name} and resume: a run goes on with its own config")
             if self.init_from is not None:
                 raise ConfigError(f"{name} and init_from: the model is that of init_from")
+        kind = self.start.model
+        if kind is not None and kind not in ARCHITECTURES and Folder(kind).is_dir():
+            rule = f"must be a kind of model; `init_from={kind}` starts from a run or a model"
+            raise ConfigError(f"model is {kind!r}: {rule}")
 
     def base(self) -> TrainConfig:
         """Return the run that the flags begin with: of a preset, or of a kind of model."""

@@ -2,8 +2,8 @@
 
 As decode.py it stands in the folder. It needs jax, flatbuffers and safetensors:
 
-    python FOLDER/decode.py "Once upon a time" --tokens 40    with a tokenizer.json, tokenizers too
-    python FOLDER/decode.py 12,5,9 7,3 --tokens 40            two prompts as token ids
+    python FOLDER/decode.py "Once upon a time" --num-tokens 40 with a tokenizer.json, tokenizers too
+    python FOLDER/decode.py 12,5,9 7,3 --num-tokens 40         two prompts as token ids
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def main() -> None:
     folder = Path(__file__).parent
     parser = argparse.ArgumentParser(description="Go on with prompts, greedily.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or ids: 12,5,9")
-    parser.add_argument("--tokens", type=int, metavar="N", help="default: 64, or what fits")
+    parser.add_argument("--num-tokens", type=int, metavar="N", help="default: 64, or what fits")
     given = parser.parse_args()
     about, file = read_about(folder), folder / "tokenizer.json"
     if file.exists():
@@ -152,7 +152,7 @@ def main() -> None:
     else:
         tokenizer, prompts = None, [_ids(prompt) for prompt in given.prompts]
     fits = about["context"] - max(map(len, prompts)) + 1  # the last token is not read
-    count = max(1, min(64, fits)) if given.tokens is None else given.tokens
+    count = max(1, min(64, fits)) if given.num_tokens is None else given.num_tokens
     for ids in decode(folder, prompts, count):
         print(",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
 
