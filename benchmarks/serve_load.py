@@ -233,9 +233,9 @@ def _model(options: argparse.Namespace) -> Any:
     import jax
 
     import transformer_jax as tj
-    from transformer_jax.text.text_model import TextModel
+    from transformer_jax.loading import TextModel
+    from transformer_jax.text.language_model import LanguageModel
     from transformer_jax.tokenizers.trained import ByteTokenizer
-    from transformer_jax.use.language_model import LanguageModel
 
     if options.model:
         return tj.load(options.model)

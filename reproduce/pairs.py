@@ -43,12 +43,12 @@ from transformer_jax.lectures.demos.shared import (
     print_table,
     save_picture,
 )
-from transformer_jax.text.text_model import TextModel, load_run
+from transformer_jax.loading import TextModel, load_run
+from transformer_jax.text.evaluation import judge_file
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks import Tokenizers
 from transformer_jax.training.tasks.answers import answer_sources
-from transformer_jax.use.evaluation import judge_file
-from transformer_jax.use.language_model import LanguageModel
 
 SHOWN = 6
 """Test pairs that are printed; the first two are drawn."""

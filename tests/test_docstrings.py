@@ -26,8 +26,8 @@ from transformer_jax import (
     tokenizers,
     training,
 )
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.training import tasks
-from transformer_jax.use.language_model import LanguageModel
 
 FOLDERS = (
     attention, cache, checkpoints, config, corpus, decoding, inside, models, pretrained,

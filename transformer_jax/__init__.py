@@ -126,9 +126,9 @@ if TYPE_CHECKING:
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.text.export import export_decoder
+    from transformer_jax.text.language_model import load
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
     from transformer_jax.training.loop import fit
-    from transformer_jax.use.language_model import load
 
 __version__ = "0.1.0"
 
@@ -238,7 +238,7 @@ _name_keywords()
 _LATER = {
     "export_decoder": "text.export",
     "fit": "training.loop",
-    "load": "use.language_model",
+    "load": "text.language_model",
     "load_lora": "pretrained.peft",
     "load_pretrained": "pretrained.load",
     "load_sentence_encoder": "pretrained.sentences",

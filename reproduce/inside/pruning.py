@@ -38,9 +38,9 @@ from reproduce.inside.shared import print_figures, read_arguments
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import Rope
 from transformer_jax.lectures.demos.shared import COLOURS, label, new_figure, save_picture
+from transformer_jax.loading import TextModel, load_run
 from transformer_jax.models.factory import init_decode_state
 from transformer_jax.models.places import Edit
-from transformer_jax.text.text_model import TextModel, load_run
 from transformer_jax.tokenizers.special import target_of
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.rows import stack_rows

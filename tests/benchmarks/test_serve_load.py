@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks import serve_load
 from transformer_jax.config import ModelConfig
+from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import build, init_params
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.trained import ByteTokenizer
-from transformer_jax.use.language_model import LanguageModel
 
 WANTED = {"ab": "first", "cd": "second", "ef": "third"}
 

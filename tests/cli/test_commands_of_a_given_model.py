@@ -17,11 +17,11 @@ from transformer_jax.config import LoraConfig
 from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.models.factory import init_params
+from transformer_jax.text import evaluation, language_model
+from transformer_jax.text.scores import Score
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training.tasks.task import Tokenizers
-from transformer_jax.use import evaluation, language_model
-from transformer_jax.use.scores import Score
 
 CONFIG = tj.ModelConfig(vocab_size=29, d_model=4, num_heads=1, num_layers=1, max_len=20)
 ANSWERS = {
@@ -187,9 +187,9 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
 
 
 def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
+    from transformer_jax.decoding import completion
     from transformer_jax.lectures import continuous, signals
-    from transformer_jax.text import completion
-    from transformer_jax.use import writing
+    from transformer_jax.text import writing
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())
     read = lambda *given, **named: (given, named)  # noqa: E731
@@ -509,8 +509,8 @@ def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
 
 def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     """What `save_pretrained` and `save_lora` are given; that they write it has its own tests."""
+    from transformer_jax import loading
     from transformer_jax.pretrained import peft, save
-    from transformer_jax.text import text_model
 
     saved, target = [], tmp_path / "new"
     record = lambda *given, **named: saved.append((given, named))  # noqa: E731
@@ -529,7 +529,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     of_run = "--model", str(tmp_path / "r")
     held = []
     monkeypatch.setattr(
-        text_model, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
+        loading, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
     )
     monkeypatch.setattr(convert, "_written_as", lambda config, family, definition: (family, config))
     argv = *of_run, "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
@@ -561,7 +561,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     training = SimpleNamespace(model=CONFIG, lora=lora, init_from="base")
     asked = []
     monkeypatch.setattr(
-        text_model, "load_adapters", lambda *g, **n: asked.append((g, n)) or (training, adapters)
+        loading, "load_adapters", lambda *g, **n: asked.append((g, n)) or (training, adapters)
     )
     monkeypatch.setattr(convert, "_written_as", lambda config, family: ("gpt2", config))
     monkeypatch.setattr(

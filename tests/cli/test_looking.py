@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.use.models import CONFIG, TURNS, chat, classes, masked, model_of, pairs, plain, run_of
+from tests.text.models import CONFIG, TURNS, chat, classes, masked, model_of, pairs, plain, run_of
 from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.cli import command
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.inside import zero
+from transformer_jax.text import language_model
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
-from transformer_jax.use import language_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

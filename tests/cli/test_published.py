@@ -14,25 +14,24 @@ import pytest
 import train
 from tests.decoding.test_decode import parameters
 from tests.support.drawn import drawn
-from transformer_jax import build, init_params
+from transformer_jax import build, init_params, loading
 from transformer_jax.cli import generate as cli_generate
 from transformer_jax.cli.convert import _written_as, tokenizer_files
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError, Learned, ModelConfig, fine_tuning
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.loading import TextModel, load_run, load_text_model
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.text import text_model
-from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.text_model import TextModel, load_run, load_text_model
+from transformer_jax.text import language_model
+from transformer_jax.text.language_model import load
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 from transformer_jax.training.loop import fit
-from transformer_jax.use import language_model
-from transformer_jax.use.language_model import load
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -499,7 +498,7 @@ def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monke
         "plain": run,
         "windows": dataclasses.replace(run, config=dataclasses.replace(config, window=3)),
     }
-    monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: runs[str(path)])
+    monkeypatch.setattr(loading, "load_run", lambda path, which, **_: runs[str(path)])
     argv = ["--model", "plain", "--to", str(tmp_path / "made")]
     assert convert(argv) == 0
     assert "as a llama\na llama has biases: they are written as zeros" in capsys.readouterr().out
@@ -549,7 +548,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
         vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
     )
     run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
-    monkeypatch.setattr(text_model, "load_run", lambda path, which, **_: run)
+    monkeypatch.setattr(loading, "load_run", lambda path, which, **_: run)
     assert convert(["--model", "any", "--to", str(tmp_path / "made")]) == 0
     said = capsys.readouterr().out
     assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said

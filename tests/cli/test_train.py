@@ -54,10 +54,12 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.positions import KINDS
 from transformer_jax.config.tasks import TASKS, LanguageTask
+from transformer_jax.decoding.completion import FirstIds, TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.writer import pieces
 from transformer_jax.models.factory import build, init_params
-from transformer_jax.text.completion import FirstIds, TextGenerator
-from transformer_jax.text.writer import pieces
+from transformer_jax.text.language_model import load
+from transformer_jax.text.reading import MASKS
 from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer, WordTokenizer
 from transformer_jax.training import loop as training
@@ -65,8 +67,6 @@ from transformer_jax.training import progress
 from transformer_jax.training.data import DataError
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks.language import LanguageWindows
-from transformer_jax.use.language_model import load
-from transformer_jax.use.reading import MASKS
 
 ROOT = Path(train.__file__).parent
 SMALL = (

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.models import plain, run_of
+from tests.text.models import plain, run_of
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import DigitsTask, LanguageTask, OwnTask, TonesTask
 from transformer_jax.inside import zero
 from transformer_jax.lectures.continuous import answer_signals
 from transformer_jax.lectures.signals import make_signals
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.training.rows import stack_rows
-from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ABC = CharTokenizer("abcdefghijklmnopqrstuvwxyz")

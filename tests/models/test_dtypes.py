@@ -16,16 +16,16 @@ from transformer_jax.checkpoints.run_folder import RunFolder, json_text
 from transformer_jax.cli import evaluate
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig
+from transformer_jax.loading import TextModel, with_parameters_in
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, init_lora, merge_lora
 from transformer_jax.models.quantized import quantize
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.pytree import cast_floats
-from transformer_jax.text.text_model import TextModel, with_parameters_in
+from transformer_jax.text import evaluation
 from transformer_jax.tokenizers.trained import ByteTokenizer
 from transformer_jax.training.step import start_state
-from transformer_jax.use import evaluation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformer_jax.config import LoraConfig, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.tasks import LanguageTask, PreferenceTask
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 from transformer_jax.training.loop import fit
 
 LINES = ["to be", "or not", "that is", "the question"]

@@ -17,7 +17,7 @@ from tests.support.compilation import quick_environment
 from tests.support.tolerances import assert_near
 from transformer_jax.cli.run_flags import parse
 from transformer_jax.config import ConfigError
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (

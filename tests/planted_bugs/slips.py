@@ -873,24 +873,24 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/text/writer.py",
+        "transformer_jax/decoding/writer.py",
         (
             "of stop strings that end together the shortest goes",
             "self.held[: -max(map(len, found))]",
             "self.held[: -min(map(len, found))]",
-            "text/test_completion.py::test_of_stop_strings_that_end_together_the_longest_goes",
+            "decoding/test_completion.py::test_of_stop_strings_that_end_together_the_longest_goes",
         ),
         (
             "text that is held back is lost at the end",
             "return text if found else text + self.matcher.held",
             "return text",
-            "text/test_completion.py::test_the_text_does_not_depend_on_where_tokens_end",
+            "decoding/test_completion.py::test_the_text_does_not_depend_on_where_tokens_end",
         ),
         (
             "a token after a broken character starts where that one does",
             "self.start = self.length + _is_broken(begun, piece[:1])",
             "self.start = self.length",
-            "text/test_completion.py::test_a_token_starts_at_its_first_character",
+            "decoding/test_completion.py::test_a_token_starts_at_its_first_character",
         ),
     ),
     *of(
@@ -903,18 +903,18 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/use/scores.py",
+        "transformer_jax/text/scores.py",
         (
             "the first label of a score is left out",
             "labels[: first - 1] = IGNORE",
             "labels[:first] = IGNORE",
-            "use/test_language_model.py::test_a_score_is_the_sum_of_log_probabilities_by_definition",
+            "text/test_language_model.py::test_a_score_is_the_sum_of_log_probabilities_by_definition",
         ),
         (
             "windows of a long text count some labels twice",
             "here[done - start : end - start] = tokens[start:end], labels[done:end]",
             "here[: end - start] = tokens[start:end], labels[start:end]",
-            "use/test_language_model.py::test_windows_have_each_label_once_after_enough_tokens",
+            "text/test_language_model.py::test_windows_have_each_label_once_after_enough_tokens",
         ),
     ),
     *of(

@@ -24,9 +24,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from tests.support.tolerances import assert_near  # noqa: E402
 from transformer_jax.cli import convert  # noqa: E402
 from transformer_jax.config import LoraConfig, fine_tuning  # noqa: E402
+from transformer_jax.loading import load_run  # noqa: E402
 from transformer_jax.models.factory import build  # noqa: E402
 from transformer_jax.pretrained.load import pretrained_config  # noqa: E402
-from transformer_jax.text.text_model import load_run  # noqa: E402
 from transformer_jax.tokenizers.utf8 import byte_letters  # noqa: E402
 from transformer_jax.training.loop import fit  # noqa: E402
 

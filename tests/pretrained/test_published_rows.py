@@ -25,7 +25,7 @@ from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.generate import main as generate
 from transformer_jax.config import TrainConfig, fine_tuning
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 from transformer_jax.training.batch import batch_logits, batch_scores
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.initial import start_model, start_params

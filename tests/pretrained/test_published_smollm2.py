@@ -22,10 +22,10 @@ gguf = pytest.importorskip("gguf")
 
 from transformer_jax import LoraConfig, load  # noqa: E402
 from transformer_jax.config import fine_tuning  # noqa: E402
+from transformer_jax.loading import load_run  # noqa: E402
 from transformer_jax.models.factory import build  # noqa: E402
 from transformer_jax.pretrained.gguf_file import open_gguf  # noqa: E402
 from transformer_jax.pretrained.load import pretrained_config  # noqa: E402
-from transformer_jax.text.text_model import load_run  # noqa: E402
 from transformer_jax.training.loop import fit  # noqa: E402
 
 FILE = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))

@@ -24,10 +24,12 @@ from tests.support import model_oracle as oracle
 from transformer_jax.config import ConfigError, Learned, ModelConfig, Sinusoidal
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import NoRepeatNGram
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
+from transformer_jax.loading import load_text_model
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.positions import sinusoidal
 from transformer_jax.pretrained.config_json import write_config
@@ -35,8 +37,6 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.text_model import load_text_model
 from transformer_jax.text.translation import translate
 
 GOLDEN = Path(__file__).parents[1] / "golden"

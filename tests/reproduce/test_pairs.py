@@ -13,8 +13,8 @@ import pytest
 from reproduce import pairs
 from transformer_jax.config import RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
+from transformer_jax.loading import TextModel, load_run
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.text_model import TextModel, load_run
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import WordTokenizer
 

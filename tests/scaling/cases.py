@@ -40,7 +40,7 @@ from transformer_jax.config.tasks import (
     Seq2SeqTask,
     TonesTask,
 )
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 from transformer_jax.training.loop import fit
 
 WORDS = "to be or not that is the question whether tis nobler in the mind".split()

@@ -20,8 +20,8 @@ import time
 from decimal import Decimal
 from fractions import Fraction
 
+from transformer_jax.decoding.structured import Grammar
 from transformer_jax.server.protocol import RequestError, read_request
-from transformer_jax.text.structured import Grammar
 from transformer_jax.tokenizers.trained import ByteTokenizer
 
 EDGES = (

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 import transformer_jax as tj
+from transformer_jax.loading import TextModel
 from transformer_jax.server.engine import Engine
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.utf8 import byte_letters
-from transformer_jax.use.language_model import LanguageModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}{{ m.content }}{{ eos_token }}{% endfor %}"

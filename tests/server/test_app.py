@@ -13,13 +13,13 @@ import pytest
 from tests.server.models import is_idle, running, tiny
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding.samplers import Sample, Temperature, TopP
+from transformer_jax.decoding.structured import Grammar
 from transformer_jax.models.factory import build
 from transformer_jax.server import app as app_module
 from transformer_jax.server import engine as engine_module
 from transformer_jax.server.app import make_app
 from transformer_jax.server.engine import Engine
 from transformer_jax.server.protocol import Asked, RequestError
-from transformer_jax.text.structured import Grammar
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

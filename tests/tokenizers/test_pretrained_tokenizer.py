@@ -19,8 +19,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from transformer_jax import load_tokenizer_folder
 from transformer_jax.checkpoints.run_folder import RunFolder, tokenizer_sha256
-from transformer_jax.text.completion import read_prompt
-from transformer_jax.text.writer import pieces
+from transformer_jax.decoding.completion import read_prompt
+from transformer_jax.decoding.writer import pieces
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import check_unpadded, target_of, tokenizer_from_json

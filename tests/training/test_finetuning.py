@@ -13,7 +13,7 @@ from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.tasks import ClassifyTask, LanguageTask, MaskedTask, Seq2SeqTask
-from transformer_jax.text.text_model import load_adapters, load_run
+from transformer_jax.loading import load_adapters, load_run
 from transformer_jax.training.batch import batch_scores
 from transformer_jax.training.initial import start_model
 from transformer_jax.training.loop import fit

@@ -11,7 +11,7 @@ from transformer_jax.__main__ import main
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.tasks import LanguageTask
-from transformer_jax.text.text_model import load_adapters, load_run
+from transformer_jax.loading import load_adapters, load_run
 from transformer_jax.training.loop import fit
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

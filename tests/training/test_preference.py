@@ -12,8 +12,8 @@ from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.cli.report import summary
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask
+from transformer_jax.loading import load_run
 from transformer_jax.models.factory import build, init_params
-from transformer_jax.text.text_model import load_run
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE

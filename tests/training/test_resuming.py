@@ -12,7 +12,7 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, ContinuousTask, GeneratedTask, PreferenceTask
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 from transformer_jax.training.loop import fit
 from transformer_jax.training.progress import Silent
 

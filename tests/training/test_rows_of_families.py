@@ -15,8 +15,9 @@ from transformer_jax.cli.convert import token_ids, tokenizer_files
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.presets import train_preset
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
+from transformer_jax.loading import TextModel, with_targets
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.text_model import TextModel, with_targets
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.special import (
@@ -32,7 +33,6 @@ from transformer_jax.training.tasks.classify import class_example
 from transformer_jax.training.tasks.masked import fill_masks
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import Tokenizers
-from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

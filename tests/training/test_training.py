@@ -47,10 +47,10 @@ from transformer_jax.config import (
 from transformer_jax.config.architectures import ARCHITECTURES
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask, PreferenceTask
+from transformer_jax.loading import load_run
 from transformer_jax.models.experts import route
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.stack import stack_layers
-from transformer_jax.text.text_model import load_run
 from transformer_jax.training import compiled, evaluation, run
 from transformer_jax.training.batch import Batch, batch_loss, batch_scores
 from transformer_jax.training.data import (

@@ -18,11 +18,12 @@ from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import ChatTask, LanguageTask, PreferenceTask, PrefixTask
 from transformer_jax.corpus import prepare
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.samplers import Sample
+from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers import chat_template
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.special import end_ids, tokenizer_from_json
@@ -33,7 +34,6 @@ from transformer_jax.training.prepared import DocumentRows
 from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.turns import message_turn, prompt_ids, text_turn
-from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,7 +14,7 @@ from tests.support.compilation import quick_environment
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.checkpoints.run_folder import RunFolder, differences
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.text.text_model import load_run
+from transformer_jax.loading import load_run
 from transformer_jax.training import loop, run, spikes
 from transformer_jax.training.batch import batch_loss
 from transformer_jax.training.loop import fit

@@ -15,8 +15,8 @@ from transformer_jax.cli.process import one_line, print_anything
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
+    from transformer_jax.text.language_model import LanguageModel
     from transformer_jax.tokenizers.trained import Tokenizer
-    from transformer_jax.use.language_model import LanguageModel
 
 Options = TypeVar("Options")
 
@@ -37,7 +37,7 @@ class ModelOptions:
 
     def load(self, **more: Any) -> LanguageModel:
         """Load the model; say so if it is a run's last one because none was evaluated."""
-        from transformer_jax.use import language_model
+        from transformer_jax.text import language_model
 
         model = language_model.load(
             self.model, checkpoint=self.checkpoint, init_from=self.init_from, **more
@@ -49,7 +49,7 @@ class ModelOptions:
 
     def load_float32(self) -> LanguageModel:
         """Load the model, a published one in float32, so that its numbers are exact."""
-        from transformer_jax.text.text_model import is_run
+        from transformer_jax.loading import is_run
 
         return self.load(dtype=None if is_run(self.model) else "float32")
 
@@ -101,8 +101,8 @@ def say_unknown(
 
 def read_tokenizer(path: str) -> Tokenizer:
     """Return the tokenizer of a run, of a prepared folder, or of a published model."""
+    from transformer_jax.loading import published_tokenizer
     from transformer_jax.pretrained.weights import open_weights
-    from transformer_jax.text.text_model import published_tokenizer
     from transformer_jax.tokenizers.special import tokenizer_from_json
 
     file = Path(path, "tokenizer.json")

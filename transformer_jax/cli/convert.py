@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def convert(options: Convert) -> list[str]:
     """Convert, and return the lines that say what was written."""
+    from transformer_jax.loading import is_run
     from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
-    from transformer_jax.text.text_model import is_run
 
     of_run = is_run(options.model)
     for name in ("family", "checkpoint", "init_from", "adapter"):
@@ -83,11 +83,11 @@ def convert(options: Convert) -> list[str]:
 def _save_anew(
     model: str, target: Path, dtype: jax.typing.DTypeLike | None, shard_bytes: int
 ) -> list[str]:
+    from transformer_jax.loading import published_tokenizer
     from transformer_jax.pretrained.gguf import GgufModel
     from transformer_jax.pretrained.load import load_pretrained
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.pretrained.weights import open_weights
-    from transformer_jax.text.text_model import published_tokenizer
 
     folder = open_weights(model)
     config, params = load_pretrained(folder.path, dtype=dtype)
@@ -110,10 +110,10 @@ def _adapter(options: Convert, target: Path) -> list[str]:
     """Write the adapters of a run as a folder of PEFT."""
     import jax
 
+    from transformer_jax.loading import load_adapters
     from transformer_jax.models.factory import init_params
     from transformer_jax.pretrained.peft import save_lora
     from transformer_jax.pretrained.tensors import tensor_names
-    from transformer_jax.text.text_model import load_adapters
 
     config, adapters = load_adapters(options.model, options.checkpoint, init_from=options.init_from)
     model = config.model
@@ -133,8 +133,8 @@ def _adapter(options: Convert, target: Path) -> list[str]:
 
 
 def _export(options: Convert, target: Path, shard_bytes: int) -> list[str]:
+    from transformer_jax.loading import with_parameters_in
     from transformer_jax.pretrained.save import save_pretrained
-    from transformer_jax.text.text_model import with_parameters_in
     from transformer_jax.tokenizers.special import target_of
 
     model = options.load().model

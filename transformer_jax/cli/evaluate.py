@@ -23,8 +23,8 @@ from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
     from transformer_jax.models.places import Edit
-    from transformer_jax.use.language_model import LanguageModel
-    from transformer_jax.use.scores import Score, Scored
+    from transformer_jax.text.language_model import LanguageModel
+    from transformer_jax.text.scores import Score, Scored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ def evaluate(options: Evaluate) -> None:
     rows = {} if options.batch_size is None else {"batch_size": options.batch_size}
     found: Mapping[str, float | str]
     if options.data is not None:
+        from transformer_jax.text import evaluation
         from transformer_jax.training.progress import DecodingLine
-        from transformer_jax.use import evaluation
 
         own: dict[str, Any] = {name: getattr(options, name) for name in READS["data"]}
         model = options.load_float32()
@@ -121,7 +121,7 @@ def evaluate(options: Evaluate) -> None:
         windows: dict[str, Any] = {"window": options.window, "stride": options.stride, **rows}
         found = _measures(model.score(text, **windows, edit=edit))
     else:
-        from transformer_jax.use.choices import read_questions
+        from transformer_jax.text.choices import read_questions
 
         assert options.choices is not None
         questions = read_questions(options.choices)

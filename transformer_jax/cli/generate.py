@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from transformer_jax.decoding.logit_processors import HistoryProcessor
     from transformer_jax.decoding.samplers import Processor, Sample
-    from transformer_jax.text.text_model import TextModel
-    from transformer_jax.use.language_model import LanguageModel
+    from transformer_jax.loading import TextModel
+    from transformer_jax.text.language_model import LanguageModel
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def generate(arguments: Generate) -> None:
     if arguments.num_tokens is not None and arguments.num_tokens < 1:
         raise ConfigError(f"num_tokens is {arguments.num_tokens}: must be positive")
     _one_way(arguments)
-    from transformer_jax.text.writer import check_stop_strings
+    from transformer_jax.decoding.writer import check_stop_strings
 
     sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop)
     form = _form(arguments)
@@ -167,7 +167,7 @@ def _form(arguments: Generate) -> Options:
     for way in ("beams", "lookup"):
         if getattr(arguments, way) is not None:
             raise ConfigError(f"{names[0]} and {way}: give one of them")
-    from transformer_jax.text.structured import check_installed
+    from transformer_jax.decoding.structured import check_installed
     from transformer_jax.tokenizers.utf8 import DataError
     from transformer_jax.training.data import Source
     from transformer_jax.untrusted_files import Untrusted
@@ -293,8 +293,8 @@ def _look_up(
     given: Options,
 ) -> None:
     """Print a text that is written by looking up what followed the same words, and what it cost."""
-    from transformer_jax.text.completion import TextGenerator
-    from transformer_jax.use.writing import sized
+    from transformer_jax.decoding.completion import TextGenerator
+    from transformer_jax.text.writing import sized
 
     given = given | {"processors": (*model.model.processors, *given["processors"])}
     generator = TextGenerator(
@@ -333,7 +333,7 @@ def _search(arguments: Generate, model: LanguageModel, texts: list[str], given: 
 
 def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
     """Return how many tokens to write: those asked for, else as many as fit, up to 400."""
-    from transformer_jax.text import completion
+    from transformer_jax.decoding import completion
 
     if left < 1 or (tokens or 1) > left:
         fits = f"{max(left, 0)} fit after the prompt (max_len {completion.longest_text(config)})"

@@ -27,7 +27,7 @@ from transformer_jax.cli.command import (
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer_jax.use.tables import Pictured
+    from transformer_jax.text.tables import Pictured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     """Print the plan of the run that the flags describe; return whether it fits."""
+    from transformer_jax.loading import is_run
     from transformer_jax.models.factory import num_params
     from transformer_jax.models.flops import active_params
-    from transformer_jax.text.text_model import is_run
     from transformer_jax.training.planning.hardware import find_hardware
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 

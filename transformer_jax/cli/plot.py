@@ -25,8 +25,8 @@ from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.shown import short_repr
+from transformer_jax.text.attention_picture import spelled
 from transformer_jax.untrusted_files import JsonObject
-from transformer_jax.use.attention_picture import spelled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

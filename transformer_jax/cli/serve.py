@@ -85,10 +85,10 @@ def serve(options: Serve) -> None:
 
 def _embedder(options: Serve) -> Embedder | None:
     """Return what makes vectors if the model is a folder of sentence-transformers, else None."""
+    from transformer_jax.loading import is_run, published_tokenizer
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.pretrained.weights import open_weights
     from transformer_jax.server.embedder import Embedder
-    from transformer_jax.text.text_model import is_run, published_tokenizer
 
     if is_run(options.model):
         return None

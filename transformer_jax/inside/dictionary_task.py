@@ -21,10 +21,10 @@ from transformer_jax.config.fields import fail, positive
 from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.inside.dictionaries import ARRAYS, Dictionary, dictionary_scores
 from transformer_jax.inside.models import known_places
+from transformer_jax.loading import TextModel, is_run, load_run, load_text_model
 from transformer_jax.models.factory import build
 from transformer_jax.models.transformer import Decoder
 from transformer_jax.pytree import Params, sha256_of
-from transformer_jax.text.text_model import TextModel, is_run, load_run, load_text_model
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.step import windows

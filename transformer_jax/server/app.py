@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from transformer_jax.config import ConfigError
+from transformer_jax.decoding.structured import Matcher
 from transformer_jax.server import protocol
 from transformer_jax.server.embedder import Embedder
 from transformer_jax.server.engine import Engine, Ticket
 from transformer_jax.server.openapi import describe
 from transformer_jax.server.protocol import Asked, Endpoint, Part, RequestError, Stamp
-from transformer_jax.text.structured import Matcher
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -23,27 +23,27 @@ import numpy as np
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.decoding.continuous_batching import Batcher, Completion, Request
-from transformer_jax.decoding.samplers import RowSampling, Sample
-from transformer_jax.decoding.slots import init_slots
-from transformer_jax.decoding.step import make_step
-from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.server.protocol import Asked, Part, RequestError, Token
-from transformer_jax.server.schemas import MOST_TOP
-from transformer_jax.shown import short_repr
-from transformer_jax.text.completion import (
+from transformer_jax.decoding.completion import (
     WithoutHistory,
     first_key,
     known_ids,
     longest_text,
 )
-from transformer_jax.text.structured import Grammar, Matcher
-from transformer_jax.text.writer import TextWriter
+from transformer_jax.decoding.continuous_batching import Batcher, Completion, Request
+from transformer_jax.decoding.samplers import RowSampling, Sample
+from transformer_jax.decoding.slots import init_slots
+from transformer_jax.decoding.step import make_step
+from transformer_jax.decoding.structured import Grammar, Matcher
+from transformer_jax.decoding.writer import TextWriter
+from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.server.protocol import Asked, Part, RequestError, Token
+from transformer_jax.server.schemas import MOST_TOP
+from transformer_jax.shown import short_repr
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import check_unpadded, plain
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import brief
-from transformer_jax.use.language_model import LanguageModel
 
 CONTEXT = 2048
 """Most tokens of a prompt and its answer, unless the model reads fewer or the caller says more."""

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from transformer_jax.decoding.structured import Form
 from transformer_jax.server.schemas import CHAT, COMPLETION, EMBEDDING, Misfit, Schema, check
-from transformer_jax.text.structured import Form
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted
 
 Endpoint = Literal["completion", "chat"]

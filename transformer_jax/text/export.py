@@ -21,13 +21,13 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
+from transformer_jax.decoding.completion import longest_text
 from transformer_jax.decoding.generation import prefill
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.pretrained.safetensors_folder import write_folder
 from transformer_jax.pytree import Params, PyTree
 from transformer_jax.text import decode_exported
-from transformer_jax.text.completion import longest_text
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"

@@ -18,13 +18,13 @@ from transformer_jax.cache.model_cache import ModelCache
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
+from transformer_jax.decoding.completion import TextGenerator, scored_texts
 from transformer_jax.decoding.generation import NO_TOKEN, generate
 from transformer_jax.decoding.step import ModelStep, make_step
+from transformer_jax.decoding.writer import check_stop_strings, cut_at_stop
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
-from transformer_jax.text.completion import TextGenerator, scored_texts
-from transformer_jax.text.writer import check_stop_strings, cut_at_stop
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 
 

@@ -12,10 +12,10 @@ import optax
 from flax.traverse_util import flatten_dict
 
 from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.loading import check_base
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, rejoined, trained_part
 from transformer_jax.pytree import sha256_of
-from transformer_jax.text.text_model import check_base
 from transformer_jax.training.batch import Batch, Loss, Params
 from transformer_jax.training.initial import StartModel, start_params
 from transformer_jax.training.placement import Placement

@@ -19,18 +19,18 @@ from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import ClassifyTask
+from transformer_jax.loading import (
+    base_params,
+    is_run,
+    published_tokenizer,
+    with_targets,
+)
 from transformer_jax.models.factory import init_params, merged
 from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import WeightFolder
 from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.shown import short_repr
-from transformer_jax.text.text_model import (
-    base_params,
-    is_run,
-    published_tokenizer,
-    with_targets,
-)
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
 

@@ -31,8 +31,8 @@ from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
+from transformer_jax.loading import naming_run
 from transformer_jax.shown import short_repr
-from transformer_jax.text.text_model import naming_run
 from transformer_jax.training.evaluation import decode_held_out, evaluate_run, measure_alike
 from transformer_jax.training.initial import check_model, start_model
 from transformer_jax.training.processes import any_process, by_first, is_first, wait_for_all

@@ -14,12 +14,12 @@ import transformer_jax as tj
 from reproduce.inside import pruning
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.loading import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.metrics import compare_texts
-from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

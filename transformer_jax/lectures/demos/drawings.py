@@ -38,7 +38,7 @@ from transformer_jax.config import (
 )
 from transformer_jax.config.positions import distance_buckets
 from transformer_jax.lectures.demos.shared import COLOURS, INK, Options, save_picture
-from transformer_jax.use.attention_picture import spelled
+from transformer_jax.text.attention_picture import spelled
 
 OPTIONS: Options = {
     "preset": ("transformer-base", "transformer-base"),

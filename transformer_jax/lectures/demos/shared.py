@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import fail
 from transformer_jax.pytree import PyTree
-from transformer_jax.use.attention_picture import spelled
+from transformer_jax.text.attention_picture import spelled
 
 COLOURS = ("#3b6fb6", "#e07b39", "#4c9a5b", "#a04a8f", "#8a6d3b", "#777777")
 INK = "#444444"

@@ -15,8 +15,8 @@ import numpy as np
 
 from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.config.tasks import ChatTask
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text.completion import TextGenerator
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import end_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 
 from transformer_jax.config import Learned, ModelConfig, TrainConfig
 from transformer_jax.config.tasks import Documents, LanguageTask
+from transformer_jax.decoding.completion import TextGenerator, read_prompt
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text.completion import TextGenerator, read_prompt
 from transformer_jax.tokenizers.plain_text import split_documents
 from transformer_jax.tokenizers.special import (
     encode_text,

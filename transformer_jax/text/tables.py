@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transformer_jax.shown import short_repr
-from transformer_jax.use.attention_picture import FAINT, INK, shortened, spelled
+from transformer_jax.text.attention_picture import FAINT, INK, shortened, spelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

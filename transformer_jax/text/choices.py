@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from transformer_jax.models.places import Edit
+from transformer_jax.text.continuations import check_continues, read_pair, score_requests
+from transformer_jax.text.reading import Reader
 from transformer_jax.tokenizers.plain_text import read_text, split_lines
 from transformer_jax.tokenizers.utf8 import DataError, utf8
 from transformer_jax.untrusted_files import Untrusted
-from transformer_jax.use.continuations import check_continues, read_pair, score_requests
-from transformer_jax.use.reading import Reader
 
 FIELDS = "context", "choices", "answer"
 

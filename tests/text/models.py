@@ -17,11 +17,11 @@ from transformer_jax.config.tasks import (
     PrefixTask,
     Seq2SeqTask,
 )
+from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import build
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.special import end_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
-from transformer_jax.use.language_model import LanguageModel
 
 LETTERS = CharTokenizer("abcdefghijk")
 CONFIG = tj.ModelConfig(

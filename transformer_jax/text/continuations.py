@@ -18,19 +18,19 @@ from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
+from transformer_jax.decoding.completion import longest_text
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
-from transformer_jax.text.completion import longest_text
+from transformer_jax.text.reading import Reader
+from transformer_jax.text.writing import shortened
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
 from transformer_jax.training.losses import label_scores
-from transformer_jax.use.reading import Reader
-from transformer_jax.use.writing import shortened
 
 
 class Continuation(NamedTuple):

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from transformer_jax.config.fields import nearest
-from transformer_jax.text.posix_classes import with_unicode_classes
+from transformer_jax.decoding.posix_classes import with_unicode_classes
 from transformer_jax.untrusted_files import DEPTH_LIMIT, shown
 
 _SCHEMA = (

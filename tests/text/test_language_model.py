@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.models import (
+from tests.text.models import (
     CONFIG,
     KEY,
     LETTERS,
@@ -37,6 +37,7 @@ from transformer_jax.config.tasks import (
     PreferenceTask,
 )
 from transformer_jax.decoding.logit_processors import Force
+from transformer_jax.text.scores import windows
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
@@ -45,7 +46,6 @@ from transformer_jax.tokenizers.trained import (
     WordTokenizer,
 )
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.scores import windows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -18,7 +18,7 @@ from transformer_jax.models.editing import Edit
 from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
-from transformer_jax.use.prompts import arguments
+from transformer_jax.text.prompts import arguments
 
 MOST_LOGITS = 2**26
 """How many logits are held by the passes that run together."""

@@ -19,20 +19,20 @@ import numpy as np
 import pytest
 
 from tests.server.models import tiny
-from tests.use.models import CONFIG, LETTERS
+from tests.text.models import CONFIG, LETTERS
 from transformer_jax import RecurrentConfig, init_params, inside
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, TonesTask
+from transformer_jax.decoding import completion
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.continuous_batching import Batcher, Request
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.text import completion
-from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.text_model import TextModel
-from transformer_jax.use import lm_eval as adapter
-from transformer_jax.use import looking, nearest, scores, writing
-from transformer_jax.use import looking_programs as programs
-from transformer_jax.use.evaluation import task_on
-from transformer_jax.use.language_model import LanguageModel
+from transformer_jax.loading import TextModel
+from transformer_jax.text import lm_eval as adapter
+from transformer_jax.text import looking, nearest, scores, writing
+from transformer_jax.text import looking_programs as programs
+from transformer_jax.text.evaluation import task_on
+from transformer_jax.text.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

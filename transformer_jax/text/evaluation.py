@@ -27,6 +27,7 @@ from transformer_jax.lectures.continuous import Signals
 from transformer_jax.lectures.signals import read_signals
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.pytree import Params
+from transformer_jax.text.reading import Reader, published_run
 from transformer_jax.tokenizers.special import SpecialTokens
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_scores
@@ -35,7 +36,6 @@ from transformer_jax.training.evaluation import evaluate as scores_of
 from transformer_jax.training.step import make_eval_step
 from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.task import Report, TrainingTask, check_has
-from transformer_jax.use.reading import Reader, published_run
 
 
 class EvaluateOptions(TypedDict, total=False):

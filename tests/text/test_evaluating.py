@@ -12,7 +12,7 @@ import pytest
 
 import transformer_jax as tj
 from tests.server.models import tiny
-from tests.use.models import (
+from tests.text.models import (
     CONFIG,
     LETTERS,
     chat,
@@ -26,19 +26,19 @@ from tests.use.models import (
     vectors,
 )
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK, TopP
-from transformer_jax.tokenizers.trained import CharTokenizer
-from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use import continuations
-from transformer_jax.use.choices import Choices, Question, read_questions
-from transformer_jax.use.continuations import ScoringRequest, score_requests, split_pair
-from transformer_jax.use.language_model import LanguageModel
-from transformer_jax.use.lm_eval import (
+from transformer_jax.text import continuations
+from transformer_jax.text.choices import Choices, Question, read_questions
+from transformer_jax.text.continuations import ScoringRequest, score_requests, split_pair
+from transformer_jax.text.language_model import LanguageModel
+from transformer_jax.text.lm_eval import (
     Generation,
     TransformerJaxLM,
     cut_at,
     read_generation,
     rolling_windows,
 )
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.tokenizers.utf8 import DataError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

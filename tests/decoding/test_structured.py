@@ -15,15 +15,15 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax.config import ConfigError
+from transformer_jax.decoding import structured
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.structured import Grammar
+from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import build
-from transformer_jax.text import structured
-from transformer_jax.text.structured import Grammar
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
-from transformer_jax.use.language_model import LanguageModel
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -205,7 +205,7 @@ def test_the_likeliest_text_has_at_each_token_the_largest_allowed_logit(regex):
 
 
 def structured_text(model, prompt, count, grammar):
-    from transformer_jax.text.completion import TextGenerator
+    from transformer_jax.decoding.completion import TextGenerator
 
     return TextGenerator(
         model.config, model.params, model.tokenizer,

@@ -10,13 +10,13 @@ import numpy as np
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, RecurrentConfig
 from transformer_jax.models.quantized import QuantizedTable
+from transformer_jax.text.prompts import token_id
+from transformer_jax.text.reading import Reader
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.prompts import token_id
-from transformer_jax.use.reading import Reader
 
 
 def nearest_words(

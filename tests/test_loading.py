@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax import ModelConfig, RecurrentConfig, TrainConfig
+from transformer_jax import ModelConfig, RecurrentConfig, TrainConfig, loading
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import LoraConfig
-from transformer_jax.text import decode_exported, text_model
-from transformer_jax.text.text_model import TextModel
+from transformer_jax.loading import TextModel
+from transformer_jax.text import decode_exported
 from transformer_jax.tokenizers.trained import CharTokenizer
 
 CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
@@ -24,13 +24,13 @@ CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
 def test_a_model_in_another_dtype_computes_in_it():
     params = {"a": np.float32([1.5, 2**-20]), "count": np.int32([3])}
     model = TextModel(CONFIG, params, CharTokenizer("abc"), (9,))
-    found = text_model.with_parameters_in(model, "bfloat16")
+    found = loading.with_parameters_in(model, "bfloat16")
     assert found.config == replace(CONFIG, dtype="bfloat16") and found.stop_ids == (9,)
     assert found.params["a"].dtype == jnp.bfloat16 and found.params["count"].dtype == jnp.int32
     own = replace(model, config=RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3))
     for call, message in (
-        (lambda: text_model.with_parameters_in(own, "bfloat16"), "dtype is 'bfloat16'"),
-        (lambda: text_model.with_weights_held(own, "int8"), "weights is 'int8'"),
+        (lambda: loading.with_parameters_in(own, "bfloat16"), "dtype is 'bfloat16'"),
+        (lambda: loading.with_weights_held(own, "int8"), "weights is 'int8'"),
     ):
         with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig has float32 alone"):
             call()
@@ -39,22 +39,22 @@ def test_a_model_in_another_dtype_computes_in_it():
 def test_weights_are_held_in_fewer_bits_with_the_embeddings(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(
-        text_model, "quantize", lambda *given, **options: asked.append((given, options))
+        loading, "quantize", lambda *given, **options: asked.append((given, options))
     )
-    text_model.with_weights_held(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
+    loading.with_weights_held(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
     assert asked == [(({"a": 1}, "int4"), {"embeddings": True})]
 
 
 def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_path):
     run = TrainConfig(model=CONFIG)
-    assert text_model._begun_from(run, None) is run
+    assert loading._begun_from(run, None) is run
     with pytest.raises(ValueError, match="init_from is 'm': the run holds all of its parameters"):
-        text_model._begun_from(run, "m")
+        loading._begun_from(run, "m")
     tuned = replace(run, lora=LoraConfig(), init_from="old", tokenizer="pretrained")
-    assert text_model._begun_from(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
+    assert loading._begun_from(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
 
     def lost(where: str | None) -> str:
-        with pytest.raises((ValueError, OSError)) as error, text_model.naming_run("run", where):
+        with pytest.raises((ValueError, OSError)) as error, loading.naming_run("run", where):
             raise FileNotFoundError("no model")
         return str(error.value)
 
@@ -64,22 +64,22 @@ def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_p
 
     stacks = dict(block_0={"w": np.ones(3)}, out=7), dict(blocks={"w": np.ones((1, 3))}, out=7)
     loaded = SimpleNamespace(params=stacks[0])
-    monkeypatch.setattr(text_model, "load_run", lambda path: loaded)
-    monkeypatch.setattr(text_model, "load_pretrained", lambda path, **given: (path, given))
+    monkeypatch.setattr(loading, "load_run", lambda path: loaded)
+    monkeypatch.setattr(loading, "load_pretrained", lambda path, **given: (path, given))
     expected = {"dtype": "float32", "scan_layers": True}
-    assert text_model.base_params(str(tmp_path), True) == expected
-    assert not text_model.is_run(str(tmp_path))
+    assert loading.base_params(str(tmp_path), True) == expected
+    assert not loading.is_run(str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
-    assert text_model.is_run(str(tmp_path))
+    assert loading.is_run(str(tmp_path))
     for loaded.params in stacks:
         for scanned in False, True:
-            found = text_model.base_params(str(tmp_path), scanned)
+            found = loading.base_params(str(tmp_path), scanned)
             jax.tree.map(np.testing.assert_array_equal, found, stacks[scanned])
-    monkeypatch.setattr(text_model, "sha256_of", lambda params: "1" * 64)
-    text_model.check_base("m", {}, {"base_sha256": "1" * 64})
+    monkeypatch.setattr(loading, "sha256_of", lambda params: "1" * 64)
+    loading.check_base("m", {}, {"base_sha256": "1" * 64})
     message = "m: parameters have sha256 1{16}: the run began with 2{16}, so this is another model"
     with pytest.raises(CheckpointError, match=message):
-        text_model.check_base("m", {}, {"base_sha256": "2" * 64})
+        loading.check_base("m", {}, {"base_sha256": "2" * 64})
 
 
 def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_path):
@@ -122,7 +122,7 @@ def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_p
 def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
     """A part that the run trained whole keeps its place, and the base gives none of it."""
     monkeypatch.setattr(
-        text_model, "init_params", lambda config, key: {"a": jnp.ones(2), "b": jnp.ones(3)}
+        loading, "init_params", lambda config, key: {"a": jnp.ones(2), "b": jnp.ones(3)}
     )
     base = {"a": np.float32([5, 6]), "b": np.float32([7, 8, 9])}
     asked: list[Any] = []
@@ -131,12 +131,12 @@ def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
         asked.append((init_from, scanned))
         return base
 
-    monkeypatch.setattr(text_model, "base_params", base_params)
-    monkeypatch.setattr(text_model, "check_base", lambda *given: asked.append(given))
+    monkeypatch.setattr(loading, "base_params", base_params)
+    monkeypatch.setattr(loading, "check_base", lambda *given: asked.append(given))
     config = SimpleNamespace(
         init_from="m", model=replace(CONFIG, scan_layers=True), trained_whole=("b",)
     )
-    found = text_model._adapted_base(config, {"base_sha256": "x"})
+    found = loading._adapted_base(config, {"base_sha256": "x"})
     assert {name: np.asarray(x).tolist() for name, x in found.items()} == {
         "a": [5, 6],
         "b": [0] * 3,

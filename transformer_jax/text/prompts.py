@@ -13,14 +13,14 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.config.architectures import model_shape
 from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
+from transformer_jax.text.reading import Reader
+from transformer_jax.text.scores import pair_batch
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, encoder_frame, plain, special_ids
 from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.masked import masked_ids
-from transformer_jax.use.reading import Reader
-from transformer_jax.use.scores import pair_batch
 
 
 @short_repr

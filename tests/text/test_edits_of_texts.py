@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.models import (
+from tests.text.models import (
     KEY,
     LETTERS,
     TURNS,
@@ -24,12 +24,12 @@ from tests.use.models import (
     run_of,
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, mean, resample, steering_vector, zero
-from transformer_jax.text.completion import TextGenerator
+from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.training import batch
-from transformer_jax.use.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SILENT = zero("block_*/attention/heads", heads=1)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.decoding.completion import TextGenerator, _keep, _unsaid
 from transformer_jax.decoding.logit_processors import (
     Ban,
     Force,
@@ -22,10 +23,9 @@ from transformer_jax.decoding.logit_processors import (
     NoRepeatNGram,
 )
 from transformer_jax.decoding.samplers import Sample, Temperature
+from transformer_jax.decoding.writer import TextWriter, pieces
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.completion import TextGenerator, _keep, _unsaid
 from transformer_jax.text.translation import search_translations, translate
-from transformer_jax.text.writer import TextWriter, pieces
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -23,15 +23,15 @@ from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.inside.lens import no_sum
 from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
+from transformer_jax.text import looking_programs as programs
+from transformer_jax.text.prompts import Prompt, read_prompt, token_id
+from transformer_jax.text.reading import Reader
+from transformer_jax.text.tables import Pictured, Table
+from transformer_jax.text.writing import Writer
 from transformer_jax.tokenizers.pieces import marked, token_texts
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use import looking_programs as programs
-from transformer_jax.use.prompts import Prompt, read_prompt, token_id
-from transformer_jax.use.reading import Reader
-from transformer_jax.use.tables import Pictured, Table
-from transformer_jax.use.writing import Writer
 
 Text = str | tuple[str, str]
 """A text; of a model of pairs (source, target), the target as far as it is given."""

@@ -13,6 +13,7 @@ from transformer_jax.checks import check_count, check_key
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
+from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.logit_processors import (
     Force,
     ForceLast,
@@ -20,13 +21,12 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
+from transformer_jax.decoding.structured import Form, Grammar
+from transformer_jax.decoding.writer import check_stop_strings
 from transformer_jax.models.places import Edit
-from transformer_jax.text.completion import TextGenerator
-from transformer_jax.text.structured import Form, Grammar
+from transformer_jax.text.reading import Reader, published_run
 from transformer_jax.text.translation import translate
-from transformer_jax.text.writer import check_stop_strings
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
-from transformer_jax.use.reading import Reader, published_run
 
 NUM_TOKENS = 400
 """New tokens of a text, where none are asked for."""

@@ -31,13 +31,13 @@ from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import make_step
+from transformer_jax.decoding.structured import Grammar, Matcher
+from transformer_jax.decoding.writer import check_stop_strings, pieces
 from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.models.places import Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
-from transformer_jax.text.structured import Grammar, Matcher
-from transformer_jax.text.writer import check_stop_strings, pieces
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer

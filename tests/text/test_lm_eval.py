@@ -1,6 +1,6 @@
 """lm-eval's tasks by our adapter and by its own backend, on the same weights: the same numbers.
 
-`pytest -m slow -s tests/use/test_lm_eval.py` prints the measures of both side by side.
+`pytest -m slow -s tests/text/test_lm_eval.py` prints the measures of both side by side.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.support.compilation import quick_environment
 from tests.support.published import randomised, saved
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.use.language_model import load
-from transformer_jax.use.lm_eval import TransformerJaxLM, rolling_windows
+from transformer_jax.text.language_model import load
+from transformer_jax.text.lm_eval import TransformerJaxLM, rolling_windows
 
 pytestmark = [
     pytest.mark.slow,
@@ -328,7 +328,7 @@ def test_lm_evals_command_runs_a_model(folder, tasks, tmp_path):
         f"--tasks local_choice --include_path {place} --limit 5 --output_path {tmp_path / 'found'}"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "transformer_jax.use.lm_eval", "run", *given.split()],
+        [sys.executable, "-m", "transformer_jax.text.lm_eval", "run", *given.split()],
         capture_output=True, text=True, timeout=250,
         env=quick_environment() | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip

@@ -10,16 +10,16 @@ from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.models.places import NO_EDIT, Edit
-from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.choices import Choices, Question, score_choices
-from transformer_jax.use.continuations import (
+from transformer_jax.text.choices import Choices, Question, score_choices
+from transformer_jax.text.continuations import (
     Continuation,
     check_continues,
     read_pair,
     score_requests,
 )
-from transformer_jax.use.reading import Reader
-from transformer_jax.use.scores import Score, Scored, Windows, is_pair, score_text
+from transformer_jax.text.reading import Reader
+from transformer_jax.text.scores import Score, Scored, Windows, is_pair, score_text
+from transformer_jax.tokenizers.utf8 import DataError
 
 
 class Scorer(Reader):

@@ -14,10 +14,11 @@ import numpy as np
 from transformer_jax.config import ConfigError
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
+from transformer_jax.decoding.completion import longest_text
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build
 from transformer_jax.models.places import Edit
-from transformer_jax.text.completion import longest_text
+from transformer_jax.text.reading import Reader, checked_messages
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
@@ -34,7 +35,6 @@ from transformer_jax.training.tasks.turns import (
     text_turn,
     tokenizer_of_talks,
 )
-from transformer_jax.use.reading import Reader, checked_messages
 
 Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 

@@ -1,13 +1,13 @@
 """Run the tasks of EleutherAI's lm-eval on a model, with the numbers of its Hugging Face backend.
 
     import lm_eval
-    from transformer_jax.use.lm_eval import TransformerJaxLM
+    from transformer_jax.text.lm_eval import TransformerJaxLM
 
     lm_eval.simple_evaluate(model=TransformerJaxLM("FOLDER_OR_ID"), tasks=["lambada_openai"])
 
 lm-eval's own command, with this model beside its others (`pip install 'transformer_jax[lm-eval]'`):
 
-    python -m transformer_jax.use.lm_eval run --model transformer_jax \
+    python -m transformer_jax.text.lm_eval run --model transformer_jax \
         --model_args pretrained=FOLDER_OR_ID --batch_size 16 --tasks lambada_openai
 """
 
@@ -25,21 +25,21 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType, ModelConfig
 from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.decoding.completion import known_ids, longest_text
 from transformer_jax.decoding.continuous_batching import Batcher, Request
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP
 from transformer_jax.decoding.slots import init_slots
 from transformer_jax.decoding.step import make_step
+from transformer_jax.decoding.writer import check_stop_strings
+from transformer_jax.loading import Which
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.models.quantized import Kind as WeightKind
-from transformer_jax.text.completion import known_ids, longest_text
-from transformer_jax.text.text_model import Which
-from transformer_jax.text.writer import check_stop_strings
+from transformer_jax.text.continuations import ScoringRequest, score_requests
+from transformer_jax.text.language_model import LanguageModel, load
+from transformer_jax.text.writing import shortened
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.use.continuations import ScoringRequest, score_requests
-from transformer_jax.use.language_model import LanguageModel, load
-from transformer_jax.use.writing import shortened
 
 NAME = "transformer_jax"
 """The model's name for lm-eval's `--model`."""

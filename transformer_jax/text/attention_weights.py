@@ -17,10 +17,10 @@ from transformer_jax.models.places import NO_EDIT, Edit, places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
 from transformer_jax.shown import short_repr
+from transformer_jax.text.attention_picture import Maps, draw_maps
+from transformer_jax.text.prompts import arguments, read_prompt
+from transformer_jax.text.reading import Reader
 from transformer_jax.tokenizers.pieces import token_texts
-from transformer_jax.use.attention_picture import Maps, draw_maps
-from transformer_jax.use.prompts import arguments, read_prompt
-from transformer_jax.use.reading import Reader
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,36 +20,29 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
+from transformer_jax.decoding.completion import longest_text
 from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.decoding.samplers import Greedy, Sample
-from transformer_jax.models.factory import build
-from transformer_jax.models.places import NO_EDIT, Edit
-from transformer_jax.models.quantized import Kind as WeightKind
-from transformer_jax.text.completion import longest_text
-from transformer_jax.text.structured import Form
-from transformer_jax.text.text_model import (
+from transformer_jax.decoding.structured import Form
+from transformer_jax.decoding.writer import cut_at_stop
+from transformer_jax.loading import (
     Which,
     is_run,
     load_run,
     load_text_model,
     with_weights_held,
 )
+from transformer_jax.models.factory import build
+from transformer_jax.models.places import NO_EDIT, Edit
+from transformer_jax.models.quantized import Kind as WeightKind
+from transformer_jax.text.attention_weights import AttentionWeights, attention_weights
+from transformer_jax.text.evaluation import EvaluateOptions, evaluate
+from transformer_jax.text.looking import Looker
+from transformer_jax.text.nearest import nearest_words
+from transformer_jax.text.reading import Conversation
+from transformer_jax.text.scoring import Scorer
 from transformer_jax.text.translation import search_translations
-from transformer_jax.text.writer import cut_at_stop
-from transformer_jax.tokenizers.languages import with_languages
-from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import check_unpadded, target_of
-from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.tasks.answers import answer_sources, search_targets
-from transformer_jax.training.tasks.classify import label_texts
-from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
-from transformer_jax.use.attention_weights import AttentionWeights, attention_weights
-from transformer_jax.use.evaluation import EvaluateOptions, evaluate
-from transformer_jax.use.looking import Looker
-from transformer_jax.use.nearest import nearest_words
-from transformer_jax.use.reading import Conversation
-from transformer_jax.use.scoring import Scorer
-from transformer_jax.use.writing import (
+from transformer_jax.text.writing import (
     NUM_TOKENS,
     Searching,
     Writing,
@@ -60,6 +53,13 @@ from transformer_jax.use.writing import (
     sized,
     without_first_space,
 )
+from transformer_jax.tokenizers.languages import with_languages
+from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
+from transformer_jax.tokenizers.special import check_unpadded, target_of
+from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.tasks.answers import answer_sources, search_targets
+from transformer_jax.training.tasks.classify import label_texts
+from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
 
 
 @known_keywords

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.models import CONFIG, LETTERS, masked, model_of, pairs, plain, prefix
+from tests.text.models import CONFIG, LETTERS, masked, model_of, pairs, plain, prefix
 from transformer_jax.config import ConfigError, RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
+from transformer_jax.text.attention_weights import AttentionWeights
+from transformer_jax.text.tables import Table
 from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
 from transformer_jax.training.tasks.answers import PrefixStep
-from transformer_jax.use.attention_weights import AttentionWeights
-from transformer_jax.use.tables import Table
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -25,9 +25,9 @@ from transformer_jax.config.tasks import (
     Task,
     TonesTask,
 )
+from transformer_jax.decoding import completion
+from transformer_jax.loading import TextModel
 from transformer_jax.pytree import Params
-from transformer_jax.text import completion
-from transformer_jax.text.text_model import TextModel
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, unknown_words
 from transformer_jax.tokenizers.trained import Tokenizer

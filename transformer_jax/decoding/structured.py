@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 
 from transformer_jax.config import ConfigError
-from transformer_jax.text.json_schema import checked_schema
-from transformer_jax.text.posix_classes import with_unicode_classes
+from transformer_jax.decoding.json_schema import checked_schema
+from transformer_jax.decoding.posix_classes import with_unicode_classes
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import ByteTokenizer, Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import transformer_jax as tj
-from tests.use.models import (
+from tests.text.models import (
     CONFIG,
     LETTERS,
     chat,
@@ -26,8 +26,8 @@ from tests.use.models import (
 from transformer_jax.config import ConfigError
 from transformer_jax.inside import HeadScores
 from transformer_jax.models.factory import build
+from transformer_jax.text.looking import Attribution, Heads, Lens, Patching
 from transformer_jax.tokenizers.special import special_ids
-from transformer_jax.use.looking import Attribution, Heads, Lens, Patching
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
