@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -60,9 +60,9 @@ class TileRows(NamedTuple):
     head: Index  # of queries, or of keys
     start: Index  # the first query or key
     vectors: tuple[jax.Array | None, ...]  # of the mask
-    row: Index | None = None  # of tiles
-    base: jax.Array | None = None  # f32[ROWS] of queries in a backward kernel
-    D: jax.Array | None = None
+    row: Index = 0  # of tiles, where a list has one for each
+    base: Any = None  # f32[ROWS], of queries in a backward kernel
+    D: Any = None  # f32[ROWS], likewise
 
 
 def is_linear(problem: Problem, operands: Operands) -> bool:
