@@ -152,7 +152,8 @@ def _placed(
             rule = "must have an axis of experts, one of outputs and one of inputs"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(tensor.shape)}: {rule}")
         return
-    change, shape = None, tensor.shape
+    change: Change | None = None
+    shape = tensor.shape
     if base in names.rotated:
         heads = config["num_key_value_heads" if base == "attn_k" else "num_attention_heads"]
         if shape[0] % (2 * heads):
@@ -174,7 +175,7 @@ def _placed_plainly(
     file: GgufFile, name: str, tensor: GgufTensor, to: str
 ) -> Iterator[tuple[str, _Source, TensorInfo]]:
     """Yield gpt-oss's tensors without an ending: experts' matrices, their biases, and the sinks."""
-    if "_up_" in name:  # read with that of the gate
+    if "_up_" in name:  # read with that of the gate, as the folder has them in one tensor
         return
     change: Change | None = None
     shape, turns = tensor.shape, tuple[str, ...]()

@@ -157,6 +157,8 @@ def _with_length(config: ModelConfig, max_len: int | None) -> ModelConfig:
     if isinstance(config.positions, Learned) and max_len != config.max_len:
         rule = f"the table of positions has {config.max_len}"
         raise ConfigError(f"max_len is {max_len}: {rule}")
+    # These two stretch by the length of the text; with a fixed length the angles never change, so
+    # that keys in a cache stay as they are.
     positions = config.positions
     if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
         positions = dataclasses.replace(positions, length=max_len)
@@ -182,6 +184,7 @@ def _stacked(
         if whole not in buffers:
             lead = tuple(last + 1 for last in sizes[whole])
             buffers[whole], left[whole] = np.empty((*lead, *leaf.shape), leaf.dtype), prod(lead)
+        # NumPy would cast on assignment, silently.
         if leaf.dtype != buffers[whole].dtype:
             rule = f"those before it are {buffers[whole].dtype}: give a dtype to stack them"
             raise CheckpointError(f"{path} is {leaf.dtype}, {rule}")

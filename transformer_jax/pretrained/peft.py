@@ -207,6 +207,7 @@ def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) ->
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    # In a new folder the config comes last: without it there is no adapter to load.
     partial = folder / (TENSORS + ".tmp")
     try:
         save_file(tensors, partial, metadata={"format": "pt"})
@@ -246,6 +247,7 @@ def load_lora(
     flat, pairs = {}, _read_tensors(folder, modules, targeted, found, rank)
     for module, (a, b) in pairs.items():
         start, kernels = 0, modules[module]
+        # The rows of B lie as those of the weight; argsort is the inverse of that order.
         b = b[np.argsort(kernels.rows([found[kernel][1] for kernel in kernels]))]
         for kernel in kernels:
             stop = start + found[kernel][1]

@@ -136,6 +136,7 @@ def _keys(
         ),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
         k.Key("scale_embedding", "scale_embeddings", k.flag, m2m),
+        # No key says whether logits have a bias: the files do.
         k.Code(lambda keys, fields: dict(logit_bias=BIAS in keys.names and not m2m)),
         k.Key("dropout", "dropout", k.rate, 0.1),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.1 if m2m else 0.0),

@@ -221,6 +221,7 @@ def _roberta(
         if not text:  # what reads all tokens has one matrix
             of = classes_of(keys, "classifier.weight", "classifier.dense.weight")
         pooled = text or (of is None and f"{prefix}.pooler.dense.weight" in names)
+        # The head of transformers has gelu whatever the key says, and a ModelConfig one for both.
         if masked and fields["activation"] != "gelu":
             rule = "must be 'gelu' beside a masked-token head, which always has it"
             keys.fail("hidden_act", keys.take("hidden_act"), rule)

@@ -314,6 +314,7 @@ class Key:
         value = self.kind.read(keys, name, self.default)
         if value is None and self.null is not None:
             value = fields[self.null]
+        # A bias that is as `use_bias` says is None: two configs that mean the same are equal.
         if self.field is None or (self.unless is not None and fields[self.unless] == value):
             return {}
         return {self.field: value}
@@ -324,6 +325,7 @@ class Key:
         if self.field.startswith("experts."):
             value = getattr(config.experts or Experts(), self.field.removeprefix("experts."))
         elif self.default is None and self.null is None:
+            # null is a value here: GPT-2 means 4 times the width by an n_inner of null
             value = getattr(config, self.field)
         else:
             value = meant(config, self.field)

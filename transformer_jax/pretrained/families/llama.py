@@ -258,6 +258,7 @@ def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     local = float(read("rope_local_base_freq", 10_000.0))
     near = None
     if keys.take("rope_parameters", None) is not None:
+        # A copy of the fields: read_rope may shorten max_len, which the other layers say.
         near = d.read_rope(keys, dict(fields), "sliding_attention", local)
         if near.scaling is not None:
             keys.fail("rope_parameters", near.scaling, "layers with a window stretch nothing")

@@ -177,6 +177,7 @@ def _keys(
         k.Key("num_heads", "num_heads", k.integer, heads),
         k.Key("n_positions", "max_len", k.integer, 512),
         k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-6),
+        # T5 has one rate for the stream and for the weights of attention.
         k.Key("dropout_rate", "attention_dropout", k.rate, 0.1),
         k.Key("dropout_rate", "dropout", k.rate, 0.1),
         k.Fixed(norm="rmsnorm", use_bias=False, attention_scale=1.0),

@@ -293,7 +293,7 @@ class Family:
     def read(self, keys: ConfigKeys) -> ModelConfig:
         """Return the config that the keys mean."""
         fields: Fields = {}
-        for entry in self.keys:
+        for entry in self.keys:  # in their order: windows need the number of layers
             fields |= entry.read(keys, fields)
         own = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
         if own:
