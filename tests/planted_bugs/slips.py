@@ -587,17 +587,17 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/places.py",
         (
             "an edit in a scan is of every block",
-            "jnp.where(self.layer == number, changed, value)",
+            "jnp.where(here, changed, value)",
             "changed",
             "models/test_places.py::test_an_edit_of_one_block_is_of_that_block_alone",
         ),
         (
             "a place that is edited is captured as it was",
-            "            value = changed if number is None else",
+            "            value = changed\n        if name",
             "            if name in self.capture:\n"
             "                self.captured.setdefault(name, value)\n"
             "                continue\n"
-            "            value = changed if number is None else",
+            "            value = changed\n        if name",
             "models/test_places.py::test_an_edit_of_one_block_is_of_that_block_alone",
         ),
         (

@@ -244,6 +244,7 @@ class AppliedStep(Step[State]):
     @property
     def reads_exactly(self) -> bool:
         """Whether an edit is a function that does not say what it needs: it would see padding."""
+        # Functions of `inside` declare their needs and skip padding; another might read it.
         return any(not hasattr(told.function, "needs") for _, told in self.edits)
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
@@ -262,6 +263,7 @@ class AppliedStep(Step[State]):
         length = length if traced(length) else np.asarray(length)
         found: jax.Array | None = None
         for name, told in self.edits:
+            # tokens of the source are counted by themselves, and checked where the source is read
             check = getattr(told.function, "check_parts", None)
             if check and not name.endswith(OF_SOURCE):
                 rows = check(told.first + length + total)

@@ -237,6 +237,7 @@ def _at_tokens(
     size = new.shape[axis]
     if call.whole and size == value.shape[axis]:
         return jnp.broadcast_to(new, value.shape)
+    # a call of a part reads some tokens of the sequence, in any order, with padding between them
     index = _along(positions, value.ndim, axis)
     whole = jnp.broadcast_to(new, (value.shape[0], *new.shape[1:]))
     found = jnp.take_along_axis(whole, jnp.clip(index, 0, size - 1), axis=axis)
@@ -329,6 +330,7 @@ class _Change:
         at = jnp.atleast_1d(jnp.asarray(self.at))
         here = (positions[..., None] == at[None, None]) & (positions >= 0)[..., None]  # [B, T, n]
         changed = jnp.where(_along(here.any(axis=2), value.ndim, axis), changed, value)
+        # nothing can be raised for a traced index, so a wrong one makes the value NaN
         if isinstance(self.at, jax.core.Tracer):
             wrong = (at < 0).any() | (call.whole & (at >= count).any())
             changed = jnp.where(wrong, jnp.nan, changed)

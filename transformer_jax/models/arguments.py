@@ -174,6 +174,7 @@ def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B
         raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
     if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
+    # A negative index would count from the end. Out of range, it gives NaN as any wrong index.
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
 
@@ -228,6 +229,7 @@ def positions_and_masks(
         mask = same if mask is None else mask & same
         # each token's distance from the first of its run of equal ids
         index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+        # the first column always begins a document: its id differs from the one prepended
         starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         if sinks is not None:
@@ -236,6 +238,7 @@ def positions_and_masks(
     for window in config.windows:
         near: Mask | None = None
         if window is not None:
+            # under a causal mask, a right edge would hide nothing and cost a comparison
             near = Window(window, None if causal else window)
             near = near if sinks is None else near | sinks
         masks.append(mask if near is None else near if mask is None else mask & near)

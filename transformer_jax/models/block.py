@@ -179,6 +179,7 @@ class Attention(Module):
         if cfg.qk_norm_over == "head":
             return norm(x, scale)
         if cfg.qk_norm_over == "own_head":
+            # each head has its own scale, and a norm multiplies by one
             return (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
         flat = rearrange(x, "B T N H -> B T (N H)")
         return norm(flat, scale).reshape(x.shape)
@@ -232,6 +233,7 @@ class Attention(Module):
             heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
         else:
             k, v = cross_cache.k, cross_cache.v
+            # The whole source is visible. Its padding has negative positions, which no query sees.
             heads = _Heads(q, k, v, None, None, given.positions, cross_cache.positions)
         heads = heads._replace(
             q=visit(f"{at}/query", heads.q),
@@ -352,6 +354,8 @@ class Attention(Module):
         """Return the softmax, before dropout; NaN in the row of a query that sees NaN or inf."""
         cfg, bias = self.config, heads.bias
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
+        # A kernel's output is NaN in the row of a query that sees a value that is not finite.
+        # The weights alone would hide it, since they do not read the values.
         k = jnp.where(finite, heads.k, jnp.nan)
         q_positions, k_positions = heads.q_positions, heads.k_positions
         if self.shaw is not None:
@@ -480,6 +484,7 @@ class Block(Module):
         if cfg.norm_order == "parallel_shared":
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":
+            # ModernBERT: the embedding's norm takes the place of the first block's
             bare = [] if cfg.first_norm or self.number != 0 else ["attention"]
             self.norm = {name: Norm(cfg) for name in branches if name not in bare}
         if cfg.norm_order in ("sandwich", "output"):
@@ -503,6 +508,7 @@ class Block(Module):
         source = given.memory_positions if cross_cache is None else cross_cache.positions
         layer = self.number if layer is None else layer
         visit = given.places.visit(layer, given.token_positions, source)
+        # always five, so that a branch draws the same numbers whatever branches stand next to it
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
             call = OwnCall(self.attention, given, cache, visit, keys, layer, x)

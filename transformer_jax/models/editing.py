@@ -140,6 +140,8 @@ def apply_edit(
     needs = getattr(function, "needs", None)
     declared = needs is not None
     if needs is None:
+        # Tracing a function to find its needs takes time. A whole sequence without padding meets
+        # every need, so it is spared there.
         plain = told == InCall(function) and call.whole
         plain &= positions is None or "positions" in given
         needs = set() if plain else _needs(function, value, given, axis, alone, told.apart)
@@ -173,6 +175,7 @@ def apply_edit(
         wrong |= ((tokens >= 0) & (tokens != tokens.max(axis=0, keepdims=True))).any()
     if blind and call.padded is None:
         wrong |= (tokens < 0).any()
+    # a wrong shape is refused by the caller, with the name of the place
     if isinstance(changed, jax.Array) and changed.shape == value.shape:
         changed = jnp.where(wrong.reshape(-1, *(1,) * (value.ndim - 1)), jnp.nan, changed)
         changed = changed.astype(value.dtype)

@@ -312,6 +312,7 @@ class Places:
             found = _BLOCK.match(name)
             if found is None and layer is None:
                 own[name] = name, None
+            # a scan traces one block for all, so it passes the places of every block
             elif found and layer is not None and known in (None, int(found[1])):
                 own[name] = found[2], int(found[1]) if known is None else None
         capture = {own[name][0] for name in self.capture if name in own}
@@ -398,6 +399,7 @@ class Visit:
         call: Call = WHOLE,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
+        # [T] counts from 0 in every row, which is what an edit assumes without positions
         self.positions = None if positions is None or positions.ndim == 1 else positions
         self.source, self.call = source, call
         self.asked = self.capture.union(self.edits)

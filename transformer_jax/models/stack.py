@@ -141,6 +141,7 @@ class Stack(Module):
             if not self.is_initializing() and own.places.of_few_blocks(self.depth):
                 block = Block(cfg, self.cross, self.depth, cfg.windows[0], parent=None)
                 step = partial(block.apply, method="scan_step")
+                # one block tells the shapes of all: the carry of a scan must exist before it begins
                 first = jax.tree.map(lambda leaf: leaf[0], (blocks.variables, numbers, keys))
                 shapes = jax.eval_shape(step, first[0], (x, layers, {}), *first[1:], cross, own)[1]
                 kept = own.places.empty(shapes, self.depth)
@@ -149,6 +150,7 @@ class Stack(Module):
             visit.captured |= own.places.collect(found) | kept
         else:
             updated: list[Any] = []  # of one class of cache, or None
+            # one value for each mask of the window pattern, which the layers share
             inputs = [replace(given, mask=mask, bias=bias) for mask in masks]
             for i, own_key in enumerate(split_key(key, self.depth)):
                 own = inputs[i % len(masks)]
@@ -160,6 +162,7 @@ class Stack(Module):
                 updated.append(layer)
                 visit.captured |= {f"block_{i}/{name}": value for name, value in found.items()}
             layers = None if layers is None else tuple(updated)
+        # a post-norm block ends with a norm, so the stack has none
         if cfg.norm_order != "post":
             x = visit("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)
@@ -171,6 +174,7 @@ def stack_layers(params: Params) -> Params:
 
     `block_0`, `block_1`, ... become `blocks`, whose leaves lead with L. Names and numbers stay.
     """
+    # by number: as text, block_10 would come before block_9
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
     out: dict[str, Any] = {
         name: stack_layers(value) if isinstance(value, Mapping) else value

@@ -423,6 +423,7 @@ def run_decoder(
             if length is not None:  # the mask is asked by the positions that follow
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
+            # A traced call cannot raise: in a row that must fail, tokens become -1 and logits NaN.
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()
@@ -437,6 +438,7 @@ def run_decoder(
         memory_positions=memory_positions,
     )  # fmt: skip
     embed_key, stack_key = split_key(key, 2)
+    # the target has its own table of positions and its own norm (Lewis et al. 2020)
     x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
     visit = places.visit(positions=token_positions)
     x, cache = model.decoder(x, given, masks, visit, cache=cache, key=stack_key)
@@ -446,5 +448,6 @@ def run_decoder(
     if overflow is not None and cache is not None:
         if cache.exhausted is not None:
             overflow |= cache.exhausted
+        # a traced position past the end of the cache was not written: what follows it is unknown
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     return logits, cache, visit.captured
