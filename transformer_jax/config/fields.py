@@ -7,9 +7,10 @@ import functools
 import math
 import os
 import re
-from collections.abc import Collection
-from dataclasses import Field, is_dataclass
+from collections.abc import Callable, Collection
+from dataclasses import Field, dataclass, is_dataclass
 from typing import (
+    Annotated,
     Any,
     ClassVar,
     Literal,
@@ -33,6 +34,29 @@ Hint: TypeAlias = Any
 
 FieldValue: TypeAlias = Any
 """The value of some field of a config, whose own check says what it may be."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for the value of a field, in its annotation: `Annotated[int, POSITIVE]`."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+
+
+POSITIVE = Rule(lambda x: x > 0, "must be positive")
+NON_NEGATIVE = Rule(lambda x: x >= 0, "must not be negative")
+BELOW_INT32 = Rule(lambda x: x < 2**31, "must be below 2**31")
+
+Size = Annotated[int, POSITIVE, BELOW_INT32]
+Count = Annotated[int, NON_NEGATIVE, BELOW_INT32]
+Positive = Annotated[float, POSITIVE]
+NonNegative = Annotated[float, NON_NEGATIVE]
+Fraction = Annotated[float, Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
+# products with it, and quotients by it, fit float32
+Factor = Annotated[
+    float, Rule(lambda x: 1e-30 <= x <= 1e30, "must be positive, from 1e-30 to 1e30")
+]
 
 
 class ConfigError(ValueError):
@@ -79,7 +103,7 @@ def nearest(text: object, known: Collection[str], least: float = 0.6) -> str:
 
 
 def check_types(config: Dataclass) -> None:
-    """Check that every field holds its annotated type.
+    """Check that every field has a value of its annotated type, which keeps the type's rules.
 
     `"512"` is no integer, a bool is no integer, and NaN is no number. A dtype, such as
     `jnp.bfloat16`, becomes its name. The name of one of several kinds, such as "chat" of a task,
@@ -106,12 +130,29 @@ def check_types(config: Dataclass) -> None:
             elif isinstance(value, type) and value in options:
                 near = f", a value: {value.__name__}(...)"
             fail(name, value, f"must be {_spell(hint)}{near}")
+    for name, rule in field_rules(type(config)):
+        value = getattr(config, name)
+        if value is not None and not rule.accepts(value):
+            fail(name, value, rule.text)
 
 
 @functools.cache  # reading them takes longer than all checks of a config
 def field_hints(kind: type) -> dict[str, Hint]:
     """Return the type that each field of a class of configs is annotated with."""
     return get_type_hints(kind)
+
+
+@functools.cache
+def field_rules(kind: type) -> list[tuple[str, Rule]]:
+    """Return the rules in the annotations of the fields of a class of configs."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    options = [(name, option) for name, hint in hints for option in (hint, *get_args(hint))]
+    return [
+        (name, rule)
+        for name, option in options
+        for rule in getattr(option, "__metadata__", ())
+        if isinstance(rule, Rule)
+    ]
 
 
 def is_function(value: object) -> bool:
@@ -144,44 +185,6 @@ def _spell(hint: Hint) -> str:
     if hint is float:
         return "a finite number"
     return "None" if hint is type(None) else f"of type {hint.__name__}"
-
-
-def positive(config: Dataclass, *names: str) -> None:
-    """Check that these fields are above 0, where they are not None."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            fail(name, value, "must be positive")
-
-
-def factor(config: Dataclass, *names: str) -> None:
-    """Check that products with these fields, and quotients, fit float32; None is no factor."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 1e-30 <= value <= 1e30:
-            fail(name, value, "must be positive, from 1e-30 to 1e30")
-
-
-def non_negative(config: Dataclass, *names: str) -> None:
-    """Check that these fields are at least 0."""
-    for name in names:
-        if not getattr(config, name) >= 0:
-            fail(name, getattr(config, name), "must not be negative")
-
-
-def below_int32(config: Dataclass, *names: str) -> None:
-    """Check that these fields fit int32, where they are not None."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value >= 2**31:
-            fail(name, value, "must be below 2**31")
-
-
-def fraction(config: Dataclass, *names: str) -> None:
-    """Check that these fields are at least 0 and below 1."""
-    for name in names:
-        if not 0.0 <= getattr(config, name) < 1.0:
-            fail(name, getattr(config, name), "must be at least 0 and below 1")
 
 
 def check_new_folder(name: str, path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer_jax.config.fields import below_int32, check_types, fail, positive, unread
+from transformer_jax.config.fields import Size, check_types, fail, unread
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.config.positions import Learned
 
@@ -37,13 +37,11 @@ class _Inputs:
 class Vectors(_Inputs):
     """Read one vector for each token, as features of another model: x W + b."""
 
-    width: int = 80
+    width: Size = 80
     """Numbers in a vector."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "width")
-        below_int32(self, "width")
 
     def row_shape(self, length: int) -> tuple[int, ...]:
         """Return the shape of one row of so many vectors."""
@@ -59,21 +57,19 @@ class Vectors(_Inputs):
 class Patches(_Inputs):
     """Read an image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
 
-    size: int = 16
+    size: Size = 16
     """Height and width of a patch, in pixels."""
-    height: int = 224
+    height: Size = 224
     """Height of an image, in pixels."""
-    width: int = 224
+    width: Size = 224
     """Width of an image, in pixels."""
-    channels: int = 3
+    channels: Size = 3
     """Numbers in a pixel."""
     class_token: bool = True
     """A learned token comes first, whose state the classification head reads."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "size", "height", "width", "channels")
-        below_int32(self, "size", "height", "width", "channels")
         for name in ("height", "width"):
             if getattr(self, name) % self.size:
                 fail(name, getattr(self, name), f"must be a multiple of size {self.size}")
@@ -102,19 +98,17 @@ class Frames(_Inputs):
     ceil(T / stride).
     """
 
-    width: int = 80
+    width: Size = 80
     """Numbers in a frame, as channels of a mel spectrogram."""
-    kernel: int = 5
+    kernel: Size = 5
     """Frames that a convolution sees, its own in the middle."""
-    stride: int = 2
+    stride: Size = 2
     """Frames from one output of a convolution to the next."""
-    layers: int = 2
+    layers: Size = 2
     """Convolutions one after the other."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "width", "kernel", "stride", "layers")
-        below_int32(self, "width", "kernel", "stride", "layers")
         if self.kernel % 2 == 0:
             fail("kernel", self.kernel, "must be odd, with its own frame in the middle")
         if self.stride > self.kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax.config.fields import check_types, fail, fraction, positive
+from transformer_jax.config.fields import Fraction, Positive, Size, check_types, fail
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -18,9 +18,9 @@ Base = Literal["float32", "bfloat16", "int8", "int4"]
 class LoraConfig:
     """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
 
-    rank: int = 8
+    rank: Size = 8
     """Columns of A and rows of B (r)."""
-    alpha: float = 16.0
+    alpha: Positive = 16.0
     """Numerator of the scale."""
     targets: tuple[str, ...] | Literal["all-linear"] = ("query", "value")
     """Modules with a kernel, by the end of their path: query, attention/query, encoder/block_0/
@@ -28,7 +28,7 @@ class LoraConfig:
     whatever the parameters are."""
     layers: tuple[int, ...] | None = None
     """Only in these blocks of each stack; None is everywhere."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Rate of dropout on what A reads, in training."""
     rslora: bool = False
     """Scale alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)."""
@@ -42,8 +42,6 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "rank", "alpha")
-        fraction(self, "dropout")
         if not self.targets or "" in tuple(self.targets):
             fail("targets", self.targets, "must name at least one module, and none by ''")
         if self.layers is not None:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformer_jax.config.block import OwnBlock
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import (
-    below_int32,
+    Count,
+    Factor,
+    Fraction,
+    Positive,
+    Size,
     check_types,
-    factor,
     fail,
-    fraction,
     is_function,
-    non_negative,
-    positive,
     unread,
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
@@ -52,35 +52,35 @@ class ModelConfig:
 
     kind: Kind = "decoder"
     """decoder (causal language model), encoder (bidirectional), or encoder-decoder."""
-    vocab_size: int = 256
+    vocab_size: Size = 256
     """Token kinds; with a source_vocab_size, the target's."""
-    source_vocab_size: int | None = None
+    source_vocab_size: Size | None = None
     """encoder-decoder: token kinds of the source, whose embeddings are then a table of their own;
     None shares the target's."""
-    d_model: int = 128
+    d_model: Size = 128
     """Width of the residual stream (D)."""
-    num_layers: int = 4
+    num_layers: Size = 4
     """Blocks in the stack; in each stack of an encoder-decoder unless num_decoder_layers is set."""
     share_layers: bool = False
     """encoder: all blocks are one and the same, block_0, which the stream passes num_layers times
     (ALBERT). Needs a looped stack, and layers that do not differ."""
-    num_decoder_layers: int | None = None
+    num_decoder_layers: Size | None = None
     """Blocks of the decoder of an encoder-decoder; None is num_layers."""
-    num_heads: int = 4
+    num_heads: Size = 4
     """Query heads (N)."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Size | None = None
     """Key and value heads (K): None is num_heads (MHA), 1 is MQA, between is GQA."""
-    head_dim: int | None = None
+    head_dim: Size | None = None
     """Width of a query and key head (H); None is d_model / num_heads. `key_dim` is what results."""
-    value_head_dim: int | None = None
+    value_head_dim: Size | None = None
     """Width of a value head; None is head_dim. `value_dim` is what results."""
-    d_ff: int | None = None
+    d_ff: Count | None = None
     """Hidden width of the feed-forward (F); None is 4 * d_model, 0 has none: attention alone."""
     experts: Experts | None = None
     """A mixture of experts in the place of each feed-forward; None has one feed-forward."""
     block: OwnBlock | None = None
     """A value of a class of your own, which changes or replaces the block (in Python only)."""
-    max_len: int = 256
+    max_len: Size = 256
     """Longest sequence; the size of a learned position table."""
 
     inputs: Vectors | Patches | Frames | None = None
@@ -93,7 +93,7 @@ class ModelConfig:
     window: int | tuple[int | None, ...] | None = None
     """Keys a query sees, itself included; None sees all. Two-sided in an encoder. A tuple is a
     pattern over the layers of a looped stack: layer i has window[i % len(window)]."""
-    sink_tokens: int = 0
+    sink_tokens: Count = 0
     """Beside its window a query sees the first so many positions (Xiao et al. 2024)."""
 
     norm: Norm | None = "layernorm"
@@ -107,7 +107,7 @@ class ModelConfig:
     first_norm: bool = True
     """False has no norm before the attention of block 0, for embeddings that have one (ModernBERT).
     Needs a looped stack."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the variance, or to the mean square, under the root."""
     norm_unit_offset: bool = False
     """Norms multiply by 1 + scale (Gemma)."""
@@ -117,7 +117,7 @@ class ModelConfig:
     """A name, or a function of an array, such as `jax.nn.mish`."""
     glu: bool = False
     """Gated feed-forward: act(x W_gate) * (x W_up)."""
-    glu_limit: float | None = None
+    glu_limit: Factor | None = None
     """Clamp what a gated feed-forward multiplies: x W_gate from above, x W_up on both sides."""
     glu_unit_offset: bool = False
     """A gated feed-forward multiplies by 1 + x W_up (gpt-oss)."""
@@ -136,34 +136,34 @@ class ModelConfig:
     qk_norm_over: Literal["head", "own_head", "heads"] = "head"
     """`qk_norm` is of each head by one scale, of each by a scale of its own (Cohere), or of all
     heads together (OLMo 2)."""
-    attention_softcap: float | None = None
+    attention_softcap: Factor | None = None
     """c tanh(scores / c)."""
     attention_sinks: bool = False
     """One learned logit per head in the softmax's denominator."""
-    attention_scale: float | None = None
+    attention_scale: Factor | None = None
     """Multiplier on q k^T; None is head_dim^-0.5."""
 
-    embedding_dim: int | None = None
+    embedding_dim: Size | None = None
     """encoder: width of the embeddings, which a linear layer takes to d_model, and
     masked_token_head back for logits, of which there are none without it (ELECTRA). None is
     d_model, without such a layer."""
     scale_embeddings: bool = False
     """Multiply embeddings of tokens by sqrt(d_model) (Vaswani et al.)."""
-    embedding_scale: float | None = None
+    embedding_scale: Factor | None = None
     """Multiplier on embeddings of tokens in the place of sqrt(d_model) (Granite)."""
-    residual_scale: float | None = None
+    residual_scale: Factor | None = None
     """Multiplier on what each branch adds to the stream (Granite)."""
     tie_embeddings: bool = True
     """The output matrix is the embedding matrix."""
-    logit_scale: float | None = None
+    logit_scale: Factor | None = None
     """Multiplier on what the output matrix reads (T5: d_model^-0.5)."""
     logit_bias: bool = False
     """Add a learned number of each token to the logits."""
-    logit_softcap: float | None = None
+    logit_softcap: Factor | None = None
     """c tanh(logits / c)."""
-    type_vocab_size: int | None = None
+    type_vocab_size: Size | None = None
     """Token types (BERT's sentence A and B); None has no table."""
-    num_classes: int | None = None
+    num_classes: Size | None = None
     """encoder: classes of the classification head; None has no such head."""
     classes_of: ClassesOf = "text"
     """encoder: what the classes are of. text: of each row, from the pooler; token: of every token
@@ -178,12 +178,12 @@ class ModelConfig:
     masked_token_head: bool = False
     """encoder: BERT's transform (dense, activation, norm) before the output matrix."""
 
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Rate on embeddings and on each branch's output. The flag --dropout 0 sets attention_dropout
     to 0 too, unless that is given."""
-    attention_dropout: float = 0.0
+    attention_dropout: Fraction = 0.0
     """Rate on attention weights."""
-    init_std: float = 0.02
+    init_std: Positive = 0.02
     """Standard deviation of weights; branch outputs get it divided by sqrt(2 L), where d_ff is 0
     by sqrt(L)."""
     dtype: DType = "float32"
@@ -207,7 +207,10 @@ class ModelConfig:
                 fail("activation", self.activation, "must be a function of an array")
             object.__setattr__(self, "activation", found)
         check_types(self)
-        self._check_ranges()
+        if not self.glu:
+            unread(self, "needs glu", "glu_limit", "glu_unit_offset")
+        if self.scale_embeddings:
+            unread(self, "needs scale_embeddings False", "embedding_scale")
         self._check_window()
         self._check_heads()
         if self.positions is not None:
@@ -218,25 +221,6 @@ class ModelConfig:
             self.block.check_model(self)
         self._check_feed_forward()
         self._check_kind()
-
-    def _check_ranges(self) -> None:
-        sizes = (
-            "vocab_size", "d_model", "num_layers", "num_decoder_layers", "num_heads",
-            "num_kv_heads", "head_dim", "value_head_dim", "max_len", "type_vocab_size",
-            "num_classes", "source_vocab_size", "embedding_dim",
-        )  # fmt: skip
-        positive(self, *sizes, "norm_eps", "init_std")
-        if self.d_ff is not None:
-            non_negative(self, "d_ff")
-        factor(self, "attention_softcap", "attention_scale", "logit_softcap", "logit_scale")
-        factor(self, "embedding_scale", "residual_scale", "glu_limit")
-        if not self.glu:
-            unread(self, "needs glu", "glu_limit", "glu_unit_offset")
-        if self.scale_embeddings:
-            unread(self, "needs scale_embeddings False", "embedding_scale")
-        non_negative(self, "sink_tokens")
-        below_int32(self, *sizes, "d_ff", "sink_tokens")
-        fraction(self, "dropout", "attention_dropout")
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.d_model % self.num_heads:

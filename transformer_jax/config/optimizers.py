@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_jax.config.fields import check_types, fail, fraction, non_negative, positive
+from transformer_jax.config.fields import Fraction, NonNegative, Positive, Size, check_types, fail
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -18,12 +18,11 @@ class SGD:
     Its learning rate is 10 to 100 times that of AdamW.
     """
 
-    momentum: float = 0.0
+    momentum: Fraction = 0.0
     """Decay of the sum of gradients; 0 steps by each alone."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "momentum")
 
 
 @short_repr
@@ -32,20 +31,17 @@ class SGD:
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """Decay of the mean gradient."""
-    beta2: float = 0.99
+    beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the mean squared gradient."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Share of a weight taken off in a step, times the learning rate; on matrices only."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "beta1", "beta2")
-        positive(self, "eps")
-        non_negative(self, "weight_decay")
 
 
 @short_repr
@@ -57,20 +53,17 @@ class Adafactor:
     Its step is not scaled by the size of a parameter: the learning rate is as for AdamW.
     """
 
-    decay_rate: float = 0.8
+    decay_rate: Fraction = 0.8
     """The squared gradients are averaged with the weight 1 - t^-decay_rate of the past."""
-    smallest_factored: int = 128
+    smallest_factored: Size = 128
     """A matrix with a shorter side keeps a second moment for every element."""
-    clipping: float = 1.0
+    clipping: Positive = 1.0
     """Largest root mean square of the step of one parameter, before the learning rate."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Share of a weight taken off in a step, times the learning rate; on matrices only."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "decay_rate")
-        positive(self, "smallest_factored", "clipping")
-        non_negative(self, "weight_decay")
 
 
 @short_repr
@@ -82,17 +75,15 @@ class Lion:
     Its learning rate is 3 to 10 times smaller than that of AdamW, its weight decay as much larger.
     """
 
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """Weight of the mean gradient against the present one, in a step."""
-    beta2: float = 0.99
+    beta2: Fraction = 0.99
     """Decay of the mean gradient."""
-    weight_decay: float = 1.0
+    weight_decay: NonNegative = 1.0
     """Share of a weight taken off in a step, times the learning rate; on matrices only."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "beta1", "beta2")
-        non_negative(self, "weight_decay")
 
 
 @short_repr
@@ -107,22 +98,19 @@ class Muon:
     2025).
     """
 
-    momentum: float = 0.95
+    momentum: Fraction = 0.95
     """Decay of the mean gradient of a matrix; its step looks ahead (Nesterov)."""
-    iterations: int = 5
+    iterations: Size = 5
     """Newton-Schulz iterations of the orthogonalisation."""
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """AdamW's, of the other parameters."""
-    beta2: float = 0.99
+    beta2: Fraction = 0.99
     """AdamW's, of the other parameters."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Share of a weight taken off in a step, times the learning rate; on matrices only."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "momentum", "beta1", "beta2")
-        positive(self, "iterations")
-        non_negative(self, "weight_decay")
 
 
 @short_repr
@@ -134,22 +122,19 @@ class ScheduleFree:
     It needs the schedule "constant"; warm-up stays. The average is what is evaluated and used.
     """
 
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """Share of the average in the point where gradients are taken; above 0."""
-    beta2: float = 0.99
+    beta2: Fraction = 0.99
     """Decay of the mean squared gradient."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the mean squared gradient."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Share of a weight taken off in a step, times the learning rate; on matrices only."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        fraction(self, "beta1", "beta2")
         if self.beta1 == 0:
             fail("beta1", self.beta1, "must be above 0")
-        positive(self, "eps")
-        non_negative(self, "weight_decay")
 
 
 Optimizer = AdamW | SGD | Adafactor | Lion | Muon | ScheduleFree

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import (
-    below_int32,
+    Count,
+    Positive,
+    Size,
     check_types,
     fail,
     kind_name,
     nearest,
-    non_negative,
-    positive,
     unread,
 )
 from transformer_jax.config.keywords import known_fields
@@ -58,7 +58,7 @@ class Learned(_Positions):
 
     absolute = True
 
-    offset: int = 0
+    offset: Count = 0
     """Rows of the table before that of position 0 (RoBERTa and BART have 2)."""
     buckets: int | None = None
     """Beside the vectors act the biases of T5Buckets, of so many buckets (MPNet); None has none."""
@@ -67,8 +67,6 @@ class Learned(_Positions):
 
     def __post_init__(self) -> None:
         check_types(self)
-        non_negative(self, "offset")
-        below_int32(self, "offset")
         if self.buckets is None:
             unread(self, "needs buckets", "max_distance")
         distance_buckets(self)  # checks both
@@ -87,16 +85,13 @@ class Sinusoidal(_Positions):
 
     layout: Literal["interleaved", "halves"] = "interleaved"
     """Sines and cosines take turns (Vaswani et al.), or sines come first (Marian)."""
-    base: float = 10_000.0
+    base: Positive = 10_000.0
     """Wavelength base: pair k turns by position * base^(-2k/d_model) radians."""
-    offset: int = 0
+    offset: Count = 0
     """Added to each position (M2M-100 and NLLB count from 2)."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "base")
-        non_negative(self, "offset")
-        below_int32(self, "offset")
 
     def check_model(self, model: ModelConfig) -> None:
         if model.embedding_width % 2:
@@ -112,30 +107,30 @@ class Rope(_Positions):
     Pair k of a head turns by `position * base^(-2k/dims)` radians.
     """
 
-    base: float = 10_000.0
+    base: Positive = 10_000.0
     """Wavelength base (theta)."""
-    dims: int | None = None
+    dims: Size | None = None
     """Dimensions of each head that rotate, from the first on; None rotates all."""
     pairing: Literal["half", "interleaved"] = "half"
     """Dimensions that form pair k: (k, k + dims/2), or (2k, 2k + 1) as in the RoFormer paper."""
     scaling: RopeScaling | None = None
     """How the frequencies are stretched beyond the trained length."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Stretch: the new length over `original_len`."""
-    original_len: int | None = None
+    original_len: Size | None = None
     """Context length of pre-training; needed by dynamic, llama3, yarn and longrope."""
-    length: int | None = None
+    length: Size | None = None
     """dynamic, longrope: the length the rotation is made for; None is original_len, for which
     dynamic stretches nothing. It is fixed, so that cached keys stay what they were."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Positive = 1.0
     """llama3: wavelengths above original_len / low_freq_factor are stretched fully."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Positive = 4.0
     """llama3: wavelengths below original_len / high_freq_factor are kept."""
-    beta_fast: float = 32.0
+    beta_fast: Positive = 32.0
     """yarn: dimensions that turn more often than this within original_len are kept."""
-    beta_slow: float = 1.0
+    beta_slow: Positive = 1.0
     """yarn: dimensions that turn less often than this are stretched fully."""
-    attention_factor: float | None = None
+    attention_factor: Positive | None = None
     """yarn, longrope: multiplier on the rotated vectors; None is 0.1 ln(factor) + 1 of yarn and
     sqrt(1 + ln(factor) / ln(original_len)) of longrope."""
     truncate: bool = True
@@ -152,8 +147,6 @@ class Rope(_Positions):
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "base", "factor", "dims", "original_len", "length", "attention_factor")
-        positive(self, "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if self.base <= 1:
             fail("base", self.base, "must be above 1")
         if self.window_base is not None and self.window_base <= 1:
@@ -252,13 +245,11 @@ class Rope(_Positions):
 class Shaw(_Positions):
     """Learned vectors of each clipped distance, added to keys and values (Shaw et al. 2018)."""
 
-    max_distance: int = 128
+    max_distance: Size = 128
     """Where distances are clipped."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "max_distance")
-        below_int32(self, "max_distance")
 
     def check_model(self, model: ModelConfig) -> None:
         if model.implementation not in (None, "xla"):
@@ -270,15 +261,13 @@ class Shaw(_Positions):
 class T5Buckets(_Positions):
     """Add a learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
 
-    buckets: int = 32
+    buckets: Size = 32
     """Rows of the table; half of them are distances of their own, the others widen."""
-    max_distance: int = 128
+    max_distance: Size = 128
     """Distance from which all share the last bucket."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "buckets", "max_distance")
-        below_int32(self, "buckets", "max_distance")
         if self.buckets % 2:
             fail("buckets", self.buckets, "must be even and at least 2")
         if self.max_distance <= self.buckets // 2:

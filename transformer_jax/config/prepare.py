@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax.config.fields import below_int32, check_types, fail, positive, unread
+from transformer_jax.config.fields import Size, check_types, fail, unread
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -31,23 +31,21 @@ class PrepareConfig:
     """jsonl and parquet: the field or column that holds a document."""
     tokenizer: str = "bpe"
     """byte, char, word or bpe; else the folder whose tokenizer is taken."""
-    bpe_vocab_size: int = 32768
+    bpe_vocab_size: Size = 32768
     """bpe: token kinds."""
-    word_count: int = 1
+    word_count: Size = 1
     """word: how often a word must occur in the sample to be a token."""
-    sample_mb: int = 64
+    sample_mb: Size = 64
     """bpe and word: so many 10**6 bytes of the files, evenly spread, are learnt from."""
     val_fraction: float = 0.01
     """Share of the documents that are held out; a document's own hash decides."""
     text_errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
-    shard_mb: int = 512
+    shard_mb: Size = 512
     """Largest file of tokens, in 10**6 bytes."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "bpe_vocab_size", "word_count", "sample_mb", "shard_mb")
-        below_int32(self, "bpe_vocab_size", "word_count", "sample_mb", "shard_mb")
         if not self.data:
             fail("data", self.data, "must name at least one file")
         if not 0.0 < self.val_fraction < 1.0:

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape, model_shape
 from transformer_jax.config.fields import (
-    below_int32,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Size,
     check_types,
     fail,
-    fraction,
     kind_name,
-    non_negative,
-    positive,
     unread,
 )
 from transformer_jax.config.inputs import Frames, Inputs, Patches
@@ -139,18 +140,17 @@ class LanguageTask(_Task):
 class MaskedTask(_Task):
     """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
 
-    rate: float = 0.15
+    rate: Fraction = 0.15
     """Share of the tokens that are to be predicted."""
     replaced: float = 0.8
     """Share of those that become the mask token."""
-    random: float = 0.1
+    random: Fraction = 0.1
     """Share of those that become a random token; the rest stay as they are."""
     whole_words: bool = False
     """All tokens of a word are hidden together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fraction(self, "rate", "random")
         if not 0.0 <= self.replaced <= 1.0 or self.replaced + self.random > 1.0:
             rule = f"must be at least 0, and with random {self.random} at most 1"
             fail("replaced", self.replaced, rule)
@@ -190,16 +190,13 @@ class _PairFilesTask(_Task):
     target with a tab between them."""
     val_targets: str | None = None
     """The file of the targets of `val_data`."""
-    beams: int = 4
+    beams: Size = 4
     """Beams of the search when the held-out pairs are decoded; 1 takes the likeliest token."""
-    judged: int = 200
+    judged: Count = 200
     """Held-out pairs that are decoded at the end of a run; 0 decodes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "beams")
-        below_int32(self, "beams", "judged")
-        non_negative(self, "judged")
 
 
 @short_repr
@@ -289,14 +286,13 @@ class ChatTask(_Task):
 class PreferenceTask(_Task):
     """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """How much a log-probability that has moved away from that model's counts, per nat."""
     messages: bool | None = None
     """Whether a prompt is messages, or else a text; None: as the data has them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "beta")
 
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)
@@ -315,21 +311,13 @@ class PreferenceTask(_Task):
 class _GeneratedTask(_Task):
     """Say how many examples are made of a seed, which is the run's."""
 
-    examples: int = 20000
+    examples: Size = 20000
     """Different examples, the held-out ones included; fewer where there are not as many."""
-    judged: int = 200
+    judged: Count = 200
     """Held-out examples that are decoded at the end of a run; 0 decodes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "examples", *self.sizes)
-        below_int32(self, "examples", "judged", *self.sizes)
-        non_negative(self, "judged")
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        """Return the names of the fields that must be positive."""
-        return ()
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -340,11 +328,11 @@ class _GeneratedTask(_Task):
 class _LettersTask(_GeneratedTask):
     """Say what random strings of letters look like."""
 
-    letters: int = 8
+    letters: Size = 8
     """Different letters, from a on."""
-    min_length: int = 2
+    min_length: Size = 2
     """Fewest letters of a string."""
-    max_length: int = 8
+    max_length: Size = 8
     """Most letters of a string."""
 
     def __post_init__(self) -> None:
@@ -353,10 +341,6 @@ class _LettersTask(_GeneratedTask):
             fail("letters", self.letters, "must be at most 26")
         if self.min_length > self.max_length:
             fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        return "letters", "min_length", "max_length"
 
 
 @short_repr
@@ -379,14 +363,10 @@ class CopyTask(_LettersTask):
 class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
 
-    digits: int = 2
+    digits: Size = 2
     """Digits of a number at most."""
     reversed: bool = False
     """The sum begins with its last digit: 17+5 -> 22, 17+8 -> 52 (Lee et al. 2023)."""
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        return ("digits",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -411,16 +391,12 @@ class RecallTask(_GeneratedTask):
     small models stop at guessing among the three (benchmarks/NOTES.md).
     """
 
-    pairs: int = 6
+    pairs: Size = 6
     """Letters, each with a digit after it."""
-    letters: int = 12
+    letters: Size = 12
     """Different letters, from a on."""
-    queries: int = 6
+    queries: Size = 6
     """Letters that are asked for, all different."""
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        return "pairs", "letters", "queries"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -438,14 +414,10 @@ class RecallTask(_GeneratedTask):
 class ModularTask(_GeneratedTask):
     """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
 
-    modulus: int = 23
+    modulus: Size = 23
     """The number that results are below."""
     operation: Literal["+", "-", "*"] = "+"
     """What is computed of a and b."""
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        return ("modulus",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,12 +469,11 @@ class DigitsTask(_ContinuousTask):
     source: Literal["glyphs", "scikit-learn"] = "glyphs"
     """Where the 8 x 8 pictures come from. glyphs: drawn from the seed; scikit-learn: its 1797
     handwritten digits, which must be installed."""
-    noise: float = 0.1
+    noise: NonNegative = 0.1
     """glyphs: standard deviation of the noise, where ink is from 0.5 to 1 and paper 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        non_negative(self, "noise")
         if self.source != "glyphs":
             unread(self, "needs source 'glyphs'", "noise")
 
@@ -527,27 +498,22 @@ class DigitsTask(_ContinuousTask):
 class TonesTask(_ContinuousTask):
     """Hear pure tones, each of which stands for a letter, and write the letters."""
 
-    letters: int = 8
+    letters: Size = 8
     """Different letters, from a on: letter number i is a tone of 200 + 150 i Hz."""
-    min_length: int = 1
+    min_length: Size = 1
     """Fewest letters of a sequence."""
-    max_length: int = 5
+    max_length: Size = 5
     """Most letters of a sequence."""
-    noise: float = 0.1
+    noise: NonNegative = 0.1
     """Standard deviation of white noise, where a tone has an amplitude from 0.5 to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        non_negative(self, "noise")
         if self.letters > 12:
             rule = "must be at most 12: the next tone is above half the sampling rate"
             fail("letters", self.letters, rule)
         if self.min_length > self.max_length:
             fail("min_length", self.min_length, f"must not exceed max_length {self.max_length}")
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        return "letters", "min_length", "max_length"
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformer_jax.config.fields import (
-    below_int32,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Size,
     check_types,
     fail,
-    fraction,
-    non_negative,
-    positive,
     unread,
 )
 from transformer_jax.config.keywords import known_fields
@@ -70,9 +71,9 @@ class TrainConfig:
     lora: LoraConfig | None = None
     """Train low-rank adapters of the model of init_from, which itself stays as it is:
     rank=16,targets=all-linear. None trains all parameters."""
-    bpe_vocab_size: int = 1024
+    bpe_vocab_size: Size = 1024
     """bpe: token kinds."""
-    word_count: int = 1
+    word_count: Size = 1
     """word: how often a word must occur to be a token; a rarer one is unknown."""
     text_errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8: strict stops and names the offset, replace writes U+FFFD."""
@@ -82,53 +83,53 @@ class TrainConfig:
     """The run folder."""
     mesh: MeshConfig | None = None
     """How the run is split over devices: data=2,fsdp=4,tensor=2. None is one device."""
-    steps: int = 2000
+    steps: Size = 2000
     """Optimizer steps."""
-    batch_size: int = 12
+    batch_size: Size = 12
     """Sequences in a micro-batch, on all devices together."""
-    context: int | None = None
+    context: Size | None = None
     """Tokens in a training sequence; None is the model's max_len, or 64 where it has none."""
-    accumulation: int = 1
+    accumulation: Size = 1
     """Micro-batches of a step; their gradients are weighted by tokens."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Peak, after the warm-up."""
-    min_learning_rate: float = 1e-4
+    min_learning_rate: NonNegative = 1e-4
     """Where the schedule ends."""
     schedule: Schedule = "cosine"
     """After the warm-up: cosine or linear down to the end; inverse_sqrt of the step (Vaswani et
     al. 2017); wsd is constant and falls in the last decay_steps (Hu et al. 2024); or constant."""
-    decay_steps: int | None = None
+    decay_steps: Size | None = None
     """wsd: the last steps, in which the rate falls; None is a tenth of all."""
-    warmup_steps: int | None = None
+    warmup_steps: Count | None = None
     """Linear warm-up from 0; None is 100, or a tenth of the steps where that is less."""
     optimizer: Optimizer = field(default_factory=AdamW)
     """The optimizer, which turns a gradient into a step: adamw, sgd, adafactor, lion, muon or
     schedulefree."""
-    clip_norm: float = 1.0
+    clip_norm: Positive = 1.0
     """Largest global norm of the gradient."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters are held in. bfloat16 takes half the memory: a step is computed in float32
     and rounded at random, up or down, so that small steps count on average."""
-    ema_decay: float | None = None
+    ema_decay: Fraction | None = None
     """Decay of an average of the parameters over the steps, in float32; it is what is evaluated and
     used (Polyak & Juditsky 1992). None keeps none."""
-    label_smoothing: float = 0.0
+    label_smoothing: Fraction = 0.0
     """Share of a label's probability spread over the vocabulary, in training only."""
-    z_loss: float = 0.0
+    z_loss: NonNegative = 0.0
     """Multiplier of log(Z)^2 in the loss of training, Z the denominator of the softmax; 1e-4 keeps
     logits from drifting (Chowdhery et al. 2022, 5)."""
-    loss_chunk: int | None = None
+    loss_chunk: Size | None = None
     """Tokens of each row whose logits exist at a time in the loss; None chooses by their size, and
     the length of a row or more makes all of them at once."""
-    eval_every: int = 250
+    eval_every: Size = 250
     """Steps between evaluations on the held-out part."""
-    eval_batches: int | None = None
+    eval_batches: Size | None = None
     """Random batches in an evaluation; None reads the whole held-out part."""
-    checkpoint_every: int = 500
+    checkpoint_every: Size = 500
     """Steps between checkpoints; the best and the last are always kept."""
-    keep: int = 2
+    keep: Size = 2
     """How many of the last checkpoints stay."""
-    log_every: int = 10
+    log_every: Size = 10
     """Steps between lines of metrics.jsonl."""
     log: tuple[str, ...] | None = None
     """Where measurements go beside metrics.jsonl: tensorboard, wandb, trackio."""
@@ -137,26 +138,13 @@ class TrainConfig:
     dump_batch: float | None = None
     """Keep the batch of a step whose loss is more than so many times the median of the last 50, or
     not finite, in OUT/spikes."""
-    sample_tokens: int = 400
+    sample_tokens: Count = 400
     """Length of the sample at the end; 0 writes none."""
     seed: int = 0
     """All randomness follows from it."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "steps", "batch_size", "context", "accumulation", "learning_rate")
-        positive(self, "word_count", "decay_steps", "loss_chunk")
-        positive(self, "clip_norm", "eval_every", "eval_batches", "checkpoint_every", "keep")
-        positive(self, "log_every", "bpe_vocab_size")
-        non_negative(self, "min_learning_rate", "sample_tokens", "z_loss")
-        if self.warmup_steps is not None:
-            non_negative(self, "warmup_steps")
-        below_int32(self, "steps", "batch_size", "accumulation", "warmup_steps", "eval_every")
-        below_int32(self, "eval_batches", "checkpoint_every", "keep", "log_every", "bpe_vocab_size")
-        below_int32(self, "sample_tokens")
-        fraction(self, "label_smoothing")
-        if self.ema_decay is not None:
-            fraction(self, "ema_decay")
         if not 0.0 < self.val_fraction < 1.0:
             fail("val_fraction", self.val_fraction, "must be between 0 and 1")
         if self.data_weights is not None and min(self.data_weights, default=0) <= 0:

@@ -17,7 +17,7 @@ import numpy as np
 from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.config.fields import fail, positive
+from transformer_jax.config.fields import Positive, Size, fail
 from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.inside.dictionaries import ARRAYS, Dictionary, dictionary_scores
 from transformer_jax.inside.models import known_places
@@ -48,16 +48,15 @@ class DictionaryTask(OwnTask):
     """The name of the place, such as block_3/residual."""
     target: str | None = None
     """The place whose value is rebuilt, of a transcoder; None is `place`."""
-    features: int
+    features: Size
     """How many directions (F)."""
-    active: int | None = None
+    active: Size | None = None
     """How many features of a token are kept: TopK. None needs l1."""
-    l1: float | None = None
+    l1: Positive | None = None
     """Multiplier of sum_i f_i |W_d,i| beside the squared error. None needs active."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "features", "active", "l1")
         if (self.active is None) == (self.l1 is None):
             fail("active", self.active, f"one of active and l1 is given, l1 is {self.l1}")
         if self.active is not None and self.active > self.features:

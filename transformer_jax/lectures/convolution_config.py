@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_jax.config.fields import check_types, fraction, positive
+from transformer_jax.config.fields import Fraction, Positive, Size, check_types
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -15,25 +15,23 @@ from transformer_jax.shown import short_repr
 class ConvolutionConfig:
     """Describe a language model of gated convolutions over earlier tokens (Dauphin et al. 2017)."""
 
-    vocab_size: int = 256
+    vocab_size: Size = 256
     """Token kinds."""
-    kernel_size: int = 4
+    kernel_size: Size = 4
     """Tokens that a layer reads at once: the newest, and those just before it."""
-    d_hidden: int = 128
+    d_hidden: Size = 128
     """Width of a token's vector, and of each layer."""
-    num_layers: int = 4
+    num_layers: Size = 4
     """Convolutions on top of each other; each sees kernel_size - 1 tokens more."""
     tie_embeddings: bool = False
     """The output matrix is the embedding matrix."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Rate on embeddings, between layers and before the output matrix."""
-    init_std: float = 0.1
+    init_std: Positive = 0.1
     """Standard deviation of embeddings and of the output matrix."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "vocab_size", "kernel_size", "d_hidden", "num_layers", "init_std")
-        fraction(self, "dropout")
 
     @property
     def context(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_jax.config.fields import below_int32, check_types, fail, positive
+from transformer_jax.config.fields import Size, check_types, fail
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -15,9 +15,9 @@ from transformer_jax.shown import short_repr
 class NgramConfig:
     """Describe an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
 
-    vocab_size: int = 256
+    vocab_size: Size = 256
     """Token kinds."""
-    order: int = 5
+    order: Size = 5
     """n: a prediction sees n - 1 tokens."""
     nodes: tuple[int, ...] | None = None
     """Distinct 1-grams, 2-grams, ... n-grams that are stored: the sizes of the parameters, which
@@ -25,8 +25,6 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "vocab_size", "order")
-        below_int32(self, "vocab_size", "order")
         if self.nodes is None:
             return
         if len(self.nodes) != self.order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformer_jax.config.fields import check_types, fail, fraction, positive, unread
+from transformer_jax.config.fields import Fraction, Positive, Size, check_types, fail, unread
 from transformer_jax.config.keywords import known_fields
 from transformer_jax.shown import short_repr
 
@@ -25,15 +25,15 @@ class RecurrentConfig:
     model (`RecurrentLM`).
     """
 
-    vocab_size: int = 256
+    vocab_size: Size = 256
     """Token kinds; of an encoder-decoder, the target's."""
-    source_vocab_size: int | None = None
+    source_vocab_size: Size | None = None
     """Token kinds of the source; None has no encoder."""
-    d_embed: int = 128
+    d_embed: Size = 128
     """Width of a token's vector."""
-    d_hidden: int = 128
+    d_hidden: Size = 128
     """Width of a cell's state; of each direction of the encoder, too."""
-    num_layers: int = 1
+    num_layers: Size = 1
     """Cells on top of each other; in the encoder as many."""
     cell: Cell = "lstm"
     """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
@@ -53,22 +53,19 @@ class RecurrentConfig:
     context enters the first cell beside the token, and the logits are read as with output. state:
     as output, and tanh(W [context; state]) is the state that the next token starts from. None is
     the paper's: input with additive, output with dot and general."""
-    d_attention: int | None = None
+    d_attention: Size | None = None
     """additive: width of the hidden layer; None is d_hidden."""
-    num_classes: int | None = None
+    num_classes: Size | None = None
     """Classes of the classification head of a model that reads from both ends; None has no head."""
     tie_embeddings: bool = False
     """The output matrix is the embedding matrix."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Rate on embeddings, between layers and before the output matrix (Zaremba et al. 2014)."""
-    init_std: float = 0.1
+    init_std: Positive = 0.1
     """Standard deviation of embeddings and of the output matrix."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        positive(self, "vocab_size", "source_vocab_size", "d_embed", "d_hidden", "num_layers")
-        positive(self, "d_attention", "init_std", "num_classes")
-        fraction(self, "dropout")
         if self.cell != "lstm":
             unread(self, "needs cell 'lstm'", "forget_bias")
         if self.source_vocab_size is None:
