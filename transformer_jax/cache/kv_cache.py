@@ -34,7 +34,7 @@ from transformer_jax.sharding import by_compiler, split
 from transformer_jax.shown import short_repr
 
 
-class Slots(Protocol):
+class SlottedCache(Protocol):
     """Hold keys and values by slot, as `KVCache` and `PagedCache` do."""
 
     @property
@@ -233,7 +233,7 @@ def extend_held(
 
 
 def read(
-    cache: Slots,
+    cache: SlottedCache,
     dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
     """Return the keys and values as attention takes them: of int8, scale * q.
@@ -301,7 +301,7 @@ def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
 
-def held(cache: Slots, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+def held(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
     """Return new tokens in the form in which `cache` holds its own."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
@@ -311,7 +311,7 @@ def held(cache: Slots, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCa
     return KVCache(k, v, positions, cache.length, k_scale, v_scale)
 
 
-def slot_leaves(cache: Slots) -> dict[str, Any]:  # arrays, and None for scales of no int8
+def slot_leaves(cache: SlottedCache) -> dict[str, Any]:  # arrays, and None for scales of no int8
     """Return the leaves that have an entry for each slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}

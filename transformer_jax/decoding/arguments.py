@@ -35,7 +35,7 @@ from transformer_jax.tracing import traced
 
 Array: TypeAlias = jax.Array | np.ndarray
 
-Prompt: TypeAlias = Array | Sequence[Sequence[int]]
+TokenRows: TypeAlias = Array | Sequence[Sequence[int]]
 """Token ids i32[B, P]: an array, or rows of one length."""
 
 PerRow: TypeAlias = Array | Sequence[int]
@@ -56,7 +56,9 @@ class DecodeOptions(NamedTuple):
     """Whether a row may end before the others."""
     capture: tuple[str, ...] = ()
     top: int = 0
-    """How many of the likeliest tokens are returned beside the chosen one."""
+    """How many of the likeliest tokens are returned with the chosen one."""
+    chunk: int | None = None
+    """How many tokens of the prompts are read at a time; None: all at once."""
 
 
 @short_repr
@@ -92,7 +94,7 @@ def bucket(length: int) -> int:
 def check_arguments(
     step: StepLike[State],
     params: Params,
-    prompt: Prompt,
+    prompt: TokenRows,
     state: State,
     *,
     num_tokens: int,
@@ -130,7 +132,7 @@ def check_arguments(
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     ends = bool(stop) or limits is not None
-    options = DecodeOptions(sampler, processors, stop, ends, tuple(capture))
+    options = DecodeOptions(sampler, processors, stop, ends, tuple(capture), chunk=chunk)
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)
@@ -191,7 +193,7 @@ def fill_prompts(
     return step, jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
-def check_prompt(prompt: Prompt, lengths: Lengths | None) -> tuple[Array, Array]:
+def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Array]:
     """Return prompt i32[B, P], with zeros after a row's end, and lengths i32[B].
 
     If `lengths` is a mask, the tokens of a row move to its beginning. ValueError if a shape, a
@@ -236,7 +238,7 @@ def check_prompt(prompt: Prompt, lengths: Lengths | None) -> tuple[Array, Array]
     return as_int32("prompt", tokens), counts
 
 
-def _on_host(values: Prompt | PerRow) -> Array:
+def _on_host(values: TokenRows | PerRow) -> Array:
     """Return known values as NumPy's array, traced ones as they are."""
     return values if isinstance(values, jax.core.Tracer) else np.asarray(values)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.arguments import (
     Lengths,
     PerRow,
-    Prompt,
+    TokenRows,
     check_limits,
     check_prompt,
     check_with_step,
@@ -124,7 +124,7 @@ class Beams:
 def beam_search(
     step: StepLike[State],
     params: Params,
-    prompt: Prompt,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of one length
     state: State,
     *,
     num_tokens: int,
@@ -186,10 +186,32 @@ def beam_search(
     """
     step = as_step(step)
     check_given(params, state)
-    options = _check_options(num_tokens, num_beams, num_results, stop, processors, groups, chunk)
-    _check_diversity(diversity, options)
-    divisors = _length_divisors(length_penalty, options.num_tokens)
-    scoring = _Scoring.of(divisors, diversity, early_exit)
+    counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
+    counts["groups"] = groups
+    for name, value in counts.items():
+        check_count(name, value, 1, INT32.max)
+    if num_results > num_beams:
+        raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
+    if num_beams % groups:
+        raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
+    if chunk is not None:
+        check_count("chunk", chunk, 1)
+    options = _BeamOptions(
+        stop=tuple(sorted(set(stop_tokens(stop)))),
+        processors=check_processors(processors),
+        chunk=chunk,
+        **{name: int(value) for name, value in counts.items()},
+    )
+    check_finite("diversity", diversity)
+    if diversity < 0:
+        raise ValueError(f"diversity is {diversity}: must be at least 0")
+    if diversity and groups == 1:
+        raise ValueError(f"diversity is {diversity} with 1 group: there is none to differ from")
+    # A score is a product, not a quotient: products round alike wherever they are computed, so a
+    # bound on a score holds exactly.
+    factors = (1 / _length_divisors(length_penalty, options.num_tokens)).astype(np.float32)
+    numbers = factors, np.float32(diversity), np.bool_(early_exit)
+    scoring = _Scoring(*jax.device_put(numbers))
     tokens, lengths = check_prompt(prompt, lengths)
     limits = jnp.asarray(check_limits(limits, len(tokens), options.num_tokens), jnp.int32)
     state = make_donatable(state)
@@ -197,7 +219,8 @@ def beam_search(
     if jax.tree.leaves(state) and count_rows(state) != len(tokens):
         raise ValueError(f"prompt has {len(tokens)} rows, the state {count_rows(state)}")
     step, tokens, lengths = fill_prompts(step, tokens, lengths)
-    return _search(step, params, tokens, lengths, limits, state, scoring, options)[0]
+    prompts = _BeamPrompts(tokens, lengths, limits)
+    return _search(options, step, params, prompts, state, scoring)[0]
 
 
 @dataclass(frozen=True)
@@ -221,16 +244,6 @@ class _Scoring:
     factors: jax.Array  # f32[num_tokens]; score = log p * factors[length - 1]
     diversity: jax.Array  # f32[]
     early_exit: jax.Array  # bool[]
-
-    @classmethod
-    def of(cls, divisors: np.ndarray, diversity: float, early_exit: bool) -> _Scoring:
-        """Return the factors of f64 divisors [num_tokens], and the other numbers beside them.
-
-        A score is a product, not a quotient: products round alike wherever they are computed, so
-        a bound on a score holds exactly.
-        """
-        factors = (1 / divisors).astype(np.float32)
-        return cls(*jax.device_put((factors, np.float32(diversity), np.bool_(early_exit))))
 
     def best_factors(
         self,
@@ -268,36 +281,39 @@ class _SearchState:
         return self.n < self.limits
 
 
-@program(static=("step", "options"), donate=("state",))
+class _BeamPrompts(NamedTuple):
+    tokens: jax.Array  # i32[B, P]
+    lengths: jax.Array  # i32[B]
+    limits: jax.Array  # i32[B]
+
+
+@program(static=("options", "step"), donate=("state",))
 def _search(
+    options: _BeamOptions,
     step: Step[State],
     params: Params,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    limits: jax.Array,
+    prompts: _BeamPrompts,
     state: State,
     scoring: _Scoring,
-    options: _BeamOptions,
 ) -> tuple[Beams, State]:
     """Return the result; and the state after the prompt, which takes the given one's memory."""
-    arrays = [params, prompt, lengths, limits, state, scoring]
     results = split_rows(state), jax.tree.map(split, state)
-    return by_compiler(partial(_search_rows, step, options), arrays, results)
+    run = partial(_search_rows, options, step)
+    return by_compiler(run, [params, prompts, state, scoring], results)
 
 
 _Carry: TypeAlias = tuple[_SearchState, State, History | None]
 
 
 def _search_rows(
-    step: Step[State],
     options: _BeamOptions,
+    step: Step[State],
     params: Params,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    limits: jax.Array,
+    prompts: _BeamPrompts,
     state: State,
     scoring: _Scoring,
 ) -> tuple[Beams, State]:
+    prompt, lengths, limits = prompts
     logits, after_prompt = prefill(step, params, prompt, state, lengths, options.chunk)
     if options.stop and options.stop[-1] >= logits.shape[-1]:
         raise ValueError(f"stop has {options.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")
@@ -501,42 +517,6 @@ def _follow_parents(
         return after if after is before else gather_rows(after, parents)
 
     return jax.tree.map(follow, old, new)
-
-
-def _check_options(
-    num_tokens: int,
-    num_beams: int,
-    num_results: int,
-    stop: int | Sequence[int],
-    processors: Sequence[HistoryProcessor],
-    groups: int,
-    chunk: int | None,
-) -> _BeamOptions:
-    """Check what the search was given; equal options share a program."""
-    counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
-    counts["groups"] = groups
-    for name, value in counts.items():
-        check_count(name, value, 1, INT32.max)
-    if num_results > num_beams:
-        raise ValueError(f"num_results is {num_results}: must be at most num_beams, {num_beams}")
-    if num_beams % groups:
-        raise ValueError(f"groups {groups} does not divide num_beams {num_beams}")
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
-    return _BeamOptions(
-        stop=tuple(sorted(set(stop_tokens(stop)))),
-        processors=check_processors(processors),
-        chunk=chunk,
-        **{name: int(value) for name, value in counts.items()},
-    )
-
-
-def _check_diversity(diversity: float, options: _BeamOptions) -> None:
-    check_finite("diversity", diversity)
-    if diversity < 0:
-        raise ValueError(f"diversity is {diversity}: must be at least 0")
-    if diversity and options.groups == 1:
-        raise ValueError(f"diversity is {diversity} with 1 group: there is none to differ from")
 
 
 def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[count]

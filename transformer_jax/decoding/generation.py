@@ -26,8 +26,8 @@ from transformer_jax.decoding.arguments import (
     DecodeOptions,
     Lengths,
     PerRow,
-    Prompt,
     Prompts,
+    TokenRows,
     check_arguments,
     check_prompt,
     check_with_step,
@@ -195,7 +195,6 @@ def start_decoding(
     prompts: Prompts,
     state: State,
     room: int,
-    chunk: int | None = None,
 ) -> tuple[DecodeState[State], StepOutput]:
     """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
     tokens, lengths, keys, limits, sampling, allowed = prompts
@@ -204,10 +203,10 @@ def start_decoding(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling
     )
     if not options.capture:
-        logits, state = prefill(step, params, tokens, state, lengths, chunk)
+        logits, state = prefill(step, params, tokens, state, lengths, options.chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
     step = step.told(part=True)  # the last token, at which values are captured, is read by itself
-    _, state = prefill(step, params, tokens, state, lengths - 1, chunk)
+    _, state = prefill(step, params, tokens, state, lengths - 1, options.chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = step.look(params, last, state, options.capture)
     return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
@@ -284,7 +283,7 @@ def _choose_tokens(
 def generate(
     step: StepLike[State],
     params: Params,
-    prompt: Prompt,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of one length
     state: State,
     *,
     num_tokens: int,
@@ -350,7 +349,7 @@ def generate(
         early_exit = options.ends
     inside = traced(*jax.tree.leaves((params, prompts, state)))  # a trace that donates by itself
     program = _generate_inside if inside else _generate
-    return program(options, step, params, prompts, state, num_tokens, chunk, early_exit)
+    return program(options, step, params, prompts, state, num_tokens, early_exit)
 
 
 _Carry: TypeAlias = tuple[jax.Array, DecodeState[State], StepOutput]
@@ -364,7 +363,6 @@ def _generate_tokens(
     prompts: Prompts,
     state: State,
     num_tokens: int,
-    chunk: int | None,
     early_exit: bool,
 ) -> Generation[State]:
     """Read the prompts, then choose a token at a time, each written into its place."""
@@ -375,9 +373,7 @@ def _generate_tokens(
             rows, output = decode_step(options, step, params, rows)
             return n + 1, rows, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
-        rows, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
-        if num_tokens == 1:
-            return as_generation(rows, jax.tree.map(lambda x: x[:, None], first))
+        rows, first = start_decoding(options, step, params, prompts, state, num_tokens)
         fill = jax.tree.map(lambda _: 0, first)._replace(token=-1)  # after a row's end
         outputs = jax.tree.map(
             lambda x, fill: jnp.concatenate(
@@ -387,19 +383,16 @@ def _generate_tokens(
             fill,
         )
         carry = jnp.int32(1), rows, outputs
-        if early_exit:
+        if num_tokens > 1 and early_exit:
             carry = jax.lax.while_loop(
                 lambda carry: (carry[0] < num_tokens) & carry[1].active.any(), write_next, carry
             )
-        else:
+        elif num_tokens > 1:
             carry = jax.lax.scan(
                 lambda carry, _: (write_next(carry), None), carry, None, num_tokens - 1
             )[0]
         _, rows, outputs = carry
-        return as_generation(rows, jax.tree.map(lambda x: x.swapaxes(0, 1), outputs))
-
-    def as_generation(rows: DecodeState[State], outputs: StepOutput) -> Generation[State]:
-        token, log_prob, seen = outputs
+        token, log_prob, seen = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
         return Generation(token, rows.count, log_prob, rows.state, seen)
 
     rows: Any = split_rows(state)  # in place of arrays
@@ -408,7 +401,7 @@ def _generate_tokens(
     return by_compiler(run, [params, prompts, state], results)
 
 
-_STATIC = ("options", "step", "num_tokens", "chunk", "early_exit")
+_STATIC = "options", "step", "num_tokens", "early_exit"
 _generate_inside = program(static=_STATIC)(_generate_tokens)
 _generate = program(static=_STATIC, donate=("state",))(_generate_tokens)
 
@@ -417,7 +410,7 @@ _generate = program(static=_STATIC, donate=("state",))(_generate_tokens)
 def stream(
     step: StepLike[State],
     params: Params,
-    prompt: Prompt,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of one length
     state: State,
     *,
     num_tokens: int,
@@ -457,17 +450,16 @@ def stream(
         step, params, prompt, state, num_tokens=num_tokens, lengths=lengths, sampler=sampler,
         key=key, processors=processors, stop=stop, limits=limits, chunk=chunk,
     )  # fmt: skip
-    return _stream_tokens(arguments, params, num_tokens, chunk)
+    return _stream_tokens(arguments, params, num_tokens)
 
 
 def _stream_tokens(
     arguments: CheckedArguments[State],
     params: Params,
     num_tokens: int,
-    chunk: int | None,
 ) -> Iterator[np.ndarray]:
     step, options, prompts, state = arguments
-    decode_state, token = _first_token(options, step, params, prompts, state, num_tokens, chunk)
+    decode_state, token = _first_token(options, step, params, prompts, state, num_tokens)
     for n in range(1, num_tokens + 1):
         newest, active = token, decode_state.active
         if n < num_tokens:  # the next token is computed while the caller reads this one
@@ -479,7 +471,7 @@ def _stream_tokens(
             return
 
 
-@program(static=("options", "step", "num_tokens", "chunk"), donate=("state",))
+@program(static=("options", "step", "num_tokens"), donate=("state",))
 def _first_token(
     options: DecodeOptions,
     step: Step[State],
@@ -487,14 +479,11 @@ def _first_token(
     prompts: Prompts,
     state: State,
     num_tokens: int,
-    chunk: int | None,
 ) -> tuple[DecodeState[State], jax.Array]:  # i32[B]
     def first(
         params: Params, prompts: Prompts, state: State
     ) -> tuple[DecodeState[State], jax.Array]:
-        decode_state, output = start_decoding(
-            options, step, params, prompts, state, num_tokens, chunk
-        )
+        decode_state, output = start_decoding(options, step, params, prompts, state, num_tokens)
         return decode_state, output.token
 
     rows: Any = split_rows(state)  # in place of arrays

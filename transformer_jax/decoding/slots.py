@@ -27,8 +27,8 @@ from transformer_jax.decoding.arguments import (
     DecodeOptions,
     Lengths,
     PerRow,
-    Prompt,
     Prompts,
+    TokenRows,
     bucket,
     check_prompt,
     check_sampler,
@@ -150,7 +150,7 @@ def admit(
     slots: Slots[State],
     params: Params,
     rows: int | PerRow,
-    prompt: Prompt,  # i32[R, P], or rows of one length
+    prompt: TokenRows,  # i32[R, P], or rows of one length
     state: State,
     *,
     limits: int | PerRow,
@@ -218,14 +218,14 @@ def admit_rows(
     top: int,
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Do what `admit` does, with arguments that were checked."""
-    options = slots.options._replace(top=top)
+    options = slots.options._replace(top=top, chunk=chunk)
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
         slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
     ) -> tuple[Slots[State], StepOutput]:
         step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
-        new, output = start_decoding(options, step, params, prompts, state, room, chunk)
+        new, output = start_decoding(options, step, params, prompts, state, room)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
         return replace(slots, decode_state=decode_state), output
 
@@ -368,7 +368,7 @@ def check_slot_rows(slots: Slots[State], rows: int | PerRow) -> Array:  # [R]
 
 def check_prompts(
     slots: Slots[State],
-    prompt: Prompt,
+    prompt: TokenRows,
     lengths: Lengths | None,
     state: State,
     limits: Array,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
@@ -28,8 +27,8 @@ from transformer_jax.decoding.arguments import (
     DecodeOptions,
     Lengths,
     PerRow,
-    Prompt,
     Prompts,
+    TokenRows,
     check_arguments,
 )
 from transformer_jax.decoding.batch_rows import State
@@ -99,7 +98,7 @@ class Speculation(Generic[State]):
 def speculate(
     step: StepLike[State],
     params: Params,
-    prompt: Prompt,  # i32[B, P], or rows of one length
+    prompt: TokenRows,  # i32[B, P], or rows of one length
     state: State,
     *,
     proposer: Proposer,
@@ -147,7 +146,13 @@ def speculate(
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
     check_count("num_draft", num_draft, 1)
-    _check_proposer(proposer)
+    if isinstance(proposer, type) or not isinstance(proposer, Proposer):
+        rule = "must be a value, such as PromptLookup(3) or Draft(step, params, state)"
+        raise ValueError(f"proposer is {proposer!r}: {rule}")
+    if any(leaf is proposer for leaf in jax.tree.leaves(proposer)):
+        name = type(proposer).__name__
+        rule = "register it with jax.tree_util.register_static or register_dataclass"
+        raise ValueError(f"proposer is of {name}, which JAX does not know as a pytree: {rule}")
     if sampler is not None:
         check_distribution("sampler", sampler)
     step, options, prompts, state = check_arguments(
@@ -156,15 +161,29 @@ def speculate(
     )  # fmt: skip
     step.check_rewind(state, num_draft)
     vocab = count_vocab(step, params, len(prompts.tokens), state)
-    _check_with_proposer(proposer, prompts, state, num_draft, vocab)
-    options = options._replace(ends=True)
-    return _speculate(
-        options, step, params, proposer, prompts, state, num_tokens, num_draft, vocab, chunk
-    )
+    rows, counts, most = prompts.tokens, prompts.lengths, prompts.limits
+    total = None
+    if not traced(rows, counts, most):
+        rows, counts, most = jax.device_get((rows, counts, most))
+        total = np.asarray(counts) + np.maximum(most, 1) - 1
+    proposer.check(rows, total, num_draft, vocab)
+    theirs = {id(leaf) for leaf in jax.tree.leaves(proposer)}
+    if any(id(leaf) in theirs for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            "state is also the proposer's: it is consumed, so give it a fork(state, 1)"
+        )
+    options, sizes = options._replace(ends=True), _Sizes(num_tokens, num_draft, vocab)
+    return _speculate(options, step, params, proposer, prompts, state, sizes)
+
+
+class _Sizes(NamedTuple):
+    num_tokens: int
+    num_draft: int
+    vocab: int
 
 
 class _Written(NamedTuple):
-    """Hold what is written turn by turn."""
+    """The result so far, turn by turn."""
 
     tokens: jax.Array  # i32[B, num_tokens]
     log_probs: jax.Array  # f32[B, num_tokens]
@@ -176,7 +195,7 @@ class _Written(NamedTuple):
 _Carry: TypeAlias = tuple[DecodeState[State], ProposerState, _Written]
 
 
-@program(static=("options", "step", "num_tokens", "num_draft", "vocab", "chunk"), donate=("state",))
+@program(static=("options", "step", "sizes"), donate=("state",))
 def _speculate(
     options: DecodeOptions,
     step: Step[State],
@@ -184,117 +203,96 @@ def _speculate(
     proposer: Proposer,
     prompts: Prompts,
     state: State,
-    num_tokens: int,
-    num_draft: int,
-    vocab: int,
-    chunk: int | None,
+    sizes: _Sizes,
 ) -> Speculation[State]:
-    run = partial(_take_turns, options, step, num_tokens, num_draft, vocab, chunk)
+    """Read the prompts, then take turns until every row has ended."""
+    num_tokens, num_draft, vocab = sizes
+    later = step.told(part=True)
+
+    def run(
+        params: Params, proposer: Proposer, prompts: Prompts, state: State
+    ) -> Speculation[State]:
+        def take_turn(carry: _Carry[State]) -> _Carry[State]:
+            """Propose, verify in one call, keep each row's accepted tokens and add one."""
+            decode_state, proposer_state, written = carry
+            active, count, history = decode_state.active, decode_state.count, decode_state.history
+            assert history is not None
+            room = jnp.where(active, jnp.minimum(num_draft, decode_state.limits - count - 1), 0)
+            keys = fold_keys(decode_state.keys, _PROPOSE)
+            turn = Turn(history, active, room, keys, num_draft, options.sampler)
+            proposal, proposer_state = proposer.propose(proposer_state, turn)
+
+            usable = _usable(proposal, room, vocab)
+            valid = jnp.concatenate([active[:, None], usable], axis=1)
+            tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
+            tokens = jnp.where(valid, tokens, 0)
+            logits, after = later(params, tokens, decode_state.state, valid=valid)
+
+            proposal = proposal._replace(tokens=tokens[:, 1:])
+            processed = _process_logits(options, history, tokens, logits)
+            accepted, token = _verify(options, decode_state, processed, proposal, usable)
+            new = _new_tokens(options, proposal.tokens, accepted, token, active)
+
+            state = keep_read(later, params, decode_state.state, after, tokens, valid, new.gained)
+            kept = _write_tokens(history.tokens, history.length, new.tokens, new.gained)
+            history = History(kept, history.prompt, history.length + new.gained)
+            proposer_state = proposer.settle(proposer_state, history, new.gained)
+            log_probs = _log_probs(logits, new.tokens)
+            written = _Written(
+                _write_tokens(written.tokens, count, new.tokens, new.gained),
+                _write_tokens(written.log_probs, count, log_probs, new.gained),
+                written.proposed + usable.sum(axis=1, dtype=jnp.int32),
+                written.accepted + jnp.minimum(accepted, new.gained),
+                written.turns + 1,
+            )
+            count = count + new.gained
+            newest = gather_columns(new.tokens, jnp.clip(new.gained - 1, 0)[:, None])[:, 0]
+            decode_state = replace(
+                decode_state,
+                token=jnp.where(active, newest, decode_state.token),
+                active=active & (count < decode_state.limits) & ~new.stopped,
+                count=count,
+                state=state,
+                history=history,
+            )
+            return decode_state, proposer_state, written
+
+        tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
+        decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens)
+        if decode_state.history is None:
+            history = History.of(tokens, lengths, num_tokens).append(first.token, limits > 0)
+            decode_state = replace(decode_state, history=history)
+        rows = len(tokens)
+        zeros = jnp.zeros((rows,), jnp.int32)
+        written = _Written(
+            jnp.full((rows, num_tokens), -1, jnp.int32).at[:, 0].set(first.token),
+            jnp.zeros((rows, num_tokens), jnp.float32).at[:, 0].set(first.log_prob),
+            zeros,
+            zeros,
+            jnp.int32(0),
+        )
+        carry = decode_state, proposer.start(tokens, lengths, options.chunk), written
+        if num_tokens > 1:
+            carry = jax.lax.while_loop(lambda carry: carry[0].active.any(), take_turn, carry)
+        decode_state, proposer_state, written = carry
+        assert decode_state.history is not None
+        return Speculation(
+            tokens=written.tokens,
+            lengths=decode_state.count,
+            log_probs=written.log_probs,
+            state=decode_state.state,
+            proposer_state=proposer.finish(proposer_state, decode_state.history),
+            proposed=written.proposed,
+            accepted=written.accepted,
+            # without `rewind`, the tokens that are kept are read a second time
+            calls=written.turns if step.offers("rewind") else 2 * written.turns,
+        )
+
     rows: Any = split_rows(state)  # in place of arrays
     held: Any = jax.tree.map(split, state)
     calls: Any = split(0)
     results = Speculation(rows, rows, rows, held, rows, rows, rows, calls)
     return by_compiler(run, [params, proposer, prompts, state], results)
-
-
-def _take_turns(
-    options: DecodeOptions,
-    step: Step[State],
-    num_tokens: int,
-    num_draft: int,
-    vocab: int,
-    chunk: int | None,
-    params: Params,
-    proposer: Proposer,
-    prompts: Prompts,
-    state: State,
-) -> Speculation[State]:
-    """Read the prompts, then take turns until every row has ended."""
-    tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
-    decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens, chunk)
-    if decode_state.history is None:
-        history = History.of(tokens, lengths, num_tokens).append(first.token, limits > 0)
-        decode_state = replace(decode_state, history=history)
-    rows = len(tokens)
-    zeros = jnp.zeros((rows,), jnp.int32)
-    written = _Written(
-        jnp.full((rows, num_tokens), -1, jnp.int32).at[:, 0].set(first.token),
-        jnp.zeros((rows, num_tokens), jnp.float32).at[:, 0].set(first.log_prob),
-        zeros,
-        zeros,
-        jnp.int32(0),
-    )
-
-    def unfinished(carry: _Carry[State]) -> jax.Array:
-        return carry[0].active.any()
-
-    def take_turn(carry: _Carry[State]) -> _Carry[State]:
-        return _take_turn(options, step, params, proposer, num_draft, vocab, carry)
-
-    carry = decode_state, proposer.start(tokens, lengths, chunk), written
-    if num_tokens > 1:
-        carry = jax.lax.while_loop(unfinished, take_turn, carry)
-    decode_state, proposer_state, written = carry
-    assert decode_state.history is not None
-    return Speculation(
-        tokens=written.tokens,
-        lengths=decode_state.count,
-        log_probs=written.log_probs,
-        state=decode_state.state,
-        proposer_state=proposer.finish(proposer_state, decode_state.history),
-        proposed=written.proposed,
-        accepted=written.accepted,
-        calls=written.turns if step.offers("rewind") else 2 * written.turns,
-    )
-
-
-def _take_turn(
-    options: DecodeOptions,
-    step: Step[State],
-    params: Params,
-    proposer: Proposer,
-    num_draft: int,
-    vocab: int,
-    carry: _Carry[State],
-) -> _Carry[State]:
-    """Propose, verify in one call, keep each row's accepted tokens and add one."""
-    step = step.told(part=True)
-    decode_state, proposer_state, written = carry
-    turn = _make_turn(options, decode_state, num_draft)
-    proposal, proposer_state = proposer.propose(proposer_state, turn)
-
-    usable = _usable(proposal, turn.room, vocab)
-    valid = jnp.concatenate([turn.active[:, None], usable], axis=1)
-    tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
-    tokens = jnp.where(valid, tokens, 0)
-    logits, after = step(params, tokens, decode_state.state, valid=valid)  # [B, num_draft + 1, V]
-
-    proposal = proposal._replace(tokens=tokens[:, 1:])
-    processed = _process_logits(options, turn.history, tokens, logits)
-    accepted, token = _verify(options, decode_state, processed, proposal, usable)
-    new = _new_tokens(options, proposal.tokens, accepted, token, turn.active)
-
-    state = keep_read(step, params, decode_state.state, after, tokens, valid, new.gained)
-    history = _extend_history(turn.history, new)
-    proposer_state = proposer.settle(proposer_state, history, new.gained)
-    written = _Written(
-        _write_tokens(written.tokens, decode_state.count, new.tokens, new.gained),
-        _write_tokens(
-            written.log_probs, decode_state.count, _log_probs(logits, new.tokens), new.gained
-        ),
-        written.proposed + usable.sum(axis=1, dtype=jnp.int32),
-        written.accepted + jnp.minimum(accepted, new.gained),
-        written.turns + 1,
-    )
-    return _advance_rows(decode_state, new, state, history), proposer_state, written
-
-
-def _make_turn(options: DecodeOptions, decode_state: DecodeState[State], num_draft: int) -> Turn:
-    active, history = decode_state.active, decode_state.history
-    assert history is not None
-    room = jnp.minimum(num_draft, decode_state.limits - decode_state.count - 1)
-    keys = fold_keys(decode_state.keys, _PROPOSE)
-    return Turn(history, active, jnp.where(active, room, 0), keys, num_draft, options.sampler)
 
 
 def _verify(
@@ -363,27 +361,6 @@ def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:  # [B, T, V],
     """Return log_softmax(logits)[token]; NaN where a row has no token."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return jnp.where(tokens < 0, jnp.nan, _gather_vocab(log_probs, jnp.clip(tokens, 0)))
-
-
-def _extend_history(history: History, new: _NewTokens) -> History:
-    tokens = _write_tokens(history.tokens, history.length, new.tokens, new.gained)
-    return History(tokens, history.prompt, history.length + new.gained)
-
-
-def _advance_rows(
-    decode_state: DecodeState[State], new: _NewTokens, state: State, history: History
-) -> DecodeState[State]:
-    """Return the rows after their new tokens; a row ends at a stop token or at its limit."""
-    active, count = decode_state.active, decode_state.count + new.gained
-    newest = gather_columns(new.tokens, jnp.clip(new.gained - 1, 0)[:, None])[:, 0]
-    return replace(
-        decode_state,
-        token=jnp.where(active, newest, decode_state.token),
-        active=active & (count < decode_state.limits) & ~new.stopped,
-        count=count,
-        state=state,
-        history=history,
-    )
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -458,33 +435,3 @@ def _draw_uniform(key: jax.Array, number: jax.Array) -> jax.Array:  # f32[], fro
     """Draw a number whose smallest steps are of 2^-46: with 2^-23, none is ever accepted rarely."""
     high, low = jax.random.uniform(jax.random.fold_in(key, number), (2,))
     return jnp.minimum(high + 2.0**-23 * low, 1 - 2.0**-24)
-
-
-def _check_proposer(proposer: Proposer) -> None:
-    if isinstance(proposer, type) or not isinstance(proposer, Proposer):
-        rule = "must be a value, such as PromptLookup(3) or Draft(step, params, state)"
-        raise ValueError(f"proposer is {proposer!r}: {rule}")
-    if any(leaf is proposer for leaf in jax.tree.leaves(proposer)):
-        name = type(proposer).__name__
-        rule = "register it with jax.tree_util.register_static or register_dataclass"
-        raise ValueError(f"proposer is of {name}, which JAX does not know as a pytree: {rule}")
-
-
-def _check_with_proposer(
-    proposer: Proposer, prompts: Prompts, state: State, num_draft: int, vocab: int
-) -> None:
-    """Ask the proposer whether it can serve these prompts, and compare its arrays with the state.
-
-    ValueError where an array of the state is also the proposer's: the state is consumed.
-    """
-    tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
-    total = None
-    if not traced(tokens, lengths, limits):
-        tokens, lengths, limits = jax.device_get((tokens, lengths, limits))
-        total = np.asarray(lengths) + np.maximum(limits, 1) - 1
-    proposer.check(tokens, total, num_draft, vocab)
-    theirs = {id(leaf) for leaf in jax.tree.leaves(proposer)}
-    if any(id(leaf) in theirs for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            "state is also the proposer's: it is consumed, so give it a fork(state, 1)"
-        )
