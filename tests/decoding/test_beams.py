@@ -270,7 +270,8 @@ def test_the_bound_of_a_score_looks_no_further_than_the_limit():
     """Here of a penalty that is neither rising nor falling: the least factor still ahead."""
     divisors = np.array([3.0, 7.0, 2.0, 5.0, 11.0])
     limits = np.array([5, 4, 3, 1, 2])
-    best_factors = jax.jit(beam._Scoring.of(divisors, 0.0, True).best_factors)
+    factors = jnp.asarray((1 / divisors).astype(np.float32))
+    best_factors = jax.jit(beam._Scoring(factors, jnp.zeros(()), jnp.bool_(True)).best_factors)
     for n in range(1, 6):
         got = np.asarray(best_factors(np.int32(n), limits))
         for row, limit in enumerate(limits):
