@@ -19,7 +19,7 @@ from transformer_jax.server import app as app_module
 from transformer_jax.server import engine as engine_module
 from transformer_jax.server.app import make_app
 from transformer_jax.server.engine import Engine
-from transformer_jax.server.protocol import Asked, RequestError
+from transformer_jax.server.protocol import RequestError, TextRequest
 
 pytest.importorskip("starlette")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -109,10 +109,10 @@ def test_a_prompt_and_its_answer_may_fill_the_context():
     """The last token is not read, so that there is room for one more than the context."""
     engine, ids = Engine(tiny(), context=9), tuple(tiny().read("cab").tolist())
     room = 9 + 1 - len(ids)
-    assert engine.read(Asked("completion", ids, room))[1] == room
-    assert engine.read(Asked("completion", ids))[1] == room
+    assert engine.read(TextRequest("completion", ids, room))[1] == room
+    assert engine.read(TextRequest("completion", ids))[1] == room
     with pytest.raises(RequestError, match=f"and {room + 1} new ones are asked for"):
-        engine.read(Asked("completion", ids, room + 1))
+        engine.read(TextRequest("completion", ids, room + 1))
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_a_chat_that_no_template_reads_is_refused_without_a_path(client, engine)
         assert response.status_code == 400 and "messages" in response.json()["error"]["message"]
     plain = Engine(tiny(template=False), slots=1)
     with pytest.raises(RequestError, match="no chat template") as caught:
-        plain.read(Asked("chat", tuple(TALK)))
+        plain.read(TextRequest("chat", tuple(TALK)))
     assert "secret" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from transformer_jax.decoding.continuous_batching import Completion
 from transformer_jax.decoding.generation import NO_TOKEN, Likeliest
 from transformer_jax.server import engine as engines
 from transformer_jax.server.engine import LEAST_LOG_PROB
-from transformer_jax.server.protocol import Asked, Part, Token
+from transformer_jax.server.protocol import Part, TextRequest, Token
 
 END = 257
 TOP = np.tile([32, 97, 259], (9, 1)), np.tile([-0.5, -1.5, -2.5], (9, 1))
@@ -60,7 +60,7 @@ def answer(engine, *script, matcher=None, **asked) -> list[Part]:
     """Return the parts of the answer to a request that gets these completions."""
     parts: queue.Queue[Part] = queue.Queue()
     engine.batcher.script.append(script)
-    asked = Asked(**dict(endpoint="completion", prompt=(), temperature=1.0) | asked)
+    asked = TextRequest(**dict(endpoint="completion", prompt=(), temperature=1.0) | asked)
     engine.submit(asked, np.arange(3), 9, parts.put, matcher)
     found = [parts.get(timeout=20)]
     while found[-1].end is None:
@@ -140,7 +140,7 @@ def test_a_request_that_fails_or_whose_loop_is_closed_ends(engine, capsys):
         raise RuntimeError("closed")
 
     engine.batcher.script[:] = [[new("a")] * 9]
-    asked = Asked("completion", (), temperature=1.0)
+    asked = TextRequest("completion", (), temperature=1.0)
     ticket = engine.submit(asked, np.arange(3), 9, closed)
     assert answer(engine, new("c", "length")) == [Part("c", (), 1, "length")]
     assert ticket.cancelled

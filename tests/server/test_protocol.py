@@ -8,7 +8,14 @@ import pytest
 
 from tests.server.fuzz_bodies import changed_value, value
 from transformer_jax.server import protocol
-from transformer_jax.server.protocol import Asked, Part, RequestError, Stamp, Token, read_request
+from transformer_jax.server.protocol import (
+    Part,
+    RequestError,
+    Stamp,
+    TextRequest,
+    Token,
+    read_request,
+)
 from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
 
 HI = {"model": "m", "prompt": "hi"}
@@ -22,8 +29,8 @@ def read(endpoint, given):
 
 
 def test_what_a_request_leaves_out_is_as_openai_has_it():
-    assert read("completion", HI) == Asked("completion", "hi", num_tokens=16)
-    assert read("chat", TALK) == Asked("chat", ({"role": "user", "content": "hi"},))
+    assert read("completion", HI) == TextRequest("completion", "hi", num_tokens=16)
+    assert read("chat", TALK) == TextRequest("chat", ({"role": "user", "content": "hi"},))
     nulls = dict.fromkeys(CHAT["properties"].keys() - TALK.keys())
     assert read("chat", TALK | nulls) == read("chat", TALK)
 
@@ -34,11 +41,13 @@ def test_all_that_is_asked_for_is_read():
         logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True},
         user="u", presence_penalty=0.0, tools=[], response_format={"type": "text"},
     )  # fmt: skip
-    assert read("chat", TALK | given) == Asked(
+    assert read("chat", TALK | given) == TextRequest(
         "chat", ({"role": "user", "content": "hi"},), 7, 0.5, 0.25, 3, ("a", "b"), 2, True, True
     )
     given = dict(prompt=[1, 2.0, 3], max_tokens=5, stop="x", logprobs=0, echo=False, best_of=1)
-    assert read("completion", HI | given) == Asked("completion", (1, 2, 3), 5, stop=("x",), top=0)
+    assert read("completion", HI | given) == TextRequest(
+        "completion", (1, 2, 3), 5, stop=("x",), top=0
+    )
     assert read("completion", HI | {"prompt": ["one"]}).prompt == "one"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said = [{"role": "system", "content": parts}, *TALK["messages"]]
@@ -53,7 +62,9 @@ def test_answer_can_be_sent_back():
     chat = pytest.importorskip("openai.types.chat")
     params = pytest.importorskip("openai.types.chat.completion_create_params")
     transform = pytest.importorskip("openai._utils").maybe_transform
-    answered = protocol.answer(Asked("chat", "", top=1), STAMP, Part("a", TOKENS[:1], 1, "stop"), 5)
+    answered = protocol.answer(
+        TextRequest("chat", "", top=1), STAMP, Part("a", TOKENS[:1], 1, "stop"), 5
+    )
     read_back = chat.ChatCompletion.model_validate(answered).choices[0].message
     parsed = chat.ParsedChatCompletionMessage(role="assistant", content="a", parsed={"a": 1.5})
     sent = transform({"messages": [read_back, parsed]}, params.CompletionCreateParams)["messages"]
@@ -205,7 +216,7 @@ def test_event_is_one_line_to_every_reader_of_lines():
     text = "a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é\U0001f600"
     assert len(text.splitlines()) == 11
     refused = RequestError(text).body()
-    (chunk, *_) = protocol.chunks(Asked("completion", ""), STAMP, Part(text), 5, first=True)
+    (chunk, *_) = protocol.chunks(TextRequest("completion", ""), STAMP, Part(text), 5, first=True)
     for data in (chunk, refused):
         sent = protocol.event(data).decode()
         assert sent.splitlines() == [sent[:-2], ""] and "é\U0001f600" in sent
@@ -214,7 +225,7 @@ def test_event_is_one_line_to_every_reader_of_lines():
 
 def test_tokens_of_one_text_are_all_listed():
     top = ((b"a", -1.0), (b"", -2.0), (b"a", -3.0), (b"", -4.0), (b"a #2", -5.0), (b"a", -6.0))
-    asked = Asked("completion", "", top=6)
+    asked = TextRequest("completion", "", top=6)
     (choice,) = protocol.answer(asked, STAMP, Part("a", (Token(b"a", -1.0, 0, top),)), 1)["choices"]
     named = {"a": -1.0, "": -2.0, "a #2": -3.0, " #2": -4.0, "a #2 #2": -5.0, "a #3": -6.0}
     assert choice["logprobs"]["top_logprobs"] == [named]
@@ -227,7 +238,7 @@ TOKENS = Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))), Token(b"\xc3", -1.0
 def test_the_parts_of_a_stream_join_to_the_whole_answer():
     parts = Part("a", TOKENS[:1], 1), Part("é", TOKENS[1:], 3, "length")
     for endpoint in ("completion", "chat"):
-        asked = Asked(endpoint, "", top=2, stream=True, include_usage=True)
+        asked = TextRequest(endpoint, "", top=2, stream=True, include_usage=True)
         whole = protocol.answer(asked, STAMP, protocol.join_parts(parts), 5)
         (choice,) = whole["choices"]
         sent = [
@@ -270,7 +281,7 @@ def test_answers_are_read_by_the_types_of_openai_s_client():
         ("completion", types.Completion, types.Completion),
         ("chat", chat.ChatCompletion, chat.ChatCompletionChunk),
     ):
-        asked = Asked(endpoint, "", top=1)
+        asked = TextRequest(endpoint, "", top=1)
         whole.model_validate(protocol.answer(asked, STAMP, part, 5), strict=True)
         for sent in protocol.chunks(asked, STAMP, part, 5, first=True):
             chunk.model_validate(sent, strict=True)

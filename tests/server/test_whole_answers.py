@@ -12,7 +12,7 @@ import pytest
 from transformer_jax.server import app as apps
 from transformer_jax.server.app import make_app
 from transformer_jax.server.engine import Engine, Ticket
-from transformer_jax.server.protocol import Asked, AskedForm, Part, RequestError, Token
+from transformer_jax.server.protocol import AnswerForm, Part, RequestError, TextRequest, Token
 
 pytest.importorskip("starlette")
 TALK = [{"role": "developer", "content": "be"}, {"role": "user", "content": [
@@ -76,8 +76,8 @@ def test_a_completion_is_one_json_of_its_parts(client):
         "stop": ["x", "y"], "logprobs": 2, "structured_outputs": {"regex": "a+"}, "user": None,
     }  # fmt: skip
     found = client(engine).post("/v1/completions", json=given)
-    form = AskedForm("regex", "a+", "structured_outputs.regex")
-    asked = Asked("completion", "p", 6, 0.5, 0.75, 3, ("x", "y"), 2, form=form)
+    form = AnswerForm("regex", "a+", "structured_outputs.regex")
+    asked = TextRequest("completion", "p", 6, 0.5, 0.75, 3, ("x", "y"), 2, form=form)
     assert engine.asked == [(asked, [0, 1, 2, 3, 4], 7, "the matcher")] and engine.cancelled == 1
     assert found.json() == {
         "id": "cmpl-12 bytes", "object": "text_completion", "created": 1234, "model": "m",
@@ -92,7 +92,7 @@ def test_a_completion_is_one_json_of_its_parts(client):
         }],
     }  # fmt: skip
     client(engine).post("/v1/completions", json={"model": "m", "prompt": [3, 4], "stop": "z"})
-    assert engine.asked[1][0] == Asked("completion", (3, 4), 16, stop=("z",))
+    assert engine.asked[1][0] == TextRequest("completion", (3, 4), 16, stop=("z",))
 
 
 def events(found) -> list:
@@ -112,7 +112,7 @@ def test_a_chat_is_streamed_in_chunks_with_the_usage_at_the_end(client):
     }  # fmt: skip
     found = events(client(engine).post("/v1/chat/completions", json=given))
     prompt = ({"role": "system", "content": "be"}, {"role": "user", "content": "ab"})
-    asked = Asked("chat", prompt, 6, top=1, stream=True, include_usage=True)
+    asked = TextRequest("chat", prompt, 6, top=1, stream=True, include_usage=True)
     assert engine.asked[0][0] == asked and engine.cancelled == 1
     frame = {"id": "chatcmpl-12 bytes", "object": "chat.completion.chunk", "created": 1234}
     frame |= {"model": "m", "usage": None}
@@ -225,7 +225,7 @@ def test_a_request_is_read_or_refused_by_what_the_model_reads():
     known = lambda ids, what: ids  # noqa: E731
     engine.model = SimpleNamespace(kind="text", read=read, known=known, tokenizer=None)
     ask = lambda prompt, count, endpoint="completion": engine.read(  # noqa: E731
-        Asked(endpoint, prompt, count)
+        TextRequest(endpoint, prompt, count)
     )
     for prompt, count, wanted in (("abc", 2, (3, 2)), ("abc", 4, (3, 4)), ("abcdef", 1, (6, 1)),
                                   ((5, 6), None, (2, 5)), ("a", None, (1, 6))):  # fmt: skip

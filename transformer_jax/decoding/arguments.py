@@ -47,7 +47,7 @@ Lengths: TypeAlias = PerRow | Sequence[Sequence[int]]
 
 @short_repr
 class DecodeOptions(NamedTuple):
-    """Say what a program is compiled for; hashable."""
+    """Static options of a decoding program; hashable."""
 
     sampler: Sampler
     processors: tuple[HistoryProcessor, ...] = ()
@@ -63,7 +63,7 @@ class DecodeOptions(NamedTuple):
 
 @short_repr
 class Prompts(NamedTuple):
-    """Hold the texts that a batch goes on from, checked and padded to their bucket."""
+    """Texts that a batch continues, checked and padded to their bucket."""
 
     tokens: jax.Array  # i32[B, P]; zeros after a row's end
     lengths: jax.Array  # i32[B]
@@ -77,7 +77,7 @@ class Prompts(NamedTuple):
 
 @short_repr
 class CheckedArguments(NamedTuple, Generic[State]):
-    """Hold what `generate` was given, after all checks."""
+    """Arguments of `generate` after all checks."""
 
     step: Step[State]
     options: DecodeOptions

@@ -102,7 +102,7 @@ class GNMTPenalty:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Beams:
-    """Hold the R best continuations of every row, best first.
+    """The R best continuations of every row, best first.
 
     Where a row has fewer, the rest have length 0 and score -inf. A row whose logits were NaN or
     +inf has no result: length 0 and score NaN.
@@ -148,14 +148,14 @@ def beam_search(
 
     The prompt is read with B rows, all else runs with B * num_beams, and each step copies the state
     once, to let every beam follow its parent; leaves that `step` returns untouched, such as the
-    keys of a source, stay in place. Under a trace of yours limits are clipped to 0..num_tokens.
+    keys of a source, stay in place. Inside your own `jit`, limits are clipped to 0..num_tokens.
 
     Args:
         step: what runs the model: `make_step(model)`, or a function `step(params, tokens, state, *,
             valid=None) -> (logits, state)`.
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: what the step goes on from, of B rows. It is consumed: `fork(state, 1)` keeps a copy.
+        state: the state to continue, of B rows. It is consumed: `fork(state, 1)` keeps a copy.
         num_tokens: the most new tokens of a row, at least 1.
         num_beams: M, the texts of a row that are followed side by side, at least 1.
         num_results: R, the texts of a row that are returned, from 1 to num_beams.
@@ -225,7 +225,7 @@ def beam_search(
 
 @dataclass(frozen=True)
 class _BeamOptions:
-    """Say what a program is compiled for; hashable."""
+    """Static options of a search; hashable."""
 
     num_tokens: int
     num_beams: int

@@ -1,7 +1,7 @@
 """Constrain texts token by token: say on the host which tokens may come next.
 
 A processor of logits is compiled into the program and sees what the program has. A constraint, such
-as the parser of a grammar, is a mutable value of the host: it is asked before each token, and told
+as the parser of a grammar, is a mutable Python object: it is queried before each token, and reads
 the token that was chosen. So its rows are decoded one token at a time, and other rows are not.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Constraint(Protocol):
-    """Say which tokens may come next in one text; a text needs one of its own."""
+    """The tokens that may come next in one text; each text needs its own constraint."""
 
     @property
     def allowed(self) -> np.ndarray:  # bool[V]

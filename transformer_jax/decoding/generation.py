@@ -61,7 +61,7 @@ def prefill(
         step: what runs the model, as in `generate`.
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, P at least 1.
-        state: what the step goes on from, of B rows; not consumed.
+        state: the state to continue, of B rows; not consumed.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; or a mask
             [B, P], as in `generate`.
         chunk: how many tokens are read at a time: the same numbers in less memory. None reads all
@@ -125,7 +125,7 @@ def prefill(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation(Generic[State]):
-    """Hold what `generate` returns.
+    """Result of `generate`.
 
     Attributes:
         tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
@@ -153,7 +153,7 @@ class Generation(Generic[State]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState(Generic[State]):
-    """Hold rows in the middle of being generated; every leaf leads with B."""
+    """Rows in the middle of generation; every leaf leads with B."""
 
     token: jax.Array  # i32[B]; chosen, and not yet read by the model
     active: jax.Array  # bool[B]; False: the row has ended, its state stands still
@@ -182,7 +182,7 @@ class StepOutput(NamedTuple):
 
 @short_repr
 class Likeliest(NamedTuple):
-    """Hold the likeliest tokens of every row, the best first."""
+    """The likeliest tokens of every row, the best first."""
 
     tokens: jax.Array  # i32[B, K]
     log_probs: jax.Array  # f32[B, K]; before processors
@@ -219,7 +219,7 @@ def decode_step(
     decode_state: DecodeState[State],
     allowed: jax.Array | None = None,  # bool[B, V]
 ) -> tuple[DecodeState[State], StepOutput]:
-    """Let every active row read its newest token and choose the next, of those that are allowed."""
+    """Read the newest token of every active row and choose its next, of the allowed ones."""
     step = step.told(part=True)
     token, valid = decode_state.token, None
     if options.ends:
@@ -303,7 +303,7 @@ def generate(
     program is shared by all prompts of a bucket (of lengths up to 16, 32, 64 ...) and by samplers
     and processors that are equal.
 
-    Under a trace of yours what is not known is not checked. A token outside the vocabulary and a
+    Inside your own `jit`, traced values are not checked. A token outside the vocabulary and a
     position past the cache make their row nonfinite: it has token -1 and log-probability NaN; where
     every window has left such a token behind before the prompt ends, it changes nothing. Limits are
     clipped to 0..num_tokens.
@@ -313,7 +313,7 @@ def generate(
             valid=None) -> (logits, state)`.
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: what the step goes on from, of B rows, such as `init_cache(config, B, capacity)`. It
+        state: the state to continue, of B rows, such as `init_cache(config, B, capacity)`. It
             is consumed: its memory becomes the result's. `fork(state, 1)` keeps a copy.
         num_tokens: the most new tokens of a row, at least 1.
         lengths: i32[B], from 1 to P: row b's prompt is its first `lengths[b]` tokens; None is P in
@@ -428,7 +428,7 @@ def stream(
         step: what runs the model, as in `generate`.
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: what the step goes on from, of B rows; it is consumed.
+        state: the state to continue, of B rows; it is consumed.
         num_tokens: the most new tokens of a row, at least 1.
         lengths: i32[B], from 1 to P, tokens of each row's prompt, or a mask [B, P], as in
             `generate`; None is P.

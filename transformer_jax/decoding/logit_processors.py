@@ -26,7 +26,7 @@ from transformer_jax.shown import short_repr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
-    """Hold the tokens of every row so far, prompt and new ones.
+    """The tokens of every row so far, prompt and new ones.
 
     Attributes:
         tokens: i32[B, C], -1 after the row's end.

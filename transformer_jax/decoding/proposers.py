@@ -29,7 +29,7 @@ ProposerState: TypeAlias = PyTree
 
 @short_repr
 class Turn(NamedTuple):
-    """Hold what a proposer may know in one turn."""
+    """Values that a proposer may use in one turn."""
 
     history: History
     """Prompt and text so far; the newest token is the one no model has read yet."""
@@ -176,14 +176,14 @@ class PromptLookup(Proposer):
 
 
 class _DraftState(NamedTuple, Generic[State]):
-    """Hold a draft model's state between turns."""
+    """State of a draft model between turns."""
 
     state: State
     pending: jax.Array  # bool[B]; True: the token before the newest was not read either
 
 
 class _DraftTurn(NamedTuple, Generic[State]):
-    """Hold a draft model's state within a turn."""
+    """State of a draft model within a turn."""
 
     before: State
     after: State

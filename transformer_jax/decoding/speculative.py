@@ -60,7 +60,7 @@ _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Speculation(Generic[State]):
-    """Hold what `speculate` returns.
+    """Result of `speculate`.
 
     Attributes:
         tokens: i32[B, num_tokens], the new tokens; -1 after a row's end.
@@ -122,7 +122,7 @@ def speculate(
         step: what runs the model, as in `generate`.
         params: what the step takes as the model's parameters.
         prompt: i32[B, P], token ids, as an array or as rows of one length.
-        state: what the step goes on from, of B rows, with as much room as for `generate`; a ring
+        state: the state to continue, of B rows, with as much room as for `generate`; a ring
             needs num_draft slots more than its window. It is consumed.
         proposer: guesses the next tokens: `PromptLookup()`, `Draft(...)` or a `Proposer` of your
             own; not consumed.
@@ -333,7 +333,7 @@ def _verify(
 
 
 class _NewTokens(NamedTuple):
-    """Hold what a turn adds to each row."""
+    """Tokens that a turn adds to each row."""
 
     tokens: jax.Array  # i32[B, num_draft + 1]; the first gained[b] are added
     gained: jax.Array  # i32[B]; 0 in a row that had ended

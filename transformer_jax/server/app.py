@@ -22,7 +22,7 @@ from transformer_jax.server import protocol
 from transformer_jax.server.embedder import Embedder
 from transformer_jax.server.engine import Engine, Ticket
 from transformer_jax.server.openapi import describe
-from transformer_jax.server.protocol import Asked, Endpoint, Part, RequestError, Stamp
+from transformer_jax.server.protocol import Endpoint, Part, RequestError, Stamp, TextRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -216,7 +216,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 def _read(
     engine: Engine, endpoint: Endpoint, body: bytes, name: str
-) -> tuple[Asked, np.ndarray, int, Matcher | None]:
+) -> tuple[TextRequest, np.ndarray, int, Matcher | None]:
     asked = protocol.read_request(endpoint, body, name)
     return asked, *engine.read(asked), engine.match(asked)
 

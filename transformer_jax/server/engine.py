@@ -36,7 +36,7 @@ from transformer_jax.decoding.step import make_step
 from transformer_jax.decoding.structured import Grammar, Matcher
 from transformer_jax.decoding.writer import TextWriter
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.server.protocol import Asked, Part, RequestError, Token
+from transformer_jax.server.protocol import Part, RequestError, TextRequest, Token
 from transformer_jax.server.schemas import MOST_TOP
 from transformer_jax.shown import short_repr
 from transformer_jax.text.language_model import LanguageModel
@@ -70,7 +70,7 @@ class Ticket:
         held: tokens of text that is not decided yet.
     """
 
-    asked: Asked
+    asked: TextRequest
     ids: np.ndarray  # i32[P]
     num_tokens: int
     deliver: Callable[[Part], None]
@@ -158,7 +158,7 @@ class Engine:
         """Compile the decoding program, and decode what is submitted from now on."""
         self._thread.start()
         done = threading.Event()
-        asked = Asked("completion", (), temperature=0.0)
+        asked = TextRequest("completion", (), temperature=0.0)
         ids = np.zeros(1, np.int32)
         count = min(2, self.context)
 
@@ -176,7 +176,7 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def read(self, asked: Asked) -> tuple[np.ndarray, int]:  # i32[P]
+    def read(self, asked: TextRequest) -> tuple[np.ndarray, int]:  # i32[P]
         """Return the tokens of a request's prompt, and how many may follow.
 
         RequestError where the model cannot read it, or where it does not fit.
@@ -210,7 +210,7 @@ class Engine:
             raise RequestError(message, param=name, code="context_length_exceeded")
         return ids, count
 
-    def match(self, asked: Asked) -> Matcher | None:
+    def match(self, asked: TextRequest) -> Matcher | None:
         """Return what says which tokens an answer of the form may have; RequestError if it is none.
 
         None where any text may be the answer.
@@ -228,7 +228,7 @@ class Engine:
 
     def submit(
         self,
-        asked: Asked,
+        asked: TextRequest,
         ids: np.ndarray,
         num_tokens: int,
         deliver: Callable[[Part], None],

@@ -22,7 +22,7 @@ Endpoint = Literal["completion", "chat"]
 
 
 class RequestError(ValueError):
-    """Hold why a request is refused, as OpenAI's API says it."""
+    """Refusal of a request, in the form of OpenAI's API."""
 
     def __init__(
         self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
@@ -44,8 +44,8 @@ class RequestError(ValueError):
         }
 
 
-class AskedForm(NamedTuple):
-    """Hold the form that an answer is to have.
+class AnswerForm(NamedTuple):
+    """The form that an answer must have.
 
     Attributes:
         form: "schema", "regex" or "grammar".
@@ -59,8 +59,8 @@ class AskedForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Hold a checked request.
+class TextRequest:
+    """A checked request for a text.
 
     Attributes:
         endpoint: "completion" or "chat".
@@ -86,10 +86,10 @@ class Asked:
     top: int | None = None
     stream: bool = False
     include_usage: bool = False
-    form: AskedForm | None = None
+    form: AnswerForm | None = None
 
 
-def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
+def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
     """Return the request that a body holds; RequestError says what is wrong with it.
 
     Args:
@@ -117,7 +117,7 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> Asked:
     if "stream_options" in asked and not asked.get("stream"):
         raise RequestError("stream_options: needs stream true", param="stream_options")
     stop = asked.get("stop", ())
-    return Asked(
+    return TextRequest(
         endpoint,
         _messages(asked["messages"]) if endpoint == "chat" else _prompt(asked["prompt"]),
         num_tokens=None if count is None else int(count),
@@ -192,27 +192,27 @@ def embedding_answer(
     }
 
 
-def _form(body: bytes, asked: JsonObject) -> AskedForm | None:
+def _form(body: bytes, asked: JsonObject) -> AnswerForm | None:
     """Return the one form that a request names; RequestError where it names two."""
     if not asked.keys() & {"response_format", "structured_outputs"}:
         return None
     asked = read_json(body, decimals=True)  # type: ignore[assignment]
     response_format = asked.get("response_format") or {}
     structured_outputs = asked.get("structured_outputs") or {}
-    found: list[AskedForm] = []
+    found: list[AnswerForm] = []
     kind, described = response_format.get("type"), response_format.get("json_schema")
     name = "response_format.json_schema"
     if (kind == "json_schema") != (described is not None):
         rule = "is missing" if described is None else "needs type 'json_schema'"
         raise RequestError(f"{name}: {rule}", param=name)
     if described is not None:
-        found.append(AskedForm("schema", described["schema"], f"{name}.schema"))
+        found.append(AnswerForm("schema", described["schema"], f"{name}.schema"))
     elif kind == "json_object":
-        found.append(AskedForm("schema", {"type": "object"}, "response_format"))
+        found.append(AnswerForm("schema", {"type": "object"}, "response_format"))
     forms: dict[str, Form] = {"json": "schema", "regex": "regex", "grammar": "grammar"}
     for name, content in structured_outputs.items():
         if content is not None:
-            found.append(AskedForm(forms[name], content, f"structured_outputs.{name}"))
+            found.append(AnswerForm(forms[name], content, f"structured_outputs.{name}"))
     if len(found) > 1:
         message = f"{found[0].param} and {found[1].param}: give one of them"
         raise RequestError(message, param=found[1].param)
@@ -253,7 +253,7 @@ def _messages(given: list[JsonObject]) -> tuple[dict[str, str], ...]:
 
 
 class Token(NamedTuple):
-    """Hold a token that was written, and how likely it was.
+    """A token of an answer and its log-probability.
 
     Attributes:
         piece: its bytes.
@@ -273,11 +273,11 @@ End = Literal["stop", "length", "failed"]
 
 @dataclass(frozen=True)
 class Part:
-    """Hold what a request got: all of it, or the newest part of it.
+    """The text of an answer: all of it, or the newest part.
 
     Attributes:
         text: what was written.
-        tokens: of the text, where their log-probabilities are asked for.
+        tokens: of the text, if their log-probabilities are requested.
         count: how many tokens were chosen so far, one that ends the text included.
         end: why it ended; None: more is to come.
         error: why it failed.
@@ -295,7 +295,7 @@ class Part:
 
 
 class Stamp(NamedTuple):
-    """Hold what all parts of an answer share."""
+    """Fields that all parts of an answer share."""
 
     id: str
     created: int
@@ -319,7 +319,7 @@ def usage(prompt_tokens: int, part: Part) -> JsonObject:
     }
 
 
-def answer(asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
+def answer(asked: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonObject:
     """Return the JSON of a whole answer."""
     choice: JsonObject = {"index": 0}
     if asked.endpoint == "chat":
@@ -332,7 +332,7 @@ def answer(asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int) -> JsonOb
 
 
 def chunks(
-    asked: Asked, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
+    asked: TextRequest, stamp: Stamp, part: Part, prompt_tokens: int, *, first: bool
 ) -> list[JsonObject]:
     """Return the JSON of what a stream sends for a part of an answer.
 
@@ -374,7 +374,7 @@ def _framed(kind: str, stamp: Stamp, choices: list[JsonObject]) -> JsonObject:
     }  # fmt: skip
 
 
-def _log_probs(asked: Asked, tokens: Sequence[Token]) -> JsonObject | None:
+def _log_probs(asked: TextRequest, tokens: Sequence[Token]) -> JsonObject | None:
     if asked.top is None:
         return None
     if asked.endpoint == "chat":

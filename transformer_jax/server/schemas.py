@@ -42,7 +42,7 @@ def _unsupported(verb: str, *neutral: Json) -> Schema:
 
 
 def _only(*values: Json, kind: str) -> Schema:
-    """Describe a parameter of which the server does one thing alone."""
+    """Return the schema of a parameter with a single accepted value."""
     return {"type": [kind, "null"], "enum": [*values, None]}
 
 
@@ -233,7 +233,7 @@ _NAMES = {
 
 
 class Misfit(ValueError):
-    """Say which part of a request is not as its schema has it."""
+    """The part of a request that violates its schema."""
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(message)
@@ -308,7 +308,7 @@ def _types(schema: Schema) -> list[str]:
 
 
 def _is_kind(value: Json, schema: Schema) -> bool:
-    """Say whether a value is of a schema's type; true is no number, and 5.0 an integer."""
+    """Whether a value has a schema's type; true is not a number, and 5.0 is an integer."""
     kinds = _types(schema)
     if isinstance(value, bool):
         return "boolean" in kinds

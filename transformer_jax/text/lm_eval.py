@@ -72,7 +72,7 @@ _Base: Any = _base()
 
 @dataclass(frozen=True)
 class Generation:
-    """Hold how the texts of a task are written.
+    """Settings with which the texts of a task are written.
 
     Attributes:
         until: texts before the first of which a text ends.
@@ -139,7 +139,7 @@ def cut_at(text: str, until: Iterable[str]) -> str:
 
 
 class TransformerJaxLM(_Base):
-    """Let lm-eval ask a model; see the module's docstring.
+    """Model of lm-eval; see the module's docstring.
 
     Args:
         pretrained: what `load` takes, or what it gave.
