@@ -27,7 +27,7 @@ from transformer_jax.decoding.logit_processors import (
     NoRepeatNGram,
     RepetitionPenalty,
 )
-from transformer_jax.decoding.step import as_step, make_step
+from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -696,11 +696,11 @@ def test_leaves_that_the_step_returns_untouched_are_not_gathered():
             seen = state["source"].sum(axis=1) + state["read"].sum(axis=1)
             return logits * seen[:, None, None], dict(new, read=new["read"] + 1)
 
-    options = beam._check_options(5, 3, 1, (), (), 1, None)
-    scoring = beam._Scoring.of(np.ones(5), 0.0, True)
-    lengths = jnp.full(4, 3, jnp.int32)
-    arrays = automaton(1, 5), jnp.asarray(prompts(5)), lengths, jnp.full(4, 5), state, scoring
-    program = beam._search.lower(as_step(Reading()), *arrays, options).as_text()
+    @jax.jit
+    def search(params, state):
+        return beam_search(Reading(), params, prompts(5), state, num_tokens=5, num_beams=3)
+
+    program = search.lower(automaton(1, 5), state).as_text()
     gathers = [line for line in program.splitlines() if "stablehlo.gather" in line]
     assert any("12x89" in line for line in gathers)
     assert not any("12x97" in line for line in gathers)

@@ -727,9 +727,11 @@ def test_the_cache_stays_where_it_is(rope):
     leaves = len(jax.tree.leaves(held))
     jax.config.update("jax_disable_most_optimizations", False)
     programs = [
-        slots_module.advance_rows.lower(held, params, jnp.array(True), 8, 0).compile(),
-        slots_module.admit_rows.lower(held, params, row, prompts, empty(1), None, 0).compile(),
-        slots_module.free_rows.lower(held, row).compile(),
+        slots_module.advance_rows.by_value.lower(held, params, jnp.array(True), 8, 0).compile(),
+        slots_module.admit_rows.by_value.lower(
+            held, params, row, prompts, empty(1), None, 0
+        ).compile(),
+        slots_module.free_rows.by_value.lower(held, row).compile(),
     ]
     jax.config.update("jax_disable_most_optimizations", True)
     assert held.decode_state.state.layers[0].k.shape == (3, 29, 1, 6)

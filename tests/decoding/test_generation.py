@@ -456,7 +456,7 @@ def test_the_cache_is_donated_and_never_copied(early):
     texts = decode.Prompts(
         jnp.zeros((3, 16), jnp.int32), rows, jax.random.split(jax.random.key(0), 3), rows + 5
     )
-    lowered = decode._generate.lower(options, step, params, texts, state, 9, early)
+    lowered = decode._generate.by_value.lower(options, step, params, texts, state, 9, early)
     text = lowered.compile().as_text()
     shape = "x".join(map(str, state.layers[0].k.shape))
     assert shape == "3x53x1x6"
