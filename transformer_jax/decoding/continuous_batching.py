@@ -185,7 +185,7 @@ class _Row:
 class Batcher(Generic[State]):
     """The scheduler of one batch: admit waiting requests, advance all rows, emit their tokens.
 
-        for part in batcher:  # or `batcher.turn()`, again and again, for a caller of other duties
+        for part in batcher:  # or `batcher.turn()`, again and again, for a caller with other duties
             print(part.id, part.tokens, part.end)
 
     Attributes:
@@ -194,7 +194,7 @@ class Batcher(Generic[State]):
         requests: in the order of their arrival; None means that none waits now.
         empty: the state of one row before any token; not consumed.
         steps: the most tokens of each row between two looks at the requests.
-        pause: whether a call ends as soon as a slot is free; asked if all are taken.
+        pause: whether a call ends as soon as a slot is free; queried only if all are taken.
         chunk: how many tokens of a prompt are read at a time; None reads all at once.
         stream: emit the newest tokens of each request; otherwise all of them at its end.
         shares: whether a prompt that begins like the text of a slot continues from a copy of its
@@ -280,8 +280,9 @@ class Batcher(Generic[State]):
         for row, one in first.items():  # read while the device advances the rows
             yield from self._emit(row, jax.device_get(one))
         output = jax.device_get(output)
-        for row in range(len(self.rows)):
-            yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
+        for row, held in enumerate(self.rows):
+            if held is not None:
+                yield from self._emit(row, jax.tree.map(lambda x, row=row: x[:, row], output))
 
     def drop(self, name: Any) -> None:  # the id that the request's parts have
         """Free the slot of a request that has not ended; nothing more comes of it."""
@@ -344,6 +345,7 @@ class Batcher(Generic[State]):
         if np.isnan(log_prob[~real]).any():
             end, error = "nonfinite", NO_TOKEN
         if self.shares:
+            # the row itself may have read more, if it was dropped; a prefix of its text is enough
             self._texts[row] += tokens.tolist()
             if end == "nonfinite":
                 self._texts[row] = []  # its cache may have NaN
