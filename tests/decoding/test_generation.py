@@ -451,7 +451,7 @@ def test_the_cache_is_donated_and_never_copied(early):
     config = dataclasses.replace(ROPE, num_layers=3)
     step, params, _ = make(config)
     state = init_cache(config, 3, 53)
-    options = decode.DecodeOptions(Greedy(), (), STOP, True, False)
+    options = decode.DecodeOptions(Greedy(), (), STOP, True)
     rows = jnp.zeros(3, jnp.int32) + 2
     texts = decode.Prompts(
         jnp.zeros((3, 16), jnp.int32), rows, jax.random.split(jax.random.key(0), 3), rows + 5
