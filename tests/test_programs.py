@@ -201,7 +201,7 @@ WAYS = {
         step, (), PROMPT, state(), proposer=tj.PromptLookup(), num_tokens=2, num_draft=1, **own
     ),
     "slots": lambda step, **own: next(
-        tj.serve(
+        tj.serve_requests(
             step, (), [tj.Request([3, 2], 2, key=jax.random.key(0))], state(),
             slots=1, capacity=8, **own,
         )

@@ -22,11 +22,11 @@ What is public by this name; the rest is imported from its module, such as `mode
     Caches         init_cache, init_paged_cache, init_decode_state, cache_bytes, rewind_cache,
                    fork, KVCache, ModelCache, PagedCache
     Decoding       make_step, generate, stream, prefill, beam_search, LengthPenalty, speculate,
-                   Draft, PromptLookup, serve, Request
+                   Draft, PromptLookup, serve_requests, Request
     Samplers       Greedy, Sample, Temperature, TopK, TopP, MinP
     Processors     Ban, BanSequences, Force, ForceLast, FrequencyPenalty, MinLength,
                    NoRepeatNGram, PresencePenalty, RepetitionPenalty
-    Text           load
+    Text           load, LanguageModel
     Training       fit, cross_entropy, chunked_cross_entropy
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora, export_decoder
@@ -87,7 +87,8 @@ from transformer_jax.config.fields import nearest
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
-from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.continuous_batching import Request
+from transformer_jax.decoding.continuous_batching import serve as serve_requests
 from transformer_jax.decoding.generation import generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
@@ -126,7 +127,7 @@ if TYPE_CHECKING:
     from transformer_jax.pretrained.save import save_pretrained
     from transformer_jax.pretrained.sentences import load_sentence_encoder
     from transformer_jax.text.export import export_decoder
-    from transformer_jax.text.language_model import load
+    from transformer_jax.text.language_model import LanguageModel, load
     from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
     from transformer_jax.training.loop import fit
 
@@ -153,6 +154,7 @@ __all__ = [
     "FrequencyPenalty",
     "Greedy",
     "KVCache",
+    "LanguageModel",
     "Learned",
     "LengthPenalty",
     "LoraConfig",
@@ -218,7 +220,7 @@ __all__ = [
     "rewind_cache",
     "save_lora",
     "save_pretrained",
-    "serve",
+    "serve_requests",
     "speculate",
     "stream",
     "train_preset",
@@ -236,6 +238,7 @@ def _name_keywords() -> None:
 _name_keywords()
 
 _LATER = {
+    "LanguageModel": "text.language_model",
     "export_decoder": "text.export",
     "fit": "training.loop",
     "load": "text.language_model",

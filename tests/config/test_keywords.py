@@ -112,7 +112,7 @@ MEANT = {
     "max_tokens": (generate, "num_tokens$"),
     "beam_width": (tj.beam_search, "num_beams$"),
     "gamma": (tj.speculate, "num_draft$"),
-    "max_num_seqs": (tj.serve, "slots$"),
+    "max_num_seqs": (tj.serve_requests, "slots$"),
     "num_return_sequences": (tj.fork, "copies$"),
     "temperature": (tj.Sample, r"Sample\(Temperature\(...\)\)$"),
     "top_k": (tj.TopK, "k$"),
@@ -321,7 +321,7 @@ def test_what_is_said_to_be_meant_is_there():
     classes = (tj.Temperature, tj.TopK, tj.TopP, tj.Padding, tj.Segments, tj.Window, tj.ALiBi,
                tj.MinLength, *CONFIGS)  # fmt: skip
     known |= {field.name for one in classes for field in fields(one)} | {"edit"}
-    for call in (tj.fork, tj.serve, tj.init_paged_cache, tj.save_pretrained):
+    for call in (tj.fork, tj.serve_requests, tj.init_paged_cache, tj.save_pretrained):
         known |= set(inspect.signature(call).parameters)
     for text in keywords._OTHER_NAMES:
         if text.startswith(("leave it out: ", "HF_HOME ", "jax.")) or "jnp." in text:

@@ -73,7 +73,7 @@ def decode(entry, prompt, keys, lengths, sampler, processors, stop):
         ]
         more.pop("num_tokens")
         empty = tj.init_cache(CONFIG, 1, 32)
-        answers = tj.serve(STEP, params(), requests, empty, slots=2, capacity=32, **more)
+        answers = tj.serve_requests(STEP, params(), requests, empty, slots=2, capacity=32, **more)
         return [answer.tokens.tolist() for answer in sorted(answers, key=lambda x: x.id)]
     if entry == "fork":
         state = fork(state, 1)

@@ -78,7 +78,9 @@ def searching(step=STEP, **more):
 
 
 def serving(step=STEP, **more):
-    return tj.serve(step, params(), [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more)
+    return tj.serve_requests(
+        step, params(), [], tj.init_cache(CONFIG, 1, 17), slots=2, capacity=17, **more
+    )
 
 
 def speculating(step=STEP):
@@ -89,6 +91,8 @@ def speculating(step=STEP):
 LOGITS = np.zeros((1, 23), np.float32)
 MISTAKES = {
     "generate a model": (partial(generate, MODEL), r"must be a step, make_step\(model\)"),
+    "a text": (lambda: tj.generate("hello"), r"step is 'hello': .*load\(FOLDER\) has a method"),
+    "a folder": (lambda: tj.serve_requests("runs/book"), "step is 'runs/book': .* is a command"),
     "generate a config": (partial(generate, CONFIG), r"make_step\(build\(config\)\)"),
     "generate parameters": (lambda: generate(params(), STEP), "step is a dict: must be called"),
     "generate variables": (
@@ -309,7 +313,7 @@ MISTAKES = {
         "has 1 texts: there are 2 th",
     ),
     "serve one request": (
-        lambda: tj.serve(STEP, params(), tj.Request([1], 2), None, slots=1, capacity=17),
+        lambda: tj.serve_requests(STEP, params(), tj.Request([1], 2), None, slots=1, capacity=17),
         "requests is a Request: must be an iterable of Request",
     ),
     "values of no width": (

@@ -135,7 +135,7 @@ def run(kind, entry, edit, prompt, lengths, chunk):
     if entry == "serve":
         requests = [tj.Request(text, count, id=i) for i, text in enumerate(texts)]
         empty = init_decode_state(config, params, 1, MOST)
-        done = tj.serve(step, params, requests, empty, slots=2, capacity=MOST, chunk=chunk)
+        done = tj.serve_requests(step, params, requests, empty, slots=2, capacity=MOST, chunk=chunk)
         made = sorted(done, key=lambda x: x.id)
         if errors := [x.error for x in made if x.error]:
             raise ValueError(errors[0])

@@ -277,17 +277,24 @@ def known_keywords(function: F, name: str | None = None) -> F:
     """Make a function suggest the intended argument for an unknown keyword.
 
     This comes before Python's own check for missing arguments. `name` is as in `refuse_keywords`.
+    So does the hint for a text that is passed to a function of arrays, which takes a step.
     """
     known = {
         name for name, one in inspect.signature(function).parameters.items()
         if one.kind is not one.POSITIONAL_ONLY
     }  # fmt: skip
 
+    first = next(iter(inspect.signature(function).parameters), None)
+
     @functools.wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         if not keywords.keys() <= known:
             unknown = {x: keywords[x] for x in keywords if x not in known}
             refuse_keywords(function, unknown, name=name)
+        if first == "step" and args and isinstance(args[0], str):
+            rule = "must be a step, make_step(model)"
+            use = "transformer_jax.load(FOLDER) has a method generate(TEXT), `serve` is a command"
+            raise ValueError(f"step is {args[0]!r:.60}: {rule}; {use}")
         return function(*args, **keywords)
 
     return cast(F, checked)
