@@ -48,7 +48,8 @@ class Program(Generic[P, Result]):
         self, function: Callable[P, Result], static: tuple[str, ...], donate: tuple[str, ...]
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.static, self.donate = function, static, donate
+        self.function: Callable[..., Result] = function
+        self.static, self.donate = static, donate
         self.names = tuple(inspect.signature(function).parameters)
         self.by_value = jax.jit(function, static_argnames=static, donate_argnames=donate)
         self.by_text: dict[Hashable, Callable[..., list[jax.Array]]] = {}
@@ -100,8 +101,9 @@ class Program(Generic[P, Result]):
         run.__name__ = self.function.__name__
         # all arguments are kept, or programs that read the first or the second would look alike
         at = [len(read) + i for i, gone in enumerate(donated) if gone]
-        compiled = jax.jit(run, donate_argnums=at, keep_unused=True)
-        text = compiled.lower(*read, *leaves).as_text()
+        jitted = jax.jit(run, donate_argnums=at, keep_unused=True)
+        compiled: Callable[..., list[jax.Array]] = jitted
+        text = jitted.lower(*read, *leaves).as_text()
         if "callback" not in text:  # the text only counts functions that are called in Python
             avals = *map(jax.typeof, read), *found.jaxpr.in_avals, *found.jaxpr.out_avals
             key = hashlib.sha256(text.encode()).digest(), avals

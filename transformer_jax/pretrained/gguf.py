@@ -229,7 +229,7 @@ class _Keys(ConfigKeys):
             self.fail(name, value, "must be a finite number")
         return value
 
-    def require(self, name: str, *allowed: Value) -> None:
+    def require(self, name: str, *allowed: Any) -> None:
         value = self.take(name, allowed[0])
         if value not in allowed:
             self.fail(name, value, "must be " + " or ".join(shown(one) for one in allowed))
