@@ -80,11 +80,15 @@ def views(config: Any) -> tuple[str, ...]:
     return tuple(name for name in places(config) if name.endswith(ends))
 
 
+def of_blocks(captured: dict[str, Any], side: str, place: str) -> list[Any]:
+    """Return the values of a place of each block, by the block's number."""
+    depth = sum(re.fullmatch(rf"{side}block_\d+/{place}", name) is not None for name in captured)
+    return [captured[f"{side}block_{i}/{place}"] for i in range(depth)]
+
+
 def hidden_states(captured: dict[str, Any], side: str = "") -> np.ndarray:  # [B, L + 1, T, D]
     """Return the stream before each block of a stack, and the stack's output."""
-    blocks = [
-        captured[name] for name in captured if re.fullmatch(rf"{side}block_\d+/residual", name)
-    ]
+    blocks = of_blocks(captured, side, "residual")
     last = captured.get(f"{side}final_norm", blocks[-1])
     return np.stack([captured[f"{side}embedding"], *blocks[:-1], last], axis=1)
 
@@ -93,9 +97,9 @@ def weights_of(
     captured: dict[str, Any], branch: str = "attention"
 ) -> np.ndarray:  # [B, L, N, T, S]
     """Return the weights of a branch of each block."""
-    side, _, branch = branch.rpartition("/")
-    pattern = rf"{side and side + '/'}block_\d+/{branch}/weights"
-    return np.stack([captured[name] for name in captured if re.fullmatch(pattern, name)], axis=1)
+    side = "encoder/" if branch.startswith("encoder/") else ""
+    place = f"{branch.removeprefix(side)}/weights"
+    return np.stack(of_blocks(captured, side, place), axis=1)
 
 
 def assert_same_logits(got: Any, want: Any, real: np.ndarray | None = None) -> None:
