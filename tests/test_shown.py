@@ -26,6 +26,7 @@ from transformer_jax.config.tasks import OwnTask
 from transformer_jax.corpus import Part
 from transformer_jax.decoding.proposers import Proposer
 from transformer_jax.decoding.step import Step
+from transformer_jax.loading import TextModel
 from transformer_jax.models.quantized import quantize
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
@@ -110,6 +111,7 @@ MADE = {
         STEP, params(), PROMPT, tj.init_cache(CONFIG, 2, 17), num_tokens=5
     ),
     "KVCache": lambda kind: tj.init_cache(CONFIG, 2, 17).layers[0],
+    "LanguageModel": lambda kind: kind(TextModel(CONFIG, params(), pretrained()), "runs/first"),
     "LengthPenalty": lambda kind: kind(0.6),
     "MinLength": lambda kind: kind(7, 3),
     "MinP": lambda kind: kind(0.5),
