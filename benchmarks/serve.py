@@ -4,9 +4,9 @@
     python -m benchmarks.serve --out benchmarks/results/serve_cpu.json
 
 Requests of ragged prompts and geometric lengths, by one decoder, as many rows at a time for both.
-Continuous: `serve`, which fills free slots between its calls; pausing, a call ends as soon as a
-slot is free. Static: `generate` for batches in order of arrival, which leaves its loop when the
-last row of a batch has ended. All must give the same tokens. From the lengths alone follows how
+Continuous: `serve_requests`, which fills free slots between its calls; pausing, a call ends as soon
+as a slot is free. Static: `generate` for batches in order of arrival, which leaves its loop when
+the last row of a batch has ended. All must give the same tokens. From the lengths alone follows how
 many steps each needs, hence what a model that is nothing but steps would gain.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import specs, timing
 from benchmarks.specs import ServeCase
 from benchmarks.timing import Contender
-from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.continuous_batching import Request, serve_requests
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -91,7 +91,7 @@ class Answers:
 def continuous(
     case: ServeCase, arrivals: np.ndarray, clock: Clock, steps: int, pause: bool = False
 ) -> Answers:
-    """`serve`, asked for a request when it has come."""
+    """`serve_requests`, asked for a request when it has come."""
     step, params, prompts, lengths = _work(case)
     tokens: list[Any] = [None] * case.requests
     latencies, start = np.zeros(case.requests), clock()
@@ -104,7 +104,7 @@ def continuous(
 
     capacity = case.longest_prompt + case.most
     empty = init_cache(case.model, 1, capacity)
-    answers = serve(
+    answers = serve_requests(
         step,
         params,
         queue(),

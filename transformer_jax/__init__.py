@@ -87,8 +87,7 @@ from transformer_jax.config.fields import nearest
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
-from transformer_jax.decoding.continuous_batching import Request
-from transformer_jax.decoding.continuous_batching import serve as serve_requests
+from transformer_jax.decoding.continuous_batching import Request, serve_requests
 from transformer_jax.decoding.generation import generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,

@@ -14,7 +14,7 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax.decoding.constraints import allowed_tokens
-from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.continuous_batching import Request, serve_requests
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.decoding.slots import admit, advance_rows, advance_slots, init_slots
 
@@ -101,7 +101,9 @@ def expected(prompt, texts, count, draw) -> tuple[list[int], list[float]]:
 def served(requests, **options) -> list:
     state = tj.init_cache(CONFIG, 1, CONFIG.max_len)
     given = dict(slots=2, capacity=CONFIG.max_len, stop=STOP) | options
-    return sorted(serve(STEP, params(), requests, state, **given), key=lambda done: done.id)
+    return sorted(
+        serve_requests(STEP, params(), requests, state, **given), key=lambda done: done.id
+    )
 
 
 @pytest.mark.slow_except("greedy")

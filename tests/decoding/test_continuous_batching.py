@@ -16,7 +16,7 @@ from tests.decoding.test_decode import PAIR, RING, ROPE, VOCAB, CountingStep, ma
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.decoding import slots as slots_module
 from transformer_jax.decoding.batch_rows import fork
-from transformer_jax.decoding.continuous_batching import Batcher, Request, serve
+from transformer_jax.decoding.continuous_batching import Batcher, Request, serve_requests
 from transformer_jax.decoding.generation import NO_TOKEN, generate, prefill
 from transformer_jax.decoding.logit_processors import MinLength, NoRepeatNGram, RepetitionPenalty
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK
@@ -109,7 +109,7 @@ def alone(model, request: Request, options: dict, state=None):
 def served(model, requests, options: dict | None = None, **more) -> dict:
     step, params, empty = model
     arguments = dict(slots=SLOTS, capacity=CAPACITY) | (options or {}) | more
-    return {c.id: c for c in serve(step, params, requests, empty(1), **arguments)}
+    return {c.id: c for c in serve_requests(step, params, requests, empty(1), **arguments)}
 
 
 def assert_as_alone(model, requests, options: dict, got: dict) -> None:
@@ -169,7 +169,7 @@ def test_streamed_parts_join_to_the_completion(rope):
     requests = some_requests(9)
     whole = served(rope, requests, SAMPLED)
     pieces = list(
-        serve(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY, **SAMPLED,
+        serve_requests(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY, **SAMPLED,
               stream=True)
     )  # fmt: skip
     for request in requests:
@@ -374,7 +374,7 @@ def test_admission_is_first_come_first_served_and_long_requests_block_no_other(r
             taken.append(request.id)
             yield request
 
-    running = serve(
+    running = serve_requests(
         step, params, queue(), empty(1), slots=SLOTS, capacity=CAPACITY, stream=True
     )  # fmt: skip
     assert taken == [], "nothing is asked before the first answer is"
@@ -489,7 +489,7 @@ def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
     ]
     empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=5, capacity=16, stop=9, steps_per_call=3)
-    found = list(serve(follow_to_20, {}, requests, empty, stream=streamed, **arguments))
+    found = list(serve_requests(follow_to_20, {}, requests, empty, stream=streamed, **arguments))
     for name, (_, tokens, end, error) in ENDS.items():
         parts = [part for part in found if part.id == name]
         assert streamed or len(parts) == 1
@@ -562,7 +562,7 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
             yield None
 
     empty = jnp.zeros((1,), jnp.int32)
-    running = serve(
+    running = serve_requests(
         follow, {}, queue(), empty, slots=2, capacity=16, steps_per_call=2, pause=True, stream=True
     )
     for part in running:
@@ -582,7 +582,7 @@ def test_with_pause_a_free_slot_is_filled_before_the_next_step():
         False: ["a1 b1 a1 b8", "c1 c8"],
     }
     for pause, expected in calls.items():
-        parts = serve(follow, {}, requests, empty, pause=pause, **arguments)
+        parts = serve_requests(follow, {}, requests, empty, pause=pause, **arguments)
         given = [f"{part.id}{len(part.tokens)}" for part in parts]
         assert given == " ".join(expected).split()
 
@@ -593,7 +593,7 @@ def test_raw_words_are_a_key():
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
     empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=2, capacity=16, sampler=Sample())
-    one, two = serve(follow, {}, requests, empty, **arguments)
+    one, two = serve_requests(follow, {}, requests, empty, **arguments)
     assert len(one.tokens) == 9 and one.tokens.tolist() == two.tokens.tolist()
     held = init_slots(follow, {}, empty, 2, 16, sampler=Sample())
     held, first = admit(held, {}, 0, [[3]], empty, limits=9, key=key)
@@ -632,10 +632,10 @@ def test_ids_may_repeat_and_a_request_that_fills_its_slot_is_served(rope):
         Request([5] * (CAPACITY - n + 1), n, key=jax.random.key(n), id="same") for n in (1, 2, 2)
     ]
     arguments = dict(slots=SLOTS, capacity=CAPACITY, **SAMPLED)
-    got = list(serve(step, params, requests, empty(1), **arguments))
+    got = list(serve_requests(step, params, requests, empty(1), **arguments))
     assert sorted((len(c.tokens), c.id) for c in got) == [(1, "same"), (2, "same"), (2, "same")]
     assert all(c.end in ("length", "stop") and (c.tokens >= 0).all() for c in got)
-    assert list(serve(step, params, [], empty(1), **arguments)) == []
+    assert list(serve_requests(step, params, [], empty(1), **arguments)) == []
 
 
 @pytest.mark.slow
@@ -645,7 +645,7 @@ def test_wrong_arguments_are_refused_at_the_call(rope):
 
     def serving(**change):
         arguments = dict(state=empty(1), slots=SLOTS, capacity=CAPACITY) | change
-        return partial(serve, step, params, [], **arguments)
+        return partial(serve_requests, step, params, [], **arguments)
 
     sampled = init_slots(step, params, empty(1), SLOTS, CAPACITY, sampler=SAMPLED["sampler"])
     held = init_slots(step, params, empty(1), SLOTS, CAPACITY)
@@ -758,7 +758,7 @@ def test_the_cache_stays_where_it_is(rope):
 def test_serving_is_clean_under(setting, rope):
     step, params, empty = rope
     requests = some_requests(7)
-    running = serve(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY)
+    running = serve_requests(step, params, requests, empty(1), slots=SLOTS, capacity=CAPACITY)
     with setting():
         got = {completion.id: completion for completion in running}
     assert_as_alone(rope, requests, GREEDY, got)

@@ -396,7 +396,10 @@ OTHERS = {
     "attn_mask": (partial(attend, attn_mask=None), "meant: mask"),
     "is_causal": (partial(attend, is_causal=True), r"meant: mask=Causal\(\)"),
     "dropout_p": (partial(attend, dropout_p=0.1), "meant: dropout_rate"),
-    "top_k of requests": (partial(serving, top_k=3), r"serve\(\) has no .*meant: sampler=Sample\("),
+    "top_k of requests": (
+        partial(serving, top_k=3),
+        r"serve_requests\(\) has no .*meant: sampler=Sample\(",
+    ),
     "masc": (partial(attend, masc=None), "nearest: mask"),
     "hidden_size": (partial(tj.ModelConfig, hidden_size=16), "no field 'hidden_size', meant: d_m"),
     "n_layer": (partial(replace, CONFIG, n_layer=2), "meant: num_layers"),

@@ -38,7 +38,7 @@ from transformer_jax import (
     init_cache,
     init_params,
     make_step,
-    serve,
+    serve_requests,
     speculate,
     stream,
 )
@@ -269,7 +269,9 @@ def decoding(name: str, layout: str, context: bool) -> dict[str, Any]:
             step, params, prompt, state(), proposer=PromptLookup(), num_tokens=6, num_draft=2
         ).tokens
         requests = [Request(row, 3) for row in prompt]
-        slots = serve(step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32)
+        slots = serve_requests(
+            step, params, requests, init_cache(config, 1, 32), slots=2, capacity=32
+        )
         yield np.stack([answer.tokens for answer in sorted(slots, key=lambda x: x.id)])
 
     expected = [np.asarray(x) for x in tokens(params, lambda state: state)]

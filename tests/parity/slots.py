@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.parity.matrix import PROMPT, VOCAB, Case
-from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.continuous_batching import Request, serve_requests
 from transformer_jax.decoding.samplers import Greedy, Sample, Sampler, Temperature
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_cache, init_params
@@ -89,7 +89,7 @@ def measure(case: Case, samplers: Sequence[str] = tuple(SAMPLERS)) -> list[Resul
     results = []
     for name in samplers:
         sampler = SAMPLERS[name]
-        answers = serve(
+        answers = serve_requests(
             make_step(model), params, arriving(requests), empty, slots=SLOTS, capacity=total,
             sampler=sampler,
         )  # fmt: skip

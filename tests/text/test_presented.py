@@ -601,7 +601,8 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
     done = [SimpleNamespace(id=n, error=None, end="stop", tokens=np.array([1, n])) for n in (2, 0)]
     for name, answer in (
         ("generate", SimpleNamespace(rows=lambda: [np.array([1, 0]), np.array([3])])),
-        ("beam_search", beams), ("speculate", rows), ("serve", done), ("init_cache", "cache"),
+        ("beam_search", beams), ("speculate", rows), ("serve_requests", done),
+        ("init_cache", "cache"),
         ("_prefill", (None, "read")), ("fork", "forked"),
     ):  # fmt: skip
         monkeypatch.setattr(completion, name, stand_in(name, answer))
@@ -644,7 +645,7 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
         assert asked["init_cache"][1] == dict(batch=1, dtype="bfloat16") | space
 
     assert list(writer.answer(["bad", "a"], 5, slots=3, numbers=[0, 2])) == [(2, "bc"), (0, "ba")]
-    (_, _, requests, cache), given = asked["serve"]
+    (_, _, requests, cache), given = asked["serve_requests"]
     assert [one.prompt.tolist() for one in requests] == [[1, 0, 3], [0]]
     assert [(one.id, one.num_tokens) for one in requests] == [(0, 5), (2, 5)]
     for one in requests:
@@ -653,7 +654,7 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
     expected = dict(slots=3, capacity=200, sampler=sampler, processors=(), stop=(9,))
     assert (given, cache) == (expected, ("empty", 200))
     broken = SimpleNamespace(id=1, error="too long", end="refused", tokens=np.array([1]))
-    monkeypatch.setattr(completion, "serve", stand_in("serve", [broken]))
+    monkeypatch.setattr(completion, "serve_requests", stand_in("serve_requests", [broken]))
     with pytest.raises(ValueError, match="prompt 1: too long"):
         list(writer.answer(["bad"], 5, slots=3))
 

@@ -8,7 +8,7 @@ from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
 from transformer_jax.decoding.constraints import Constraint
-from transformer_jax.decoding.continuous_batching import Completion, Request, serve
+from transformer_jax.decoding.continuous_batching import Completion, Request, serve_requests
 from transformer_jax.decoding.generation import Generation, Likeliest, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Ban,
@@ -94,7 +94,7 @@ __all__ = [
     "make_step",
     "prefill",
     "release",
-    "serve",
+    "serve_requests",
     "speculate",
     "stream",
 ]

@@ -17,7 +17,7 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, LengthPenalty, beam_search
-from transformer_jax.decoding.continuous_batching import Request, serve
+from transformer_jax.decoding.continuous_batching import Request, serve_requests
 from transformer_jax.decoding.generation import NO_TOKEN, generate, prefill, stream
 from transformer_jax.decoding.logit_processors import (
     Force,
@@ -242,7 +242,7 @@ class TextGenerator:
         longest = longest_text(self.config)
         if not isinstance(self.config, ModelConfig):  # processors see a history of as many tokens
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
-        done = serve(
+        done = serve_requests(
             self._step(),
             self.params,
             requests,
@@ -347,7 +347,7 @@ class TextGenerator:
         capacity = longest_text(self.config)
         if not isinstance(self.config, ModelConfig):
             capacity = bucket(len(prompt) + num_tokens - 1)
-        parts = serve(
+        parts = serve_requests(
             self._step() if step is None else step,
             self.params,
             [

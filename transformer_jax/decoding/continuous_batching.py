@@ -1,8 +1,8 @@
 """Serve many requests with continuous batching: a request takes a slot as soon as one is free.
 
 A `Batcher` is the only scheduler: it admits requests into `Slots`, advances all of them with one
-program, and decides how each ends. `serve`, the HTTP engine, the lm-eval adapter and constrained
-texts are loops around it. A request's tokens are those of `generate` for it alone with
+program, and decides how each ends. `serve_requests`, the HTTP engine, the lm-eval adapter and
+constrained texts are loops around it. A request's tokens are those of `generate` for it alone with
 `key=request.key[None]`, whatever the other rows contain (Yu et al. 2022, Orca, section 3.2).
 
 Requests of an encoder-decoder, and those that continue a prefix, bring a state of one row. All
@@ -102,7 +102,7 @@ class Completion:
 
 
 @known_keywords
-def serve(
+def serve_requests(
     step: StepLike[State],
     params: Params,
     requests: Iterable[Request | None],
