@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.decoding.step import RecurrentStep, make_step
+from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.factory import build, init_cache
 from transformer_jax.models.stack import stack_layers
 
@@ -53,6 +55,9 @@ CONFIGS = {
 }
 
 
+RECURRENT = "attention/weights"
+
+
 def draw(columns: int, rows: int = ROWS) -> np.ndarray:
     return np.random.default_rng(17).integers(0, VOCAB, (rows, columns), dtype=np.int32)
 
@@ -69,9 +74,37 @@ def by_formula(config, params, tokens, **more):
     return logits, own, cross[0] if cross else None
 
 
+def places_of(config):
+    """The places of a stack that attends: what it reads, weighs and returns."""
+    names = ["embedding", "block_*/residual", "block_*/attention/weights"]
+    names += ["block_*/attention/key_positions"]
+    names += [] if config.norm_order == "post" else ["final_norm"]
+    names += ["block_*/cross_attention/weights"] if config.kind == "encoder-decoder" else []
+    return tuple(names)
+
+
+def joined(config, captured, axis=1):
+    """The values of all layers; of generated tokens their axis is 2."""
+
+    def of_blocks(name):
+        return [np.asarray(captured[f"block_{i}/{name}"]) for i in range(config.num_layers)]
+
+    stream = [captured["embedding"], *of_blocks("residual")]
+    if config.norm_order != "post":
+        stream[-1] = captured["final_norm"]
+    pair = config.kind == "encoder-decoder"
+    return SimpleNamespace(
+        layers=of_blocks("attention/weights"),
+        positions=of_blocks("attention/key_positions"),
+        hidden=np.stack(stream, axis),
+        cross=np.stack(of_blocks("cross_attention/weights"), axis) if pair else None,
+    )
+
+
 def attend(config, params, tokens, **arguments):
-    apply = jax.jit(partial(build(config).apply, method="attend"))
-    return apply({"params": params}, tokens, **arguments)
+    apply = jax.jit(partial(build(config).apply, capture=places_of(config)))
+    logits, cache, captured = apply({"params": params}, tokens, **arguments)
+    return logits, cache, joined(config, captured)
 
 
 def empty(config, params, capacity: int = PROMPT + NEW - 1, dtype=None):
@@ -82,7 +115,7 @@ def empty(config, params, capacity: int = PROMPT + NEW - 1, dtype=None):
 
 
 def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
-    arguments = dict(num_tokens=NEW, lengths=LENGTHS, attention=True) | arguments
+    arguments = dict(num_tokens=NEW, lengths=LENGTHS, capture=places_of(config)) | arguments
     state = empty(config, params, capacity)
     return generate(make_step(build(config)), params, draw(PROMPT), state, **arguments)
 
@@ -104,7 +137,13 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
         more = dict(source=draw(SOURCE), source_positions=SOURCE_PLACES)
     logits, cache, weights = attend(config, params, tokens, positions=places, **more)
     assert cache is None
-    np.testing.assert_array_equal(weights.positions, places)
+    own_weights = np.stack(weights.layers, axis=1)
+    for layer in weights.positions:
+        np.testing.assert_array_equal(layer, places)
+    found = attention_weights(build(config), params, tokens, positions=places, **more)
+    assert_near(found["attention"], own_weights, WEIGHTS)
+    if config.kind == "encoder-decoder":
+        assert_near(found["cross_attention"], weights.cross, WEIGHTS)
     real = (places >= 0)[:, None, None, :, None]
     stream: list[np.ndarray] = []
     more["hidden"] = stream
@@ -115,13 +154,13 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
         hidden = np.stack(stream)[:, layer]
         assert_near(weights.hidden[:, layer][places >= 0], hidden[places >= 0], WEIGHTS)
     assert own.std() > 0.1
-    assert_near(weights.self, np.where(real, own, 0.0), WEIGHTS)
-    assert not np.asarray(weights.self)[np.broadcast_to(~real, own.shape)].any()
+    assert_near(own_weights, np.where(real, own, 0.0), WEIGHTS)
+    assert not own_weights[np.broadcast_to(~real, own.shape)].any()
     assert (weights.cross is None) == (cross is None)
     if cross is not None:
         assert cross.shape[-1] == SOURCE and cross.std() > 0.1
         assert_near(weights.cross, np.where(real, cross, 0.0), WEIGHTS)
-    total = np.asarray(weights.self).sum(axis=-1)[np.broadcast_to(real[..., 0], own.shape[:-1])]
+    total = own_weights.sum(axis=-1)[np.broadcast_to(real[..., 0], own.shape[:-1])]
     if config.attention_sinks:
         assert 0 < total.min() < 0.5 and total.max() <= 1
     else:
@@ -133,17 +172,14 @@ def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
     config = CONFIGS["capped"]
     params, tokens = parameters(config), draw(PROMPT)
     _, _, want = attend(config, params, tokens)
-    assert want.self.shape == (ROWS, 2, 4, PROMPT, PROMPT)
-    np.testing.assert_array_equal(want.positions, np.tile(np.arange(PROMPT), (ROWS, 1)))
-    other = dataclasses.replace(config, scan_layers=True, remat="full")
-    _, _, got = attend(other, stack_layers(params), tokens)
-    np.testing.assert_array_equal(got.positions, want.positions)
-    assert_near(got.self, want.self, WEIGHTS)
-    assert_near(got.hidden, want.hidden, WEIGHTS)
-    other = dataclasses.replace(config, remat="full")
-    got = jax.eval_shape(partial(attend, other), params, tokens)[2]
-    assert got.self.shape == want.self.shape
-    assert got.hidden.shape == want.hidden.shape == (ROWS, 3, PROMPT, 14)
+    assert want.layers[1].shape == (ROWS, 4, PROMPT, PROMPT)
+    np.testing.assert_array_equal(want.positions[0], np.tile(np.arange(PROMPT), (ROWS, 1)))
+    for scan in (True, False):
+        other = dataclasses.replace(config, scan_layers=scan, remat="full")
+        _, _, got = attend(other, stack_layers(params) if scan else params, tokens)
+        np.testing.assert_array_equal(got.positions, want.positions)
+        assert_near(np.stack(got.layers), np.stack(want.layers), WEIGHTS)
+        assert_near(got.hidden, want.hidden, WEIGHTS)
 
 
 @pytest.mark.slow
@@ -152,7 +188,7 @@ def test_a_query_that_sees_nothing_has_no_weights():
     valid = np.arange(PROMPT) >= np.array([[0], [2], [5]])
     mask = Causal() & Padding(jnp.asarray(valid))
     _, _, weights = attend(config, parameters(config), draw(PROMPT), mask=mask)
-    total = np.asarray(weights.self).sum(axis=-1)
+    total = np.stack(weights.layers, axis=1).sum(axis=-1)
     assert_near(total, np.broadcast_to(valid[:, None, None], total.shape), WEIGHTS)
     assert not total[1, :, :, :2].any() and not total[2].any()
 
@@ -168,7 +204,7 @@ def test_weights_are_nan_exactly_where_the_output_is():
     cache = dataclasses.replace(cache, layers=(first, cache.layers[1]))
     logits, _, weights = attend(config, params, draw(1), cache=cache)
     assert np.isnan(logits).any(axis=(1, 2)).tolist() == [False, True, False]
-    broken = np.isnan(np.asarray(weights.self)[:, 0, :, 0]).all(axis=-1)  # [B, N]
+    broken = np.isnan(weights.layers[0][:, :, 0]).all(axis=-1)  # [B, N]
     assert broken.tolist() == [[False] * 4, [True, True, False, False], [False] * 4]
 
 
@@ -196,9 +232,8 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
     capacity = 7 if name == "ring" else PROMPT + NEW - 1
     given = stack_layers(params) if scan else params
     out = produced(run, given, capacity, limits=LIMITS, early_exit=not scan)
-    assert out.attention.hidden.shape == (ROWS, NEW, config.num_layers + 1, 14)
-    apart = name == "ring"
-    slots = (7, 5) if apart else (capacity,) * 2
+    found = joined(config, out.captured, axis=2)
+    assert found.hidden.shape == (ROWS, NEW, config.num_layers + 1, 14)
     for row, length in enumerate(LENGTHS):
         count = LIMITS[row]
         text = np.concatenate([draw(PROMPT)[row, :length], out.tokens[row, :count]])[None]
@@ -208,30 +243,29 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
             more = dict(source=draw(SOURCE)[row : row + 1, keep])
         stream: list[np.ndarray] = []
         logits, own, cross = by_formula(config, params, text, hidden=stream, **more)
-        hidden = np.asarray(out.attention.hidden)[row]
+        hidden = found.hidden[row]
         states = stream[0].swapaxes(0, 1)[length - 1 : -1]  # [T, L + 1, D]
         assert_near(hidden[:count], states, WEIGHTS)
         assert not hidden[count:].any()
         np.testing.assert_array_equal(out.tokens[row, :count], logits[0, length - 1 : -1].argmax(1))
         for layer in range(config.num_layers):
-            got = out.attention.self[layer][row] if apart else out.attention.self[row, :, layer]
-            places = out.attention.positions
-            places = np.asarray(places[layer] if apart else places)[row]
-            assert got.shape == (NEW, 4, slots[layer])
-            assert not np.asarray(got)[count:].any() and not places[count:].any()
+            got, places = found.layers[layer][row], found.positions[layer][row]
+            assert got.shape == (NEW, 4, places.shape[-1])
+            assert not got[count:].any() and not places[count:].any()
             for n in range(count):
                 at = length - 1 + n
                 held = places[n] >= 0
-                if not apart:
+                if name not in ("ring", "short"):  # slot p of a full cache is position p
                     now = np.where(np.arange(capacity) <= at, np.arange(capacity), -1)
                     np.testing.assert_array_equal(places[n], now)
-                assert held.sum() == min(at + 1, slots[layer]) and places[n].max() == at
-                want = np.zeros((4, slots[layer]))
+                seen = np.flatnonzero(own[0, layer, :, at].any(axis=0))
+                assert len(set(places[n][held])) == held.sum() and places[n].max() == at
+                assert set(seen) <= set(places[n][held])
+                want = np.zeros((4, places.shape[-1]))
                 want[:, held] = own[0, layer, :, at, places[n][held]].T
-                assert_near(np.asarray(got)[n], want, WEIGHTS)
-                assert_near(want.sum(axis=-1), own[0, layer, :, at].sum(axis=-1), 1e-12)
+                assert_near(got[n], want, WEIGHTS)
         if cross is not None:
-            got = np.asarray(out.attention.cross)[row]
+            got = found.cross[row]
             want = np.moveaxis(cross[0][:, :, length - 1 : -1], 2, 0)  # [T, L, N, S]
             assert_near(got[:count, ..., keep], want, WEIGHTS)
             assert not got[..., ~keep].any() and not got[count:].any()
@@ -257,7 +291,7 @@ def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
             bias = oracle.alibi_slope(n, 4) * np.arange(1 - PROMPT, 1)
             scores = keys[row, :, n // 2] @ query[row, n] / np.sqrt(6) + bias
             want[row, n] = np.exp(scores) / np.exp(scores).sum()
-    assert_near(weights.self[:, 0, :, -1], want, WEIGHTS)
+    assert_near(weights.layers[0][:, :, -1], want, WEIGHTS)
     _, floats, _ = by_formula(config, params, tokens)
     assert np.abs(floats[:, 0, :, -1] - want).max() > 100 * WEIGHTS
 
@@ -275,12 +309,12 @@ def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
     config = dataclasses.replace(CONFIGS["capped"], num_layers=1)
     params = parameters(config)
     arguments = dict(arguments, key=jax.random.key(3))
-    plain = produced(config, params, attention=False, **arguments)
+    plain = produced(config, params, capture=(), **arguments)
     before = decode._generate.num_programs()
     out = produced(config, params, **arguments)
     produced(config, params, **dict(arguments, lengths=LENGTHS[::-1].copy()))
     assert decode._generate.num_programs() == before + 1
-    assert plain.attention is None
+    assert plain.captured is None
     assert len(np.unique(out.tokens)) > 5
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     np.testing.assert_array_equal(out.lengths, plain.lengths)
@@ -292,15 +326,18 @@ def test_a_row_that_is_not_valid_has_no_weights():
     config = dataclasses.replace(CONFIGS["pair"], num_layers=1)
     params = parameters(config)
     valid = np.array([[True], [False], [True]])
-    step = jax.jit(make_step(build(config)).attend)
-    _, cache, weights = step(params, draw(1), empty(config, params), valid=valid)
+    names = ("block_0/attention/weights", "block_0/cross_attention/weights")
+    look = jax.jit(make_step(build(config)).look, static_argnames="capture")
+    _, cache, captured = look(params, draw(1), empty(config, params), capture=names, valid=valid)
     assert cache.length.tolist() == [1, 0, 1]
     params = recurrent.parameters(recurrent.DOT)
-    step = jax.jit(RecurrentStep(build(recurrent.DOT)).attend)
-    _, state, _ = step(params, draw(1), recurrent.begin(recurrent.DOT, params))
-    _, after, recurrent_weights = step(params, draw(1), state, valid=valid)
+    look = jax.jit(RecurrentStep(build(recurrent.DOT)).look, static_argnames="capture")
+    start = recurrent.begin(recurrent.DOT, params)
+    _, state, _ = look(params, draw(1), start, capture=(RECURRENT,))
+    _, after, own = look(params, draw(1), state, capture=(RECURRENT,), valid=valid)
     assert_same_bits(after.weights[1], state.weights[1])
-    for leaf in (weights.self, weights.cross, recurrent_weights):
+    assert_same_bits(own[RECURRENT][[0, 2]], after.weights[np.array([0, 2])])
+    for leaf in captured.values():
         total = np.asarray(leaf).sum(axis=-1).reshape(ROWS, -1)
         assert (total > 0).all(axis=1).tolist() == [True, False, True]
         assert not np.asarray(leaf)[1].any()
@@ -322,13 +359,14 @@ def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
     prompt = draw(PROMPT)
     out = generate(
         step, params, prompt, recurrent.begin(config, params), num_tokens=NEW, lengths=LENGTHS,
-        limits=LIMITS, early_exit=early_exit, attention=True,
+        limits=LIMITS, early_exit=early_exit, capture=(RECURRENT,),
     )  # fmt: skip
-    assert out.attention.shape == (ROWS, NEW, recurrent.SOURCE)
+    weights = np.asarray(out.captured[RECURRENT])
+    assert weights.shape == (ROWS, NEW, recurrent.SOURCE)
     for row, length in enumerate(LENGTHS):
         text = np.concatenate([prompt[row, :length], out.tokens[row, : LIMITS[row]]])
         _, want = recurrent.oracle_row(config, params, text[:-1], row)
-        got = np.asarray(out.attention)[row]
+        got = weights[row]
         source = recurrent.SOURCE_LENGTHS[row]
         assert_near(got[: LIMITS[row], :source], want[length - 1 :], WEIGHTS)
         assert not got[: LIMITS[row], source:].any() and not got[LIMITS[row] :].any()
@@ -340,20 +378,13 @@ def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
 
 @pytest.mark.slow
 def test_what_has_no_weights_is_refused_by_name():
+    model, params = build(recurrent.PLAIN), recurrent.parameters(recurrent.PLAIN)
+    with pytest.raises(ValueError, match="RecurrentSeq2Seq: this model has no attention weights"):
+        attention_weights(model, params, draw(PROMPT))
     config = CONFIGS["rope"]
-    step = make_step(build(config))
-    with pytest.raises(ValueError, match=r"tokens have shape \(3, 2\): attend reads one token a r"):
-        step.attend(parameters(config), draw(2), empty(config, None))
-    plain = RecurrentStep(build(recurrent.PLAIN))
-    params = recurrent.parameters(recurrent.PLAIN)
-    state = recurrent.begin(recurrent.PLAIN, params)
-    with pytest.raises(ValueError, match="attention is None: this model has no attention weights"):
-        generate(plain, params, draw(PROMPT), state, num_tokens=2, attention=True)
-    with pytest.raises(ValueError, match=r"attend reads one token a row, \[B, 1\]"):
-        step = RecurrentStep(build(recurrent.DOT))
-        params = recurrent.parameters(recurrent.DOT)
-        step.attend(params, draw(2), recurrent.begin(recurrent.DOT, params))
-    with pytest.raises(ValueError, match="attention is True: partial has no `attend`"):
-        produced_by = partial(make_step(build(config)))
-        generate(produced_by, parameters(config), draw(2), empty(config, None), num_tokens=2,
-                 attention=True)  # fmt: skip
+    with pytest.raises(ValueError, match="attention_weights takes no cache"):
+        attention_weights(build(config), parameters(config), draw(1), cache=empty(config, None))
+    with pytest.raises(ValueError, match=r"tokens have shape \(3, 2\): .* reads one token a r"):
+        make_step(build(config)).look(
+            parameters(config), draw(2), empty(config, None), ("block_0/attention/weights",)
+        )

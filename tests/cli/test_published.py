@@ -489,6 +489,13 @@ def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
         check_tokenizer("qwen2", json.dumps(content).encode())
 
 
+def stand_in(monkeypatch, load_run):
+    """Let every path be that of a run, which `load_run` returns."""
+    for module in (loading, language_model):
+        monkeypatch.setattr(module, "is_run", lambda path: True)
+        monkeypatch.setattr(module, "load_run", load_run)
+
+
 @pytest.mark.slow
 def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monkeypatch, tmp_path):
     """As a llama: transformers reads a qwen2 with Qwen 2's way to split texts, whatever is said."""
@@ -498,7 +505,7 @@ def test_qkv_biases_are_written_for_a_tokenizer_that_is_not_qwen_s(capsys, monke
         "plain": run,
         "windows": dataclasses.replace(run, config=dataclasses.replace(config, window=3)),
     }
-    monkeypatch.setattr(loading, "load_run", lambda path, which, **_: runs[str(path)])
+    stand_in(monkeypatch, lambda path, *_, **__: runs[str(path)])
     argv = ["--model", "plain", "--to", str(tmp_path / "made")]
     assert convert(argv) == 0
     assert "as a llama\na llama has biases: they are written as zeros" in capsys.readouterr().out
@@ -548,7 +555,7 @@ def test_a_run_without_biases_is_written_with_zeros(capsys, monkeypatch, key, tm
         vocab_size=13, d_model=14, num_heads=2, num_layers=1, max_len=11, use_bias=False
     )
     run = TextModel(config, init_params(config, key), CharTokenizer("abcdefghijklm"))
-    monkeypatch.setattr(loading, "load_run", lambda path, which, **_: run)
+    stand_in(monkeypatch, lambda path, *_, **__: run)
     assert convert(["--model", "any", "--to", str(tmp_path / "made")]) == 0
     said = capsys.readouterr().out
     assert "a gpt2 has biases: they are written as zeros" in said and "13 characters" in said

@@ -251,7 +251,9 @@ def everything(config, params, ids, at, types):
             return model.apply({"params": params}, ids, positions=at, types=types, method=method)
 
         given = dict(positions=at, types=types, capture=published.views(config))
-        logits, _, seen = model.apply({"params": params}, ids, **given)
+        if not config.has_logits:
+            given["method"] = "encode"
+        logits, *_, seen = model.apply({"params": params}, ids, **given)
         if config.num_classes is not None:
             return logits, seen, None, call("classify")
         return logits, seen, None if config.pooling is None else call("pool"), None

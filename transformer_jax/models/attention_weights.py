@@ -33,7 +33,8 @@ def attention_weights(
 
     Returns:
         f32[B, L, N, T, S] by the name of the attention: "attention", and of an encoder-decoder also
-        "cross_attention" and "encoder/attention". A recurrent model has no layers: f32[B, T, S].
+        "cross_attention" and "encoder/attention". A recurrent model has no layers: f32[B, T, S], in
+        which rows of padding tokens are not 0.
 
     Raises:
         ValueError: if the model has no attention, or a cache is given.
