@@ -36,7 +36,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.optimizers import Lion
-from transformer_jax.config.tasks import TASKS, ChatTask, RecallTask
+from transformer_jax.config.tasks import TASKS, ChatTask, DigitsTask, RecallTask, TonesTask
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.functional import activate
 
@@ -344,6 +344,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (TrainConfig, {}, dict(val_fraction=0.0), "val_fraction", "0.0", "between 0 and 1"),
     (TrainConfig, {}, dict(data_weights=()), "data_weights", "()", "must be positive"),
     (TrainConfig, {}, dict(val_fraction=1.0), "val_fraction", "1.0", "between 0 and 1"),
+    (DigitsTask, {}, dict(examples=0), "examples", "0", "must be positive"),  # a field of a base
+    (TonesTask, {}, dict(examples=0), "examples", "0", "must be positive"),
     (TrainConfig, {}, dict(seed=2**70), "seed", str(2**70), "2**32"),
     (TrainConfig, {}, dict(seed=-1), "seed", "-1", "at least 0"),
     (TrainConfig, {}, dict(context=257), "context", "257", "max_len 256"),

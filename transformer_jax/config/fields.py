@@ -144,15 +144,17 @@ def field_hints(kind: type) -> dict[str, Hint]:
 
 @functools.cache
 def field_rules(kind: type) -> list[tuple[str, Rule]]:
-    """Return the rules in the annotations of the fields of a class of configs."""
-    hints = get_type_hints(kind, include_extras=True).items()
+    """Return the rules in the annotations of the fields of a class of configs and of its bases."""
+    # each base is read by itself: a subclass that only changes a default keeps the base's rules
+    hints = [x for base in kind.__mro__ for x in get_type_hints(base, include_extras=True).items()]
     options = [(name, option) for name, hint in hints for option in (hint, *get_args(hint))]
-    return [
+    found = (
         (name, rule)
         for name, option in options
         for rule in getattr(option, "__metadata__", ())
         if isinstance(rule, Rule)
-    ]
+    )
+    return list(dict.fromkeys(found))
 
 
 def is_function(value: object) -> bool:

@@ -424,7 +424,7 @@ class ModularTask(_GeneratedTask):
 class _ContinuousTask(_GeneratedTask):
     """Say what tasks of pictures and of sound have in common."""
 
-    examples: Size = 4000
+    examples: int = 4000
     """Different examples, the held-out ones included."""
 
     @property

@@ -1,8 +1,7 @@
-"""Hold the last tokens of each row: the state of models that see a fixed number of tokens.
+"""The last tokens of each row: the state of models that see a fixed number of tokens.
 
-`RecentTokens` is what convolutions (`models.convolution`), the feed-forward model over a window
-(`models.window`) and the n-gram model (`models.ngram`) remember. A training pass has all windows at
-once, by a gather; decoding moves the window by a token at a time.
+Convolutions, the feed-forward model over a window and the n-gram model keep `RecentTokens`. A
+training pass gathers all windows at once; decoding moves the window by one token at a time.
 """
 
 from __future__ import annotations
