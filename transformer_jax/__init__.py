@@ -64,27 +64,26 @@ from transformer_jax.cache.paged_cache import PagedCache
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
-    ConvolutionConfig,
     Experts,
     Frames,
     Learned,
     LoraConfig,
     ModelConfig,
-    NgramConfig,
     Patches,
-    RecurrentConfig,
     Rope,
     Shaw,
     Sinusoidal,
     T5Buckets,
     TrainConfig,
     Vectors,
-    WindowConfig,
     preset,
     train_preset,
 )
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.config.keywords import known_keywords
+from transformer_jax.config.kinds import register
+from transformer_jax.config.tasks import Task
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.continuous_batching import Request, serve_requests
@@ -121,6 +120,10 @@ from transformer_jax.models.transformer import Decoder, Encoder
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 if TYPE_CHECKING:
+    from transformer_jax.lectures.convolution import ConvolutionConfig
+    from transformer_jax.lectures.ngram import NgramConfig
+    from transformer_jax.lectures.recurrent import RecurrentConfig
+    from transformer_jax.lectures.window import WindowConfig
     from transformer_jax.pretrained.load import load_pretrained
     from transformer_jax.pretrained.peft import load_lora, save_lora
     from transformer_jax.pretrained.save import save_pretrained
@@ -236,8 +239,30 @@ def _name_keywords() -> None:
 
 _name_keywords()
 
+# The lectures stand above every other folder: they are named here, and imported when needed.
+register(
+    AnyModelConfig,
+    **dict.fromkeys(("lstm", "gru", "rnn"), "transformer_jax.lectures.recurrent:RecurrentConfig"),
+    convolution="transformer_jax.lectures.convolution:ConvolutionConfig",
+    window="transformer_jax.lectures.window:WindowConfig",
+    ngram="transformer_jax.lectures.ngram:NgramConfig",
+)
+register(
+    Task,
+    **{
+        name.lower(): f"transformer_jax.lectures.tasks:{name}Task"
+        for name in (
+            "Reverse", "Copy", "Addition", "Dates", "Recall", "Modular", "Digits", "Tones",
+        )
+    },
+)  # fmt: skip
+
 _LATER = {
+    "ConvolutionConfig": "lectures.convolution",
     "LanguageModel": "text.language_model",
+    "NgramConfig": "lectures.ngram",
+    "RecurrentConfig": "lectures.recurrent",
+    "WindowConfig": "lectures.window",
     "export_decoder": "text.export",
     "fit": "training.loop",
     "load": "text.language_model",

@@ -16,6 +16,7 @@ from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, DType, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.decoding.logit_processors import HistoryProcessor, never
@@ -144,7 +145,7 @@ def base_params(init_from: str, scanned: bool) -> Params:
 
 def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
     """Load the parameters that a run's adapters are of; CheckpointError where they have changed."""
-    assert config.init_from is not None and isinstance(config.model, ModelConfig)
+    assert config.init_from is not None
     base = base_params(config.init_from, config.model.scan_layers)
     check_base(config.init_from, base, metadata)
     base = {name: part for name, part in base.items() if name not in config.trained_whole}
@@ -291,10 +292,12 @@ def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
 
     ValueError names a parameter with a weight for which the dtype has no room.
     """
-    if not isinstance(model.config, ModelConfig):
+    if not model.config.supports("dtypes"):
         raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")
     return replace(
-        model, params=cast_floats(model.params, dtype), config=replace(model.config, dtype=dtype)
+        model,
+        params=cast_floats(model.params, dtype),
+        config=replace(as_transformer(model.config), dtype=dtype),
     )
 
 
@@ -304,7 +307,7 @@ def with_weights_held(model: TextModel, kind: Kind) -> TextModel:
     In "int8" and "int4" kernels are `quantize`d, and embeddings and the output matrix held in 8
     bits. ConfigError for a model that is not a transformer.
     """
-    if not isinstance(model.config, ModelConfig):
+    if not model.config.supports("dtypes"):
         raise ConfigError(f"weights is {kind!r}: a {type(model.config).__name__} has float32 alone")
     return replace(model, params=quantize(model.params, kind, embeddings=True))
 

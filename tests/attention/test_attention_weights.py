@@ -18,7 +18,8 @@ from transformer_jax.config import ModelConfig, Shaw, T5Buckets
 from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.decoding.step import RecurrentStep, make_step
+from transformer_jax.decoding.step import make_step
+from transformer_jax.lectures.recurrent import RecurrentStep
 from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.factory import build, init_cache
 from transformer_jax.models.stack import stack_layers

@@ -18,7 +18,9 @@ from tests.support.drawn import drawn
 from transformer_jax import config, decoding, inside, models
 from transformer_jax.attention.masks import Everything
 from transformer_jax.cli.flags import spelled
-from transformer_jax.config import ConfigError, keywords, optimizers, tasks
+from transformer_jax.config import AnyModelConfig, ConfigError, keywords, optimizers, tasks
+from transformer_jax.config.kinds import kinds_of
+from transformer_jax.lectures import tasks as lectures
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,8 +37,8 @@ def params():
 
 CONFIGS = [
     one
-    for module in (config, optimizers, tasks)
-    for one in vars(module).values()
+    for module in (config, optimizers, tasks, lectures)
+    for one in (*vars(module).values(), *kinds_of(AnyModelConfig).values())
     if is_dataclass(one) and isinstance(one, type) and one.__name__[0] != "_"
 ]
 

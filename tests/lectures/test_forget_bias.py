@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import ConfigError, RecurrentConfig
-from transformer_jax.lectures.recurrent_layers import LSTMCell
+from transformer_jax.lectures.recurrent import LSTMCell
 from transformer_jax.models.factory import init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

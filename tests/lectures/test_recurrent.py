@@ -16,9 +16,9 @@ from transformer_jax.config import ConfigError, RecurrentConfig
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.generation import generate, stream
 from transformer_jax.decoding.samplers import Sample
-from transformer_jax.decoding.step import RecurrentStep, make_step
-from transformer_jax.lectures import recurrent, recurrent_layers
-from transformer_jax.lectures.recurrent import init_recurrent_state
+from transformer_jax.decoding.step import make_step
+from transformer_jax.lectures import recurrent, vocabulary
+from transformer_jax.lectures.recurrent import RecurrentStep, init_recurrent_state
 from transformer_jax.models.factory import build, init_params, num_params
 from transformer_jax.training.losses import cross_entropy
 
@@ -594,7 +594,7 @@ def test_dropout_stands_between_layers_never_in_time(monkeypatch):
     """On embeddings, on what one layer hands the next, and before the output; each its own key."""
     config = dataclasses.replace(GENERAL, dropout=0.3)
     params, seen = parameters(config), []
-    for module in (recurrent, recurrent_layers):
+    for module in (recurrent, vocabulary):
         monkeypatch.setattr(
             module, "dropout", lambda x, rate, key: seen.append((x.shape, rate, key is None)) or x
         )

@@ -9,8 +9,7 @@ import pytest
 from tests.support.tolerances import assert_same_bits
 from transformer_jax.config import ModelConfig, RecurrentConfig, WindowConfig
 from transformer_jax.lectures.recent_tokens import init_recent_tokens
-from transformer_jax.lectures.recurrent import init_recurrent_state
-from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
+from transformer_jax.lectures.recurrent import RecurrentState, SourceMemory, init_recurrent_state
 from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.factory import build, init_cache, init_params
 

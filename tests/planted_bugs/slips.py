@@ -708,7 +708,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
     ),
     *of(
-        "transformer_jax/lectures/recurrent_layers.py",
+        "transformer_jax/lectures/recurrent.py",
         (
             "decoding consumes the caller's marks of padding",
             "valid = jnp.array(valid, copy=True)",

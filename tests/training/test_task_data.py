@@ -27,7 +27,7 @@ from transformer_jax.config.tasks import (
     ReverseTask,
     Seq2SeqTask,
 )
-from transformer_jax.lectures.generated import generate_pairs
+from transformer_jax.lectures.tasks import generate_pairs
 from transformer_jax.models.factory import merged
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (

@@ -44,7 +44,8 @@ from transformer_jax.config import (
     preset,
     train_preset,
 )
-from transformer_jax.config.architectures import ARCHITECTURES
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.kinds import names_of
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS, LanguageTask, PreferenceTask
 from transformer_jax.loading import load_run
@@ -948,7 +949,7 @@ def test_a_config_comes_back_from_its_file(name):
     assert config_from_json(config_to_json(config)) == config
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", names_of(AnyModelConfig))
 @pytest.mark.parametrize("name", TASKS)
 def test_the_recipe_of_every_task_and_model_comes_back_from_its_file(name, architecture):
     try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformer_jax.cli.command import ModelOptions, run
 from transformer_jax.config import ConfigError, ModelConfig
 from transformer_jax.config.fields import check_new_folder
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.untrusted_files import JsonObject
 
@@ -116,8 +117,8 @@ def _adapter(options: Convert, target: Path) -> list[str]:
     from transformer_jax.pretrained.tensors import tensor_names
 
     config, adapters = load_adapters(options.model, options.checkpoint, init_from=options.init_from)
-    model = config.model
-    assert config.lora is not None and isinstance(model, ModelConfig)
+    model = as_transformer(config.model)
+    assert config.lora is not None
     family, model = _written_as(model, options.family)
     names = tensor_names(model, family)
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))

@@ -19,7 +19,7 @@ from transformer_jax.cli.flags import WORDS
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
-from transformer_jax.config.tasks import DigitsTask, PrefixTask, Seq2SeqTask, TonesTask
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -242,15 +242,11 @@ def _answer(arguments: Generate, model: LanguageModel, texts: list[str]) -> None
 
 def _hear_or_see(arguments: Generate, model: LanguageModel) -> None:
     """Print a line for each picture or sound of a file."""
-    from transformer_jax.lectures.continuous import answer_signals
-    from transformer_jax.lectures.signals import read_signals
-
-    task, run = model.task, model.model.run
-    assert isinstance(task, DigitsTask | TonesTask) and run is not None
+    task: Any = model.task  # that `ReadsNumbers`
+    run = model.model.run
     if arguments.prompts is None:
         raise ConfigError(f"prompts is None: {_named(model)} reads numbers: give a .npz file")
-    signals = read_signals(task, arguments.prompts, targets=False)
-    print("\n".join(answer_signals(run, model.tokenizers, model.params, signals)))
+    print("\n".join(task.answer_file(run, model.tokenizers, model.params, arguments.prompts)))
 
 
 def _continue(arguments: Generate, model: LanguageModel, texts: list[str], given: Options) -> None:

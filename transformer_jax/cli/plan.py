@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 from transformer_jax.cli.command import run
 from transformer_jax.cli.flags import Path, Text
 from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
-from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig
-from transformer_jax.config.architectures import ARCHITECTURES
+from transformer_jax.config import PRESETS, ConfigError, TrainConfig
+from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.kinds import names_of
 
 if TYPE_CHECKING:
     from transformer_jax.training.planning.plan import Plan
@@ -70,7 +71,7 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
     start, name = Start(preset=own.preset), own.model
-    if name in ARCHITECTURES:
+    if name in names_of(AnyModelConfig):
         start = Start(preset=own.preset, model=name)
     elif name is not None:
         begins = {
@@ -88,7 +89,7 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     config = configure(RunFlags(start, given))[0]
     hardware = find_hardware(own.target)
     model = config.model
-    if not isinstance(model, ModelConfig):
+    if not model.supports("plan"):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
     active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
     print(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from transformer_jax.cli.command import check_picture, run
 from transformer_jax.cli.flags import POSITIONAL
-from transformer_jax.config import ConfigError, NgramConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
@@ -124,7 +124,7 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len
         lines.sort(key=lambda line: line["step"])
-        kinds = isinstance(config.model, NgramConfig), isinstance(config.task, PreferenceTask)
+        kinds = not config.model.supports("gradients"), isinstance(config.task, PreferenceTask)
         found.append(Curves(path.name, label, tuple(lines), tokens, written - len(lines), *kinds))
     return found
 

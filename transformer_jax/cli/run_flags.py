@@ -13,16 +13,16 @@ from transformer_jax.cli.flags import ConfigFlags, Parser, Path, Text, changed, 
 from transformer_jax.config import (
     PRESETS,
     ConfigError,
-    ModelConfig,
     TrainConfig,
     fine_tuning,
     preset,
     train_preset,
 )
-from transformer_jax.config.architectures import ARCHITECTURES
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import nearest
+from transformer_jax.config.kinds import kinds_of, names_of
 from transformer_jax.config.presets import learns, task_recipe
-from transformer_jax.config.tasks import TASKS, LanguageTask, Task
+from transformer_jax.config.tasks import LanguageTask, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Start:
 
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
-    model: str | None = field(default=None, metadata={"known": ARCHITECTURES})
+    model: str | None = field(default=None, metadata={"known": names_of(AnyModelConfig)})
     """Kind of model; default: the first of"""
     resume: bool = False
     """Continue the run in --out."""
@@ -124,7 +124,9 @@ class RunFlags:
             raise ConfigError("preset and model: give one of them")
         kind = preset(name).kind
         if kind not in task.shapes:
-            fitting = (own for own, other in TASKS.items() if learns(other(), preset(name)))
+            fitting = (
+                own for own, other in kinds_of(Task).items() if learns(other(), preset(name))
+            )
             rule = f"learns --task {' or '.join(fitting)}, not {task.kind}"
             article = "a" if kind == "decoder" else "an"
             raise ConfigError(f"preset is {name!r}: {article} {kind} {rule}")
@@ -214,10 +216,10 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
             if value != own:
                 rule = f"{flags.init_from} has {own!r}"
                 raise ConfigError(f"{'.'.join(path)} is {value!r}: {rule}")
-        if isinstance(model, ModelConfig) and model.dtype == "float16":
+        if getattr(model, "dtype", None) == "float16":
             # whose gradients vanish where nothing scales the loss
             base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
     given = FLAGS.read(flags.fields, base)
-    if given.get(("model", "dropout")) == 0 and isinstance(base.model, ModelConfig):
+    if given.get(("model", "dropout")) == 0 and hasattr(base.model, "attention_dropout"):
         given.setdefault(("model", "attention_dropout"), 0.0)
     return changed(base, given), given.get(("model", "vocab_size"))

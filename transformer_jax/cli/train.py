@@ -31,7 +31,6 @@ from transformer_jax.cli.programs import keep_programs
 from transformer_jax.cli.report import how_to_resume, how_to_write, summary, what_text
 from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError
-from transformer_jax.config.tasks import ContinuousTask
 
 SCRIPT = "python train.py"
 """How the command is typed in a checkout."""
@@ -89,7 +88,7 @@ def _train(argv: Sequence[str], command: str) -> int:
         show(f"  {how_to_resume(config, command)}")
         return 128 + (received or [signal.SIGTERM])[0]
     show(summary(result))
-    if isinstance(config.task, ContinuousTask):  # which no prompt can hold
+    if config.task.reads_numbers:  # which no prompt can hold
         show("Train on:")
     else:
         show(f"Write with the model, or train on{what_text(config)}:")

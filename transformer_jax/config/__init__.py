@@ -4,10 +4,12 @@
 imported, and no array or module is made here: `models` builds what a config describes.
 """
 
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.block import OwnBlock
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import ConfigError
 from transformer_jax.config.inputs import Frames, Inputs, Patches, Vectors
+from transformer_jax.config.kinds import later, register
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import (
@@ -42,15 +44,19 @@ from transformer_jax.config.positions import (
 )
 from transformer_jax.config.presets import PRESETS, fine_tuning, preset, train_preset
 from transformer_jax.config.train import Tokenizer, TrainConfig
-from transformer_jax.lectures.convolution_config import ConvolutionConfig
-from transformer_jax.lectures.ngram_config import NgramConfig
-from transformer_jax.lectures.recurrent_config import (
-    Cell,
-    ContextUse,
-    RecurrentConfig,
-    StateAttention,
+
+__getattr__ = later(
+    __name__,
+    {
+        "Cell": "transformer_jax.lectures.recurrent",
+        "ContextUse": "transformer_jax.lectures.recurrent",
+        "ConvolutionConfig": "transformer_jax.lectures.convolution",
+        "NgramConfig": "transformer_jax.lectures.ngram",
+        "RecurrentConfig": "transformer_jax.lectures.recurrent",
+        "StateAttention": "transformer_jax.lectures.recurrent",
+        "WindowConfig": "transformer_jax.lectures.window",
+    },
 )
-from transformer_jax.lectures.window_config import WindowConfig
 
 __all__ = [
     "PRESETS",
@@ -59,6 +65,7 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "Alibi",
+    "AnyModelConfig",
     "Cell",
     "ConfigError",
     "ContextUse",
@@ -98,5 +105,6 @@ __all__ = [
     "WindowConfig",
     "fine_tuning",
     "preset",
+    "register",
     "train_preset",
 ]

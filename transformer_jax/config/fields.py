@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -21,6 +21,9 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+from transformer_jax.config import kinds
+from transformer_jax.config.kinds import with_kinds
 
 
 class Dataclass(Protocol):
@@ -139,7 +142,11 @@ def check_types(config: Dataclass) -> None:
 @functools.cache  # reading them takes longer than all checks of a config
 def field_hints(kind: type) -> dict[str, Hint]:
     """Return the type that each field of a class of configs is annotated with."""
-    return get_type_hints(kind)
+    hints = get_type_hints(kind)
+    return {field.name: with_kinds(hints[field.name]) for field in fields(kind)}
+
+
+kinds._ON_CHANGE.append(field_hints.cache_clear)
 
 
 @functools.cache

@@ -7,9 +7,10 @@ again. Absent is `None`, a mode is a `Literal`; an error names the field, its va
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
+from transformer_jax.config.architectures import Ability, AnyModelConfig, Shape
 from transformer_jax.config.block import OwnBlock
 from transformer_jax.config.experts import Experts
 from transformer_jax.config.fields import (
@@ -25,6 +26,7 @@ from transformer_jax.config.fields import (
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
 from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.kinds import register
 from transformer_jax.config.own import found_again
 from transformer_jax.config.positions import Learned, Positions, positions_of
 from transformer_jax.shown import short_repr
@@ -47,7 +49,7 @@ Remat = Literal["none", "attention", "dots", "full"]
 @short_repr
 @known_fields
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(AnyModelConfig):
     """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""
 
     kind: Kind = "decoder"
@@ -287,6 +289,33 @@ class ModelConfig:
         if not any(self.windows):
             unread(self, "needs a window", "sink_tokens")
 
+    abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
+
+    @property
+    def named(self) -> str:
+        return "transformer"
+
+    @classmethod
+    def usual(cls, name: str, shape: Shape) -> Self:
+        return cls(
+            kind=shape, vocab_size=65, d_model=128, max_len=64, num_heads=4, use_bias=False,
+            num_layers=2 if shape == "encoder-decoder" else 4,
+        )  # fmt: skip
+
+    @property
+    def longest_row(self) -> int | None:
+        limited = self.positions is None or self.positions.absolute
+        return self.max_len if limited or self.kind != "encoder-decoder" else None
+
+    def with_max_len(self, count: int) -> ModelConfig:
+        # the longest row is a size of a table of learned positions, which stays as it is
+        return self if isinstance(self.positions, Learned) else replace(self, max_len=count)
+
+    def word_vectors(self, params: Any) -> Any:
+        separate = self.source_vocab_size is not None
+        own = "source_tokens" if separate else "tokens"
+        return None if self.inputs is not None else params["embed"][own]
+
     @property
     def embedding_width(self) -> int:
         return self.d_model if self.embedding_dim is None else self.embedding_dim
@@ -343,3 +372,12 @@ class ModelConfig:
     @property
     def decoder_layers(self) -> int:
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+
+register(AnyModelConfig, transformer=ModelConfig)
+
+
+def as_transformer(config: AnyModelConfig) -> ModelConfig:
+    """Narrow the type of a config that only a transformer can have brought here."""
+    assert isinstance(config, ModelConfig), f"a {type(config).__name__} is no transformer"
+    return config

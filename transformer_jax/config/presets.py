@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from transformer_jax.config.architectures import ARCHITECTURES, AnyModelConfig, default_model
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import ConfigError, FieldValue, nearest
+from transformer_jax.config.kinds import kinds_of, names_of
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.positions import Learned, Rope, Sinusoidal
 from transformer_jax.config.tasks import (
-    TASKS,
     ClassifyTask,
-    ContinuousTask,
-    GeneratedTask,
     LanguageTask,
     MaskedTask,
     PreferenceTask,
-    RecallTask,
     Task,
     usual_task,
 )
 from transformer_jax.config.train import TrainConfig
-from transformer_jax.lectures.ngram_config import NgramConfig
 
 _GPT2 = ModelConfig(vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024)
 _GPT2 = dataclasses.replace(_GPT2, dropout=0.1, attention_dropout=0.1)
@@ -128,43 +124,33 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
     """Return the model with the heads that the task asks of it and no other, or its dropout."""
-    task = TASKS[task]() if isinstance(task, str) and task in TASKS else task
+    task = kinds_of(Task)[task]() if isinstance(task, str) and task in names_of(Task) else task
     if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
         return task.fit_model(model)
     return model
 
 
 def task_recipe(task: Task, architecture: str = "transformer") -> TrainConfig:
-    """Return the usual run of a task with a small model of an architecture (ARCHITECTURES).
+    """Return the usual run of a task with a small model of an architecture, as `--model` names it.
 
     ConfigError where no model of that architecture can learn the task.
     """
-    _known("model", architecture, list(ARCHITECTURES))
-    models = (default_model(architecture, shape) for shape in task.shapes)
+    _known("model", architecture, list(names_of(AnyModelConfig)))
+    kind = kinds_of(AnyModelConfig)[architecture]
+    assert issubclass(kind, AnyModelConfig)
+    models = (kind.usual(architecture, shape) for shape in task.shapes)
     fitted = (task.fit_model(model) for model in models if model is not None)
     model = next((model for model in fitted if learns(task, model)), None)
     if model is None:
         shapes = " or ".join(task.shapes)
-        whose = "a transformer" if isinstance(task, ContinuousTask) else "another kind of model"
+        whose = "a transformer" if task.reads_numbers else "another kind of model"
         rule = f"task {task.kind!r} is learnt by {whose}, of shape {shapes}"
         raise ConfigError(f"model is {architecture!r}: {rule}")
     if isinstance(task, LanguageTask) and architecture == "transformer":
         return train_preset(None, task=task)
-    if isinstance(task, MaskedTask | ClassifyTask) and isinstance(model, ModelConfig):
-        model = dataclasses.replace(model, positions=Rope())  # learns sooner: benchmarks/NOTES.md
-    if isinstance(task, GeneratedTask) and isinstance(model, ModelConfig):
-        # From 0.02 on, the usual start, a model as narrow as this does not learn to recall.
-        model = dataclasses.replace(model, d_model=64, num_layers=2, init_std=0.2)
-        if isinstance(task, RecallTask):
-            model = dataclasses.replace(model, positions=Rope())
     recipe: dict[str, FieldValue] = dict(learning_rate=2e-3, batch_size=32, sample_tokens=200)
-    if isinstance(model, NgramConfig):
-        recipe |= dict(steps=1)
-    elif isinstance(task, ContinuousTask):
-        recipe |= dict(steps=300, batch_size=64, eval_every=100)
-    elif isinstance(task, GeneratedTask):
-        recipe |= dict(learning_rate=3e-3, steps=2000, batch_size=64, eval_every=500)
-    return TrainConfig(task=task, model=model, **recipe)
+    recipe |= task.recipe if model.supports("gradients") else dict(steps=1)
+    return TrainConfig(task=task, model=task.usual_model(model), **recipe)
 
 
 def learns(task: Task, model: AnyModelConfig) -> bool:
@@ -184,10 +170,9 @@ def fine_tuning(model: AnyModelConfig, init_from: str, task: Task | None = None)
         init_from: the folder of the run, or a published model, a folder or an id.
         task: what it is trained for; None goes on with texts.
     """
-    longest = model.max_len if isinstance(model, ModelConfig) else 64
     return TrainConfig(
         task=LanguageTask() if task is None else task,
         model=_fitted(model, task), init_from=init_from, tokenizer="pretrained",
-        context=min(longest, 512), batch_size=8, steps=500, learning_rate=5e-5,
+        context=min(model.max_len or 64, 512), batch_size=8, steps=500, learning_rate=5e-5,
         min_learning_rate=5e-6,
     )  # fmt: skip

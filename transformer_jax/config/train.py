@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import (
     Count,
     Fraction,
@@ -20,18 +21,7 @@ from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.optimizers import AdamW, Muon, Optimizer, ScheduleFree
-from transformer_jax.config.tasks import (
-    ClassifyTask,
-    ContinuousTask,
-    GeneratedTask,
-    LanguageTask,
-    PreferenceTask,
-    Task,
-)
-from transformer_jax.lectures.convolution_config import ConvolutionConfig
-from transformer_jax.lectures.ngram_config import NgramConfig
-from transformer_jax.lectures.recurrent_config import RecurrentConfig
-from transformer_jax.lectures.window_config import WindowConfig
+from transformer_jax.config.tasks import ClassifyTask, LanguageTask, PreferenceTask, Task
 from transformer_jax.shown import short_repr
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
@@ -47,9 +37,7 @@ class TrainConfig:
 
     task: Task = field(default_factory=LanguageTask)
     """The task that the model is trained for."""
-    model: ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig = field(
-        default_factory=ModelConfig
-    )
+    model: AnyModelConfig = field(default_factory=ModelConfig)
     """The model that is trained."""
     data: str = "python-docs"
     """A text file, a folder of them, - for standard input, python-docs, or shakespeare; or what the
@@ -155,8 +143,7 @@ class TrainConfig:
         if not 0 <= self.seed < 2**32:
             fail("seed", self.seed, "must be at least 0 and below 2**32")
         self.task.check_model(self.model)
-        if isinstance(self.model, NgramConfig) and self.steps != 1:
-            fail("steps", self.steps, "an n-gram model is counted in one step: must be 1")
+        self.model.check_training(self)
         if self.dump_batch is not None and self.dump_batch <= 1:
             fail("dump_batch", self.dump_batch, "must be above 1")
         log = self.log or ()
@@ -179,9 +166,7 @@ class TrainConfig:
 
     def _check_lora(self) -> None:
         """Check what adapters need of the other fields."""
-        if not isinstance(self.model, ModelConfig):
-            kind = type(self.model).__name__.removesuffix("Config").lower()
-            fail("lora", "LoraConfig", f"is for transformers, the model is {kind}")
+        self.model.check_supports("adapters", "lora", "LoraConfig")
         if isinstance(self.optimizer, Muon):
             fail("optimizer", "muon", "is for kernels, and lora trains none")
         assert self.lora is not None
@@ -201,10 +186,9 @@ class TrainConfig:
         """Return the beginnings of the parameters that lora trains whole because they are new."""
         if not isinstance(self.task, ClassifyTask):
             return ()
-        pooling = self.model.pooling if isinstance(self.model, ModelConfig) else None
-        if pooling == "transform":
+        if self.model.pooling == "transform":
             return "head_dense", "head_norm", "classifier"
-        return ("classifier",) if pooling is None else ("pooler", "classifier")
+        return ("classifier",) if self.model.pooling is None else ("pooler", "classifier")
 
     def _check_profile(self) -> None:
         """Check the steps of a profile."""
@@ -227,15 +211,13 @@ class TrainConfig:
 
     def _check_context(self) -> None:
         """Check the length of a sequence against the model's longest."""
-        longest = self.model.max_len if isinstance(self.model, ModelConfig) else None
+        longest = self.model.max_len
         if self.context is not None and longest is not None and self.context > longest:
             fail("context", self.context, f"exceeds the model's max_len {longest}")
 
     def _check_mesh(self, mesh: MeshConfig) -> None:
         """Check what a mesh needs of the other fields."""
-        if not isinstance(self.model, ModelConfig):
-            kind = type(self.model).__name__.removesuffix("Config").lower()
-            fail("mesh", str(mesh), f"is for transformers, the model is {kind}")
+        self.model.check_supports("mesh", "mesh", str(mesh))
         if self.batch_size % mesh.row_shards:
             rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
             fail("batch_size", self.batch_size, rule)
@@ -246,9 +228,9 @@ class TrainConfig:
 
     def _check_optimizer(self) -> None:
         """Check what an optimizer needs of the other fields."""
-        if isinstance(self.optimizer, Muon) and not isinstance(self.model, ModelConfig):
-            kind = type(self.model).__name__.removesuffix("Config").lower()
-            fail("optimizer", "muon", f"is for the blocks of transformers, the model is {kind}")
+        if isinstance(self.optimizer, Muon):
+            what = "the blocks of transformers"
+            self.model.check_supports("muon", "optimizer", "muon", what)
         if isinstance(self.optimizer, ScheduleFree):
             needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
             for name, value in needed.items():
@@ -257,11 +239,8 @@ class TrainConfig:
 
     def _check_unread(self) -> None:
         """Check that no field is set that nothing reads."""
-        if not isinstance(self.model, ModelConfig):
+        if not self.model.supports("output_layer"):
             unread(self, "needs a transformer", "loss_chunk")
-        if isinstance(self.model, NgramConfig):
-            rule = "an n-gram model is counted, and has no steps"
-            unread(self, rule, "ema_decay", "param_dtype", "z_loss")
         if isinstance(self.task, ClassifyTask):
             unread(self, "needs a task with labels of tokens", "loss_chunk")
         if isinstance(self.task, PreferenceTask):
@@ -279,7 +258,7 @@ class TrainConfig:
             unread(self, "needs schedule 'wsd'", "decay_steps")
         if self.decay_steps is not None and self.decay_steps > self.steps:
             fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
-        if isinstance(self.task, GeneratedTask | ContinuousTask):
+        if self.task.makes_examples:
             rule = f"task {self.task.kind!r} makes its own examples"
             unread(self, rule, "val_data", "data", "data_weights")
 
@@ -288,4 +267,4 @@ class TrainConfig:
         """Return the tokens of a training sequence."""
         if self.context is not None:
             return self.context
-        return self.model.max_len if isinstance(self.model, ModelConfig) else 64
+        return 64 if self.model.max_len is None else self.model.max_len

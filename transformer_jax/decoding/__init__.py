@@ -4,6 +4,7 @@
 tokens. Token ids go in and come out; text is in the folder `text`.
 """
 
+from transformer_jax.config.kinds import later
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
@@ -39,10 +40,16 @@ from transformer_jax.decoding.slots import Slots, admit, advance_slots, init_slo
 from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import (
     ModelStep,
-    RecentTokensStep,
-    RecurrentStep,
     Step,
     make_step,
+)
+
+__getattr__ = later(
+    __name__,
+    {
+        "RecentTokensStep": "transformer_jax.lectures.recent_tokens",
+        "RecurrentStep": "transformer_jax.lectures.recurrent",
+    },
 )
 
 __all__ = [

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import INT32, check_count
-from transformer_jax.config import ModelConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, LengthPenalty, beam_search
@@ -187,8 +187,7 @@ class TextGenerator:
             num_tokens: the most tokens that are written.
             num_draft: the most that are proposed at a time.
         """
-        config = self.config
-        assert isinstance(config, ModelConfig)
+        config = as_transformer(self.config)
         space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=self.cache_dtype)
         if isinstance(config.window, int):
             space["capacity"] += num_draft
@@ -240,7 +239,7 @@ class TextGenerator:
             for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
         ]
         longest = longest_text(self.config)
-        if not isinstance(self.config, ModelConfig):  # processors see a history of as many tokens
+        if self.config.max_len is None:  # processors see a history of as many tokens
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
         done = serve_requests(
             self._step(),
@@ -345,7 +344,7 @@ class TextGenerator:
         says.
         """
         capacity = longest_text(self.config)
-        if not isinstance(self.config, ModelConfig):
+        if self.config.max_len is None:
             capacity = bucket(len(prompt) + num_tokens - 1)
         parts = serve_requests(
             self._step() if step is None else step,
@@ -387,7 +386,7 @@ def scored_texts(found: Beams, text_of: Callable[[list[int]], str]) -> list[tupl
 
 def longest_text(config: AnyModelConfig) -> int:
     """Return how many tokens a model reads at most: max_len; without a cache, any number."""
-    return config.max_len if isinstance(config, ModelConfig) else 2**30
+    return 2**30 if config.max_len is None else config.max_len
 
 
 def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:

@@ -1,7 +1,7 @@
 """Define what decoding knows of a model: a step from tokens and state to logits and state.
 
-A plain function is a step. `Step` is the base class of those that offer more; `ModelStep`,
-`RecurrentStep` and `RecentTokensStep` are those of the models here.
+A plain function is a step. `Step` is the base class of those that offer more; `ModelStep` is that
+of a transformer, and other models return their own by `as_step`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,6 @@ from transformer_jax.checks import check_not_consumed
 from transformer_jax.config import Learned
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.batch_rows import State
-from transformer_jax.lectures.convolution import ConvolutionLM
-from transformer_jax.lectures.ngram import NgramLM
-from transformer_jax.lectures.recent_tokens import RecentTokens, check_recent_tokens
-from transformer_jax.lectures.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentTagger,
-    check_recurrent_state,
-)
-from transformer_jax.lectures.recurrent_layers import RecurrentState
-from transformer_jax.lectures.window import WindowLM
 from transformer_jax.models.arguments import check_one, check_tokens
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.places import (
@@ -399,54 +388,6 @@ class ModelStep(AppliedStep[ModelCache]):
                 )
 
 
-@short_repr
-@dataclass(frozen=True)
-class RecurrentStep(AppliedStep[RecurrentState]):
-    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`.
-
-    Attributes:
-        model: what `build(config)` gave.
-    """
-
-    model: RecurrentLM | RecurrentSeq2Seq
-
-    def arguments(
-        self, tokens: jax.Array, state: RecurrentState, valid: jax.Array | None
-    ) -> dict[str, object]:
-        """Return the state, and which tokens are no padding."""
-        return dict(state=state, valid=valid)
-
-    def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
-        """Raise ValueError where prompt or state is not this model's; no length is too long."""
-        check_tokens(prompt, self.model.config.vocab_size)
-        check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
-        super().check(prompt, state, total)
-
-
-@short_repr
-@dataclass(frozen=True)
-class RecentTokensStep(AppliedStep[RecentTokens]):
-    """Run a model that sees the last tokens alone as a step; the state is its `RecentTokens`.
-
-    Attributes:
-        model: what `build(config)` gave.
-    """
-
-    model: ConvolutionLM | WindowLM | NgramLM
-
-    def arguments(
-        self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
-    ) -> dict[str, object]:
-        """Return the state, and which tokens are no padding."""
-        return dict(state=state, valid=valid)
-
-    def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
-        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
-        check_tokens(prompt, self.model.config.vocab_size)
-        check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
-        super().check(prompt, state, total)
-
-
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
     """Return V, the number of logits that the step gives; nothing is computed or compiled."""
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
@@ -499,31 +440,16 @@ def _named(value: object) -> str:
 @overload
 def make_step(model: Decoder | EncoderDecoder, *, edit: Mapping[str, Edit] = ...) -> ModelStep: ...
 @overload
-def make_step(
-    model: RecurrentLM | RecurrentSeq2Seq, *, edit: Mapping[str, Edit] = ...
-) -> RecurrentStep: ...
-@overload
-def make_step(
-    model: ConvolutionLM | WindowLM | NgramLM, *, edit: Mapping[str, Edit] = ...
-) -> RecentTokensStep: ...
+def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = ...) -> AppliedStep[Any]: ...
 @known_keywords
-def make_step(
-    model: Decoder
-    | EncoderDecoder
-    | RecurrentLM
-    | RecurrentSeq2Seq
-    | ConvolutionLM
-    | WindowLM
-    | NgramLM,
-    *,
-    edit: Mapping[str, Edit] = NO_EDIT,
-) -> ModelStep | RecurrentStep | RecentTokensStep:
+def make_step(model: nn.Module, *, edit: Mapping[str, Edit] = NO_EDIT) -> AppliedStep[Any]:
     """Return the model as `step(params, tokens, state, *, valid=None) -> (logits, state)`.
 
     `init_decode_state` makes the first state. A step with an edit is that of the edited model.
 
     Args:
-        model: what `build(config)` gave, of a model that writes tokens.
+        model: what `build(config)` gave, of a model that writes tokens. A module of your own has
+            an `as_step()`, which returns its `AppliedStep`.
         edit: functions by the names of places, as in `model.edited`.
 
     Returns:
@@ -533,25 +459,16 @@ def make_step(
         ValueError: if the model writes no tokens, as an encoder or a tagger, or an edit is of no
             place of its decoder.
     """
-    if isinstance(model, RecurrentTagger):
-        raise ValueError(
-            "model is a RecurrentTagger: it reads from both ends, and writes no tokens"
-        )
     if hasattr(model, "vocab_size") or isinstance(model, str | Mapping):
         rule = "must be a model: make_step(build(config))"
         raise ValueError(f"model is {_named(model)}: {rule}")
-    kinds: dict[type, Any] = {
-        Decoder: ModelStep, EncoderDecoder: ModelStep, RecurrentLM: RecurrentStep,
-        RecurrentSeq2Seq: RecurrentStep, ConvolutionLM: RecentTokensStep,
-        WindowLM: RecentTokensStep, NgramLM: RecentTokensStep,
-    }  # fmt: skip
-    kind = next((own for base, own in kinds.items() if isinstance(model, base)), None)
-    if kind is None:
+    own: Any = model
+    if not isinstance(model, Decoder | EncoderDecoder) and not hasattr(model, "as_step"):
         given = type(model).__name__
         raise ValueError(f"model is of type {given}: must be a decoder or an encoder-decoder")
-    for name, _ in named_edits(model.config, edit):
+    for name, _ in named_edits(own.config, edit):
         if name.startswith("encoder/"):
             rule = "edit it where the source is read, in `init_cache` of the model"
             raise ValueError(f"edit of {name} in a step: {rule}")
-    step: ModelStep | RecurrentStep | RecentTokensStep = kind(model.edited(edit) if edit else model)
-    return step
+    own = own.edited(edit) if edit else own
+    return ModelStep(own) if isinstance(model, Decoder | EncoderDecoder) else own.as_step()

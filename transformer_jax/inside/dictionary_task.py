@@ -18,6 +18,7 @@ from transformer_jax.checkpoints import checkpoint
 from transformer_jax.checkpoints.run_folder import RunFolder
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.fields import Positive, Size, fail
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.tasks import LanguageTask, OwnTask
 from transformer_jax.inside.dictionaries import ARRAYS, Dictionary, dictionary_scores
 from transformer_jax.inside.models import known_places
@@ -252,8 +253,7 @@ class DictionaryWindows(TrainingTask):
         tokens = text[: count * length].reshape(count, length).astype(np.int32)
         place, active = self.task.place, self.task.active
         own = _dictionary(params, place=place, target=self.target, active=active)
-        config = self.read.config
-        assert isinstance(config, ModelConfig)
+        config = as_transformer(self.read.config)
         model = build(config)
         assert isinstance(model, Decoder)  # as __init__ has checked
         found = dictionary_scores(model, self.read.params, own, tokens)

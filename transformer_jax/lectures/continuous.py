@@ -7,14 +7,15 @@ encoder reads a picture, and its classification head says the class.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.inputs import Frames, Patches
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.positions import Learned
-from transformer_jax.config.tasks import DigitsTask, TonesTask
 from transformer_jax.lectures.signals import DIGITS, Signal, make_signals
 from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.factory import build
@@ -53,8 +54,8 @@ class Signals(RowsTask):
         vocab_size: int | None,
         held_out: Sequence[Signal] | None = None,
     ) -> None:
-        assert isinstance(config.task, DigitsTask | TonesTask)
-        self.task, self.classes = config.task, model_shape(config.model) == "encoder"
+        self.task: Any = config.task  # a `DigitsTask` or a `TonesTask`
+        self.classes = config.model.kind == "encoder"
         if held_out is None:
             made = make_signals(self.task, config.seed)
             cut = int(len(made) * (1 - config.val_fraction))
@@ -84,13 +85,13 @@ class Signals(RowsTask):
         sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
         super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))
         if self.classes:
-            assert isinstance(config.model, ModelConfig) and config.model.inputs is not None
+            assert config.model.inputs is not None
             self.tokens_per_step = config.accumulation * config.batch_size
             self.tokens_per_step *= config.model.inputs.num_tokens(1)
 
     def described(self) -> str:
         """Return how many examples there are, and what one is."""
-        kind = "pictures" if isinstance(self.task, DigitsTask) else "sounds"
+        kind = "pictures" if isinstance(self.task.inputs, Patches) else "sounds"
         return f"{sum(self.train.counts):,} {kind}; {sum(self.val.counts):,} held out"
 
     def sample(self, params: Params) -> str:
@@ -139,7 +140,7 @@ class Signals(RowsTask):
 
     def _name(self, signal: Signal) -> str:
         """Return a few words for a signal."""
-        if isinstance(self.task, TonesTask):
+        if isinstance(self.task.inputs, Frames):
             return f"tones of {signal.target}"
         return f"picture of {'an' if signal.target == 'eight' else 'a'} {signal.target}"
 
@@ -158,7 +159,7 @@ def answer_signals(
     The `model` is that of the config, which may be edited.
     """
     model = build(config.model) if model is None else model
-    if model_shape(config.model) == "encoder":
+    if config.model.kind == "encoder":
         parts = [signals[i : i + READ] for i in range(0, len(signals), READ)]
         pictures = (np.stack([signal.values for signal in part]) for part in parts)
         found = [np.asarray(_classes(model, params, part)) for part in pictures]
@@ -173,8 +174,8 @@ def signal_example(
     config: TrainConfig, tokenizers: Tokenizers, signal: Signal, where: str
 ) -> Batch:
     """Return a signal as a model of the config reads it; DataError where it is too long."""
-    model = config.model
-    assert isinstance(model, ModelConfig) and model.inputs is not None
+    model = as_transformer(config.model)
+    assert model.inputs is not None
     if model.kind == "encoder":
         return Batch(signal.values, np.array(DIGITS.index(signal.target), np.int32))
     ids, target = special_ids(tokenizers.tokenizer), tokenizers.tokenizer.encode(signal.target)

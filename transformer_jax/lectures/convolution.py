@@ -14,21 +14,79 @@ stands one learned vector, `begin`. The state is the last tokens, from which a s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from transformer_jax.config import ConvolutionConfig
-from transformer_jax.lectures.recent_tokens import RecentTokens, slide_window
-from transformer_jax.lectures.recurrent_layers import Vocabulary
+from transformer_jax.config.architectures import AnyModelConfig, PlaceShapes
+from transformer_jax.config.fields import Fraction, Positive, Size, check_types
+from transformer_jax.config.keywords import known_fields
+from transformer_jax.lectures.recent_tokens import (
+    RecentTokens,
+    RecentTokensStep,
+    init_recent_tokens,
+    slide_window,
+)
+from transformer_jax.lectures.vocabulary import Vocabulary
 from transformer_jax.models.arguments import CheckedModule, gather_tokens
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.shown import short_repr
+
+
+@short_repr
+@known_fields
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig(AnyModelConfig):
+    """Describe a language model of gated convolutions over earlier tokens (Dauphin et al. 2017)."""
+
+    vocab_size: Size = 256
+    """Token kinds."""
+    kernel_size: Size = 4
+    """Tokens that a layer reads at once: the newest, and those just before it."""
+    d_hidden: Size = 128
+    """Width of a token's vector, and of each layer."""
+    num_layers: Size = 4
+    """Convolutions on top of each other; each sees kernel_size - 1 tokens more."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding matrix."""
+    dropout: Fraction = 0.0
+    """Rate on embeddings, between layers and before the output matrix."""
+    init_std: Positive = 0.1
+    """Standard deviation of embeddings and of the output matrix."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def context(self) -> int:
+        """Return the tokens that a prediction sees: L (k - 1) + 1."""
+        return self.num_layers * (self.kernel_size - 1) + 1
+
+    @property
+    def d_embed(self) -> int:
+        """Return the width of a token's vector."""
+        return self.d_hidden
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_hidden
+
+    def build(self) -> ConvolutionLM:
+        return ConvolutionLM(self)
+
+    def init_state(self, batch: int) -> RecentTokens:
+        return init_recent_tokens(self, batch)
+
+    def places(self) -> PlaceShapes:
+        return {"read_out": ("B", "T", self.d_hidden)} | super().places()
 
 
 class ConvolutionLM(CheckedModule):
@@ -39,6 +97,11 @@ class ConvolutionLM(CheckedModule):
     """
 
     config: ConvolutionConfig
+
+    @nn.nowrap
+    def as_step(self) -> RecentTokensStep:
+        """Return the step of `make_step`."""
+        return RecentTokensStep(self)
 
     def setup(self) -> None:
         cfg = self.config

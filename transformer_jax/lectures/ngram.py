@@ -22,25 +22,84 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from transformer_jax.config import NgramConfig
-from transformer_jax.config.fields import fail
-from transformer_jax.lectures.recent_tokens import RecentTokens, slide_window
+from transformer_jax.config.architectures import Ability, AnyModelConfig
+from transformer_jax.config.fields import FieldValue, Size, check_types, fail, unread
+from transformer_jax.config.keywords import known_fields
+from transformer_jax.lectures.recent_tokens import (
+    RecentTokens,
+    RecentTokensStep,
+    init_recent_tokens,
+    slide_window,
+)
 from transformer_jax.models.arguments import CheckedModule, check_tokens, gather_tokens
 from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.pytree import Params
+from transformer_jax.shown import short_repr
 
 F32 = jnp.float32
 
 CHUNK = 64
 """Followers of a context that are added at a time; the loop ends with the longest context's."""
+
+
+@short_repr
+@known_fields
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(AnyModelConfig):
+    """Describe an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
+
+    vocab_size: Size = 256
+    """Token kinds."""
+    order: Size = 5
+    """n: a prediction sees n - 1 tokens."""
+    nodes: tuple[int, ...] | None = None
+    """Distinct 1-grams, 2-grams, ... n-grams that are stored: the sizes of the parameters, which
+    `count_ngrams` fills in. None before counting."""
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.nodes is None:
+            return
+        if len(self.nodes) != self.order:
+            fail("nodes", self.nodes, f"must have one entry for each order up to {self.order}")
+        if min(self.nodes) < 1 or max(self.nodes) >= 2**31 - 1:
+            fail("nodes", self.nodes, "must be positive and below 2**31 - 1")
+
+    @property
+    def context(self) -> int:
+        """Return how many tokens a prediction sees."""
+        return self.order - 1
+
+    def check_training(self, run: FieldValue) -> None:
+        if run.steps != 1:
+            fail("steps", run.steps, "an n-gram model is counted in one step: must be 1")
+        rule = "an n-gram model is counted, and has no steps"
+        unread(run, rule, "ema_decay", "param_dtype", "z_loss")
+
+    def build(self) -> NgramLM:
+        return NgramLM(self)
+
+    def init_state(self, batch: int) -> RecentTokens:
+        return init_recent_tokens(self, batch)
+
+    def count(self, documents: Any) -> tuple[NgramConfig, Any]:
+        return count_ngrams(self, documents)
+
+    def word_vectors(self, params: Any) -> None:
+        return None
 
 
 def count_ngrams(
@@ -141,6 +200,11 @@ class NgramLM(CheckedModule):
     """
 
     config: NgramConfig
+
+    @nn.nowrap
+    def as_step(self) -> RecentTokensStep:
+        """Return the step of `make_step`."""
+        return RecentTokensStep(self)
 
     def setup(self) -> None:
         cfg = self.config

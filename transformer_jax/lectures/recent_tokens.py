@@ -7,12 +7,14 @@ training pass gathers all windows at once; decoding moves the window by one toke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.checks import check_count, check_not_consumed
+from transformer_jax.decoding.step import AppliedStep
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.packing import (
     check_segments,
@@ -151,3 +153,27 @@ def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
     index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
     return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
+
+
+@short_repr
+@dataclass(frozen=True)
+class RecentTokensStep(AppliedStep[RecentTokens]):
+    """Run a model that sees the last tokens alone as a step; the state is its `RecentTokens`.
+
+    Attributes:
+        model: what `build(config)` gave.
+    """
+
+    model: Any  # a ConvolutionLM, a WindowLM or an NgramLM, which import this module
+
+    def arguments(
+        self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
+    ) -> dict[str, object]:
+        """Return the state, and which tokens are no padding."""
+        return dict(state=state, valid=valid)
+
+    def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
+        """Raise ValueError where the prompt or the state does not fit; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_recent_tokens(self.model.config, state, prompt.shape[0], "prompt has")
+        super().check(prompt, state, total)

@@ -24,23 +24,30 @@ second; in the third the combined state itself is the next one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from transformer_jax.attention.additive import additive_attention, state_attention
+from transformer_jax.attention.masks import Padding
 from transformer_jax.checks import check_count, check_not_consumed
-from transformer_jax.config import RecurrentConfig
-from transformer_jax.lectures.recurrent_layers import (
-    BothDirections,
-    RecurrentDecoder,
-    RecurrentEncoder,
-    RecurrentState,
-    Vocabulary,
-    zero_carry,
+from transformer_jax.config.architectures import AnyModelConfig, PlaceShapes, Shape
+from transformer_jax.config.fields import (
+    FieldValue,
+    Fraction,
+    Positive,
+    Size,
+    check_types,
+    fail,
+    unread,
 )
+from transformer_jax.config.keywords import known_fields
+from transformer_jax.decoding.step import AppliedStep
+from transformer_jax.lectures.vocabulary import Vocabulary, embed
 from transformer_jax.models.arguments import (
     CheckedModule,
     check_tokens,
@@ -48,7 +55,8 @@ from transformer_jax.models.arguments import (
     visited_logits,
 )
 from transformer_jax.models.functional import dropout, split_key
-from transformer_jax.models.layers import refuse_rngs, refuse_surplus
+from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.models.module import Module
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
@@ -58,8 +66,533 @@ from transformer_jax.models.packing import (
     sequence_positions,
 )
 from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places, Visit
+from transformer_jax.pytree import Tree, exportable
+from transformer_jax.shown import short_repr
 
 F32 = jnp.float32
+Cell = Literal["rnn", "lstm", "gru"]
+StateAttention = Literal["dot", "general", "additive"]
+ContextUse = Literal["output", "input", "state"]
+
+LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
+"""The state of a layer: h [B, H] of an RNN or a GRU, (c, h) of an LSTM."""
+Carry = tuple[LayerCarry, ...]
+
+
+@short_repr
+@known_fields
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(AnyModelConfig):
+    """Describe a recurrent language model, tagger or encoder-decoder.
+
+    With `source_vocab_size` it is an encoder-decoder (`RecurrentSeq2Seq`), without it and with
+    `bidirectional` a tagger that reads a text from both ends (`RecurrentTagger`), else a language
+    model (`RecurrentLM`).
+    """
+
+    vocab_size: Size = 256
+    """Token kinds; of an encoder-decoder, the target's."""
+    source_vocab_size: Size | None = None
+    """Token kinds of the source; None has no encoder."""
+    d_embed: Size = 128
+    """Width of a token's vector."""
+    d_hidden: Size = 128
+    """Width of a cell's state; of each direction of the encoder, too."""
+    num_layers: Size = 1
+    """Cells on top of each other; in the encoder as many."""
+    cell: Cell = "lstm"
+    """rnn (Elman 1990), lstm (Hochreiter & Schmidhuber 1997, Gers et al. 2000), or gru (Cho et al.
+    2014)."""
+    forget_bias: float = 0.0
+    """lstm: where the biases of the forget gates begin; with 1 a cell keeps most of itself from one
+    token to the next (Gers et al. 2000, Jozefowicz et al. 2015)."""
+    bidirectional: bool = False
+    """The encoder, or without a source the whole model, reads from both ends (Schuster & Paliwal
+    1997)."""
+    attention: StateAttention | None = None
+    """How the decoder scores the encoder's states: dot or general (Luong et al. 2015), or additive
+    (Bahdanau et al. 2015); None has only the encoder's last state."""
+    context: ContextUse | None = None
+    """Where the context of the attention enters. output: the state after the token asks, and the
+    logits are read from tanh(W [context; state]). input: the state before the token asks, the
+    context enters the first cell beside the token, and the logits are read as with output. state:
+    as output, and tanh(W [context; state]) is the state that the next token starts from. None is
+    the paper's: input with additive, output with dot and general."""
+    d_attention: Size | None = None
+    """additive: width of the hidden layer; None is d_hidden."""
+    num_classes: Size | None = None
+    """Classes of the classification head of a model that reads from both ends; None has no head."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding matrix."""
+    dropout: Fraction = 0.0
+    """Rate on embeddings, between layers and before the output matrix (Zaremba et al. 2014)."""
+    init_std: Positive = 0.1
+    """Standard deviation of embeddings and of the output matrix."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.cell != "lstm":
+            unread(self, "needs cell 'lstm'", "forget_bias")
+        if self.source_vocab_size is None:
+            unread(self, "needs a source_vocab_size", "attention")
+        if not self.is_tagger:
+            unread(self, "needs bidirectional, and no source_vocab_size", "num_classes")
+        if self.attention is None:
+            unread(self, "needs an attention", "context")
+        if self.attention != "additive":
+            unread(self, "needs attention 'additive'", "d_attention")
+        if self.attention == "dot" and self.bidirectional:
+            rule = "two directions are twice as wide as the decoder's state: take 'general'"
+            fail("attention", self.attention, rule)
+        if self.tie_embeddings and self.read_out_dim != self.d_embed:
+            rule = f"needs d_embed {self.d_embed} to equal d_hidden {self.d_hidden}"
+            fail("tie_embeddings", self.tie_embeddings, rule)
+
+    @property
+    def attention_dim(self) -> int:
+        return self.d_hidden if self.d_attention is None else self.d_attention
+
+    @property
+    def context_use(self) -> ContextUse | None:
+        """Return where the context enters; None without attention."""
+        if self.attention is None or self.context is not None:
+            return self.context
+        return "input" if self.attention == "additive" else "output"
+
+    @property
+    def is_tagger(self) -> bool:
+        """Return whether the model reads a text from both ends, and so writes none."""
+        return self.bidirectional and self.source_vocab_size is None
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_embed if self.is_tagger and self.tie_embeddings else self.d_hidden
+
+    @property
+    def memory_dim(self) -> int:
+        """Width of the encoder's states."""
+        return 2 * self.d_hidden if self.bidirectional else self.d_hidden
+
+    @property
+    def kind(self) -> Shape:
+        if self.source_vocab_size is not None:
+            return "encoder-decoder"
+        return "encoder" if self.bidirectional else "decoder"
+
+    @property
+    def named(self) -> str:
+        return self.cell
+
+    @classmethod
+    def usual(cls, name: str, shape: Shape) -> Self:
+        cell: FieldValue = name
+        if shape == "encoder-decoder":
+            return cls(
+                cell=cell, source_vocab_size=256, bidirectional=True, attention="additive",
+                d_embed=128, d_hidden=128,
+            )  # fmt: skip
+        return cls(cell=cell, bidirectional=shape == "encoder", d_hidden=256, num_layers=2)
+
+    def build(self) -> RecurrentLM | RecurrentSeq2Seq | RecurrentTagger:
+        if self.is_tagger:
+            return RecurrentTagger(self)
+        seq2seq = self.source_vocab_size is not None
+        return RecurrentSeq2Seq(self) if seq2seq else RecurrentLM(self)
+
+    def init_state(self, batch: int) -> RecurrentState:
+        return init_recurrent_state(self, batch)
+
+    def places(self) -> PlaceShapes:
+        found: PlaceShapes = {"embedding": ("B", "T", self.d_embed)}
+        for i in range(self.num_layers):
+            if self.is_tagger:
+                found[f"layer_{i}/output"] = ("B", "T", self.memory_dim)
+                continue
+            found[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
+            if self.cell == "lstm":
+                found[f"layer_{i}/cell"] = ("B", "T", self.d_hidden)
+        if self.attention is not None:
+            found["attention/weights"] = ("B", "T", "S")
+            found["attention/context"] = ("B", "T", self.memory_dim)
+        if self.source_vocab_size is not None:
+            found["encoder/embedding"] = ("B", "T", self.d_embed)
+            for i in range(self.num_layers):
+                found[f"encoder/layer_{i}/output"] = ("B", "T", self.memory_dim)
+        found["read_out"] = ("B", "T", self.read_out_dim)
+        return found | super().places()
+
+    def word_vectors(self, params: Any) -> Any:
+        part = "embed" if self.source_vocab_size is None else "encoder"
+        return params[part]["tokens"]
+
+
+@short_repr
+@exportable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SourceMemory:
+    """Hold an encoder's states, which the decoder's attention looks at.
+
+    Attributes:
+        states: [B, S, M], zeros where padded.
+        valid: bool[B, S].
+        keys: [B, S, A], additive attention's states w_key, computed once; else None.
+    """
+
+    states: jax.Array  # [B, S, M]
+    valid: jax.Array  # bool[B, S]
+    keys: jax.Array | None = None  # [B, S, A]
+
+
+@short_repr
+@exportable
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentState:
+    """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
+
+    Attributes:
+        carry: of each layer h [B, H] of an RNN or a GRU, (c, h) of an LSTM.
+        length: i32[B], tokens read.
+        memory: of the source, which attention looks at; None without attention.
+        weights: f32[B, S], attention of the last token, zeros before any; None without attention.
+    """
+
+    carry: Carry
+    length: jax.Array  # i32[B]
+    memory: SourceMemory | None = None
+    weights: jax.Array | None = None  # f32[B, S]
+
+
+class RecurrentEncoder(Module):
+    """Compute the source's states, from one end or from both (Schuster & Paliwal 1997)."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        source: jax.Array,  # i32[B, S]
+        valid: jax.Array,  # bool[B, S]
+        key: jax.Array | None,
+        places: Places = NOWHERE,
+        positions: jax.Array | None = None,  # i32[S] or [B, S], for edits
+    ) -> tuple[jax.Array, Carry, Captured]:  # [B, S, M], zeros where padded
+        """Read the source; return its states, the first carry of the decoder, what is captured.
+
+        Layer i of the decoder starts from the last states of layer i here: of one direction as
+        they are, of two as tanh(W [forward; backward] + b).
+        """
+        cfg, carry, visit = self.config, [], places.visit(positions=positions)
+        normal = nn.initializers.normal(cfg.init_std)
+        assert cfg.source_vocab_size is not None  # as in every config with a source
+        table = parameter(self, "tokens", normal, (cfg.source_vocab_size, cfg.d_embed))
+        keys = split_key(key, cfg.num_layers)
+        x = visit("embedding", embed(table, source, valid, cfg.dropout, keys[0]))
+        for i in range(cfg.num_layers):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            x, last, first = _encoder_layer(cfg, i, x, valid)
+            x = visit(f"layer_{i}/output", x)
+            if first is not None:
+                ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
+                parts, tree = jax.tree.flatten(last)
+                bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
+                start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
+                last = jax.tree.unflatten(tree, start)
+            carry.append(last)
+        refuse_surplus(self)
+        return x, tuple(carry), visit.captured
+
+
+class RecurrentDecoder(Module):
+    """Cells on top of each other, and their attention to a source."""
+
+    config: RecurrentConfig
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.cell = [_cell(cfg) for _ in range(cfg.num_layers)]
+        if cfg.attention is None:
+            refuse_surplus(self)
+            return
+        init = nn.initializers.lecun_normal()
+        if cfg.attention == "additive":
+            self.w_query = parameter(self, "w_query", init, (cfg.d_hidden, cfg.attention_dim))
+            self.w_key = parameter(self, "w_key", init, (cfg.memory_dim, cfg.attention_dim))
+            normal = nn.initializers.normal(cfg.attention_dim**-0.5)
+            self.v = parameter(self, "v", normal, (cfg.attention_dim,))
+        if cfg.attention == "general":
+            self.w = parameter(self, "w", init, (cfg.d_hidden, cfg.memory_dim))
+        self.read_out = nn.Dense(cfg.d_hidden, use_bias=False)
+        refuse_surplus(self)
+
+    def remember(self, states: jax.Array, valid: jax.Array) -> SourceMemory:
+        """Return the encoder's states as attention reads them."""
+        valid = jnp.array(valid, copy=True)  # a state is consumed by decoding, a caller's mask not
+        if self.config.attention != "additive":
+            return SourceMemory(states, valid)
+        return SourceMemory(states, valid, jnp.einsum("BSM,MA->BSA", states, self.w_key))
+
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, E]
+        valid: jax.Array,  # bool[B, T]
+        state: RecurrentState,
+        key: jax.Array | None,
+        starts: jax.Array | None = None,  # bool[B, T]: tokens before which the carry is zeros
+        places: Places = NOWHERE,
+        positions: jax.Array | None = None,  # i32[T] or [B, T], for edits
+    ) -> tuple[jax.Array, RecurrentState, Captured]:  # [B, T, H]
+        """Return what the logits are read from, the state after the tokens, what is captured."""
+        cfg, memory = self.config, state.memory
+        between = key if cfg.num_layers > 1 and cfg.dropout > 0 else None
+        keys = None if between is None else jax.random.split(between, x.shape[1])
+        read = nn.scan(
+            RecurrentDecoder._read,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            in_axes=(1, 1, 0, 1, 1, nn.broadcast, nn.broadcast),
+            out_axes=1,
+        )
+        if positions is not None:
+            positions = jnp.broadcast_to(positions, valid.shape)
+        (carry, weights), (top, context, captured) = read(
+            self, (state.carry, state.weights), x, valid, keys, starts, positions, memory, places
+        )
+        if context is not None:
+            top = self._combine(context, top)
+        length = state.length + valid.sum(axis=1, dtype=jnp.int32)
+        return top, RecurrentState(carry, length, memory, weights), captured
+
+    def _read(
+        self,
+        before: tuple[Carry, jax.Array | None],
+        x: jax.Array,  # [B, E]
+        valid: jax.Array,  # bool[B]
+        key: jax.Array | None,
+        start: jax.Array | None,  # bool[B]
+        position: jax.Array | None,  # i32[B]
+        memory: SourceMemory | None,
+        places: Places,
+    ) -> tuple[tuple[Carry, jax.Array | None], tuple[jax.Array, jax.Array | None, Captured]]:
+        """Read a token of every row: the carry and weights after it, the top state and context."""
+        cfg, (carry, weights) = self.config, before
+        visit = places.visit(positions=None if position is None else position[:, None])
+        carry = _zero_at(start, carry)
+        before = carry, weights
+        context: jax.Array | None = None
+        new: list[LayerCarry] = []
+        if cfg.context_use == "input":
+            context, weights = self._attend(_hidden(carry[-1]), memory, visit)
+            x = jnp.concatenate([x, context], axis=-1)
+        keys = split_key(key, cfg.num_layers)
+        for i, cell in enumerate(self.cell):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            layer, x = cell(carry[i], x)
+            if cfg.context_use == "state" and i == cfg.num_layers - 1:
+                seen, weights = self._attend(x, memory, visit)
+                context, x = None, self._combine(seen, x)
+            x = visit.token(f"layer_{i}/hidden", x)
+            new.append((visit.token(f"layer_{i}/cell", layer[0]), x) if cfg.cell == "lstm" else x)
+        if cfg.context_use == "output":
+            context, weights = self._attend(x, memory, visit)
+        after = _keep(valid, (tuple(new), weights), before)
+        return after, (x, context, visit.captured)
+
+    def _combine(self, context: jax.Array, state: jax.Array) -> jax.Array:  # [..., M], [..., H]
+        """Return tanh(W [context; state])."""
+        return jnp.tanh(self.read_out(jnp.concatenate([context, state], axis=-1)))
+
+    def _attend(
+        self, query: jax.Array, memory: SourceMemory | None, visit: Visit
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the context [B, M] and weights f32[B, S] of one query [B, H] a row."""
+        assert memory is not None  # of a config with attention
+        query, mask = query[:, None], Padding(memory.valid)
+        if self.config.attention == "additive":
+            assert memory.keys is not None
+            context, weights = additive_attention(
+                query, memory.keys, memory.states, w_query=self.w_query, w_key=None, v=self.v,
+                mask=mask,
+            )  # fmt: skip
+        else:
+            w = self.w if self.config.attention == "general" else None
+            context, weights = state_attention(query, memory.states, w=w, mask=mask)
+        context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
+        if "attention/weights" in visit.edits:
+            context = jnp.einsum("BS,BSM->BM", weights, memory.states)
+        return visit.token("attention/context", context), weights
+
+
+class BothDirections(Module):
+    """Read vectors from both ends, in layers on top of each other (Schuster & Paliwal 1997)."""
+
+    config: RecurrentConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,  # [B, T, E]
+        valid: jax.Array,  # bool[B, T]
+        segments: jax.Array | None,  # i32[B, T]
+        key: jax.Array | None,
+        visit: Visit,
+    ) -> jax.Array:  # [B, T, 2 H], zeros where padded
+        """Return the forward and the backward state of the top layer at each token."""
+        cfg = self.config
+        starts = ends = None
+        if segments is not None:
+            starts = first_tokens(number_documents(segments), valid)
+            ends = first_tokens(number_documents(segments[:, ::-1]), valid[:, ::-1])[:, ::-1]
+        keys = split_key(key, cfg.num_layers)
+        for i in range(cfg.num_layers):
+            if i > 0:
+                x = dropout(x, cfg.dropout, keys[i])
+            x = visit(f"layer_{i}/output", _encoder_layer(cfg, i, x, valid, starts, ends)[0])
+        refuse_surplus(self)
+        return x
+
+
+class _GateWeights(Module):
+    """Own the matrix of a gate, and its bias where it has a number to begin with."""
+
+    features: int
+    kernel_init: nn.initializers.Initializer
+    bias: float | None = None
+
+    @nn.compact
+    def __call__(self, inputs: int) -> list[jax.Array]:  # [inputs, H], and [H]
+        found = [parameter(self, "kernel", self.kernel_init, (inputs, self.features))]
+        if self.bias is not None:
+            begin = nn.initializers.constant(self.bias)
+            found.append(parameter(self, "bias", begin, (self.features,)))
+        return found
+
+
+class LSTMCell(nn.OptimizedLSTMCell):
+    """Read a vector by an LSTM: flax's cell and parameters, with a forget gate that may start open.
+
+    Attributes:
+        features: H.
+        forget_bias: where the biases of the forget gate begin.
+    """
+
+    forget_bias: float = 0.0
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[jax.Array, jax.Array],  # c and h [B, H]
+        inputs: jax.Array,  # [B, E]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """Return (c, h) after the vector, and h."""
+        c, h = carry
+        of_inputs, of_state, biases = [], [], []
+        for gate in "ifgo":
+            weights = _GateWeights(self.features, self.kernel_init, name=f"i{gate}")
+            of_inputs.append(weights(inputs.shape[-1])[0])
+            begin = self.forget_bias if gate == "f" else 0.0
+            own = _GateWeights(self.features, self.recurrent_kernel_init, begin, name=f"h{gate}")
+            kernel, bias = own(self.features)
+            of_state.append(kernel)
+            biases.append(bias)
+        # One product for the four gates, as in flax's cell.
+        state_part = h @ jnp.concatenate(of_state, axis=-1) + jnp.concatenate(biases)[None]
+        i, f, g, o = jnp.split(
+            state_part + inputs @ jnp.concatenate(of_inputs, axis=-1), 4, axis=-1
+        )
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
+
+
+def _cell(config: RecurrentConfig, name: str | None = None) -> nn.RNNCellBase:
+    if config.cell == "lstm":
+        return LSTMCell(config.d_hidden, forget_bias=config.forget_bias, name=name)
+    cells = {"rnn": nn.SimpleCell, "gru": nn.GRUCell}
+    return cells[config.cell](config.d_hidden, name=name)
+
+
+def zero_carry(config: RecurrentConfig, rows: int) -> Carry:
+    """Return the carry before any token."""
+    zero = jnp.zeros((rows, config.d_hidden), F32)
+    return ((zero, zero) if config.cell == "lstm" else zero,) * config.num_layers
+
+
+def _hidden(layer: LayerCarry) -> jax.Array:  # [B, H]
+    """Return h of a layer's carry."""
+    return layer[1] if isinstance(layer, tuple) else layer
+
+
+def _keep(valid: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Return `new` in rows that are valid [B], `old` in the others."""
+    return jax.tree.map(lambda n, o: jnp.where(valid[:, None], n, o), new, old)
+
+
+def _zero_at(start: jax.Array | None, carry: Tree) -> Tree:
+    """Return the carry with zeros in the rows that begin a document, bool[B]; None has none."""
+    if start is None:
+        return carry
+    return _keep(start, jax.tree.map(jnp.zeros_like, carry), carry)
+
+
+def _encoder_layer(
+    config: RecurrentConfig,
+    index: int,
+    x: jax.Array,  # [B, S, D]
+    valid: jax.Array,  # bool[B, S]
+    starts: jax.Array | None = None,  # bool[B, S]
+    ends: jax.Array | None = None,  # bool[B, S]
+) -> tuple[
+    jax.Array, LayerCarry, LayerCarry | None
+]:  # [B, S, M]; the last carry forward, and backward or None
+    """Read a sequence by one layer, from both ends if so configured; zeros where padded.
+
+    Called inside a compact module, whose parameters `cell_i` and `back_i` are.
+    """
+    zero, first = zero_carry(config, x.shape[0])[0], None
+    last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
+    if config.bidirectional:
+        back_cell = _cell(config, f"back_{index}")
+        first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
+        out = jnp.concatenate([out, back], axis=-1)
+    return jnp.where(valid[:, :, None], out, 0.0), last, first
+
+
+def _run(
+    cell: nn.RNNCellBase,
+    carry: LayerCarry,
+    x: jax.Array,  # [B, S, D]
+    valid: jax.Array,  # bool[B, S]
+    starts: jax.Array | None = None,  # bool[B, S]: tokens before which the carry is zeros
+    reverse: bool = False,
+) -> tuple[LayerCarry, jax.Array]:  # [B, S, H]
+    """Run a cell over a sequence, if `reverse` from its end: its last carry, and all it gave."""
+
+    def read(
+        cell: nn.RNNCellBase,
+        carry: LayerCarry,
+        x: jax.Array,
+        valid: jax.Array,
+        start: jax.Array | None,
+    ) -> tuple[LayerCarry, jax.Array]:
+        carry = _zero_at(start, carry)
+        new, out = cell(carry, x)
+        return _keep(valid, new, carry), out
+
+    scan = nn.scan(
+        read,
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        in_axes=1,
+        out_axes=1,
+        reverse=reverse,
+    )
+    return scan(cell, carry, x, valid, starts)
+
 
 RecurrentResult: TypeAlias = (
     tuple[jax.Array, RecurrentState] | tuple[jax.Array, RecurrentState, Captured]
@@ -97,6 +630,11 @@ class RecurrentLM(CheckedModule):
     """
 
     config: RecurrentConfig
+
+    @nn.nowrap
+    def as_step(self) -> RecurrentStep:
+        """Return the step of `make_step`."""
+        return RecurrentStep(self)
 
     def setup(self) -> None:
         self.embed = Vocabulary(self.config)
@@ -160,6 +698,12 @@ class RecurrentTagger(CheckedModule):
     """
 
     config: RecurrentConfig
+
+    @nn.nowrap
+    def as_step(self) -> NoReturn:
+        """Refuse: a tagger has read the whole text before it says anything."""
+        rule = "it reads from both ends, and writes no tokens"
+        raise ValueError(f"model is a RecurrentTagger: {rule}")
 
     def setup(self) -> None:
         self.embed = Vocabulary(self.config)
@@ -280,6 +824,11 @@ class RecurrentSeq2Seq(CheckedModule):
     """
 
     config: RecurrentConfig
+
+    @nn.nowrap
+    def as_step(self) -> RecurrentStep:
+        """Return the step of `make_step`."""
+        return RecurrentStep(self)
 
     def setup(self) -> None:
         self.encoder = RecurrentEncoder(self.config)
@@ -451,3 +1000,27 @@ def check_recurrent_state(
     wide = config.attention_dim if config.attention == "additive" else None
     if width != wide:
         raise ValueError(f"state.memory.keys are {width} wide: attention needs {wide}")
+
+
+@short_repr
+@dataclass(frozen=True)
+class RecurrentStep(AppliedStep[RecurrentState]):
+    """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`.
+
+    Attributes:
+        model: what `build(config)` gave.
+    """
+
+    model: RecurrentLM | RecurrentSeq2Seq
+
+    def arguments(
+        self, tokens: jax.Array, state: RecurrentState, valid: jax.Array | None
+    ) -> dict[str, object]:
+        """Return the state, and which tokens are no padding."""
+        return dict(state=state, valid=valid)
+
+    def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
+        """Raise ValueError where prompt or state is not this model's; no length is too long."""
+        check_tokens(prompt, self.model.config.vocab_size)
+        check_recurrent_state(self.model.config, state, prompt.shape[0], "prompt has")
+        super().check(prompt, state, total)

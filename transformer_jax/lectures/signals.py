@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import importlib.util
 import zipfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from einops import rearrange
 
-from transformer_jax.config.tasks import ContinuousTask, DigitsTask, TonesTask
+from transformer_jax.config.inputs import Patches
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -65,26 +65,25 @@ class Signal(NamedTuple):
     target: str
 
 
-def make_signals(task: ContinuousTask, seed: int) -> list[Signal]:
+def make_signals(task: Any, seed: int) -> list[Signal]:
     """Return signals of a task in random order.
 
     Args:
-        task: of pictures or sounds; it says how many examples, or all there are where they are
-            fewer.
+        task: a `DigitsTask` or a `TonesTask` with the number of examples, if there are as many.
         seed: of the random numbers.
 
     Raises:
         DataError: if scikit-learn's digits are asked for and it is not installed.
     """
     random = np.random.Generator(np.random.Philox(seed))
-    if isinstance(task, TonesTask):
+    if not isinstance(task.inputs, Patches):
         return [_tones(task, random) for _ in range(task.examples)]
     if task.source == "scikit-learn":
         return _handwritten(task, random)
     return [_glyph(task, random) for _ in range(task.examples)]
 
 
-def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> list[Signal]:
+def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     """Read signals of a .npz file.
 
     It holds `inputs`, numbers [N, 8, 8, 1] or [N, 8, 8] of pictures, of sounds the frames [N, T,
@@ -92,7 +91,7 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
     str[N], what is to be written of each.
 
     Args:
-        task: of pictures or sounds.
+        task: a `DigitsTask` or a `TonesTask`.
         path: of the file.
         targets: whether to read the targets, which are "" otherwise.
 
@@ -103,7 +102,7 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
     inputs = _inputs(task, path, arrays)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
-    if isinstance(task, DigitsTask) and "lengths" in arrays:
+    if isinstance(task.inputs, Patches) and "lengths" in arrays:
         raise DataError(f"{path}: lengths: a picture has none")
     if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
@@ -115,7 +114,7 @@ def read_signals(task: ContinuousTask, path: str, *, targets: bool = True) -> li
         if not np.isfinite(row[:length]).all():
             raise DataError(f"{path}: inputs[{number}] has a number that is not finite")
     written = _targets(task, path, arrays, count) if targets else [""] * count
-    if isinstance(task, DigitsTask):
+    if isinstance(task.inputs, Patches):
         return [Signal(*pair) for pair in zip(inputs, written, strict=True)]
     rows = zip(inputs, lengths, written, strict=True)
     return [Signal(row[:length], target) for row, length, target in rows]
@@ -135,12 +134,12 @@ def _arrays(path: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _inputs(task: ContinuousTask, path: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+def _inputs(task: Any, path: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Return the inputs of a file as f32[N, ...]; DataError where they are not the task's."""
     if "inputs" not in arrays:
         raise DataError(f"{path}: has no array inputs, only {sorted(arrays)}")
     inputs = arrays["inputs"]
-    picture = isinstance(task, DigitsTask)
+    picture = isinstance(task.inputs, Patches)
     shape = task.inputs.row_shape(inputs.shape[1] if inputs.ndim > 1 else 1)
     if picture and inputs.shape[1:] == shape[:2]:
         inputs = inputs[..., None]
@@ -151,9 +150,7 @@ def _inputs(task: ContinuousTask, path: str, arrays: dict[str, np.ndarray]) -> n
         return inputs.astype(np.float32)
 
 
-def _targets(
-    task: ContinuousTask, path: str, arrays: dict[str, np.ndarray], count: int
-) -> list[str]:
+def _targets(task: Any, path: str, arrays: dict[str, np.ndarray], count: int) -> list[str]:
     """Return the targets of a file; DataError where one is not what the task writes."""
     if "targets" not in arrays:
         raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
@@ -161,11 +158,11 @@ def _targets(
     if found.shape != (count,) or found.dtype.kind != "U":
         raise DataError(f"{path}: targets is {_described(found)}: must be texts [{count}]")
     for number, target in enumerate(found.tolist()):
-        if isinstance(task, DigitsTask) and target not in DIGITS:
+        if isinstance(task.inputs, Patches) and target not in DIGITS:
             rule = f"must be one of {', '.join(DIGITS)}"
             raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
         letters = {chr(97 + i) for i in range(getattr(task, "letters", 0))}
-        if not isinstance(task, DigitsTask) and (not target or not set(target) <= letters):
+        if not isinstance(task.inputs, Patches) and (not target or not set(target) <= letters):
             rule = f"must be letters from a to {max(letters)}"
             raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
     return [str(target) for target in found]
@@ -175,7 +172,7 @@ def _described(array: np.ndarray) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def _glyph(task: DigitsTask, random: np.random.Generator) -> Signal:
+def _glyph(task: Any, random: np.random.Generator) -> Signal:
     """Draw a digit at a random place, of random brightness, with noise."""
     digit = int(random.integers(len(DIGITS)))
     bitmap = np.array([[int(pixel) for pixel in row] for row in GLYPHS[digit].split()])
@@ -187,7 +184,7 @@ def _glyph(task: DigitsTask, random: np.random.Generator) -> Signal:
     return Signal(picture.astype(np.float32)[:, :, None], DIGITS[digit])
 
 
-def _handwritten(task: DigitsTask, random: np.random.Generator) -> list[Signal]:
+def _handwritten(task: Any, random: np.random.Generator) -> list[Signal]:
     """Return scikit-learn's digits (Alpaydin and Kaynak 1998), with pixels from 0 to 1."""
     if importlib.util.find_spec("sklearn") is None:
         raise DataError("source is 'scikit-learn': it is not installed; glyphs need nothing")
@@ -199,7 +196,7 @@ def _handwritten(task: DigitsTask, random: np.random.Generator) -> list[Signal]:
     return [Signal(pictures[i], DIGITS[int(found.target[i])]) for i in order]
 
 
-def _tones(task: TonesTask, random: np.random.Generator) -> Signal:
+def _tones(task: Any, random: np.random.Generator) -> Signal:
     """Draw letters, and the frames of their tones."""
     length = int(random.integers(task.min_length, task.max_length + 1))
     letters = random.integers(0, task.letters, length)

@@ -14,21 +14,79 @@ at once: their windows are gathers, not a loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from transformer_jax.config import WindowConfig
-from transformer_jax.lectures.recent_tokens import RecentTokens, slide_window
-from transformer_jax.lectures.recurrent_layers import Vocabulary
+from transformer_jax.config.architectures import AnyModelConfig, PlaceShapes
+from transformer_jax.config.fields import Fraction, Positive, Size, check_types, fail
+from transformer_jax.config.keywords import known_fields
+from transformer_jax.lectures.recent_tokens import (
+    RecentTokens,
+    RecentTokensStep,
+    init_recent_tokens,
+    slide_window,
+)
+from transformer_jax.lectures.vocabulary import Vocabulary
 from transformer_jax.models.arguments import CheckedModule, gather_tokens
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.shown import short_repr
+
+
+@short_repr
+@known_fields
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig(AnyModelConfig):
+    """Describe a feed-forward language model over the last tokens (Bengio et al. 2003)."""
+
+    vocab_size: Size = 256
+    """Token kinds."""
+    context: Size = 4
+    """Tokens that a prediction sees: n - 1 of an n-gram."""
+    d_embed: Size = 128
+    """Width of a token's vector."""
+    d_hidden: Size = 128
+    """Width of each hidden layer."""
+    num_layers: Size = 1
+    """Hidden layers."""
+    direct: bool = False
+    """Logits also read the tokens' vectors themselves, by one matrix."""
+    tie_embeddings: bool = False
+    """The output matrix is the embedding matrix."""
+    dropout: Fraction = 0.0
+    """Rate on embeddings, between layers and before the output matrix."""
+    init_std: Positive = 0.1
+    """Standard deviation of embeddings and of the output matrix."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.tie_embeddings and self.d_embed != self.d_hidden:
+            rule = f"needs d_embed {self.d_embed} to equal d_hidden {self.d_hidden}"
+            fail("tie_embeddings", self.tie_embeddings, rule)
+
+    @property
+    def read_out_dim(self) -> int:
+        """Return the width of the vectors that logits are read from."""
+        return self.d_hidden
+
+    def build(self) -> WindowLM:
+        return WindowLM(self)
+
+    def init_state(self, batch: int) -> RecentTokens:
+        return init_recent_tokens(self, batch)
+
+    def places(self) -> PlaceShapes:
+        found: PlaceShapes = {"embedding": ("B", "T", self.context * self.d_embed)}
+        for i in range(self.num_layers):
+            found[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
+        return found | super().places()
 
 
 class WindowLM(CheckedModule):
@@ -39,6 +97,11 @@ class WindowLM(CheckedModule):
     """
 
     config: WindowConfig
+
+    @nn.nowrap
+    def as_step(self) -> RecentTokensStep:
+        """Return the step of `make_step`."""
+        return RecentTokensStep(self)
 
     def setup(self) -> None:
         cfg = self.config

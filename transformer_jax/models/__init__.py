@@ -1,26 +1,13 @@
-"""Build transformers and recurrent models as thin Flax modules over pure functions.
+"""Build transformers as thin Flax modules over pure functions.
 
 `functional` holds arithmetic without parameters, `ops` the same as devices are fast at it, `layers`
 small modules, `block` attention with its projections and a block, `stack` all blocks, and
-`transformer`, `streaming`, `recurrent`, `convolution`, `window` and `ngram` the models, which
-`factory` makes.
+`transformer`, `encoder_decoder` and `streaming` the models, which `factory` makes. The names of
+recurrent and other models are those of `transformer_jax.lectures`.
 Attention and caches are folders of their own; decoding knows a model only as a step.
 """
 
-from transformer_jax.lectures.convolution import ConvolutionLM
-from transformer_jax.lectures.ngram import NgramLM, count_ngrams
-from transformer_jax.lectures.recent_tokens import (
-    RecentTokens,
-    init_recent_tokens,
-)
-from transformer_jax.lectures.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentTagger,
-    init_recurrent_state,
-)
-from transformer_jax.lectures.recurrent_layers import RecurrentState, SourceMemory
-from transformer_jax.lectures.window import WindowLM
+from transformer_jax.config.kinds import later
 from transformer_jax.models.attention_weights import attention_weights
 from transformer_jax.models.encoder_decoder import EncoderDecoder
 from transformer_jax.models.factory import (
@@ -62,6 +49,24 @@ from transformer_jax.models.streaming import (
     stream_attention,
 )
 from transformer_jax.models.transformer import Decoder, Encoder
+
+__getattr__ = later(
+    __name__,
+    {
+        name: f"transformer_jax.lectures.{module}"
+        for module, names in {
+            "convolution": ("ConvolutionLM",),
+            "ngram": ("NgramLM", "count_ngrams"),
+            "recent_tokens": ("RecentTokens", "init_recent_tokens"),
+            "recurrent": (
+                "RecurrentLM", "RecurrentSeq2Seq", "RecurrentTagger", "init_recurrent_state",
+                "RecurrentState", "SourceMemory",
+            ),
+            "window": ("WindowLM",),
+        }.items()
+        for name in names
+    },
+)  # fmt: skip
 
 __all__ = [
     "ConvolutionLM",

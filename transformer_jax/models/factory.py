@@ -17,27 +17,9 @@ from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_count, check_key
-from transformer_jax.config import (
-    ConvolutionConfig,
-    ModelConfig,
-    NgramConfig,
-    Patches,
-    RecurrentConfig,
-    WindowConfig,
-)
+from transformer_jax.config import AnyModelConfig, ModelConfig, Patches
 from transformer_jax.config.fields import ConfigError, fail
 from transformer_jax.config.keywords import known_keywords
-from transformer_jax.lectures.convolution import ConvolutionLM
-from transformer_jax.lectures.ngram import NgramLM
-from transformer_jax.lectures.recent_tokens import RecentTokens, init_recent_tokens
-from transformer_jax.lectures.recurrent import (
-    RecurrentLM,
-    RecurrentSeq2Seq,
-    RecurrentTagger,
-    init_recurrent_state,
-)
-from transformer_jax.lectures.recurrent_layers import RecurrentState
-from transformer_jax.lectures.window import WindowLM
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.drawing import draw
 from transformer_jax.models.encoder_decoder import EncoderDecoder
@@ -49,14 +31,11 @@ from transformer_jax.pytree import Array, Params, cast
 from transformer_jax.tracing import traced
 
 Model = Encoder | Decoder | EncoderDecoder
-Recurrent = RecurrentLM | RecurrentSeq2Seq | RecurrentTagger
-Config = ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig
-DecodeState = ModelCache | RecurrentState | RecentTokens
 
 
-def _check_config(config: Config) -> None:
+def _check_config(config: AnyModelConfig) -> None:
     """Raise ValueError where this is no config, naming what it was taken for."""
-    if isinstance(config, Config):
+    if isinstance(config, AnyModelConfig):
         return
     given, rule = f"a {type(config).__name__}", "as preset('tiny') or ModelConfig(...) is"
     if isinstance(config, str):
@@ -76,21 +55,14 @@ def _check_config(config: Config) -> None:
 @overload
 def build(config: ModelConfig) -> Model: ...
 @overload
-def build(config: RecurrentConfig) -> Recurrent: ...
-@overload
-def build(config: ConvolutionConfig) -> ConvolutionLM: ...
-@overload
-def build(config: WindowConfig) -> WindowLM: ...
-@overload
-def build(config: NgramConfig) -> NgramLM: ...
+def build(config: AnyModelConfig) -> Any: ...
 @overload
 def build(config: CheckedModule) -> CheckedModule: ...
-def build(config: Config | CheckedModule) -> CheckedModule:
+def build(config: AnyModelConfig | CheckedModule) -> Any:
     """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
 
     Args:
-        config: of a transformer, a recurrent, a convolutional, a window or an n-gram model. A model
-            is returned as it is, with its edits.
+        config: of a model of any kind. A model is returned as it is, with its edits.
 
     Raises:
         ConfigError: if `config.implementation` names none of `IMPLEMENTATIONS`.
@@ -98,17 +70,8 @@ def build(config: Config | CheckedModule) -> CheckedModule:
     if isinstance(config, CheckedModule):
         return config
     _check_config(config)
-    if isinstance(config, RecurrentConfig):
-        if config.is_tagger:
-            return RecurrentTagger(config)
-        reads = config.source_vocab_size is not None
-        return RecurrentSeq2Seq(config) if reads else RecurrentLM(config)
-    if isinstance(config, ConvolutionConfig):
-        return ConvolutionLM(config)
-    if isinstance(config, WindowConfig):
-        return WindowLM(config)
-    if isinstance(config, NgramConfig):
-        return NgramLM(config)
+    if not isinstance(config, ModelConfig):
+        return config.build()
     if config.implementation not in (None, *IMPLEMENTATIONS):
         rule = f"must be one of {', '.join(map(repr, IMPLEMENTATIONS))} or None"
         fail("implementation", config.implementation, rule)
@@ -122,7 +85,7 @@ def build(config: Config | CheckedModule) -> CheckedModule:
 
 
 @known_keywords
-def init_params(config: Config, key: jax.Array) -> Params:
+def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
     """Draw fresh f32 parameters, as a nested dict.
 
     Args:
@@ -143,17 +106,17 @@ def init_params(config: Config, key: jax.Array) -> Params:
 
 
 @program(static=("config",))
-def _init(config: Config, key: jax.Array) -> Params:
+def _init(config: AnyModelConfig, key: jax.Array) -> Params:
     model, tokens = build(config), jnp.zeros((1, 1), jnp.int32)
     source: jax.Array = tokens
-    if isinstance(config, ModelConfig) and config.inputs is not None:
+    if config.inputs is not None:
         source = example_inputs(config.inputs, 1, 1)
-    if isinstance(model, EncoderDecoder | RecurrentSeq2Seq):
+    if config.kind == "encoder-decoder":
         return model.init({"params": key}, tokens, source=source)["params"]
     return model.init({"params": key}, source)["params"]
 
 
-def num_params(config: Config) -> int:
+def num_params(config: AnyModelConfig) -> int:
     """Count the parameters of a config; nothing is allocated."""
     if isinstance(config, Mapping):
         rule = "must be a config; of arrays, sum(x.size for x in jax.tree.leaves(params))"
@@ -190,7 +153,7 @@ def init_cache(
         ValueError: if the config is of another kind, or a size or the dtype cannot be.
     """
     _check_config(config)
-    if not isinstance(config, ModelConfig):
+    if not config.supports("cache"):
         rule = "its state comes from init_decode_state, which serves every model"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
     if config.kind != "decoder":
@@ -230,8 +193,8 @@ def init_paged_cache(
             cannot be.
     """
     _check_config(config)
-    if not isinstance(config, ModelConfig) or config.kind != "decoder":
-        given = getattr(config, "kind", type(config).__name__)
+    if not config.supports("cache") or config.kind != "decoder":
+        given = config.kind if config.supports("cache") else type(config).__name__
         raise ValueError(f"kind is {given!r}: a paged cache is of a decoder")
     if config.scan_layers:
         raise ValueError("scan_layers is True: a paged cache is of a looped stack")
@@ -267,7 +230,7 @@ def cache_bytes(
             cannot be.
     """
     _check_config(config)
-    if not isinstance(config, ModelConfig):
+    if not config.supports("cache"):
         raise ValueError(f"config is a {type(config).__name__}: it has no cache")
     arguments: dict[str, Any] = dict(capacity=capacity, dtype=dtype, slack=slack)
     if config.kind == "encoder-decoder":
@@ -277,14 +240,13 @@ def cache_bytes(
         length = 1 if source_length is None else source_length
         check_count("source_length", length, 1)
 
-        def empty() -> DecodeState:
+        def empty() -> Any:
             source = jnp.zeros((batch, length), jnp.int32)
             if config.inputs is not None:
                 source = example_inputs(config.inputs, batch, length)
             params = {"params": _init(config, jax.random.key(0))}
             model: Any = build(config)
-            found: DecodeState = model.apply(params, source, **arguments, method="init_cache")
-            return found
+            return model.apply(params, source, **arguments, method="init_cache")
     else:
         if source_length is not None:
             raise ValueError(f"source_length is {source_length}: kind is {config.kind!r}")
@@ -295,7 +257,7 @@ def cache_bytes(
 
 @known_keywords
 def init_decode_state(
-    config: Config | CheckedModule,
+    config: AnyModelConfig | CheckedModule,
     params: Params | None,  # read where there is a source only
     batch: int,
     capacity: int,
@@ -303,7 +265,7 @@ def init_decode_state(
     source: Array | None = None,  # i32[B, S], or what the config's inputs describe
     source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
-) -> DecodeState:
+) -> Any:
     """Make what `make_step(build(config))` reads first, for every model that writes tokens.
 
     A decoder has an empty cache; an encoder-decoder reads its source into one. A recurrent model
@@ -326,16 +288,14 @@ def init_decode_state(
             tokens, `dtype` is given to a model without a cache, or a size cannot be.
     """
     model: Any = build(config)
-    own: Config = model.config
+    own: AnyModelConfig = model.config
     reads = _check_state_arguments(own, batch, source, source_valid, dtype)
     if not reads:
         if isinstance(own, ModelConfig):
             return init_cache(own, batch, capacity, dtype)
-        if isinstance(own, RecurrentConfig):
-            return init_recurrent_state(own, batch)
-        return init_recent_tokens(own, batch)
-    state: DecodeState
-    if isinstance(own, RecurrentConfig):
+        return own.init_state(batch)
+    state: Any
+    if not own.supports("cache"):
         state = model.apply({"params": params}, source, valid=source_valid, method="init_state")
         return state
     positions = None
@@ -350,23 +310,20 @@ def init_decode_state(
 
 
 def _check_state_arguments(
-    config: Config,
+    config: AnyModelConfig,
     batch: int,
     source: Array | None,
     source_valid: Array | None,
     dtype: jax.typing.DTypeLike | None,
 ) -> bool:
     """Return whether the model reads a source; ValueError where the arguments do not fit it."""
-    if isinstance(config, ModelConfig):
-        reads = config.kind == "encoder-decoder"
-        if config.kind == "encoder":
-            raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
-    else:
-        reads = isinstance(config, RecurrentConfig) and config.source_vocab_size is not None
-        if dtype is not None:
-            rule = f"a {type(config).__name__} has no cache"
-            name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-            raise ValueError(f"dtype is {name}: {rule}")
+    reads = config.kind == "encoder-decoder"
+    if config.kind == "encoder" and config.supports("cache"):
+        raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
+    if dtype is not None and not config.supports("cache"):
+        rule = f"a {type(config).__name__} has no cache"
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        raise ValueError(f"dtype is {name}: {rule}")
     if source is None and reads:
         raise ValueError("source is None: this model reads a source first")
     if source is not None and not reads:

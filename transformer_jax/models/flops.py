@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, cast
 import jax
 
 from transformer_jax.config import LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import matrices, select
 from transformer_jax.models.stack import unstack_layers
@@ -124,8 +125,7 @@ def training_flops(
 @lru_cache(maxsize=1)  # of a run, which asks for each line that it logs
 def step_flops(config: TrainConfig) -> float:
     """Return the operations of learning from a row of `sequence_len` tokens, by what is trained."""
-    model, length = config.model, config.sequence_len
-    assert isinstance(model, ModelConfig)
+    model, length = as_transformer(config.model), config.sequence_len
     return training_flops(
         model, length, length,
         frozen=config.frozen or (), lora=config.lora, whole=config.trained_whole,

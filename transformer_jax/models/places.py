@@ -33,13 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import (
-    ConvolutionConfig,
-    ModelConfig,
-    NgramConfig,
-    RecurrentConfig,
-    WindowConfig,
-)
+from transformer_jax.config import AnyModelConfig, ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
 from transformer_jax.models.editing import WHOLE, Call, Edit, InCall, apply_edit
@@ -70,10 +64,7 @@ OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
-Config = ModelConfig | RecurrentConfig | ConvolutionConfig | WindowConfig | NgramConfig
-
-
-def places(config: Config | nn.Module) -> dict[str, Shape]:
+def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
     """Return the name and the shape of every place of the config's model, or of a model.
 
     Letters are sizes of a call: B rows, T tokens, S keys (with a cache, its slots, and with one
@@ -110,25 +101,17 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
     its attention. Convolutions have `read_out` and `logits`: the vectors of earlier tokens are
     computed anew from the tokens. The probabilities of n-grams are known as `logits` alone.
     """
-    if isinstance(config, nn.Module) and isinstance(own := getattr(config, "config", None), Config):
+    if isinstance(config, nn.Module) and isinstance(
+        own := getattr(config, "config", None), AnyModelConfig
+    ):
         found = places(own)
         if hasattr(config, "frame_dim"):  # a StreamingEncoder
             del found["logits"]
         return found
-    if not isinstance(config, Config):
+    if not isinstance(config, AnyModelConfig):
         raise ValueError(f"config is a {type(config).__name__}: must be a config, or build(config)")
-    if isinstance(config, RecurrentConfig):
-        return _recurrent_places(config)
-    if isinstance(config, WindowConfig):
-        of_window: dict[str, Shape] = {"embedding": ("B", "T", config.context * config.d_embed)}
-        for i in range(config.num_layers):
-            of_window[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
-        return of_window | {"logits": ("B", "T", config.vocab_size)}
-    if isinstance(config, ConvolutionConfig):
-        read_out: Shape = ("B", "T", config.d_hidden)
-        return {"read_out": read_out, "logits": ("B", "T", config.vocab_size)}
-    if isinstance(config, NgramConfig):
-        return {"logits": ("B", "T", config.vocab_size)}
+    if not isinstance(config, ModelConfig):
+        return config.places()
     own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
     if config.kind == "encoder":
         own = _stack_places(config, config.num_layers)
@@ -138,26 +121,6 @@ def places(config: Config | nn.Module) -> dict[str, Shape]:
     if config.has_logits:
         own["logits"] = ("B", "T", config.vocab_size)
     return own
-
-
-def _recurrent_places(config: RecurrentConfig) -> dict[str, Shape]:
-    found: dict[str, Shape] = {"embedding": ("B", "T", config.d_embed)}
-    for i in range(config.num_layers):
-        if config.is_tagger:
-            found[f"layer_{i}/output"] = ("B", "T", config.memory_dim)
-            continue
-        found[f"layer_{i}/hidden"] = ("B", "T", config.d_hidden)
-        if config.cell == "lstm":
-            found[f"layer_{i}/cell"] = ("B", "T", config.d_hidden)
-    if config.attention is not None:
-        found["attention/weights"] = ("B", "T", "S")
-        found["attention/context"] = ("B", "T", config.memory_dim)
-    if config.source_vocab_size is not None:
-        found["encoder/embedding"] = ("B", "T", config.d_embed)
-        for i in range(config.num_layers):
-            found[f"encoder/layer_{i}/output"] = ("B", "T", config.memory_dim)
-    found["read_out"] = ("B", "T", config.read_out_dim)
-    return found | {"logits": ("B", "T", config.vocab_size)}
 
 
 def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> dict[str, Shape]:
@@ -204,7 +167,7 @@ Edits = tuple[tuple[str, InCall], ...]
 """Functions by the names of places, in a form that can be a static argument."""
 
 
-def named_edits(config: Config | nn.Module, edit: Mapping[str, Edit]) -> Edits:
+def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) -> Edits:
     """Return an edit by the whole names of its places; ValueError if a name or value is none."""
     if not isinstance(edit, Mapping):
         raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
@@ -243,7 +206,7 @@ class Places:
     @classmethod
     def of(
         cls,
-        model: Config | nn.Module,
+        model: AnyModelConfig | nn.Module,
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:

@@ -4,7 +4,7 @@ A family (`families`) is a table of tensor names and a reading of `config.json`;
 `safetensors_folder` reads the files, `peft` adapters. Tokenizers are in `tokenizers`.
 """
 
-from transformer_jax.pretrained.g2p import read_g2p
+from transformer_jax.config.kinds import later
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.peft import load_lora, save_lora
 from transformer_jax.pretrained.save import save_pretrained
@@ -14,6 +14,8 @@ from transformer_jax.pretrained.sentences import (
     pool_sentences,
 )
 from transformer_jax.pretrained.tensors import tensor_names
+
+__getattr__ = later(__name__, {"read_g2p": "transformer_jax.lectures.g2p"})
 
 __all__ = [
     "SentenceEncoder",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config import ConfigError
 from transformer_jax.decoding.completion import (
     WithoutHistory,
     first_key,
@@ -130,7 +130,7 @@ class Engine:
         known = map(WithoutHistory, known_ids(model.config, model.tokenizer))
         self._processors = (*model.model.processors, *known)
         # A ring forgets what a prefix needs, processors must see it, and int8 would round it twice.
-        whole = isinstance(model.config, ModelConfig) and model.config.window is None
+        whole = model.config.supports("cache") and model.config.window is None
         self._shares = whole and cache_dtype is None and not model.model.processors
         self._running: list[Ticket] = []
         self.batcher = self._new_batcher()

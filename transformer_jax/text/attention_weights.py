@@ -107,8 +107,8 @@ def attention_weights(
 ) -> AttentionWeights:
     """Return the weights of what `LanguageModel.attend` takes."""
     config = model.config
-    transformer = isinstance(config, ModelConfig) and config.inputs is None
-    if not transformer and getattr(config, "attention", None) is None:
+    blocks = config if isinstance(config, ModelConfig) else None
+    if (blocks is None or config.inputs is not None) and getattr(config, "attention", None) is None:
         rule = "has no attention over tokens; model.apply(..., capture=places(config)) looks inside"
         raise ConfigError(f"attend: a {type(config).__name__} of {model.name!r} {rule}")
     prompt, tokenizer = read_prompt(model, text), model.tokenizer
@@ -117,14 +117,14 @@ def attention_weights(
     found = _weights(built, model.params, ids[None], prompt.given())
     labels = token_texts(tokenizer, ids)
     of_blocks, encoder, cross = np.zeros((0, 1, len(ids), len(ids)), np.float32), None, None
-    if isinstance(config, ModelConfig):
-        depth = config.num_layers if config.kind == "encoder" else config.decoder_layers
+    if blocks is not None:
+        depth = blocks.num_layers if blocks.kind == "encoder" else blocks.decoder_layers
         of_blocks = _stacked(found, "block_{}/attention/weights", depth)
     if source is None or prompt.labels is None:
         return AttentionWeights(labels, of_blocks)
-    if isinstance(config, ModelConfig):
-        cross = _stacked(found, "block_{}/cross_attention/weights", config.decoder_layers)
-        encoder = _stacked(found, "encoder/block_{}/attention/weights", config.num_layers)
+    if blocks is not None:
+        cross = _stacked(found, "block_{}/cross_attention/weights", blocks.decoder_layers)
+        encoder = _stacked(found, "encoder/block_{}/attention/weights", blocks.num_layers)
     else:
         cross = np.asarray(found["attention/weights"], np.float32)[None]
     return AttentionWeights(

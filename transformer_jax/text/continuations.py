@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
@@ -161,7 +161,7 @@ def _pays(model: Reader, requests: Sequence[ScoringRequest], batch_size: int) ->
 
     All logits of the continuations of a batch exist at once then.
     """
-    if not isinstance(model.config, ModelConfig) or len(requests) < 2:  # others have no cache
+    if not model.config.supports("cache") or len(requests) < 2:
         return False
     width = max(len(request.continuation) for request in requests)
     logits = batch_size * bucket(width) * model.config.vocab_size
@@ -263,7 +263,7 @@ def _rows_program(
     """Return log p of each label after token `at`, and whether it is the likeliest one."""
     config = model.config
     given = {"params": params}
-    if model.edits or not isinstance(config, ModelConfig):
+    if model.edits or not config.supports("output_layer"):
         logits = model.apply(given, tokens)[0]
         return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
     x, table, bias = model.apply(given, tokens, method="output_layer")

@@ -6,25 +6,19 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import (
     ChatTask,
-    DigitsTask,
-    GeneratedTask,
     LanguageTask,
     OwnTask,
     PreferenceTask,
     PrefixTask,
     Seq2SeqTask,
     Task,
-    TonesTask,
 )
-from transformer_jax.lectures.continuous import Signals
-from transformer_jax.lectures.signals import read_signals
 from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.pytree import Params
 from transformer_jax.text.reading import Reader, published_run
@@ -92,8 +86,10 @@ def evaluate(
     if edit and isinstance(config.task, OwnTask):
         rule = "the model of a task of your own is edited by model.apply(..., edit=)"
         raise ConfigError(f"edit of {next(iter(edit))}: {rule}")
-    if isinstance(config.task, DigitsTask | TonesTask):
-        return judge_signals(config, model.tokenizers, model.params, data, report, edit)
+    if config.task.reads_numbers:
+        own: Any = config.task  # that `ReadsNumbers`
+        read = own.load_file(config, model.tokenizers, data)
+        return judge(read, model.params, report, edit)
     return judge_file(config, model.tokenizers, model.params, report, edit)
 
 
@@ -122,9 +118,7 @@ def task_on(
     if isinstance(task, PreferenceTask):
         rule = "its loss is relative to the model that the run began with; train.py measures it"
         raise ConfigError(f"run is of task 'preference': {rule}")
-    if isinstance(task, GeneratedTask):  # a file of pairs, read as those of its examples
-        two_rows = model_shape(model.config) == "encoder-decoder"
-        task = Seq2SeqTask(beams=1) if two_rows else PrefixTask(bidirectional=False, beams=1)
+    task = task.on_a_file(model.config)
     if isinstance(task, Seq2SeqTask | PrefixTask):
         changes: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         if beams is not None:
@@ -132,13 +126,14 @@ def task_on(
         changes |= {"targets": targets, "val_targets": targets}
         task = dataclasses.replace(task, **changes)
     else:
-        signals = isinstance(task, DigitsTask | TonesTask)
-        for name in ("targets", "beams") if signals else ("targets", "beams", "examples"):
+        decoded = ("examples",) if not task.reads_numbers else ()
+        for name in ("targets", "beams", *decoded):
             if options[name] is not None:
                 rule = f"a run of task {task.kind!r} has no pairs"
                 raise ConfigError(f"{name} is {options[name]!r}: {rule}")
-    if isinstance(task, DigitsTask | TonesTask):  # which reads no file while it is trained
-        task = dataclasses.replace(task, judged=examples or 2**31 - 1)
+    if task.reads_numbers:  # which reads no file while it is trained
+        judged: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
+        task = dataclasses.replace(task, **judged)
         return dataclasses.replace(run, task=task, eval_batches=None)
     return dataclasses.replace(
         run, task=task, data=data, val_data=data, eval_batches=None, data_weights=None
@@ -203,21 +198,6 @@ def judge_file(
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
     if isinstance(own := task.tokenizers.tokenizer, SpecialTokens):
         check_has(tokenizers.tokenizer, *own.names)  # a token that is added now is not trained
-    return judge(task, params, report, edit)
-
-
-def judge_signals(
-    config: TrainConfig,
-    tokenizers: Tokenizers,
-    params: Params,
-    path: str,
-    report: Report | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
-) -> dict[str, float]:
-    """Return what a model of pictures or sounds comes to on those of a .npz file."""
-    assert isinstance(config.task, DigitsTask | TonesTask)
-    signals = read_signals(config.task, path)
-    task = Signals(config, tokenizers, config.model.vocab_size, signals)
     return judge(task, params, report, edit)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig
+from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.decoding.completion import longest_text
@@ -115,7 +115,7 @@ def decoding_programs(
     config: AnyModelConfig, params: Params, context: int
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
     """Return prefill and step as functions of dicts of arrays, and the shapes of a row's state."""
-    if isinstance(config, ModelConfig):
+    if hasattr(config, "implementation"):
         config = replace(config, implementation="xla")
     structure, names = jax.tree.structure(params), [*named(params)]
     model: Any = build(config)  # one that writes: `make_step` refuses the others
@@ -183,10 +183,10 @@ def describe(
 def check_is_decoder(config: AnyModelConfig) -> None:
     """Raise ConfigError unless the model goes on with a text."""
     rule = "must be a model that goes on with a text, and reads no source"
-    if isinstance(config, ModelConfig) and config.kind != "decoder":
-        raise ConfigError(f"kind is {config.kind!r}: {rule}")
-    if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
+    if config.kind == "encoder-decoder" and not config.supports("shared_table"):
         raise ConfigError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
+    if config.kind != "decoder" and config.supports("cache"):
+        raise ConfigError(f"kind is {config.kind!r}: {rule}")
 
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from transformer_jax.checks import INT32, check_count
-from transformer_jax.config import ConfigError, DType, ModelConfig
+from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.completion import known_ids, longest_text
 from transformer_jax.decoding.continuous_batching import Batcher, Request
@@ -354,7 +354,7 @@ class TransformerJaxLM(_Base):
             until = (*until, *filter(None, [own.decode([end])]))
         room = max(map(len, prompts.values())) + given.num_tokens
         config: Any = shortened(model.config, room)
-        capacity = min(room, config.max_len) if isinstance(config, ModelConfig) else room
+        capacity = room if config.max_len is None else min(room, config.max_len)
         empty = init_decode_state(config, None, 1, capacity)
         key = jax.random.key(self.seed)
         requests = (

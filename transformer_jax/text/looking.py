@@ -20,6 +20,7 @@ import numpy as np
 from transformer_jax import inside
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.inside.lens import no_sum
 from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
@@ -442,9 +443,9 @@ def _answer(
     """Return the id of a word; without one, of the likeliest token that stands for text."""
     if word is not None:
         return token_id(model.tokenizer, name, word, model.config.vocab_size)
-    config = model.config
-    assert isinstance(config, ModelConfig)
-    logits = programs.logits(config, model.params, prompt.ids[None], given, at)
+    logits = programs.logits(
+        as_transformer(model.config), model.params, prompt.ids[None], given, at
+    )
     return int(np.argmax(np.asarray(logits)[: _kinds(model)]))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count
-from transformer_jax.config import ConfigError, ModelConfig, NgramConfig, RecurrentConfig
+from transformer_jax.config import ConfigError
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.text.prompts import token_id
 from transformer_jax.text.reading import Reader
@@ -60,14 +60,9 @@ def nearest_words(
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
     """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
     config, params = model.config, model.params
-    if isinstance(config, NgramConfig) or getattr(config, "inputs", None) is not None:
+    if (table := config.word_vectors(params)) is None:
         kind = type(config).__name__
         raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
-    if isinstance(config, RecurrentConfig) and config.source_vocab_size is not None:
-        table = params["encoder"]["tokens"]
-    else:
-        separate = isinstance(config, ModelConfig) and config.source_vocab_size is not None
-        table = params["embed"]["source_tokens" if separate else "tokens"]
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)

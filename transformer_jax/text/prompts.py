@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.attention.masks import Causal, Padding
-from transformer_jax.config import ModelConfig
-from transformer_jax.config.architectures import model_shape
 from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
 from transformer_jax.text.reading import Reader
@@ -69,7 +67,7 @@ def read_prompt(model: Reader, text: Any) -> Prompt:
             None if row is None else np.asarray(row)
             for row in (example.tokens, example.source, example.prefix, example.labels)
         )
-    elif model_shape(config) == "encoder":
+    elif config.kind == "encoder":
         if model.kind == "labels":
             ids = encoder_frame(tokenizer).around(encode_text(tokenizer, text))
         else:
@@ -82,11 +80,8 @@ def read_prompt(model: Reader, text: Any) -> Prompt:
         ids = model.read(text)
     assert ids is not None
     ids = model.known(ids.astype(np.int32), "the text")
-    if isinstance(config, ModelConfig):
-        positions = config.positions
-        limited = positions is None or positions.absolute or config.kind != "encoder-decoder"
-        if limited and len(ids) > (most := config.max_len):
-            raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
+    if (most := config.longest_row) is not None and len(ids) > most:
+        raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
     return Prompt(ids, source, prefix, labels)
 
 

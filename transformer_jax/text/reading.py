@@ -13,17 +13,15 @@ import jax
 import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
-    DigitsTask,
     LanguageTask,
     MaskedTask,
     OwnTask,
     PreferenceTask,
     Task,
-    TonesTask,
 )
 from transformer_jax.decoding import completion
 from transformer_jax.loading import TextModel
@@ -84,6 +82,8 @@ class Reader:
         masks: fill its masks; labels: name its class. `signals` are no texts, and an encoder that
         has a head for none of these gives `vectors`.
         """
+        if self.task is not None and self.task.reads_numbers:
+            return "signals"
         match self.task:
             case MaskedTask():
                 return "masks"
@@ -93,17 +93,15 @@ class Reader:
                 return "chat"
             case PreferenceTask() as task:
                 return "chat" if reads_messages(task, self.tokenizer) else "text"
-            case DigitsTask() | TonesTask():
-                return "signals"
             case LanguageTask():
                 return "text"
             case None | OwnTask():
                 pass
             case _:
                 return "targets"
-        shape = model_shape(self.config)
+        shape = self.config.kind
         if shape == "encoder":
-            masks = isinstance(self.config, ModelConfig) and self.config.masked_token_head
+            masks = self.config.masked_token_head
             return "masks" if masks else "vectors"
         return "targets" if shape == "encoder-decoder" else "text"
 

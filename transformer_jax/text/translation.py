@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.cache.model_cache import ModelCache
-from transformer_jax.config import ModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.completion import TextGenerator, scored_texts
@@ -101,8 +101,7 @@ def _begun(
     generator: TextGenerator, source: np.ndarray, num_tokens: int
 ) -> tuple[ModelStep, ModelCache]:
     """Return the decoder's step, and its state after the source, with room for `num_tokens`."""
-    config = generator.config
-    assert isinstance(config, ModelConfig)
+    config = as_transformer(generator.config)
     if not len(source):
         raise ValueError("the source has no tokens: must have at least one")
     if config.positions is not None and config.positions.absolute and len(source) > config.max_len:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from transformer_jax.checks import check_count, check_key
-from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.logit_processors import (
@@ -159,8 +160,7 @@ class Writer(Reader):
     def _masked_run(self) -> TrainConfig:
         if self.model.run is not None:
             return self.model.run
-        assert isinstance(self.config, ModelConfig)
-        return published_run(self.config, self.name)
+        return published_run(as_transformer(self.config), self.name)
 
     def _source(self, text: str) -> np.ndarray:  # i32[S]
         assert isinstance(self.tokenizer, PretrainedTokenizer)
@@ -170,8 +170,7 @@ class Writer(Reader):
         return ids
 
     def _target_count(self, num_tokens: int | None) -> int:
-        config = self.config
-        assert isinstance(config, ModelConfig)
+        config = as_transformer(self.config)
         count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
         if config.positions is not None and config.positions.absolute and count > config.max_len:
             raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
@@ -223,9 +222,8 @@ def sized(generator: TextGenerator, prompts: Sequence[np.ndarray], count: int) -
 
 def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
     """Return a config with room for so many tokens, whose cache is no larger than it has to be."""
-    if not isinstance(config, ModelConfig) or isinstance(config.positions, Learned):
-        return config
-    return replace(config, max_len=min(config.max_len, -(-needed // 64) * 64))
+    most = -(-needed // 64) * 64
+    return config.with_max_len(most if config.max_len is None else min(config.max_len, most))
 
 
 def checked(

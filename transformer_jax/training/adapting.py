@@ -11,7 +11,7 @@ import jax
 import optax
 from flax.traverse_util import flatten_dict
 
-from transformer_jax.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, LoraConfig, TrainConfig
 from transformer_jax.loading import check_base
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, rejoined, trained_part
@@ -43,7 +43,7 @@ def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Los
 
 def given_params(config: TrainConfig, start: StartModel) -> Params:
     """Load the parameters of the model to start from, of the stack that the run has."""
-    return start.params(isinstance(config.model, ModelConfig) and config.model.scan_layers)
+    return start.params(config.model.scan_layers)
 
 
 def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params:

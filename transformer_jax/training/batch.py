@@ -17,8 +17,7 @@ from einops import rearrange
 from jax.sharding import PartitionSpec
 
 from transformer_jax.attention.masks import Causal, Padding
-from transformer_jax.config import ModelConfig, NgramConfig
-from transformer_jax.config.architectures import AnyModelConfig, model_shape
+from transformer_jax.config import AnyModelConfig
 from transformer_jax.kernels import platform
 from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.experts import ROUTED, router_loss
@@ -75,14 +74,13 @@ def as_given(batch: Batch) -> Batch:
 def _reading(model: AnyModel) -> Callable[..., Any]:
     """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
     config: AnyModelConfig = model.config
-    experts = config.experts if isinstance(config, ModelConfig) else None
-    transformer, shape = isinstance(config, ModelConfig), model_shape(config)
+    experts, shape = config.experts, config.kind
 
     def padding(name: str, valid: Leaf) -> dict[str, Leaf]:
         """Return the argument that tells the model where padding stands, if there is any."""
         if valid is None:
             return {}
-        if not transformer:
+        if not config.supports("positions"):
             return {name + "valid": valid}
         index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
         return {name + "positions": jnp.where(valid, index, -1)}
@@ -96,7 +94,7 @@ def _reading(model: AnyModel) -> Callable[..., Any]:
     ) -> Any:
         """Call a method; to `routed` add the loss of experts, where there are any."""
         given = padding("", batch.valid)
-        if not isinstance(config, NgramConfig):  # which has no dropout
+        if config.supports("dropout"):
             given["key"] = key
         if batch.segments is not None:
             given["segments"] = batch.segments
@@ -218,7 +216,7 @@ def batch_loss(
         params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
         labels, routed = batch.labels, list[jax.Array]()
-        if isinstance(config, ModelConfig) and labels.ndim == 2:
+        if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
             size = size if chunk is None else chunk
@@ -254,7 +252,7 @@ def batch_scores(
 
     def scores(params: Params, batch: Batch) -> jax.Array:  # f32[3]
         labels = batch.labels
-        if isinstance(config, ModelConfig) and labels.ndim == 2 and not whole:
+        if config.supports("output_layer") and labels.ndim == 2 and not whole:
             size = chosen_chunk(len(labels) // row_shards, labels.shape[1], config.vocab_size)
             if size < labels.shape[1]:
                 x, table, bias = read("output_layer", params, batch, None)
@@ -295,7 +293,7 @@ def token_nats(
     """Return -log p of each label [B, T]; 0 of one that does not count."""
     labels, model = batch.labels, build(config)
     config = model.config
-    if isinstance(config, ModelConfig) and not model.edits:
+    if config.supports("output_layer") and not model.edits:
         x, table, bias = _reading(model)("output_layer", params, batch, None)
         rows, length = labels.shape
         size = chosen_chunk(rows, length, config.vocab_size)

@@ -17,8 +17,6 @@ from transformer_jax.checkpoints.run_folder import MAY_CHANGE
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
-from transformer_jax.lectures.ngram import count_ngrams
-from transformer_jax.lectures.ngram_config import NgramConfig
 from transformer_jax.models.module import Watched
 from transformer_jax.programs import brings_code, disturbed
 from transformer_jax.pytree import PyTree
@@ -86,13 +84,13 @@ class Programs:
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the programs of a task, and its config; an n-gram model gets its sizes here.
+    """Return the programs of a task, and its config; a model that counts gets its sizes here.
 
     Another run of the same numbers compiles nothing.
     """
     config = task.config
-    if isinstance(config.model, NgramConfig):
-        return counted(config, config.model, task)
+    if not config.model.supports("gradients"):
+        return counted(config, task)
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}  # what enters no program
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
@@ -168,11 +166,9 @@ def _fresh_learner(
     return start_state(learner.fresh(init_key), optimizer, key, **held_as)
 
 
-def counted(
-    config: TrainConfig, ngram: NgramConfig, task: TrainingTask
-) -> tuple[TrainConfig, Programs]:
-    """Return the programs of an n-gram model, whose only step counts, and its config."""
-    model, params = count_ngrams(ngram, task.documents())
+def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
+    """Return the programs of a model whose only step counts, and its config."""
+    model, params = config.model.count(task.documents())
     scores = batch_scores(model)
 
     def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:

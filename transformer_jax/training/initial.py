@@ -116,7 +116,7 @@ def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) ->
     Classes without names have labels that are their numbers, or else the run's in their order.
     """
     head, names = params["classifier"], start.labels
-    of_sentences = isinstance(start.config, ModelConfig) and start.config.masked_token_head
+    of_sentences = start.config.masked_token_head
     kernel = head["kernel"]
     assert not isinstance(kernel, Mapping)
     count = kernel.shape[-1]

@@ -27,7 +27,7 @@ from transformer_jax.checkpoints.run_folder import (
     locked,
     plot_losses,
 )
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
@@ -191,12 +191,12 @@ def _doubts(config: TrainConfig) -> Iterator[str]:
     if config.warmup >= config.steps:
         rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
         yield f"warmup_steps is {config.warmup}: {rule}"
-    if isinstance(config.task, PreferenceTask) and isinstance(model, ModelConfig):
+    if isinstance(config.task, PreferenceTask):
         for name in ("dropout", "attention_dropout"):
             if rate := getattr(model, name):
                 rule = "the model that answers are compared with has none"
                 yield f"{name} is {rate:g}: {rule}, so the loss does not start at log 2"
-    experts = model.experts if isinstance(model, ModelConfig) else None
+    experts = model.experts
     if experts is not None and experts.top_k == 1 < experts.count and experts.normalize:
         rule = "each token's only weight is 1, so the router learns nothing from the task's loss"
         yield f"experts have top_k=1 and normalize=True: {rule} (it does with normalize=False)"

@@ -11,7 +11,7 @@ from typing import Literal
 
 import jax
 
-from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config import TrainConfig
 from transformer_jax.models.flops import step_flops
 from transformer_jax.training.planning.peaks import chip_of
 
@@ -67,7 +67,7 @@ def flops_utilisation(
     """
     found = jax.devices()
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)
-    if chip is None or not isinstance(config.model, ModelConfig):
+    if chip is None or not config.model.supports("plan"):
         return None
     each = step_flops(config) / config.sequence_len
     count = len(found) if devices is None else devices

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.models.factory import build
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split
@@ -102,8 +103,7 @@ def _margins(
     config: TrainConfig, beta: float, row_shards: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return what gives r(chosen) - r(rejected) of each row, f32[B], and 1 where it has a pair."""
-    model = config.model
-    assert isinstance(model, ModelConfig)
+    model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)
 
     def margins(

@@ -29,7 +29,7 @@ from transformer_jax.lectures.demos.shared import (
     print_table,
     save_picture,
 )
-from transformer_jax.lectures.recurrent_layers import LSTMCell
+from transformer_jax.lectures.recurrent import LSTMCell
 
 OPTIONS: Options = {"tokens": (101, 24), "width": (32, 32), "seed": (0, 0)}
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import jax
 from jax.stages import Compiled
 
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.models.quantized import count
 from transformer_jax.pytree import PyTree
 
@@ -110,7 +110,7 @@ def check_step(memory: StepMemory, config: TrainConfig) -> None:
     there = device_memory()
     if memory.total > there:
         more = "a shorter context and a mesh"
-        if isinstance(config.model, ModelConfig):
+        if config.model.supports("plan"):
             more = "`remat='full'`, `scan_layers=True` and a mesh"
         raise ConfigError(
             f"batch_size is {config.batch_size}: a step needs {_gib(memory.total)} GiB on each "

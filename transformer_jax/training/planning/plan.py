@@ -21,8 +21,9 @@ from jax.tree_util import KeyPath
 
 from transformer_jax.config import AdamW, ConfigError, MeshConfig, ModelConfig, TrainConfig
 from transformer_jax.config.fields import FieldValue
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.optimizers import Adafactor
-from transformer_jax.config.tasks import ClassifyTask, ContinuousTask, GeneratedTask, PreferenceTask
+from transformer_jax.config.tasks import ClassifyTask, PreferenceTask
 from transformer_jax.models.factory import build, init_cache, init_params
 from transformer_jax.models.flops import forward_flops, step_flops
 from transformer_jax.models.inputs import example_inputs
@@ -111,7 +112,7 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     model = config.model
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
-    if isinstance(config.task, GeneratedTask | ContinuousTask):
+    if config.task.makes_examples:
         rule = "the lengths of its examples are its own: plans are made of `context` tokens"
         raise ConfigError(f"task is {config.task.kind!r}: {rule}")
     if isinstance(config.task, PreferenceTask):
@@ -268,18 +269,17 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
 
     A remedy is yielded where its state and gradients alone would fit.
     """
-    assert isinstance(config.model, ModelConfig)
+    model = as_transformer(config.model)
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
     changed, flags = config, list[str]()
 
     def with_model(**changes: FieldValue) -> TrainConfig:
-        assert isinstance(changed.model, ModelConfig)
         return replace(changed, model=replace(changed.model, **changes))
 
     steps: list[tuple[bool, str, Callable[[], TrainConfig]]] = [
-        (config.model.remat != "full", "--remat full", lambda: with_model(remat="full")),
+        (model.remat != "full", "--remat full", lambda: with_model(remat="full")),
         (
-            not config.model.scan_layers and not isinstance(config.model.window, tuple),
+            not model.scan_layers and not isinstance(model.window, tuple),
             "--scan-layers True",
             lambda: with_model(scan_layers=True),
         ),

@@ -13,17 +13,11 @@ from transformer_jax.config.fields import fail
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
-    ContinuousTask,
-    DigitsTask,
-    GeneratedTask,
     LanguageTask,
     MaskedTask,
-    OwnTask,
     PreferenceTask,
-    TonesTask,
 )
 from transformer_jax.corpus.folder import prepared_folders
-from transformer_jax.lectures.continuous import Signals
 from transformer_jax.training.tasks.chat import Conversations
 from transformer_jax.training.tasks.classify import Classes
 from transformer_jax.training.tasks.language import LanguageDocuments, LanguageWindows
@@ -31,7 +25,7 @@ from transformer_jax.training.tasks.masked import MaskedWindows
 from transformer_jax.training.tasks.metrics import compare_texts, edit_distance
 from transformer_jax.training.tasks.pairs import Pairs
 from transformer_jax.training.tasks.preferences import Preferences
-from transformer_jax.training.tasks.task import Tokenizers, TrainingTask
+from transformer_jax.training.tasks.task import LoadsExamples, Tokenizers, TrainingTask
 
 __all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load_task"]
 
@@ -50,14 +44,15 @@ def load_task(
         ConfigError: if the config does not fit the data.
         DataError: if the data cannot be used.
     """
-    if isinstance(config.task, OwnTask):
+    if isinstance(config.task, LoadsExamples):
         task = config.task.load(config, tokenizers, vocab_size)
         if not isinstance(task, TrainingTask):
             rule = "must be a TrainingTask"
             fail("task", config.task, f"load returns a {type(task).__name__}: {rule}")
-        if (task.learner is None) != (config.task.loaded_by is None):
+        loaded_by = getattr(config.task, "loaded_by", None)
+        if (task.learner is None) != (loaded_by is None):
             rule = "a task with a learner says what loads its runs, and no other one does"
-            fail("task", config.task, f"loaded_by is {config.task.loaded_by!r}: {rule}")
+            fail("task", config.task, f"loaded_by is {loaded_by!r}: {rule}")
         return task
     if folders := _prepared(config):
         if importlib.util.find_spec("grain") is None:
@@ -78,15 +73,11 @@ def load_task(
             return Conversations(config, tokenizers, vocab_size)
         case PreferenceTask():
             return Preferences(config, tokenizers, vocab_size)
-        case DigitsTask() | TonesTask():
-            return Signals(config, tokenizers, vocab_size)
     return Pairs(config, tokenizers, vocab_size)
 
 
 def _prepared(config: TrainConfig) -> tuple[str, ...]:
     """Return the prepared folders that a config names; ConfigError where they are needed."""
-    if isinstance(config.task, GeneratedTask | ContinuousTask):
-        return ()
     folders = prepared_folders(config.data)
     weights = config.data_weights
     if weights is not None and len(weights) != len(folders):

@@ -11,8 +11,7 @@ import numpy as np
 
 from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.cache.model_cache import ModelCache
-from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
+from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
@@ -107,7 +106,7 @@ def write_targets(
     Sources of about one length are read together; an answer depends on no other source.
     """
     found = [""] * len(sources)
-    begins = model_shape(config.model) == "encoder-decoder"
+    begins = config.model.kind == "encoder-decoder"
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     model = build(config.model) if model is None else model
     tell = report or (lambda done, total: None)
@@ -128,12 +127,12 @@ def _encoded(config: TrainConfig, tokenizers: Tokenizers, text: str) -> np.ndarr
     ids = encode_text(tokenizers.of_source, text)
     if not len(ids):
         raise DataError(f"prompt is {text!r}: a source must have at least one token")
-    if model_shape(config.model) == "encoder-decoder":
+    if config.model.kind == "encoder-decoder":
         ids = source_frame(tokenizers.of_source).around(ids)
     else:
         ids = source_ids(tokenizers.tokenizer, text)
     check_known(known_sources(config), tokenizers.of_source, f"prompt is {text!r:.40}", ids)
-    if len(ids) > config.sequence_len and isinstance(config.model, ModelConfig):
+    if len(ids) > config.sequence_len and config.model.max_len is not None:
         raise DataError(
             f"prompt is {text!r:.40}: {len(ids)} tokens, the model was trained on at most "
             f"{config.sequence_len}"
@@ -162,7 +161,7 @@ def _start(
         tokens = tokens[:, : lengths.max()]
         valid = None if valid is None else valid[:, : lengths.max()]
     step: Any = make_step(built).told(apart=True)  # type: ignore[call-overload]  # rows are filled
-    if model_shape(model) == "encoder-decoder":
+    if model.kind == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)
         prompt = np.full((len(rows), 1), target.start, np.int32)
@@ -175,7 +174,7 @@ def _start(
         state = _init(told, params, len(rows), count, tokens, valid)
     else:
         stop, capacity = end_ids(tokenizer), config.sequence_len
-        if isinstance(model, ModelConfig):
+        if model.supports("cache"):
             prompts["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
             # sizes that follow from the bucket alone: one program for all sources in it
             count = min(count, config.sequence_len)
@@ -238,7 +237,7 @@ def search_targets(
     rows = zip(
         *(np.asarray(x)[0] for x in (found.scores, found.tokens, found.lengths)), strict=True
     )
-    begins = model_shape(config.model) == "encoder-decoder"
+    begins = config.model.kind == "encoder-decoder"
     return [
         (float(score), _text(tokenizers.tokenizer, _without_ends(ids[:n], named["stop"]), begins))
         for score, ids, n in rows

@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from transformer_jax.config import ModelConfig, TrainConfig
+from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import ChatTask
 from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
@@ -109,8 +109,9 @@ def answer_messages(
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
     check_known(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
-    if isinstance(config.model, ModelConfig) and len(prompt) >= config.model.max_len:
-        rule = f"must be less than max_len {config.model.max_len}"
+    longest = config.model.max_len
+    if longest is not None and len(prompt) >= longest:
+        rule = f"must be less than max_len {longest}"
         raise DataError(f"{what} {len(prompt)} tokens: {rule}")
     key = jax.random.fold_in(jax.random.key(config.seed), 2 + number)
     generator = TextGenerator(

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.config.architectures import model_shape
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.factory import build
@@ -73,7 +72,7 @@ class Classes(RowsTask):
         self.pairs = val
 
         def rows(pairs: Sequence[Pair]) -> Rows:
-            padding = model_shape(config.model) == "encoder"
+            padding = config.model.kind == "encoder"
             return bucketed([class_example(config, tokenizers, pair) for pair in pairs], padding)
 
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
@@ -116,7 +115,7 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 def label_names(config: TrainConfig) -> list[str]:
     """Return the names of the tokens that stand for classes; none where a head says the class."""
-    if model_shape(config.model) == "encoder":
+    if config.model.kind == "encoder":
         return []
     return [f"label:{label}" for label in labels_of(config)]
 

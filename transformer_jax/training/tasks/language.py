@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from transformer_jax.config import Learned, ModelConfig, TrainConfig
+from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import Documents, LanguageTask
 from transformer_jax.decoding.completion import TextGenerator, read_prompt
 from transformer_jax.decoding.samplers import Sample, Temperature
@@ -170,9 +170,8 @@ def _documents(config: TrainConfig, kind: Documents) -> tuple[list[str], list[st
 def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) -> str:
     """Return a text of `sample_tokens` tokens that the model writes from nothing."""
     model = config.model
-    if config.init_from is not None and isinstance(model, ModelConfig):
-        if not isinstance(model.positions, Learned):
-            model = replace(model, max_len=config.sequence_len)  # a cache of that length
+    if config.init_from is not None:
+        model = model.with_max_len(config.sequence_len)  # a cache of that length
     tokenizer = tokenizers.tokenizer
     prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.config import ModelConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
-from transformer_jax.config.tasks import GeneratedTask, PairsTask, PrefixTask, Seq2SeqTask
-from transformer_jax.lectures.generated import generate_pairs
+from transformer_jax.config import TrainConfig
+from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
@@ -62,13 +60,23 @@ class Pair(NamedTuple):
 
 
 class Pairs(RowsTask):
-    """Train on pairs of texts, from files or made of the seed."""
+    """Train on pairs of texts, from files or `made` of a seed."""
 
     def __init__(
-        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+        self,
+        config: TrainConfig,
+        tokenizers: Tokenizers | None,
+        vocab_size: int | None,
+        made: Sequence[tuple[str, str]] | None = None,  # instead of those of the files
     ) -> None:
-        train, val, content = _read(config)
-        two_rows = model_shape(config.model) == "encoder-decoder"
+        if made is None:
+            train, val, content = _read(config)
+        else:
+            pairs = [Pair(*pair, f"example {number}") for number, pair in enumerate(made)]
+            content = "\n".join(f"{p.source}\t{p.target}" for p in pairs).encode()
+            train, val = split_held_out(config, pairs, "pairs")
+        self.made = made is not None
+        two_rows = config.model.kind == "encoder-decoder"
         tokenizers = _tokenizers(config, tokenizers, train, val, two_rows)
         config = with_vocabulary(config, tokenizers, vocab_size)
         self.pairs = val
@@ -92,16 +100,13 @@ class Pairs(RowsTask):
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how the targets that the model writes compare with the held-out ones."""
-        task = self.config.task
-        assert isinstance(task, get_args(PairsTask))
-        pairs = self.pairs[: task.judged]
+        pairs = self.pairs[: self.config.task.judged]
         if not pairs:
             return {}
         sources = [pair.source for pair in pairs]
         given = self.config, self.tokenizers, params, sources
         written = answer_sources(*given, report=report, model=self.model)
-        made = isinstance(task, GeneratedTask)
-        return compare_texts(written, [p.target for p in pairs], translations=not made)
+        return compare_texts(written, [p.target for p in pairs], translations=not self.made)
 
 
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
@@ -109,7 +114,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
-    if model_shape(config.model) == "encoder-decoder":
+    if config.model.kind == "encoder-decoder":
         target = encode_line(tokenizers.tokenizer, pair.target, pair.where)
         kind = target_of(tokenizers.tokenizer)
         source = source_frame(tokenizers.of_source).around(source)
@@ -135,7 +140,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
 def both_directions(config: TrainConfig) -> bool:
     """Say whether the tokens of a source see each other in both directions."""
     wanted = isinstance(config.task, PrefixTask) and config.task.bidirectional
-    return wanted and isinstance(config.model, ModelConfig)
+    return wanted and config.model.supports("masks")
 
 
 def _tokenizers(
@@ -168,11 +173,6 @@ def _tokenizers(
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
     """Return the pairs of the training part and of the held-out one, and all bytes."""
     task = config.task
-    if isinstance(task, GeneratedTask):
-        made = generate_pairs(task, config.seed)
-        pairs = [Pair(*pair, f"example {number}") for number, pair in enumerate(made)]
-        content = "\n".join(f"{p.source}\t{p.target}" for p in pairs).encode()
-        return *split_held_out(config, pairs, "pairs"), content
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
     if config.val_data is None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 
-from transformer_jax.config import ConfigError, ModelConfig, RecurrentConfig, TrainConfig
-from transformer_jax.config.architectures import model_shape
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.models.arguments import CheckedModule as AnyModel
@@ -141,6 +141,37 @@ class TrainingTask:
         raise NotImplementedError
 
 
+@runtime_checkable
+class LoadsExamples(Protocol):
+    """Settings of a task that `load` their own examples, as those of your own do."""
+
+    def load(
+        self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
+    ) -> TrainingTask:
+        """Return the examples of a run, as `training.tasks.load_task` does.
+
+        Args:
+            config: of the run.
+            tokenizers: of a run that goes on, or of the model it starts from; else None.
+            vocab_size: more ids than the tokenizer's; None is the tokenizer's.
+        """
+        ...
+
+
+class ReadsNumbers(Protocol):
+    """Settings of a task whose examples are numbers, which a file may hold: `reads_numbers`."""
+
+    def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> TrainingTask:
+        """Return the examples of a file, all of them held out."""
+        ...
+
+    def answer_file(
+        self, config: TrainConfig, tokenizers: Tokenizers, params: Params, path: Path
+    ) -> list[str]:
+        """Return the model's answer to each input of a file."""
+        ...
+
+
 class RowsTask(TrainingTask):
     """Serve a task whose examples are rows: all but windows of a text and prepared folders."""
 
@@ -217,9 +248,9 @@ def with_vocabulary(
     else:
         changes["vocab_size"] = needed if vocab_size is None else vocab_size
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
-    if isinstance(model, RecurrentConfig) and model_shape(model) == "encoder-decoder":
-        separate = True  # it has two tables in any case
-    if separate and isinstance(model, ModelConfig | RecurrentConfig):
+    if model.kind == "encoder-decoder" and not model.supports("shared_table"):
+        separate = True
+    if separate:
         changes["source_vocab_size"] = tokenizers.of_source.vocab_size
     return replace(config, model=replace(model, **changes))
 
@@ -254,7 +285,7 @@ def located(where: str, work: Callable[P, T], *given: P.args, **named: P.kwargs)
 
 def known_sources(config: TrainConfig) -> int:
     """Return how many tokens of a source, or of a prompt, the model has."""
-    return getattr(config.model, "source_vocab_size", None) or config.model.vocab_size
+    return config.model.source_vocab_size or config.model.vocab_size
 
 
 def check_known(known: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:

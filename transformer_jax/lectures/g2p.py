@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from transformer_jax.config import RecurrentConfig
+from transformer_jax.lectures.recurrent import RecurrentConfig
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pytree import Params
 

@@ -13,8 +13,7 @@ from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
-from transformer_jax.models.factory import build, init_params
-from transformer_jax.pretrained.g2p import (
+from transformer_jax.lectures.g2p import (
     END,
     LETTERS,
     SOUNDS,
@@ -24,6 +23,7 @@ from transformer_jax.pretrained.g2p import (
     read_g2p,
     sounds,
 )
+from transformer_jax.models.factory import build, init_params
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
