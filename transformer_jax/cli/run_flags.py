@@ -111,7 +111,7 @@ class RunFlags:
             if self.init_from is not None:
                 raise ConfigError(f"{name} and init_from: the model is that of init_from")
         kind = self.start.model
-        if kind is not None and kind not in ARCHITECTURES and Folder(kind).is_dir():
+        if kind is not None and kind not in names_of(AnyModelConfig) and Folder(kind).is_dir():
             rule = f"must be a kind of model; `init_from={kind}` starts from a run or a model"
             raise ConfigError(f"model is {kind!r}: {rule}")
 
