@@ -13,7 +13,7 @@ import pytest
 from transformer_jax.cli.flags import POSITIONAL, WORDS, ConfigFlags, Parser, changed, spelled
 from transformer_jax.cli.run_flags import FLAGS, START
 from transformer_jax.config import PRESETS, ConfigError, preset, train_preset
-from transformer_jax.config.fields import kind_name
+from transformer_jax.config.kinds import kind_name
 from transformer_jax.config.presets import task_recipe
 from transformer_jax.config.tasks import TASKS
 

@@ -29,14 +29,8 @@ from typing import TypeVar, cast, get_args
 from transformer_jax import durable_files
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.config import ConfigError, TrainConfig
-from transformer_jax.config.fields import (
-    Dataclass,
-    FieldValue,
-    Hint,
-    field_hints,
-    is_function,
-    kind_name,
-)
+from transformer_jax.config.fields import Dataclass, FieldValue, Hint, is_function
+from transformer_jax.config.kinds import field_hints, kind_name, names_in_files
 from transformer_jax.config.own import found_again, name_of
 from transformer_jax.durable_files import naming, write_file
 from transformer_jax.tokenizers.special import tokenizer_from_json
@@ -317,16 +311,9 @@ def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
 
 
 def _kinds(hint: Hint) -> dict[str, FieldValue]:
-    """Return the config classes of a union by the `kind` that they have in a file.
-
-    A class with a field `kind` of its own, such as ModelConfig, has every value of it.
-    """
-    found: dict[str, FieldValue] = {}
-    for cls in get_args(hint):
-        if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-            own = get_args(field_hints(cls).get("kind"))
-            found |= dict.fromkeys(own or (kind_name(cls),), cls)
-    return found
+    """Return the config classes of a union by the `kind` that they have in a file."""
+    options = [cls for cls in get_args(hint) if dataclasses.is_dataclass(cls)]
+    return {name: cls for cls in options for name in names_in_files(cast(type, cls))}
 
 
 def differences(

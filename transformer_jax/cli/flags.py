@@ -21,8 +21,9 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, get_ori
 
 from transformer_jax.config import ConfigError, OwnBlock
 from transformer_jax.config.architectures import architecture_names
-from transformer_jax.config.fields import FieldValue, Hint, field_hints, kind_name, nearest
+from transformer_jax.config.fields import FieldValue, Hint, nearest
 from transformer_jax.config.keywords import field_docs, nearest_flag
+from transformer_jax.config.kinds import field_hints, kind_name
 
 Path: TypeAlias = tuple[str, ...]
 """The names of the fields that lead from a config to a field within it."""

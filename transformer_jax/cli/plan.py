@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from transformer_jax.cli.command import run
 from transformer_jax.cli.flags import Path, Text
 from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
-from transformer_jax.config import PRESETS, ConfigError, TrainConfig
+from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.kinds import names_of
 
@@ -89,7 +89,7 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     config = configure(RunFlags(start, given))[0]
     hardware = find_hardware(own.target)
     model = config.model
-    if not model.supports("plan"):
+    if not isinstance(model, ModelConfig):
         raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
     active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
     print(

@@ -6,9 +6,9 @@ from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from transformer_jax.config.experts import Experts
-from transformer_jax.config.fields import FieldValue, fail, kind_name
+from transformer_jax.config.fields import FieldValue, fail
 from transformer_jax.config.inputs import Inputs
-from transformer_jax.config.kinds import kinds_of
+from transformer_jax.config.kinds import kind_name, kinds_of
 
 Shape = Literal["decoder", "encoder", "encoder-decoder"]
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -22,8 +22,7 @@ from typing import (
     get_type_hints,
 )
 
-from transformer_jax.config import kinds
-from transformer_jax.config.kinds import with_kinds
+from transformer_jax.config.kinds import field_hints, kind_name
 
 
 class Dataclass(Protocol):
@@ -68,14 +67,6 @@ class ConfigError(ValueError):
 
 LONGEST_FOLDER = 3840
 """Bytes of a folder's path: a system allows 4096 for those of the files below it."""
-
-
-def kind_name(kind: type) -> str:
-    """Return the name of a class of configs in files and flags: its own, in lower case.
-
-    Positions: rope, learned, ...; tasks: masked, seq2seq, ...; models: recurrent, window, ...
-    """
-    return kind.__name__.removesuffix("Task").removesuffix("Config").lower()
 
 
 def fail(name: str, value: object, rule: str) -> NoReturn:
@@ -137,16 +128,6 @@ def check_types(config: Dataclass) -> None:
         value = getattr(config, name)
         if value is not None and not rule.accepts(value):
             fail(name, value, rule.text)
-
-
-@functools.cache  # reading them takes longer than all checks of a config
-def field_hints(kind: type) -> dict[str, Hint]:
-    """Return the type that each field of a class of configs is annotated with."""
-    hints = get_type_hints(kind)
-    return {field.name: with_kinds(hints[field.name]) for field in fields(kind)}
-
-
-kinds._ON_CHANGE.append(field_hints.cache_clear)
 
 
 @functools.cache

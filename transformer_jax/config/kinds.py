@@ -1,8 +1,7 @@
 """Kinds of models and of tasks that register by name, the package's own and yours alike.
 
 A base class has kinds: `register(AnyModelConfig, gru="my_models:GRUConfig")` makes one known to
-`--model gru`, to config.json and to every field of type `AnyModelConfig`. A kind is a class, or the
-"module:Class" to import when a config, a flag or a file is first read.
+`--model gru`, to config.json and to every field of type `AnyModelConfig`.
 """
 
 from __future__ import annotations
@@ -10,21 +9,34 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Union
+from dataclasses import fields
+from typing import Any, Union, get_args, get_type_hints
 
 _KINDS: dict[type, dict[str, type | str]] = {}
 
 
 def register(base: type, **kinds: type | str) -> None:
-    """Make kinds of a base class known by name, in this order and after those that are known."""
-    _KINDS.setdefault(base, {}).update(kinds)
+    """Make kinds of a base class known by name, after those that are known.
+
+    A kind is a frozen dataclass, or the "module:Class" to import when a config, a flag or a file is
+    first read. A class may have several names. A class that is defined again, as by a cell of a
+    notebook, replaces the old one.
+
+    Raises:
+        ValueError: if a kind is not of the base class, or another class has its name.
+    """
+    known = _KINDS.setdefault(base, {})
+    for name, kind in kinds.items():
+        if not isinstance(kind, str):
+            _check_kind(base, name, kind)
+        for other, one in known.items():
+            taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
+            if taken and _place(one) != _place(kind):
+                rule = f"the name {min(taken)!r} is that of {_place(one)}"
+                raise ValueError(f"{name} is {_place(kind)}: {rule}")
+        known[name] = kind
     kinds_of.cache_clear()
-    for forget in _ON_CHANGE:
-        forget()
-
-
-_ON_CHANGE: list[Callable[[], None]] = []
-"""Caches of types to clear once there is another kind."""
+    field_hints.cache_clear()
 
 
 def names_of(base: type) -> tuple[str, ...]:
@@ -40,14 +52,52 @@ def kinds_of(base: type) -> Mapping[str, type]:
         if isinstance(kind, str):
             module, _, own = kind.partition(":")
             kind = getattr(importlib.import_module(module), own)
+            _check_kind(base, name, kind)
         found[name] = kind
     return found
 
 
-def with_kinds(hint: Any) -> Any:
-    """Return the union of a base's kinds, and any other type as it is."""
-    kinds = dict.fromkeys(kinds_of(hint).values()) if hint in _KINDS else ()
-    return Union[tuple(kinds)] if kinds else hint  # noqa: UP007 (of a tuple)
+def kind_name(kind: type | str) -> str:
+    """Return the name of a class of configs in files and flags: its own, in lower case.
+
+    Positions: rope, learned, ...; tasks: masked, seq2seq, ...; models: recurrent, window, ...
+    """
+    name = kind.rpartition(":")[2] if isinstance(kind, str) else kind.__name__
+    return name.removesuffix("Task").removesuffix("Config").lower()
+
+
+def names_in_files(kind: type | str) -> tuple[str, ...]:
+    """Return the values of `kind` that stand for a class in a file, usually one.
+
+    A class with a field `kind` of its own, such as ModelConfig, has every value of it.
+    """
+    own = "kind" in getattr(kind, "__dataclass_fields__", ())
+    return get_args(field_hints(kind)["kind"]) if own else (kind_name(kind),)
+
+
+@functools.cache  # reading them takes longer than all checks of a config
+def field_hints(kind: type) -> dict[str, Any]:
+    """Return the type of each field of a class of configs: of a base class, that of its kinds."""
+    hints = get_type_hints(kind)
+    found = {field.name: hints[field.name] for field in fields(kind)}
+    for name, hint in found.items():
+        if hint in _KINDS:
+            found[name] = Union[tuple(kinds_of(hint).values())]  # noqa: UP007 (of a tuple)
+    return found
+
+
+def _check_kind(base: type, name: str, kind: object) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        rule = f'must be a class of {base.__name__}, or its "module:Class"'
+        raise ValueError(f"{name} is {kind!r}: {rule}")
+    options = vars(kind).get("__dataclass_params__")  # a subclass compares its base's fields
+    if options is None or not options.frozen:
+        rule = f"must be a frozen dataclass: @dataclass(frozen=True) before class {kind.__name__}"
+        raise ValueError(f"{name} is {kind!r}: {rule}")
+
+
+def _place(kind: type | str) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def later(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -377,6 +377,11 @@ class ModelConfig(AnyModelConfig):
 register(AnyModelConfig, transformer=ModelConfig)
 
 
+def transformer_with(config: AnyModelConfig, **changes: Any) -> AnyModelConfig:
+    """Return a transformer with other fields; a model of another kind as it is."""
+    return replace(config, **changes) if isinstance(config, ModelConfig) else config
+
+
 def as_transformer(config: AnyModelConfig) -> ModelConfig:
     """Narrow the type of a config that only a transformer can have brought here."""
     assert isinstance(config, ModelConfig), f"a {type(config).__name__} is no transformer"

@@ -8,17 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformer_jax.config.fields import (
-    Count,
-    Positive,
-    Size,
-    check_types,
-    fail,
-    kind_name,
-    nearest,
-    unread,
-)
+from transformer_jax.config.fields import Count, Positive, Size, check_types, fail, nearest, unread
 from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.kinds import kind_name
 from transformer_jax.config.own import check_own
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ A task here says what is asked for; `training/tasks` reads the files and makes t
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
@@ -19,12 +18,11 @@ from transformer_jax.config.fields import (
     Size,
     check_types,
     fail,
-    kind_name,
     unread,
 )
 from transformer_jax.config.keywords import known_fields
-from transformer_jax.config.kinds import kinds_of, register
-from transformer_jax.config.model import ModelConfig
+from transformer_jax.config.kinds import kind_name, kinds_of, later, register
+from transformer_jax.config.model import ModelConfig, transformer_with
 from transformer_jax.config.own import check_own
 from transformer_jax.config.positions import Learned, Rope
 from transformer_jax.shown import short_repr
@@ -115,12 +113,6 @@ class OwnTask(Task):
         super().check_model(model)
 
 
-def _rotary(model: AnyModelConfig) -> AnyModelConfig:
-    if not model.supports("positions"):
-        return model
-    return replace(model, positions=Rope())  # benchmarks/NOTES.md
-
-
 def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
     """Say whether an encoder of tokens is built as BERT, RoBERTa and DistilBERT are."""
     return (
@@ -196,7 +188,7 @@ class MaskedTask(Task):
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a transformer with rotary positions, by which it learns sooner."""
-        return _rotary(model)
+        return transformer_with(model, positions=Rope())  # benchmarks/NOTES.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +278,7 @@ class ClassifyTask(Task):
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a transformer with rotary positions, by which it learns sooner."""
-        return _rotary(model)
+        return transformer_with(model, positions=Rope())  # benchmarks/NOTES.md
 
 
 @short_repr
@@ -316,9 +308,7 @@ class PreferenceTask(Task):
 
     def fit_model(self, model: AnyModelConfig) -> AnyModelConfig:
         """Return a model without dropout, which the model that it is compared with has not."""
-        if not model.supports("preference"):
-            return model
-        return replace(model, dropout=0.0, attention_dropout=0.0)
+        return transformer_with(model, dropout=0.0, attention_dropout=0.0)
 
 
 register(
@@ -341,13 +331,19 @@ def usual_task(model: AnyModelConfig) -> Task:
     return usual[model.kind] if model.num_classes is None else ClassifyTask()
 
 
+_of_lectures = later(
+    __name__,
+    dict.fromkeys(
+        (
+            "AdditionTask", "ContinuousTask", "CopyTask", "DatesTask", "DigitsTask",
+            "GeneratedTask", "ModularTask", "RecallTask", "ReverseTask", "TonesTask",
+        ),
+        "transformer_jax.lectures.tasks",
+    ),
+)  # fmt: skip
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Return TASKS, every task by its name, or what the module of a registered one has."""
-        if name == "TASKS":
-            return kinds_of(Task)
-        for kind in kinds_of(Task).values() if name[:1] != "_" else ():
-            if name in vars(module := sys.modules[kind.__module__]):
-                return vars(module)[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Return TASKS, every task by its name, or a task of the lectures."""
+        return kinds_of(Task) if name == "TASKS" else _of_lectures(name)

@@ -197,7 +197,7 @@ class FunctionStep(Step[State]):
 
 @dataclass(frozen=True)
 class AppliedStep(Step[State]):
-    """Run a flax model as a step; a subclass says with which arguments.
+    """A flax model as a step; a subclass may call it with other arguments.
 
     Attributes:
         model: what `build(config)` gave, which may be edited.
@@ -211,14 +211,8 @@ class AppliedStep(Step[State]):
         state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return what the model is called with beside parameters and tokens.
-
-        Args:
-            tokens: i32[B, T].
-            state: of B rows.
-            valid: bool[B, T], False is padding; None has none.
-        """
-        raise NotImplementedError
+        """Return the arguments of the model's call, with parameters and tokens."""
+        return dict(state=state, valid=valid)
 
     def told(self, **known: Any) -> Self:
         """Return the step whose edits know what its calls read."""

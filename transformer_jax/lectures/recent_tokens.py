@@ -166,12 +166,6 @@ class RecentTokensStep(AppliedStep[RecentTokens]):
 
     model: Any  # a ConvolutionLM, a WindowLM or an NgramLM, which import this module
 
-    def arguments(
-        self, tokens: jax.Array, state: RecentTokens, valid: jax.Array | None
-    ) -> dict[str, object]:
-        """Return the state, and which tokens are no padding."""
-        return dict(state=state, valid=valid)
-
     def check(self, prompt: np.ndarray, state: RecentTokens, total: np.ndarray) -> None:
         """Raise ValueError where the prompt or the state does not fit; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)

@@ -1013,12 +1013,6 @@ class RecurrentStep(AppliedStep[RecurrentState]):
 
     model: RecurrentLM | RecurrentSeq2Seq
 
-    def arguments(
-        self, tokens: jax.Array, state: RecurrentState, valid: jax.Array | None
-    ) -> dict[str, object]:
-        """Return the state, and which tokens are no padding."""
-        return dict(state=state, valid=valid)
-
     def check(self, prompt: np.ndarray, state: RecurrentState, total: np.ndarray) -> None:
         """Raise ValueError where prompt or state is not this model's; no length is too long."""
         check_tokens(prompt, self.model.config.vocab_size)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from transformer_jax.config.architectures import AnyModelConfig, Shape
-from transformer_jax.config.fields import (
-    Count,
-    FieldValue,
-    NonNegative,
-    Size,
-    fail,
-    kind_name,
-    unread,
-)
+from transformer_jax.config.fields import Count, FieldValue, NonNegative, Size, fail, unread
 from transformer_jax.config.inputs import Frames, Inputs, Patches
 from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.kinds import kind_name
+from transformer_jax.config.model import transformer_with
 from transformer_jax.config.positions import Rope
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask, Task
 from transformer_jax.config.train import TrainConfig
@@ -65,9 +59,7 @@ class _GeneratedTask(Task):
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
         # From 0.02 on, the usual start, a model as narrow as this does not learn to recall.
-        if not model.supports("positions"):
-            return model
-        return replace(model, d_model=64, num_layers=2, init_std=0.2)
+        return transformer_with(model, d_model=64, num_layers=2, init_std=0.2)
 
     def on_a_file(self, model: AnyModelConfig) -> Task:
         if model.kind == "encoder-decoder":
@@ -186,8 +178,7 @@ class RecallTask(_GeneratedTask):
     """Letters that are asked for, all different."""
 
     def usual_model(self, model: AnyModelConfig) -> AnyModelConfig:
-        found = super().usual_model(model)
-        return replace(found, positions=Rope()) if model.supports("positions") else found
+        return transformer_with(super().usual_model(model), positions=Rope())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -278,9 +269,7 @@ class _ContinuousTask(_GeneratedTask):
         Weights begin at 0.1, about the inverse root of the width: from GPT-2's 0.02 on, an encoder
         as small as this stands still for hundreds of steps.
         """
-        if not model.supports("positions"):
-            return model
-        return replace(model, inputs=self.inputs, init_std=0.1)
+        return transformer_with(model, inputs=self.inputs, init_std=0.1)
 
     def check_model(self, model: AnyModelConfig) -> None:
         super().check_model(model)

@@ -16,6 +16,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
 from transformer_jax.decoding.completion import longest_text
@@ -285,9 +286,9 @@ def _shared_program(
     counts: jax.Array,  # i32[R]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, C], bool[R, C]
     """Return log p of the labels of row r after prompt `of[r]`, and whether each is likeliest."""
-    step: Any = make_step(build(config))  # type: ignore[arg-type]
+    step: Any = make_step(build(config))
     size, length = prompts.shape
-    state = init_decode_state(config, None, size, config.max_len)  # type: ignore[union-attr]
+    state = init_decode_state(config, None, size, as_transformer(config).max_len)
     valid = jnp.arange(length)[None] < lengths[:, None]
     first, state = step.read(params, prompts, state, (lengths - 1)[:, None], valid=valid)
     state, first = gather_rows(state, of), first[of]

@@ -131,7 +131,7 @@ def fit(
         rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
         raise ConfigError(f"config is {given}: {rule}")
     if task is not None:
-        config = replace(config, task=task)  # type: ignore[arg-type]
+        config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
     progress = progress if is_first() else Silent()
     keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
@@ -193,7 +193,7 @@ def _doubts(config: TrainConfig) -> Iterator[str]:
         yield f"warmup_steps is {config.warmup}: {rule}"
     if isinstance(config.task, PreferenceTask):
         for name in ("dropout", "attention_dropout"):
-            if rate := getattr(model, name):
+            if rate := getattr(model, name, 0):
                 rule = "the model that answers are compared with has none"
                 yield f"{name} is {rate:g}: {rule}, so the loss does not start at log 2"
     experts = model.experts

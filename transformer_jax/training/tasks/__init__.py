@@ -16,6 +16,8 @@ from transformer_jax.config.tasks import (
     LanguageTask,
     MaskedTask,
     PreferenceTask,
+    PrefixTask,
+    Seq2SeqTask,
 )
 from transformer_jax.corpus.folder import prepared_folders
 from transformer_jax.training.tasks.chat import Conversations
@@ -73,7 +75,9 @@ def load_task(
             return Conversations(config, tokenizers, vocab_size)
         case PreferenceTask():
             return Preferences(config, tokenizers, vocab_size)
-    return Pairs(config, tokenizers, vocab_size)
+        case Seq2SeqTask() | PrefixTask():
+            return Pairs(config, tokenizers, vocab_size)
+    fail("task", config.task, "has no method load, which returns its examples")
 
 
 def _prepared(config: TrainConfig) -> tuple[str, ...]:

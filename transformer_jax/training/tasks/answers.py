@@ -160,7 +160,7 @@ def _start(
         # they see no padding that all rows have, and no other sources
         tokens = tokens[:, : lengths.max()]
         valid = None if valid is None else valid[:, : lengths.max()]
-    step: Any = make_step(built).told(apart=True)  # type: ignore[call-overload]  # rows are filled
+    step: Any = make_step(built).told(apart=True)  # rows are filled
     if model.kind == "encoder-decoder":
         target = target_of(tokenizer)
         stop, processors = target.stop, never(target.banned)

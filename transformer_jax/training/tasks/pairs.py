@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,7 +100,8 @@ class Pairs(RowsTask):
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return how the targets that the model writes compare with the held-out ones."""
-        pairs = self.pairs[: self.config.task.judged]
+        task: Any = self.config.task  # one with pairs
+        pairs = self.pairs[: task.judged]
         if not pairs:
             return {}
         sources = [pair.source for pair in pairs]
