@@ -118,6 +118,19 @@ def quick_compilation():
 
 
 @pytest.fixture
+def registering(monkeypatch):
+    """Forget the kinds of models and tasks that a test registers."""
+    from transformer_jax.config import kinds
+
+    for base, own in list(kinds._KINDS.items()):
+        monkeypatch.setitem(kinds._KINDS, base, dict(own))
+    yield
+    monkeypatch.undo()
+    kinds.kinds_of.cache_clear()
+    kinds.field_hints.cache_clear()
+
+
+@pytest.fixture
 def usual_compilation():
     """For what XLA's optimisations may break, in a module that compiles quickly."""
     quick = jax.config.read("jax_disable_most_optimizations")

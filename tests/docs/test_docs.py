@@ -50,6 +50,7 @@ def check_output(code: str, printed: str, expected: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("registering")
 @pytest.mark.parametrize("page", [README, *OWN_STEP], ids=lambda p: p.stem)
 def test_code_prints_what_the_page_says(page, monkeypatch):
     name = page.stem if page.stem.startswith("howto_") else f"page_{page.stem}"

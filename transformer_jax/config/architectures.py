@@ -30,9 +30,10 @@ class AnyModelConfig:
     """The config of a model of any kind: all that the package may ask about a model.
 
     A kind of your own is a frozen dataclass of this with a `build`; `register` (`config.kinds`)
-    makes it known by name. It overrides those of the values below that differ. Its module is called
-    as `model.apply({"params": params}, tokens, state=..., valid=..., key=...)` and returns the
-    logits and the new state; a module that writes tokens has an `as_step`.
+    makes it known by name. It overrides those of the values below that differ. Its module is a
+    `CheckedModule` that is called as `model.apply({"params": params}, tokens, state=..., valid=...,
+    at=..., key=...)` and returns the logits and the new state. One that writes tokens has an
+    `as_step` (docs/howto_model.md).
     """
 
     if TYPE_CHECKING:

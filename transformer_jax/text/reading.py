@@ -19,8 +19,9 @@ from transformer_jax.config.tasks import (
     ClassifyTask,
     LanguageTask,
     MaskedTask,
-    OwnTask,
     PreferenceTask,
+    PrefixTask,
+    Seq2SeqTask,
     Task,
 )
 from transformer_jax.decoding import completion
@@ -95,9 +96,9 @@ class Reader:
                 return "chat" if reads_messages(task, self.tokenizer) else "text"
             case LanguageTask():
                 return "text"
-            case None | OwnTask():
-                pass
-            case _:
+            case Task() as task if isinstance(
+                task.on_a_file(self.config), Seq2SeqTask | PrefixTask
+            ):
                 return "targets"
         shape = self.config.kind
         if shape == "encoder":

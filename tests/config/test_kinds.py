@@ -1,0 +1,192 @@
+"""Your own kinds of models and tasks: registered, trained, loaded and refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_jax as tj
+from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
+from transformer_jax.config import AnyModelConfig, ConfigError, TrainConfig, kinds, register
+from transformer_jax.config.presets import task_recipe
+from transformer_jax.config.tasks import DigitsTask, ReverseTask, Task, TonesTask
+from transformer_jax.decoding.step import AppliedStep
+from transformer_jax.models.arguments import CheckedModule
+from transformer_jax.tokenizers.trained import CharTokenizer
+from transformer_jax.training import fit
+from transformer_jax.training.batch import Batch
+from transformer_jax.training.rows import laid_out
+from transformer_jax.training.tasks import Tokenizers, load_task
+from transformer_jax.training.tasks.task import RowsTask, with_vocabulary
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LETTERS = "abcde"
+
+
+class Average(NamedTuple):
+    vector: jax.Array  # [B, D]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig(AnyModelConfig):
+    vocab_size: int = 7
+    width: int = 3
+
+    def build(self):
+        return AverageLM(self)
+
+    def init_state(self, batch):
+        return Average(jnp.zeros((batch, self.width)))
+
+
+class AverageLM(CheckedModule):
+    """Predict a token from the average of those before it, in which the newest counts half."""
+
+    config: AverageConfig
+
+    @nn.nowrap
+    def as_step(self):
+        return AppliedStep(self)
+
+    @nn.compact
+    def __call__(self, tokens, *, state=None, valid=None, at=None, key=None):
+        cfg = self.config
+        state = cfg.init_state(len(tokens)) if state is None else state
+        valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        x = nn.Embed(cfg.vocab_size, cfg.width, name="embed")(tokens)
+
+        def read(h, token):
+            x, valid = token
+            h = jnp.where(valid[:, None], (h + x) / 2, h)
+            return h, h
+
+        last, h = jax.lax.scan(read, state.vector, (x.swapaxes(0, 1), valid.T))
+        h = h.swapaxes(0, 1)
+        h = h if at is None else jnp.take_along_axis(h, at[..., None], axis=1)
+        return nn.Dense(cfg.vocab_size, name="out")(h), Average(last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphabetTask(Task):
+    """Continue the alphabet, which begins again after its last letter."""
+
+    length: int = 5
+
+    def load(self, config, tokenizers, vocab_size):
+        tokenizers = Tokenizers(CharTokenizer(LETTERS)) if tokenizers is None else tokenizers
+        rows = []
+        for first in range(len(LETTERS)):
+            text = "".join(LETTERS[(first + i) % len(LETTERS)] for i in range(self.length + 1))
+            ids = tokenizers.tokenizer.encode(text)
+            rows.append(Batch(ids[:-1], ids[1:]))
+        config = with_vocabulary(config, tokenizers, vocab_size)
+        return Alphabet(config, tokenizers, "no file", laid_out(rows, None), laid_out(rows, None))
+
+
+class Alphabet(RowsTask):
+    def sample(self, params):
+        return "no sample"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmptyTask(Task):
+    """Have no examples."""
+
+
+@pytest.mark.usefixtures("registering")
+def test_a_model_and_a_task_of_your_own_are_trained_and_loaded_by_name(tmp_path):
+    register(AnyModelConfig, average=AverageConfig)
+    register(Task, alphabet=AlphabetTask)
+    out = tmp_path / "run"
+    config = TrainConfig(
+        task="alphabet", model=AverageConfig(width=11), out=str(out), context=5, steps=60,
+        batch_size=5, learning_rate=0.1, eval_every=60,
+    )  # fmt: skip
+    assert fit(config).val_loss < 0.1
+    text = (out / "config.json").read_text()
+    assert '"kind": "alphabet"' in text and '"kind": "average"' in text
+    model = tj.load(out)
+    assert model.config == AverageConfig(width=11, vocab_size=len(model.tokenizer.encode(LETTERS)))
+    assert model.generate("ab", 7) == "cdeabcd"
+    embed, out_layer = (model.params[name] for name in ("embed", "out"))
+    h = np.zeros(11)
+    for token in model.tokenizer.encode("ab"):
+        h = (h + np.asarray(embed["embedding"], np.float64)[token]) / 2
+    logits = h @ np.asarray(out_layer["kernel"], np.float64) + np.asarray(out_layer["bias"])
+    want = logits - np.log(np.exp(logits).sum())
+    tokens = jnp.asarray(model.tokenizer.encode("ab"))[None]
+    found, _ = model.config.build().apply({"params": model.params}, tokens)
+    np.testing.assert_allclose(jax.nn.log_softmax(found[0, -1]), want, atol=1e-5)
+
+
+@pytest.mark.usefixtures("registering")
+def test_a_registered_kind_has_a_recipe_and_comes_back_from_its_file():
+    with pytest.raises(ConfigError, match="model is 'average'"):
+        task_recipe(ReverseTask(), "average")
+    register(AnyModelConfig, average=AverageConfig)
+    config = task_recipe(ReverseTask(), "average")
+    assert config.model == AverageConfig()
+    text = config_to_json(config)
+    assert config_from_json(text) == config
+    assert (
+        config_from_json(
+            text.replace('"average"', '"window"').replace('"width": 3', '"context": 3')
+        ).model.context
+        == 3
+    )
+
+
+@pytest.mark.usefixtures("registering")
+@pytest.mark.parametrize(
+    "base, name, kind, rule",
+    [
+        (AnyModelConfig, "mine", AlphabetTask, "mine is .*AlphabetTask.*must be a class of AnyM"),
+        (Task, "mine", 3, "mine is 3: must be a class of Task, or its \"module:Class\""),
+        (AnyModelConfig, "gru", AverageConfig, "the name 'gru' is that of .*recurrent:Recurrent"),
+        (AnyModelConfig, "a", "m:WindowConfig", "a is m:WindowConfig: the name 'window' is that"),
+        (AnyModelConfig, "b", "m:DecoderConfig", "the name 'decoder' is that of .*ModelConfig"),
+        (AnyModelConfig, "c", type("C", (AverageConfig,), {}), "must be a frozen dataclass"),
+    ],
+)  # fmt: skip
+def test_kinds_that_cannot_be_registered_are_refused(base, name, kind, rule):
+    before = kinds.names_of(base)
+    with pytest.raises(ValueError, match=rule):
+        register(base, **{name: kind})
+    assert kinds.names_of(base) == before
+
+
+@pytest.mark.usefixtures("registering")
+def test_a_class_that_is_defined_again_replaces_the_old_one():
+    def defined(width):
+        @dataclass(frozen=True, kw_only=True)
+        class AgainConfig(AnyModelConfig):
+            vocab_size: int = 7
+            size: int = width
+
+        register(AnyModelConfig, again=AgainConfig)
+        return AgainConfig
+
+    first, second = defined(3), defined(5)
+    assert TrainConfig(model=second()).model.size == 5
+    with pytest.raises(ConfigError, match="model is"):
+        TrainConfig(model=first())
+
+
+@pytest.mark.usefixtures("registering")
+def test_a_task_without_examples_is_refused():
+    register(Task, empty=EmptyTask)
+    with pytest.raises(ConfigError, match=r"task is EmptyTask.*has no method load"):
+        load_task(TrainConfig(task="empty"))
+
+
+@pytest.mark.parametrize("task", [DigitsTask, TonesTask, ReverseTask])
+def test_tasks_that_make_examples_make_at_least_one(task):
+    with pytest.raises(ConfigError, match="examples is 0: must be positive"):
+        task(examples=0)
