@@ -173,7 +173,9 @@ def test_a_class_that_is_defined_again_replaces_the_old_one():
         register(AnyModelConfig, again=AgainConfig)
         return AgainConfig
 
-    first, second = defined(3), defined(5)
+    first = defined(3)
+    assert TrainConfig(model=first()).model.size == 3
+    second = defined(5)
     assert TrainConfig(model=second()).model.size == 5
     with pytest.raises(ConfigError, match="model is"):
         TrainConfig(model=first())
