@@ -85,7 +85,14 @@ class AnyModelConfig:
     def check_supports(
         self, ability: Ability, field: str, value: FieldValue, what: str = "transformers"
     ) -> None:
-        """Raise ConfigError for a field that needs a feature that the model lacks."""
+        """Raise ConfigError for a field that needs a feature that the model lacks.
+
+        Args:
+            ability: the feature.
+            field: the name of the field.
+            value: of the field, for the message.
+            what: the models or parts of models that have the feature, for the message.
+        """
         if ability not in self.abilities:
             fail(field, value, f"is for {what}, the model is {kind_name(type(self))}")
 
@@ -98,7 +105,12 @@ class AnyModelConfig:
 
     @classmethod
     def usual(cls, name: str, shape: Shape) -> Self | None:
-        """Return a small model of a shape for `--model NAME`; None if this kind has none."""
+        """Return a small model of a shape for `--model NAME`; None if this kind has none.
+
+        Args:
+            name: the one under which the kind is registered, which may have several.
+            shape: the `kind` of the model.
+        """
         found = cls()
         return found if found.kind == shape else None
 

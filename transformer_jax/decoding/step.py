@@ -211,7 +211,13 @@ class AppliedStep(Step[State]):
         state: State,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the arguments of the model's call, with parameters and tokens."""
+        """Return the arguments of the model's call, with parameters and tokens.
+
+        Args:
+            tokens: i32[B, T].
+            state: of B rows.
+            valid: bool[B, T], False is padding; None has none.
+        """
         return dict(state=state, valid=valid)
 
     def told(self, **known: Any) -> Self:

@@ -71,7 +71,13 @@ class DictionaryTask(OwnTask):
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> TrainingTask:
-        """Return the windows of the text, with the model to read them."""
+        """Return the windows of the text, with the model to read them.
+
+        Args:
+            config: of the run.
+            tokenizers: those of the run if it goes on; else None.
+            vocab_size: not read: the model has its own vocabulary.
+        """
         model = load_run(self.of) if is_run(self.of) else load_text_model(self.of)
         return DictionaryWindows(config, self, model)
 
