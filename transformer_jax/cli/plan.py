@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING
 from transformer_jax.cli.command import run
 from transformer_jax.cli.flags import Path, Text
 from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
-from transformer_jax.config import PRESETS, ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import PRESETS, ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.kinds import names_of
+from transformer_jax.config.model import as_transformer
 
 if TYPE_CHECKING:
     from transformer_jax.training.planning.plan import Plan
@@ -88,9 +89,10 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
             given = {**given, ("init_from",): name}
     config = configure(RunFlags(start, given))[0]
     hardware = find_hardware(own.target)
-    model = config.model
-    if not isinstance(model, ModelConfig):
-        raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
+    if not config.model.supports("plan"):
+        kind = type(config.model).__name__
+        raise ConfigError(f"model is a {kind}: plans are made of transformers")
+    model = as_transformer(config.model)
     active = "" if model.experts is None else f" ({active_params(model):,} for each token)"
     print(
         f"{model.kind} of {num_params(model):,} parameters{active}, vocabulary of "
