@@ -267,7 +267,7 @@ def alignment(model: TextModel, source: str, target: str) -> tuple[list[str], np
     2019); those of a decoder are divided by what they give to the source in all.
     """
     target = " ".join(target.split()[:LONGEST])
-    seen = LanguageModel(model, "the run").attend((source, target))
+    seen = LanguageModel(model, "the run").inspect.attention((source, target))
     words = [*target.split(), "<eos>"]
     if seen.cross is not None:
         return words, seen.cross[-2:][0].mean(axis=0)

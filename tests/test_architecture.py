@@ -181,6 +181,20 @@ def test_the_first_docstring_lists_the_public_names_and_others_are_found_in_thei
         transformer_jax.merge_lora  # noqa: B018
 
 
+def test_modules_are_attributes_before_they_are_imported():
+    code = """
+import sys, transformer_jax as tj
+loaded = [f"transformer_jax.{name}" in sys.modules for name in ("inside", "pretrained", "server")]
+from transformer_jax import attention
+assert tj.masks is attention.masks and tj.inside.zero and tj.pretrained.load and tj.server
+print(any(loaded), {"inside", "masks"} <= set(dir(tj)), bool(tj.decoding.Slots and tj.training.fit))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert out.stdout == "False True True\n"
+
+
 def test_the_citation_has_the_version_of_the_package():
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited[1] == transformer_jax.__version__

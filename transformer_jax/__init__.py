@@ -31,8 +31,9 @@ What is public by this name; the rest is imported from its module, such as `mode
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora, export_decoder
 
-Training has more in `transformer_jax.training`. `fit`, and what reads and writes runs and published
-models, is imported when it is first asked for.
+Training and other functions of arrays have more in their modules: `decoding`, `inside`, `masks`,
+`pretrained`, `server`, `tokenizers` and `training`, as in `tj.inside.zero`. `fit`, the functions
+that read and write runs and published models, and some of these modules are imported on first use.
 """
 
 import dataclasses
@@ -275,13 +276,23 @@ _LATER = {
 }
 """Names that `import transformer_jax` does without, by module."""
 
+_MODULES = {
+    "inside": "inside",
+    "masks": "attention.masks",
+    "pretrained": "pretrained",
+    "server": "server",
+}
+"""Modules that are attributes before they are imported."""
+
 
 def __getattr__(name: str) -> Any:
-    """Import a name that trains, or reads or writes published models, when it is first asked for.
+    """Import a module, or a name that trains or reads or writes published models, on first use.
 
     AttributeError for another one, which names the module where it stands, if that was imported, or
     the nearest name there is.
     """
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name not in _LATER:
         ours = [m for m in list(sys.modules.values()) if m.__name__.startswith(f"{__name__}.")]
         at = [
@@ -297,4 +308,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, also those that are imported later: an editor completes them."""
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))]

@@ -33,7 +33,7 @@ from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.gguf_metadata import tokenizer_of_metadata
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
-from transformer_jax.tokenizers.special import end_ids, frame, special_ids, target_of
+from transformer_jax.tokenizers.special import end_ids, frame, special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import JsonObject
@@ -51,12 +51,6 @@ class TextModel:
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
-    start_id: int | None = None
-    """An encoder-decoder's first token of every target."""
-    forced_bos_id: int | None = None
-    """An encoder-decoder's second token of every target."""
-    forced_eos_id: int | None = None
-    """The last token of a target that has not ended by itself."""
     processors: tuple[HistoryProcessor, ...] = ()
     """The tokens that it never writes, as it was published."""
     which: Which | None = None
@@ -233,16 +227,7 @@ def load_text_model(
     stop = _ids(folder, generation, "eos_token_id", config) or tokenizer.stop_ids
     banned = _banned(folder, generation, config, stop)
     stop = _within(stop, config)
-    found = TextModel(config, params, tokenizer, stop, processors=never(banned))
-    if config.kind != "encoder-decoder":
-        return found
-    target = target_of(tokenizer)
-    return replace(
-        found,
-        start_id=target.start,
-        forced_bos_id=target.forced_bos,
-        forced_eos_id=target.forced_eos,
-    )
+    return TextModel(config, params, tokenizer, stop, processors=never(banned))
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:

@@ -18,6 +18,7 @@ from transformer_jax.config.tasks import ClassifyTask, DigitsTask, Seq2SeqTask
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 from transformer_jax.models.factory import init_params
 from transformer_jax.text import evaluation, language_model
+from transformer_jax.text import save as saving
 from transformer_jax.text.scores import Score
 from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
@@ -47,10 +48,19 @@ class Recorder:
             tokenizer=tokenizer, config=CONFIG, processors=(tj.Ban(3),), stop_ids=(28,),
             run="a run", params=self.params, begin_id=None, which=None, step=None,
         )  # fmt: skip
-        self.answers = ANSWERS | changes
+        self.run, self.answers = "a run", ANSWERS | changes
+
+    inspect = property(lambda self: self)
+    fitting = language_model.LanguageModel.fitting  # of `room`
+    save = language_model.LanguageModel.save
+    module = SimpleNamespace(edits=())
 
     def with_languages(self, *names):
         self.calls.append(("with_languages", names, {}))
+        return self
+
+    def edited(self, edit):
+        self.calls.append(("edited", (edit,), {}))
         return self
 
     def __getattr__(self, name):
@@ -94,7 +104,7 @@ def said(monkeypatch, capsys):
     return run
 
 
-PLAIN = dict(cache_dtype=None, processors=(), sampler=Sample(Temperature(0.8)), key=0, stop=())
+PLAIN = dict(processors=(), sampler=Sample(Temperature(0.8)), key=0, stop=())
 
 
 def test_texts_are_written_as_the_flags_say(said, tmp_path):
@@ -126,7 +136,7 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
     assert out == "--- 1\nab!x\n--- 2\nc!x\n"
     assert asked == [("generate", (["ab", "c"], 9), {"slots": 3} | PLAIN)]  # what fits
     out, asked = run(Recorder(), "--prompts", file, "--num-tokens", "2")
-    assert asked == [("generate", (["ab", "c"], 2), {"slots": 8} | PLAIN)]
+    assert asked == [("generate", (["ab", "c"], 2), PLAIN)]
     for kind, more in (("text", ("--chat",)), ("chat", ())):
         out, asked = run(Recorder(kind), "--prompt", "hi", *more)
         assert (out, asked) == ("!y!y\n", [("chat", ("hi", None), {"stream": True} | PLAIN)])
@@ -147,7 +157,7 @@ def test_texts_are_written_as_the_flags_say(said, tmp_path):
 
 def test_beams_answers_and_masks_are_printed(said, tmp_path):
     run = lambda model, *argv: said(generate.main, model, "--model", "m", *argv)  # noqa: E731
-    search = dict(beams=3, results=2, length_penalty=0.5, cache_dtype=None, processors=())
+    search = dict(beams=3, results=2, length_penalty=0.5, processors=())
     out, asked = run(
         Recorder(), "--prompt", "ab", "--beams", 3, "--samples", 2, "--length-penalty", 0.5
     )
@@ -157,23 +167,27 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
     assert out == "--- score -1.2500\na\n--- score -2.0000\nb\n"
     ((name, (read, count), named),) = asked
     assert (name, list(read), count) == ("search", [*range(7)], 4)
-    assert named == search | dict(results=1, length_penalty=None)
+    assert named == dict(beams=3, processors=())
     out, asked = run(Recorder("targets"), "--prompt", "ab", "--beams", 3)
-    assert asked == [("search", ("ab", None), search | dict(results=1, length_penalty=None))]
+    assert asked == [("search", ("ab", None), dict(beams=3, processors=()))]
     assert out.splitlines()[1] == " a"
 
     pairs = Recorder("targets", Seq2SeqTask(beams=2))
     file = tmp_path / "lines"
     file.write_text("ab\nc\n")
     assert run(pairs, "--prompts", file) == (
-        "!x\n!x\n", [("generate", (["ab", "c"], None), {"beams": 2})]
+        "!x\n!x\n", [("generate", (["ab", "c"], None), dict(beams=2, stop=(), processors=()))]
     )  # fmt: skip
     out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--num-tokens", 3)
-    assert (out, asked) == ("!x\n", [("generate", (["ab"], 3), {"beams": 4})])
+    assert (out, asked) == (
+        "!x\n", [("generate", (["ab"], 3), dict(beams=4, stop=(), processors=()))]
+    )  # fmt: skip
     out, asked = run(pairs, "--prompt", "ab", "--beams", 4, "--samples", 2)
-    wanted = dict(beams=4, results=2, length_penalty=None)
+    wanted = dict(beams=4, results=2, processors=())
     assert asked == [("search", ("ab", None), wanted)]
     assert out == "--- score -1.2500\n a\n--- score -2.0000\nb\n"
+    out, asked = run(pairs, "--prompt", "ab", "--samples", 2)
+    assert asked == [("generate", ("ab", None), {"samples": 2} | PLAIN)]
     labels = Recorder("labels")
     assert run(labels, "--prompt", "ab") == ("good 0.750\n", [("classify", (["ab"],), {})])
     masks = Recorder("masks", generate="a\rb")
@@ -187,9 +201,7 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
 
 
 def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
-    from transformer_jax.decoding import completion
     from transformer_jax.lectures import continuous, signals
-    from transformer_jax.text import writing
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())
     read = lambda *given, **named: (given, named)  # noqa: E731
@@ -203,25 +215,16 @@ def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
     file = ((task, "f.npz"), {"targets": False})
     assert seen == [("a run", model.tokenizers, model.params, file)]
 
-    model, made = Recorder(), []
     counts = SimpleNamespace(
         accepted=np.array([3]), proposed=np.array([8]), calls=5, lengths=np.array([9])
     )
-    look_up = lambda *given: made.append(given) or (" ab", counts)  # noqa: E731
-    monkeypatch.setattr(completion, "TextGenerator", lambda *given, **named: (given, named))
-    monkeypatch.setattr(
-        writing, "sized", lambda *given: made.append(given) or SimpleNamespace(look_up=look_up)
-    )
+    model = Recorder(look_up=(" ab", counts))
     argv = "--model", "m", "--prompt", "ab", "--lookup", "4", "--ban", "c"
-    out, _ = said(generate.main, model, *argv)
+    out, asked = said(generate.main, model, *argv)
     assert out == "ab ab\n"
-    ((generator, named), (prompt,), count), (again, same, proposed) = made
-    assert generator == (CONFIG, model.params, model.tokenizer)
-    named["key"] = jax.random.key_data(named["key"]).tolist()[-1]
-    assert named == PLAIN | {"processors": (tj.Ban(3), tj.Ban(4)), "stop_ids": (28,)}
-    assert prompt is again is model.answers["read"] and count == same == 9 and proposed == 4
+    assert asked == [("look_up", ("ab", None, 4), PLAIN | {"processors": (tj.Ban(4),)})]
     assert said.errors == ("3 of 8 proposed tokens accepted, 5 calls of the model for 9 tokens\n")
-    assert said(generate.main, Recorder(), *argv, "--chat")[0] == "ab\n"
+    assert said(generate.main, model, *argv, "--chat")[0] == "ab\n"
 
 
 def test_a_run_is_loaded_and_held_as_the_flags_say(said):
@@ -253,7 +256,7 @@ def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
         "bits_per_byte": 4 / np.log(2) / 8,
     }  # fmt: skip
     assert json.loads(out) == pytest.approx(wanted)
-    assert asked == [("score", ("ab",), {"edit": {}})] and said.loaded == [
+    assert asked == [("score", ("ab",), {})] and said.loaded == [
         ("m", {"dtype": "float32", "checkpoint": None, "init_from": None})
     ]
     out, asked = run(model, "--prompt", "ab", "--target", "c")
@@ -261,30 +264,32 @@ def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
         "tokens          4", "nats            4", "nats_per_token  1",
         "perplexity      2.71828", "bits_per_byte   0.721348",
     ]  # fmt: skip
-    assert asked == [("score", (("ab", "c"),), {"edit": {}})]
+    assert asked == [("score", (("ab", "c"),), {})]
     chat = Recorder("chat", score=NATS)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert run(chat, "--prompt", "a", "--target", "b")[1] == [("score", (talk,), {"edit": {}})]
+    assert run(chat, "--prompt", "a", "--target", "b")[1] == [("score", (talk,), {})]
     out, asked = run(Recorder("labels"), "--prompt", "ab")
     assert out == "label        good\nprobability  0.75\n"
-    assert asked == [("classify", ("ab",), {"edit": {}})]
+    assert asked == [("classify", ("ab",), {})]
     text = tmp_path / "text"
     text.write_text("abc\n")
     _, asked = run(model, "--text", text, "--window", 5, "--stride", 2, "--batch-size", 3)
-    assert asked == [("score", ("abc\n",), dict(window=5, stride=2, batch_size=3, edit={}))]
+    assert asked == [("score", ("abc\n",), dict(window=5, stride=2, batch_size=3))]
     _, asked = run(model, "--text", text)
-    assert asked == [("score", ("abc\n",), dict(window=None, stride=None, edit={}))]
+    assert asked == [("score", ("abc\n",), dict(window=None, stride=None))]
     file = tmp_path / "questions"
     file.write_text('{"context": "a", "choices": ["b", "c"], "answer": 1}\n')
     out, asked = run(model, "--choices", file, "--json", "--batch-size", 3)
     found = {"questions": 1, "accuracy": 0.5, "accuracy_per_character": 0.25}
     assert json.loads(out) == found | {"accuracy_per_byte": 0.75}
     ((_, (questions,), named),) = asked
-    assert (named, questions[0].answer) == (dict(batch_size=3, edit={}), 1)
+    assert (named, questions[0].answer) == (dict(batch_size=3), 1)
 
     place = "block_0/attention/heads"
     _, asked = run(model, "--prompt", "a", "--zero", place, "--heads", 0, 2)
-    assert asked[0][2]["edit"].keys() == tj.inside.zero(place, heads=[0, 2]).keys()
+    (name, (edit,), _), score = asked
+    assert name == "edited" and edit.keys() == tj.inside.zero(place, heads=[0, 2]).keys()
+    assert score == ("score", ("a",), {})
     told = []
 
     def judge(model, data, **options):
@@ -300,7 +305,7 @@ def test_a_model_is_judged_as_the_flags_say(said, monkeypatch, tmp_path):
     ((given, data, options),) = told
     report = options.pop("report")
     assert type(report).__name__ == "DecodingLine" and (given, data) == (model, "file")
-    assert options == dict(targets="t", examples=3, beams=2, context=7, task=None, edit={}) | {
+    assert options == dict(targets="t", examples=3, beams=2, context=7, task=None) | {
         k: v for k, v in options.items() if k == "data"
     }
 
@@ -313,7 +318,7 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
         return SimpleNamespace(savefig=drawn.append)
 
     seen = SimpleNamespace(html=lambda: "<p>é", plot=picture, summary=lambda: "the summary")
-    model = Recorder(lens=seen, patch=seen, heads=seen, attribution=seen, attend=seen)
+    model = Recorder(lens=seen, patch=seen, heads=seen, attribution=seen, attention=seen)
     page, png = tmp_path / "a.html", tmp_path / "a.png"
     run = lambda model, *argv: said(inspect.main, model, "--model", "m", *argv)  # noqa: E731
     out, asked = run(model, "--prompt", "ab", "--out", page)
@@ -328,7 +333,7 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     for what, more in (("heads", ()), ("attribution", ("--baseline", "_"))):
         _, asked = run(model, "--what", what, "--prompt", "a", *answer, *more, "--out", png)
         assert asked == [(what, ("a",), told | ({"baseline": "_"} if more else {}))]
-    pairs = Recorder("targets", lens=seen, patch=seen, attend=seen)
+    pairs = Recorder("targets", lens=seen, patch=seen, attention=seen)
     out, asked = run(pairs, "--prompt", "ab", "--out", png)
     assert out == f"ab -> !x\nthe summary\ndrawn: {png}\n"
     assert asked == [("generate", ("ab", 10), {}), ("lens", (("ab", "!x"),), {})]
@@ -344,12 +349,13 @@ def test_what_is_inside_is_asked_drawn_and_printed(said, tmp_path):
     run = lambda model, *argv: said(inspect.main, model, *seeing, *argv)  # noqa: E731
     out, asked = run(pairs, "--prompt", "ab", "--out", png, "--part", "cross", "--layer", 1)
     assert out == f"ab -> !x\ndrawn: {png}\n"
-    assert asked == [("generate", ("ab",), {}), ("attend", (("ab", "!x"),), {})]
+    assert asked == [("generate", ("ab",), {}), ("attention", (("ab", "!x"),), {})]
     assert drawn == [dict(part="cross", layer=1, head=None), png]
     out, asked = run(pairs, "--prompt", "ab", "--target", "c", "--out", png)
-    assert out.startswith("ab -> c\n") and asked == [("attend", (("ab", "c"),), {})]
+    assert out.startswith("ab -> c\n") and asked == [("attention", (("ab", "c"),), {})]
     out, asked = run(model, "--prompt", "ab", "--head", 2, "--out", png)
-    assert asked == [("attend", ("ab",), {})] and drawn[-2] == dict(part=None, layer=None, head=2)
+    assert asked == [("attention", ("ab",), {})]
+    assert drawn[-2] == dict(part=None, layer=None, head=2)
     argv = "--model", "m", "--word", "king", "--minus", "man", "--plus", "a", "--plus", "b"
     out, asked = said(nearest.main, model, *argv, "--count", 2)
     assert out == " 0.9877  king\n-0.5000  ␣man\n"
@@ -399,19 +405,18 @@ REFUSED = [
     (generate, "text", "--model r --tokens 3", "--tokens: no such flag, meant: --num-tokens"),
     (generate, "text", "--model m --seed -1", "seed is -1: must be at least 0 and below 2**32"),
     (generate, "text", "--model m --seed 4294967296", "seed is 4294967296: must be at least 0 and"),
-    (generate, "text", "--model m --num-tokens 0", "num_tokens is 0: must be positive"),
+    (generate, "text", "--model m --num-tokens 0", "num_tokens is 0: must be an integer of at lea"),
     (generate, "text", "--model m --beams 2 --lookup 2", "beams and lookup: give one of them"),
     (generate, "text", "--model m --prompts p --samples 2", "samples and prompts: give one of the"),
     (generate, "text", "--model m --lookup 3 --samples 2", "samples and lookup: give one of them"),
-    (generate, "text", "--model m --beams 0", "beams is 0: must be at least 1"),
-    (generate, "text", "--model m --slots 0", "slots is 0: must be at least 1"),
+    (generate, "text", "--model m --beams 0", "beams is 0: must be an integer of at least 1"),
+    (generate, "text", "--model m --slots 0", "slots is 0: needs prompts"),
     (generate, "text", "--model m --beams 2 --samples 3", "samples is 3: must be at most beams, 2"),
     (generate, "text", "--model m --length-penalty 1", "length_penalty is 1.0: needs beams"),
     (generate, "text", "--model m --slots 2", "slots is 2: needs prompts"),
     (generate, "text", "--model m --beams 2 --top-k 3", "top_k with beams: a beam search takes no"),
     (generate, "text", "--model m --beams 2 --seed 0", "seed with beams: a beam search takes none"),
     (generate, "text", "--model m --prompts p --prompt a", "prompt and prompts: give one of them"),
-    (generate, "text", "--model m --chat", "chat: needs a prompt, the message"),
     (generate, "text", "--model m --regex a --grammar g", "regex and grammar: give one of them"),
     (generate, "text", "--model m --regex a --lookup 3", "regex and lookup: give one of them"),
     (generate, "text", "--model m --languages a", "languages is 'a': must be two, such as eng_Lat"),
@@ -423,13 +428,6 @@ REFUSED = [
      "num_tokens is 3: the model reads prompt, prompts, checkpoint"),
     (generate, "masks", "--model m --prompt a --top-k 3",
      "top_k is 3: the model reads prompt, prompts, checkpoint, samples"),
-    (generate, "targets", "--model m --prompt a --lookup 3", "lookup: needs a decoder, the model"),
-    (generate, "targets", "--model m --prompt a --chat", "chat: needs a decoder, the model is an"),
-    (generate, "pairs", "--model m --prompt a --top-p 0.5",
-     "top_p is 0.5: a run of task 'seq2seq' reads prompt, prompts, checkpoint, beams, samples, "
-     "length_penalty, num_tokens, languages"),
-    (generate, "pairs", "--model m --prompt a --samples 2",
-     "samples is 2: a run of task 'seq2seq' draws nothing: several targets need beams"),
     (generate, "signals", "--model m", "prompts is None: a run of task 'digits' reads numbers"),
     (evaluate, "text", "--model m", "data, prompt, text and choices: give one of them, to say wha"),
     (evaluate, "text", "--model m --data d --prompt p", "data, prompt, text and choices: give one"),
@@ -510,11 +508,11 @@ def test_a_file_of_prompts_has_a_line_for_each(said, tmp_path, monkeypatch):
 def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     """What `save_pretrained` and `save_lora` are given; that they write it has its own tests."""
     from transformer_jax import loading
-    from transformer_jax.pretrained import peft, save
+    from transformer_jax.pretrained import peft
 
     saved, target = [], tmp_path / "new"
     record = lambda *given, **named: saved.append((given, named))  # noqa: E731
-    monkeypatch.setattr(save, "save_pretrained", record)
+    monkeypatch.setattr(saving, "save_pretrained", record)
     sizes = dict(vocab_size=29, d_model=4, num_heads=1, num_layers=1, max_len=9)
     tokenizer = with_special_tokens(
         CharTokenizer("abcdefghijklmnopqrstuvwxyz"), ["pad", "cls", "eos"]
@@ -523,15 +521,16 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     config = SimpleNamespace(task=ClassifyTask(labels=("no", "yes")))
     params = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
     run = SimpleNamespace(config=encoder, params=params, tokenizer=tokenizer, run=config)
-    recorder = Recorder()
+    recorder = Recorder(task=config.task)
     recorder.model, run.which = run, "best"
     (tmp_path / "r" / "checkpoints").mkdir(parents=True)
     of_run = "--model", str(tmp_path / "r")
     held = []
     monkeypatch.setattr(
-        loading, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
+        language_model, "with_parameters_in", lambda model, dtype: held.append(dtype) or model
     )
-    monkeypatch.setattr(convert, "_written_as", lambda config, family, definition: (family, config))
+    written_as = lambda config, family, definition: (family, config)  # noqa: E731
+    monkeypatch.setattr(saving, "written_as", written_as)
     argv = *of_run, "--to", str(target), "--family", "bert", "--shard-gb", "0.5"
     out, _ = said(convert.main, recorder, *argv, "--dtype", "float16")
     one, two = out.splitlines()
@@ -563,7 +562,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     monkeypatch.setattr(
         loading, "load_adapters", lambda *g, **n: asked.append((g, n)) or (training, adapters)
     )
-    monkeypatch.setattr(convert, "_written_as", lambda config, family: ("gpt2", config))
+    monkeypatch.setattr(saving, "written_as", lambda config, family: ("gpt2", config))
     monkeypatch.setattr(
         peft, "save_lora", lambda *g, **n: saved.append((g, n)) or LoraConfig(rank=4)
     )
@@ -582,7 +581,7 @@ def test_missing_biases_are_written_as_zeros():
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     flat = {path: np.ones(leaf.shape, np.float16) for path, leaf in flatten_dict(shapes).items()}
     given = {path: leaf for path, leaf in flat.items() if path[-1] != "bias" or "norm" in path[-2]}
-    found = flatten_dict(convert.with_zero_biases(config, unflatten_dict(given)))
+    found = flatten_dict(saving.with_zero_biases(config, unflatten_dict(given)))
     assert found.keys() == flat.keys() and len(found) > len(given)
     for path, leaf in found.items():
         assert leaf.dtype == np.float16 and leaf.shape == flat[path].shape

@@ -82,13 +82,13 @@ def test_pieces_and_merges_are_shown(said, tmp_path):
 
 def test_neighbours_are_listed_with_their_cosines(said):
     status, printed, _ = said("nearest", "--model", "plain", "--word", "c", "--count", "3")
-    wanted = plain().nearest("c", count=3)
+    wanted = plain().inspect.nearest("c", count=3)
     assert status == 0
     assert printed == "".join(f"{cosine:7.4f}  {text}\n" for text, cosine in wanted)
     printed = said(
         "nearest", "--model", "plain", "--word", "c", "--minus", "a", "--plus", "e", "--plus", "f"
     )[1]
-    first = plain().nearest("c", minus="a", plus=["e", "f"])[0]
+    first = plain().inspect.nearest("c", minus="a", plus=["e", "f"])[0]
     assert printed.startswith(f"{first[1]:7.4f}  {first[0]}\n")
 
 
@@ -190,22 +190,22 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
     silent = zero("block_*/attention/heads", heads=(0, 1))
     flags = "--zero", "block_*/attention/heads", "--heads", "0", "1"
     of_plain = "evaluate", "--model", "plain"
-    nats = plain().score("badcab", edit=silent).nats
+    nats = plain().edited(silent).score("badcab").nats
     printed = said(*of_plain, "--prompt", "badcab", *flags, "--json")[1]
     assert json.loads(printed)["nats"] == pytest.approx(nats)
     printed = said(*of_plain, "--text", str(data), *flags, "--json")[1]
-    score = plain().score(data.read_text(), edit=silent)
+    score = plain().edited(silent).score(data.read_text())
     assert json.loads(printed)["nats"] == pytest.approx(score.nats)
     printed = said("evaluate", "--model", "classes", "--prompt", "bad", *flags, "--json")[1]
     assert json.loads(printed)["probability"] == pytest.approx(
-        classes().classify("bad", edit=silent)[1]
+        classes().edited(silent).classify("bad")[1]
     )
     printed = said(*of_plain, "--choices", str(questions), *flags, "--json")[1]
-    judged = plain().multiple_choice(questions, edit=silent)
+    judged = plain().edited(silent).multiple_choice(questions)
     assert json.loads(printed)["accuracy"] == judged.accuracy
     data.write_text("badcabfeedface" * 9)
     printed = said("evaluate", "--model", "masks", "--data", str(data), *flags, "--json")[1]
-    found = masked().evaluate(data, edit=silent)
+    found = masked().edited(silent).evaluate(data)
     assert json.loads(printed) == pytest.approx(found)
     for wrong, message in (
         (("--heads", "0"), r"heads is \[0\]: needs zero"),
@@ -255,19 +255,21 @@ def test_what_cannot_be_is_one_line(said, argv, rule):
 @pytest.mark.slow
 def test_what_is_inside_is_printed_and_drawn(said, tmp_path):
     given = "inspect", "--model", "plain", "--prompt", "bad"
-    page, seen = tmp_path / "lens.html", plain().lens("bad")
+    page, seen = tmp_path / "lens.html", plain().inspect.lens("bad")
     status, printed, _ = said(*given, "--out", str(page))
     assert (status, printed) == (0, f"{seen.summary()}\ndrawn: {page}\n")
     assert page.read_text() == seen.html() and "<html" in page.read_text()
     picture = tmp_path / "patch.svg"
     asked = "--what", "patch", "--other", "cab", "--answer", "d", "--other-answer", "b"
     status, printed, _ = said(*given, *asked, "--out", str(picture))
-    found = plain().patch("bad", "cab", answer="d", other_answer="b")
+    found = plain().inspect.patch("bad", "cab", answer="d", other_answer="b")
     assert (status, printed) == (0, f"{found.summary()}\ndrawn: {picture}\n")
     assert "<svg" in picture.read_text()
     target = pairs().generate("bad", 8)  # half of max_len, so that it can be read again
     printed = said("inspect", "--model", "pairs", "--prompt", "bad", "--out", str(page))[1]
-    assert printed.startswith(f"bad -> {target}\n{pairs().lens(('bad', target)).summary()}\n")
+    assert printed.startswith(
+        f"bad -> {target}\n{pairs().inspect.lens(('bad', target)).summary()}\n"
+    )
 
 
 @pytest.mark.slow

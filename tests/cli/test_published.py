@@ -16,20 +16,19 @@ from tests.decoding.test_decode import parameters
 from tests.support.drawn import drawn
 from transformer_jax import build, init_params, loading
 from transformer_jax.cli import generate as cli_generate
-from transformer_jax.cli.convert import _written_as, tokenizer_files
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.run_flags import configure, parse
 from transformer_jax.config import ConfigError, Learned, ModelConfig, fine_tuning
-from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.loading import TextModel, load_run, load_text_model
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.text import language_model
-from transformer_jax.text.language_model import load
-from transformer_jax.text.translation import search_translations, translate
+from transformer_jax.text.language_model import LanguageModel, load
+from transformer_jax.text.save import tokenizer_files, written_as
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
+from transformer_jax.tokenizers.special import with_special_tokens
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 from transformer_jax.training.loop import fit
 
@@ -427,6 +426,12 @@ def test_a_published_model_is_saved_anew(capsys, published, tmp_path):
     want = load_pretrained(published, dtype="bfloat16")[1]
     jax.tree.map(np.testing.assert_array_equal, params, want)
     assert (to / "tokenizer.json").read_bytes() == (published / "tokenizer.json").read_bytes()
+    again = tmp_path / "again"
+    (line,) = load(published).save(again, dtype="bfloat16", shard_bytes=1000)
+    assert line.startswith(f"{again}: ") and line.endswith("parameters in bfloat16")
+    assert {f.name for f in again.iterdir()} == {f.name for f in to.iterdir()}
+    for name in (f.name for f in to.iterdir() if f.suffix == ".safetensors"):
+        assert (again / name).read_bytes() == (to / name).read_bytes(), name
     argv[3] = str(tmp_path / "x")
     assert convert([*argv, "--family", "llama"]) == 2
     assert "family is 'llama': " in capsys.readouterr().err
@@ -542,11 +547,11 @@ def test_untied_encoder_decoder_with_one_input_table_is_not_written(tmp_path):
         positions=Learned(offset=2), norm_order="post", embedding_norm=True, tie_embeddings=False,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
-        _written_as(config, None)
+        written_as(config, None)
     with pytest.raises(ConfigError, match=r"source_vocab_size=None: .* a bart of transformers"):
         save_pretrained(tmp_path / "saved", config, drawn(config))
     assert not (tmp_path / "saved").exists()
-    assert _written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
+    assert written_as(dataclasses.replace(config, source_vocab_size=13), None)[0] == "bart"
 
 
 @pytest.mark.slow
@@ -580,31 +585,32 @@ def test_an_encoder_decoder_writes_from_a_source(key):
         tie_embeddings=False,
     )  # fmt: skip
     params = parameters(config, 52)
-    tokenizer, source = CharTokenizer("abcdefghijklm"), np.array([3, 1, 4, 1, 5], np.int32)
+    tokenizer = with_special_tokens(CharTokenizer("abcdefghijk"), ["bos", "eos"])
+    source = tokenizer.encode("dbebf")
     apply = jax.jit(
         lambda tokens: build(config).apply({"params": params}, tokens, source=source[None])[0]
     )
-    seen = [2]
+    seen = [11]
     for _ in range(7):
         padded = np.zeros((1, 11), np.int32)
         padded[0, : len(seen)] = seen
         seen.append(int(np.argmax(np.asarray(apply(padded))[0, len(seen) - 1])))
     assert len(set(seen)) > 3
-    generator = TextGenerator(config, params, tokenizer, sampler=Sample(Temperature(0.0)), key=key)
-    expected = tokenizer.to_bytes(seen[1:]).decode()
-    ended = dataclasses.replace(generator, processors=(ForceLast(7, 6),))
-    assert translate(ended, source, 7, start=2) == [expected[:6] + "g"]
-    stopped = dataclasses.replace(ended, stop=expected[2:4])
-    assert translate(stopped, source, 7, start=2) == [expected[:2]]
-    ((_, found),) = search_translations(generator, source, 7, start=2, beams=1)
+    assert max(seen[1:]) < 11, "they are letters"
+    expected = tokenizer.decode(seen[1:])
+    published = TextModel(config, params, tokenizer)
+    model = LanguageModel(published, "here")
+    ended = dict(processors=(ForceLast(7, 6),))
+    assert model.generate("dbebf", 7, **ended) == expected[:6] + "g"
+    assert model.generate("dbebf", 7, stop=expected[2:4], **ended) == expected[:2]
+    ((_, found),) = model.search("dbebf", 7, beams=1)
     assert found == expected
     last = next(n for n, i in enumerate(seen[1:]) if n > 2 and i not in seen[1 : n + 1])
-    cut = dataclasses.replace(generator, stop_ids=(seen[last + 1],))
-    assert translate(cut, source, 7, start=2, count=2) == [expected[:last]] * 2
-    with pytest.raises(ValueError, match="the source has id 13"):
-        translate(generator, np.array([13]), 7, start=2)
-    nonfinite = dataclasses.replace(
-        generator, params=jax.tree.map(lambda leaf: leaf * np.nan, params)
-    )
-    with pytest.raises(ValueError, match="no token can follow"):
-        search_translations(nonfinite, source, 7, start=2, beams=1)
+    cut = LanguageModel(dataclasses.replace(published, stop_ids=(seen[last + 1],)), "here")
+    drawn = dict(sampler=Sample(Temperature(0.0)), key=key, samples=2)
+    assert cut.generate("dbebf", 7, **drawn) == [expected[:last]] * 2
+    nan = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    nonfinite = LanguageModel(dataclasses.replace(published, params=nan), "here")
+    for ask in (nonfinite.generate, lambda *given: nonfinite.search(*given, beams=1)):
+        with pytest.raises(ValueError, match="no token can follow"):
+            ask("dbebf", 7)

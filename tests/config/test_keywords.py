@@ -331,5 +331,5 @@ def test_what_is_said_to_be_meant_is_there():
         first, *more = re.findall(r"[A-Za-z_]\w+(?=\()|^\w+", text)
         assert first in known or hasattr(tj, first) or hasattr(models, first), text
         for name in more:
-            there = any(hasattr(place, name) for place in (tj, decoding, inside, optimizers))
+            there = any(hasattr(x, name) for x in (tj, tj.Decoder, decoding, inside, optimizers))
             assert name in known or there, text

@@ -25,7 +25,6 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.decoding.writer import TextWriter, pieces
 from transformer_jax.models.factory import init_params
-from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.tokenizers.trained import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -278,22 +277,9 @@ def test_what_cannot_be_is_refused_by_name(params):
         ring.samples(np.array([300] + [98] * 12), 3, 2)
     with pytest.raises(ValueError, match="new tokens reach length 32: the limit is 23"):
         greedy(CONFIG, params).samples("a" * 30, 3, 2)
-    pair, nothing = dataclasses.replace(CONFIG, kind="encoder-decoder"), np.zeros(0, np.int32)
-    with pytest.raises(ValueError, match="the source has no tokens: must have at least one"):
-        search_translations(greedy(pair, params), nothing, 3, start=1, beams=2)
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 301))))
     with pytest.raises(ValueError, match="the tokenizer has 301 tokens: the model has 300"):
         greedy(CONFIG, params, many).complete("\u4e00", 3)
-
-
-def test_the_translation_of_one_beam_is_the_greedy_one():
-    config = dataclasses.replace(CONFIG, kind="encoder-decoder", init_std=2.0)
-    generator = greedy(config, init_params(config, jax.random.key(0)))
-    source = np.array([7, 3, 250], np.int32)
-    (want,) = translate(generator, source, 9, start=1)
-    ((_, found),) = search_translations(generator, source, 9, start=1, beams=1)
-    assert found == want
-    assert len(set(want)) > 2
 
 
 def test_prompts_are_read_whole(params):

@@ -32,7 +32,7 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.training.loop import fit
 from transformer_jax.training.rows import stack_rows
 from transformer_jax.training.tasks import load_task
-from transformer_jax.training.tasks.answers import write_targets
+from transformer_jax.training.tasks.answers import answer_sources
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -152,9 +152,9 @@ def test_padded_sound_has_the_loss_and_the_answer_of_each_sound_alone(key):
     assert together[1] == alone[1] == bucket.labels[bucket.labels != IGNORE].size
     assert_near(together[0] / together[1], alone[0] / alone[1], 1e-5)
     sources = [signal.values for signal in task.signals]
-    written = write_targets(config, task.tokenizers, params, sources, num_tokens=3)
+    written = answer_sources(config, task.tokenizers, params, sources, num_tokens=3)
     assert written == [
-        write_targets(config, task.tokenizers, params, [source], num_tokens=3)[0]
+        answer_sources(config, task.tokenizers, params, [source], num_tokens=3)[0]
         for source in sources
     ]
 

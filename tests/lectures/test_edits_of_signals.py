@@ -60,7 +60,7 @@ def test_pictures_and_sounds_are_judged_and_answered_with_an_edit(tmp_path, task
     edit = {"encoder/final_norm" if inside else "final_norm": jnp.negative}
     whole, edited, wanted = (
         model.evaluate(file),
-        model.evaluate(file, edit=edit),
+        model.edited(edit).evaluate(file),
         other.evaluate(file),
     )
     assert edited == pytest.approx(wanted, rel=1e-5)
@@ -119,4 +119,4 @@ def test_an_edit_of_a_model_of_an_own_task_is_refused_where_it_is_judged(tmp_pat
     model = LanguageModel(replace(plain().model, run=run), "here")
     rule = r"edit of block_\*/attention/heads: the model of a task of your own is edited by model."
     with pytest.raises(ConfigError, match=rule):
-        model.evaluate(str(tmp_path / "text"), edit=zero("block_*/attention/heads"))
+        model.edited(zero("block_*/attention/heads")).evaluate(str(tmp_path / "text"))

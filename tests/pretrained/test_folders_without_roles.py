@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.drawn import drawn
 from transformer_jax import ConfigError, ModelConfig, load, save_pretrained
-from transformer_jax.cli.convert import tokenizer_files
 from transformer_jax.config import fine_tuning
 from transformer_jax.config.tasks import MaskedTask
+from transformer_jax.text.save import tokenizer_files
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.masked import MaskedWindows
 from transformer_jax.training.tasks.task import Tokenizers

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.support.drawn import drawn
 from tests.support.published import LOGITS, apply, torch, transformers
-from transformer_jax.cli.convert import TASK_TYPES, tokenizer_files
+from transformer_jax.cli.convert import TASK_TYPES
 from transformer_jax.config import ConfigError, Learned, LoraConfig, ModelConfig, Rope
 from transformer_jax.models.lora import apply_lora, init_lora
 from transformer_jax.pretrained.config_json import read_config, write_config
@@ -25,6 +25,7 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.peft import save_lora
 from transformer_jax.pretrained.save import check_tokenizer, save_pretrained
 from transformer_jax.pretrained.tensors import tensor_names
+from transformer_jax.text.save import tokenizer_files
 from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

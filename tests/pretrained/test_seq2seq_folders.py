@@ -24,12 +24,10 @@ from tests.support import model_oracle as oracle
 from transformer_jax.config import ConfigError, Learned, ModelConfig, Sinusoidal
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
-from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.logit_processors import NoRepeatNGram
-from transformer_jax.decoding.samplers import Sample
 from transformer_jax.decoding.step import make_step
-from transformer_jax.loading import load_text_model
+from transformer_jax.loading import TextModel, load_text_model
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.models.positions import sinusoidal
 from transformer_jax.pretrained.config_json import write_config
@@ -37,7 +35,9 @@ from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.text.translation import translate
+from transformer_jax.text.language_model import LanguageModel
+from transformer_jax.tokenizers.special import with_special_tokens
+from transformer_jax.tokenizers.trained import CharTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -324,10 +324,11 @@ def test_a_model_of_two_vocabularies_is_no_text_model(tmp_path):
 
 def test_ids_of_a_source_are_checked_against_its_own_vocabulary():
     config = ModelConfig(kind="encoder-decoder", vocab_size=11, source_vocab_size=13, d_model=12)
-    drawn: Any = dict(tokenizer=None, sampler=Sample(), key=jax.random.key(0))
-    generator = TextGenerator(config, {}, **drawn)
-    with pytest.raises(ValueError, match="the source has id 13: the model has 13"):
-        translate(generator, np.array([11, 13]), 2, start=0)
+    targets = with_special_tokens(CharTokenizer("abcdefghi"), ["bos", "eos"])
+    sources = CharTokenizer("abcdefghijklmn")
+    model = LanguageModel(TextModel(config, {}, targets, source_tokenizer=sources), "here")
+    with pytest.raises(ValueError, match="prompt is 'ln': has token 13, 'n': the model has 13"):
+        model.generate("ln", 2)
 
 
 # What a folder may hold, and what not

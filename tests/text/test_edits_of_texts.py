@@ -24,11 +24,8 @@ from tests.text.models import (
     run_of,
 )
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
-from transformer_jax.decoding.completion import TextGenerator
-from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.inside import add, mean, resample, steering_vector, zero
 from transformer_jax.text.language_model import LanguageModel
-from transformer_jax.text.translation import search_translations, translate
 from transformer_jax.training import batch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -56,18 +53,19 @@ def without_head(model: LanguageModel, *sides: str) -> LanguageModel:
 def test_every_way_to_write_a_text_is_edited():
     other, drawn = without_head(plain(), "decoder"), dict(sampler=tj.Sample(), key=KEY)
     calls = {
-        "one": lambda m, **e: m.generate("bad", 7, **e),
-        "outgrown": lambda m, **e: m.generate("badcab" * 2, 9, **e),
-        "stream": lambda m, **e: "".join(m.generate("bad", 7, stream=True, **e)),
-        "list": lambda m, **e: m.generate(["bad", "a", "badcab" * 2], 9, **drawn, **e),
-        "samples": lambda m, **e: m.generate("bad", 5, samples=3, **drawn, **e),
-        "beams": lambda m, **e: m.generate("bad", 5, beams=3, **e),
-        "search": lambda m, **e: [text for _, text in m.search("bad", 5, beams=3, results=2, **e)],
-        "score": lambda m, **e: np.round(m.score("badcabfeed", **e).nats, 3),
+        "one": lambda m: m.generate("bad", 7),
+        "outgrown": lambda m: m.generate("badcab" * 2, 9),
+        "stream": lambda m: "".join(m.generate("bad", 7, stream=True)),
+        "list": lambda m: m.generate(["bad", "a", "badcab" * 2], 9, **drawn),
+        "samples": lambda m: m.generate("bad", 5, samples=3, **drawn),
+        "beams": lambda m: m.generate("bad", 5, beams=3),
+        "search": lambda m: [text for _, text in m.search("bad", 5, beams=3, results=2)],
+        "look_up": lambda m: m.look_up("badcab", 5, **drawn)[0],
+        "score": lambda m: np.round(m.score("badcabfeed").nats, 3),
     }
     whole = {name: call(plain()) for name, call in calls.items()}
     for name, call in calls.items():
-        assert call(plain(), edit=SILENT) == call(other), name
+        assert call(plain().edited(SILENT)) == call(other), name
     assert {name: call(plain()) for name, call in calls.items()} == whole, "nothing stays edited"
     assert sum(whole[name] != call(other) for name, call in calls.items()) > 5
 
@@ -75,24 +73,26 @@ def test_every_way_to_write_a_text_is_edited():
 @pytest.mark.slow
 def test_answers_targets_and_masks_are_edited():
     other = without_head(chat(), "decoder")
-    assert chat().chat("bad", 6, edit=SILENT) == other.chat("bad", 6) != chat().chat("bad", 6)
-    assert chat().score(TURNS, edit=SILENT).nats == pytest.approx(other.score(TURNS).nats, rel=1e-5)
+    assert chat().edited(SILENT).chat("bad", 6) == other.chat("bad", 6) != chat().chat("bad", 6)
+    assert chat().edited(SILENT).score(TURNS).nats == pytest.approx(
+        other.score(TURNS).nats, rel=1e-5
+    )
     prefixes = run_of(PrefixTask(), names=["sep", "eos"])
     other = without_head(prefixes, "decoder")
-    assert prefixes.generate("bad", 6, edit=SILENT) == other.generate("bad", 6)
+    assert prefixes.edited(SILENT).generate("bad", 6) == other.generate("bad", 6)
     assert prefixes.generate("bad", 6) != other.generate("bad", 6)
     other = without_head(masked(), "encoder")
-    assert masked().generate("b_d_", edit=SILENT) == other.generate("b_d_")
+    assert masked().edited(SILENT).generate("b_d_") == other.generate("b_d_")
     found, wanted, whole = (
-        [p for _, p in m.candidates("b_d", count=3, **e)[0]]
-        for m, e in ((masked(), dict(edit=SILENT)), (other, {}), (masked(), {}))
+        [p for _, p in m.candidates("b_d", count=3)[0]]
+        for m in (masked().edited(SILENT), other, masked())
     )
     assert found == pytest.approx(wanted, rel=1e-5) and found != pytest.approx(whole, rel=1e-3)
 
 
-def by_score(model: LanguageModel, context: str, text: str, **edited) -> float:
+def by_score(model: LanguageModel, context: str, text: str) -> float:
     """log p of a text after a context, by the scores of both."""
-    after = model.score(context + text, **edited).token_nats[-len(text) :]
+    after = model.score(context + text).token_nats[-len(text) :]
     return -sum(after)
 
 
@@ -102,14 +102,14 @@ def test_choices_and_continuations_without_a_head_are_those_of_the_scores():
     other, context = without_head(plain(), "decoder"), "badcabfeed"
     texts = ["cab", "c", "jade"]
     question = {"context": context, "choices": texts, "answer": 2}
-    found = plain().multiple_choice([question], edit=SILENT).log_probs[0]
+    found = plain().edited(SILENT).multiple_choice([question]).log_probs[0]
     assert found == pytest.approx(other.multiple_choice([question]).log_probs[0], rel=1e-5)
-    assert found == pytest.approx([by_score(plain(), context, x, edit=SILENT) for x in texts])
+    assert found == pytest.approx([by_score(plain().edited(SILENT), context, x) for x in texts])
     assert found != pytest.approx(plain().multiple_choice([question]).log_probs[0], rel=1e-3)
     both = [(context, text) for text in texts]
-    assert [one.log_prob for one in plain().continuations(both, edit=SILENT)] == list(found)
+    assert [one.log_prob for one in plain().edited(SILENT).continuations(both)] == list(found)
     of_logits = {"logits": lambda x: 0 * x}  # every token is as likely as another
-    even = plain().continuations(both, edit=of_logits)
+    even = plain().edited(of_logits).continuations(both)
     assert [one.log_prob for one in even] == pytest.approx(
         [-len(text) * np.log(11) for text in texts]
     )
@@ -124,7 +124,7 @@ def evaluated(folder, model: LanguageModel, **options) -> tuple[dict, dict, dict
     """Return the measures of a model with an edit, of edited parameters, and of the model alone."""
     kind = model.config.kind
     other = without_head(model, "encoder" if kind == "encoder" else "decoder")
-    edited = model.evaluate(*folder, edit=SILENT, **options)
+    edited = model.edited(SILENT).evaluate(*folder, **options)
     return edited, other.evaluate(*folder, **options), model.evaluate(*folder, **options)
 
 
@@ -146,7 +146,7 @@ def test_held_out_loss_without_a_head_is_that_of_zeros_in_its_rows(
 
     wanted, whole = of_windows(without_head(plain(), "decoder")), of_windows(plain())
     edit = {**SILENT, "logits": lambda x: 2 * x}
-    edited = plain().evaluate(file, context=7, edit=edit)["nats_per_token"]
+    edited = plain().edited(edit).evaluate(file, context=7)["nats_per_token"]
     assert edited == pytest.approx(wanted, rel=1e-5) and edited != pytest.approx(whole, rel=1e-3)
 
 
@@ -175,19 +175,22 @@ def test_every_task_is_judged_with_an_edit(tmp_path, name):
 
 @pytest.mark.slow
 def test_attention_is_that_of_the_edited_values():
-    other, whole = without_head(plain(), "decoder").attend("badcab"), plain().attend("badcab")
-    found = plain().attend("badcab", edit=SILENT)
+    other, whole = (
+        without_head(plain(), "decoder").inspect.attention("badcab"),
+        plain().inspect.attention("badcab"),
+    )
+    found = plain().edited(SILENT).inspect.attention("badcab")
     np.testing.assert_allclose(found.weights, other.weights, atol=1e-6)
     np.testing.assert_array_equal(found.weights[0], whole.weights[0])
     assert np.abs(found.weights[1] - whole.weights[1]).max() > 1e-3
     uniform = {"block_1/attention/weights": lambda w: w * 0 + 0.25}
-    assert (plain().attend("badcab", edit=uniform).weights[1] == 0.25).all()
+    assert (plain().edited(uniform).inspect.attention("badcab").weights[1] == 0.25).all()
 
 
 @pytest.mark.slow
 def test_classes_are_those_of_the_edited_values():
     other, whole = without_head(classes(), "encoder").classify("bad"), classes().classify("bad")
-    found = classes().classify(["bad", "cab"], edit=SILENT)[0]
+    found = classes().edited(SILENT).classify(["bad", "cab"])[0]
     assert found == (other[0], pytest.approx(other[1], rel=1e-5))
     assert found != (whole[0], pytest.approx(whole[1], rel=1e-5))
 
@@ -198,26 +201,22 @@ def test_sources_are_read_and_targets_written_with_edits(side):
     place = "block_*/attention/heads" if side == "decoder" else "encoder/block_*/attention/heads"
     edit, other = zero(place, heads=1), without_head(pairs(), side)
     pair = "bad", "feed"
-    assert pairs().generate("badcab", 6, edit=edit) == other.generate("badcab", 6)
-    assert pairs().search("bad", 4, beams=2, edit=edit)[0][0] == pytest.approx(
+    assert pairs().edited(edit).generate("badcab", 6) == other.generate("badcab", 6)
+    assert pairs().edited(edit).search("bad", 4, beams=2)[0][0] == pytest.approx(
         other.search("bad", 4, beams=2)[0][0], rel=1e-5
     )
-    written, other_written = pairs().attend("bad", edit=edit), other.attend("bad")
+    written, other_written = (
+        pairs().edited(edit).inspect.attention("bad"),
+        other.inspect.attention("bad"),
+    )
     assert written.tokens == other_written.tokens
     np.testing.assert_allclose(written.cross, other_written.cross, atol=1e-6)
-    nats = pairs().score(pair, edit=edit).nats
+    nats = pairs().edited(edit).score(pair).nats
     assert nats == pytest.approx(other.score(pair).nats, rel=1e-5)
     assert nats != pytest.approx(pairs().score(pair).nats, rel=1e-3)
-    source = np.array([1, 0, 3], np.int32)
-
-    def written(params, **e):
-        drawn = dict(sampler=Sample(Temperature(0.0)), key=KEY)
-        generator = TextGenerator(pairs().config, params, pairs().tokenizer, **drawn, **e)
-        once = translate(generator, source, 4, start=0)
-        best = search_translations(generator, source, 4, start=0, beams=2)
-        return once, [text for _, text in best], np.round(best[0][0], 4)
-
-    assert written(pairs().params, edit=edit) == written(other.params) != written(pairs().params)
+    drawn = dict(sampler=tj.Sample(), key=KEY, samples=3)
+    texts = [m.generate("bad", 6, **drawn) for m in (pairs().edited(edit), other, pairs())]
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow
@@ -234,7 +233,7 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
         vector = steering_vector(model, plain().params, *rows, place, over=over)
         means = [np.mean([read(streams(row)) for row in part], axis=0) for part in rows]
         np.testing.assert_allclose(vector, means[0] - means[1], atol=1e-5)
-    moved = plain().generate("bad", 6, edit=add(place, 30 * vector))
+    moved = plain().edited(add(place, 30 * vector)).generate("bad", 6)
     step = tj.make_step(model, edit=add(place, 30 * vector))
     cache = tj.init_cache(plain().config, 1, 17)
     ids = tj.generate(step, plain().params, np.array([LETTERS.encode("bad")]), cache, num_tokens=6)
@@ -244,15 +243,15 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda edit: plain().generate("bad", 2, edit=edit),
-        lambda edit: plain().generate("bad", 2, beams=2, edit=edit),
-        lambda edit: plain().score("bad", edit=edit),
-        lambda edit: plain().attend("bad", edit=edit),
-        lambda edit: pairs().generate("bad", 2, edit=edit),
-        lambda edit: pairs().score(("bad", "cab"), edit=edit),
-        lambda edit: masked().candidates("b_d", edit=edit),
-        lambda edit: classes().classify("bad", edit=edit),
-        lambda edit: chat().chat("bad", 2, edit=edit),
+        lambda edit: plain().edited(edit).generate("bad", 2),
+        lambda edit: plain().edited(edit).generate("bad", 2, beams=2),
+        lambda edit: plain().edited(edit).score("bad"),
+        lambda edit: plain().edited(edit).inspect.attention("bad"),
+        lambda edit: pairs().edited(edit).generate("bad", 2),
+        lambda edit: pairs().edited(edit).score(("bad", "cab")),
+        lambda edit: masked().edited(edit).candidates("b_d"),
+        lambda edit: classes().edited(edit).classify("bad"),
+        lambda edit: chat().edited(edit).chat("bad", 2),
     ],
 )
 def test_an_edit_that_is_no_dict_is_named(ask):
@@ -280,13 +279,14 @@ def test_scores_are_those_of_edits_that_see_the_tokens_alone():
     }
     for name, edit in edits.items():
         wanted = log_p(plain(), ids, edit=edit)
-        assert -plain().score("badcabd", edit=edit).nats == pytest.approx(wanted.sum(), rel=1e-5)
-        (found,) = plain().continuations([("badca", "bd")], edit=edit)
+        assert -plain().edited(edit).score("badcabd").nats == pytest.approx(wanted.sum(), rel=1e-5)
+        (found,) = plain().edited(edit).continuations([("badca", "bd")])
         assert found.log_prob == pytest.approx(wanted[4:].sum(), rel=1e-5), name
         assert wanted.sum() != pytest.approx(log_p(plain(), ids).sum(), rel=1e-3), name
-    for call in (plain().score, lambda x, **e: plain().generate(x, 2, **e)):
+    outside = plain().edited(zero("embedding", at=12))
+    for call in (outside.score, lambda x: outside.generate(x, 2)):
         with pytest.raises(ValueError, match=r"at is 12: must be in 0\.\."):
-            call("badcabd", edit=zero("embedding", at=12))
+            call("badcabd")
 
 
 @pytest.mark.slow
@@ -295,12 +295,12 @@ def test_a_text_in_windows_counts_from_its_first_token():
     text, vector = "badcabfeedfacebadcabfeed", np.arange(8.0)
     ids = LETTERS.encode(text)
     edit = add("embedding", vector, at=12)
-    found = plain().score(text, window=16, stride=8, edit=edit).token_nats
+    found = plain().edited(edit).score(text, window=16, stride=8).token_nats
     first = log_p(plain(), ids[:17], edit=edit)
     second = log_p(plain(), ids[8:], edit=add("embedding", vector, at=4))
     np.testing.assert_allclose(-np.array(found), [*first, *second[8:]], rtol=1e-4)
     with pytest.raises(ValueError, match="edit of embedding needs all tokens of a sequence"):
-        plain().score(text, window=16, edit=mean("embedding", "tokens"))
+        plain().edited(mean("embedding", "tokens")).score(text, window=16)
 
 
 @pytest.mark.slow_except("generate")
@@ -309,10 +309,11 @@ def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
     edit = mean("block_0/residual", "rows")
     file = written(tmp_path, ["badcabfeedface" * 3])
     calls = {
-        "generate": lambda: plain().generate(["bad", "cab"], 2, edit=edit),
-        "samples": lambda: plain().generate("bad", 2, samples=3, sampler=tj.Sample(), key=KEY,
-                                            edit=edit),
-        "evaluate": lambda: plain().evaluate(file, context=7, edit=edit),
+        "generate": lambda: plain().edited(edit).generate(["bad", "cab"], 2),
+        "samples": lambda: plain().edited(edit).generate(
+            "bad", 2, samples=3, sampler=tj.Sample(), key=KEY
+        ),
+        "evaluate": lambda: plain().edited(edit).evaluate(file, context=7),
     }  # fmt: skip
     with pytest.raises(ValueError, match="edit of block_0/residual takes rows together"):
         calls[name]()
@@ -322,7 +323,7 @@ def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
 def test_a_class_is_of_the_text_alone():
     """Texts of a list are filled up to the longest, and with rows of none: a mean sees neither."""
     edit = {"block_0/residual": lambda x: x - x.mean(axis=1, keepdims=True)}
-    together = classes().classify(["bad", "cabbage"], edit=edit)
-    alone = [classes().classify(text, edit=edit) for text in ("bad", "cabbage")]
+    together = classes().edited(edit).classify(["bad", "cabbage"])
+    alone = [classes().edited(edit).classify(text) for text in ("bad", "cabbage")]
     for (label, p), (wanted, q) in zip(together, alone, strict=True):
         assert label == wanted and p == pytest.approx(q, rel=1e-5)

@@ -158,7 +158,7 @@ def test_an_edit_of_all_tokens_is_refused_where_a_text_is_cut():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
     with pytest.raises(ValueError, match="needs all tokens of a sequence, and this call reads"):
-        score_requests(plain(), [ScoringRequest(ids, ids[:5])], 4, edit=edit)
+        score_requests(plain().edited(edit), [ScoringRequest(ids, ids[:5])], 4)
 
 
 def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():

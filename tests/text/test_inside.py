@@ -26,7 +26,7 @@ from tests.text.models import (
 from transformer_jax.config import ConfigError
 from transformer_jax.inside import HeadScores
 from transformer_jax.models.factory import build
-from transformer_jax.text.looking import Attribution, Heads, Lens, Patching
+from transformer_jax.text.inspect import Attribution, Heads, Lens, Patching
 from transformer_jax.tokenizers.special import special_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -49,7 +49,7 @@ def test_the_lens_ends_in_the_probabilities_of_the_model(name):
     mask = special_ids(masked().tokenizer).get("mask")
     logits = logits_of(model, BAD if name == "plain" else [1, mask, 3])
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    seen = model.lens(text, count=3)
+    seen = model.inspect.lens(text, count=3)
     order = np.argsort(-p, axis=-1)[:, :3]
     np.testing.assert_allclose(seen.probabilities[-1], np.take_along_axis(p, order, -1), atol=1e-5)
     known = [*LETTERS.decode(range(11)), "<mask>"]
@@ -72,14 +72,14 @@ def test_shares_of_nearly_equal_answers_come_with_a_warning():
     with pytest.warns(
         UserWarning, match="between the prompts, less than 0..*: so shares of it say"
     ):
-        plain().patch(
+        plain().inspect.patch(
             "bad", "cab", answer=LETTERS.decode([one]), other_answer=LETTERS.decode([two])
         )
 
 
 @pytest.mark.slow
 def test_what_is_patched_is_what_an_edit_puts_in():
-    seen = plain().patch("bad", "cab", answer="d", other_answer="b")
+    seen = plain().inspect.patch("bad", "cab", answer="d", other_answer="b")
     z = lambda logits: logits[-1, D] - logits[-1, B]  # noqa: E731
     clean, corrupted = z(logits_of(plain(), BAD)), z(logits_of(plain(), CAB))
     assert (seen.clean, seen.corrupted) == pytest.approx((clean, corrupted), abs=1e-5)
@@ -96,24 +96,24 @@ def test_what_is_patched_is_what_an_edit_puts_in():
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
     assert list(seen.by_token) == ["residual", "attention/output", "feed_forward/output"]
     assert all(x.shape == (2, 3) for x in seen.by_token.values())
-    likely = plain().patch("bad", "cab")
+    likely = plain().inspect.patch("bad", "cab")
     said = [LETTERS.decode([logits_of(plain(), ids)[-1].argmax()]) for ids in (BAD, CAB)]
     assert [likely.answer, likely.other_answer] == said
 
 
 @pytest.mark.slow
 def test_a_patched_target_keeps_its_source():
-    seen = pairs().patch(("bad", "fe"), ("bad", "ab"))
+    seen = pairs().inspect.patch(("bad", "fe"), ("bad", "ab"))
     assert seen.by_head["cross_attention/heads"].shape == (2, 2)
     assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
     with pytest.raises(ValueError, match=r"other is \('cad', 'ab'\): must have the source of the"):
-        pairs().patch(("bad", "fe"), ("cad", "ab"))
+        pairs().inspect.patch(("bad", "fe"), ("cad", "ab"))
 
 
 @pytest.mark.slow
 def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
-    seen = plain().heads("bad", answer="d", other_answer="b")
+    seen = plain().inspect.heads("bad", answer="d", other_answer="b")
     z = lambda model: float(logits_of(model, BAD)[-1] @ (np.eye(11)[D] - np.eye(11)[B]))  # noqa: E731
 
     def silence(params):
@@ -122,7 +122,7 @@ def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
     assert seen.value == pytest.approx(z(plain()), abs=1e-5)
     wanted = z(changed(plain(), silence)) - z(plain())
     assert abs(wanted) > 0.1 and seen.without[1, 0] == pytest.approx(wanted, abs=1e-5)
-    weights = plain().attend("bad").weights.astype(np.float64)  # [L, N, T, T]
+    weights = plain().inspect.attention("bad").weights.astype(np.float64)  # [L, N, T, T]
     entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(-1)
     np.testing.assert_allclose(seen.entropy, entropy, atol=1e-5)
     assert seen.scores.induction.shape == (2, 2) and seen.cross_without is None
@@ -130,7 +130,7 @@ def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
 
 @pytest.mark.slow
 def test_heads_over_a_source_are_silenced_too():
-    seen = pairs().heads(("bad", "fe"), answer="d")
+    seen = pairs().inspect.heads(("bad", "fe"), answer="d")
     ids = [special_ids(pairs().tokenizer)["bos"], *LETTERS.encode("fe")]
     z = lambda model: logits_of(model, ids, source=BAD[None])[-1, D]  # noqa: E731
 
@@ -149,7 +149,7 @@ def test_what_tokens_and_parts_add_is_the_answer(name):
         "prefix": (prefix(), ("bad", "")), "masked": (masked(), "b_dcab"), "chat": (chat(), "bad"),
     }[name]  # fmt: skip
     given = dict(baseline="k") if name == "plain" else {}
-    seen = model.attribution(text, answer="d", other_answer="b", **given)
+    seen = model.inspect.attribution(text, answer="d", other_answer="b", **given)
     assert np.abs(seen.shares).max() > 0.05
     assert seen.shares.sum() == pytest.approx(seen.value - seen.baseline_value, abs=2e-3)
     parts = [seen.heads, seen.feed_forward, seen.embedding, seen.bias, seen.cross_heads]
@@ -166,7 +166,7 @@ def test_what_tokens_and_parts_add_is_the_answer(name):
 @pytest.mark.slow
 def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
     post = model_of(replace(CONFIG, norm_order="post"))
-    seen = post.attribution("bad", baseline="k")
+    seen = post.inspect.attribution("bad", baseline="k")
     assert seen.heads is None and seen.reason.startswith("norm_order is 'post'")
     assert seen.shares.sum() == pytest.approx(seen.value - seen.baseline_value, abs=2e-3)
     assert len(seen.tables()) == 1 and "no parts: norm_order is 'post'" in seen.summary()
@@ -175,11 +175,11 @@ def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
 @pytest.mark.slow
 def test_where_there_is_no_feed_forward_none_is_shown():
     model = model_of(replace(CONFIG, d_ff=0))
-    seen = model.attribution("bad", baseline="k", answer="d", other_answer="b")
+    seen = model.inspect.attribution("bad", baseline="k", answer="d", other_answer="b")
     assert seen.feed_forward is None and "feed-forward" not in seen.tables()[1].columns
     total = seen.heads.sum() + seen.embedding + seen.bias
     assert total == pytest.approx(seen.value, abs=1e-4) and np.abs(seen.heads).max() > 0.01
-    assert list(model.patch("bad", "cab").by_token) == ["residual", "attention/output"]
+    assert list(model.inspect.patch("bad", "cab").by_token) == ["residual", "attention/output"]
 
 
 def ngrams():
@@ -189,19 +189,30 @@ def ngrams():
 @pytest.mark.parametrize(
     ("ask", "rule"),
     [
-        (lambda: classes().lens("bad"), "lens: a run of task 'classify' names the class of a text"),
-        (lambda: ngrams().heads("bad"), "heads: a NgramConfig of 'here' has no blocks and heads"),
-        (lambda: pairs().lens("bad"), r"text is 'bad': must be \(source, target\)"),
-        (lambda: plain().lens("bad", count=0), "count is 0: must be an integer of at least 1"),
-        (lambda: plain().lens("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
-        (lambda: plain().patch("bad", "ba"), "other has 2 tokens: must be as many as those of the"),
-        (lambda: plain().patch("a", "b", answer="c", other_answer="c"), "both prompts are answ"),
-        (lambda: plain().heads("bad", answer="ab"), r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
-        (lambda: plain().heads("bad", answer=""), "answer is '': must be a text of one token"),
-        (lambda: plain().heads("a", answer="a", other_answer="a"), "other_answer are 'a': must"),
-        (lambda: plain().attribution("bad", answer="a"), "baseline is None: the tokenizer has no"),
-        (lambda: masked().heads("bad"), "text has no mask: must have one"),
-        (lambda: masked().patch("b_d", "_bd"), "other has its mask elsewhere: must be where that"),
+        (lambda: classes().inspect.lens("bad"),
+         "lens: a run of task 'classify' names the class of a text"),
+        (lambda: ngrams().inspect.heads("bad"),
+         "heads: a NgramConfig of 'here' has no blocks and heads"),
+        (lambda: pairs().inspect.lens("bad"), r"text is 'bad': must be \(source, target\)"),
+        (lambda: plain().inspect.lens("bad", count=0),
+         "count is 0: must be an integer of at least 1"),
+        (lambda: plain().inspect.lens("a" * 18),
+         "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: plain().inspect.patch("bad", "ba"),
+         "other has 2 tokens: must be as many as those of the"),
+        (lambda: plain().inspect.patch("a", "b", answer="c", other_answer="c"),
+         "both prompts are answ"),
+        (lambda: plain().inspect.heads("bad", answer="ab"),
+         r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
+        (lambda: plain().inspect.heads("bad", answer=""),
+         "answer is '': must be a text of one token"),
+        (lambda: plain().inspect.heads("a", answer="a", other_answer="a"),
+         "other_answer are 'a': must"),
+        (lambda: plain().inspect.attribution("bad", answer="a"),
+         "baseline is None: the tokenizer has no"),
+        (lambda: masked().inspect.heads("bad"), "text has no mask: must have one"),
+        (lambda: masked().inspect.patch("b_d", "_bd"),
+         "other has its mask elsewhere: must be where that"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_says_why(ask, rule):

@@ -151,7 +151,7 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
         lambda: words.generate("to a cow", 1), lambda: words.generate(["to", "a cow"], 1),
         lambda: words.generate("to a cow", 1, beams=2), lambda: words.search("to a cow", 1),
         lambda: words.score("to a cow"), lambda: words.score(["to be", "to a cow"]),
-        lambda: words.attend("to a cow"),
+        lambda: words.inspect.attention("to a cow"),
         lambda: run_of(
             ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=words.tokenizer
         ).classify("to a cow"),
@@ -204,7 +204,7 @@ def test_blanks_are_gone_on_with_and_classed_where_they_have_tokens():
     base = CharTokenizer(" ab")
     classes = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=base)
     assert classes.classify("  ")[0] in ("x", "y")
-    assert classes.attend("  ").tokens == ["<cls>", " ", " "]
+    assert classes.inspect.attention("  ").tokens == ["<cls>", " ", " "]
 
 
 @pytest.mark.parametrize(("count", "first", "longest", "stride"), [
@@ -256,7 +256,7 @@ def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
 
 @pytest.mark.slow
 def test_weights_have_the_tokens_of_the_text_as_labels():
-    found = plain().attend("badcab")
+    found = plain().inspect.attention("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
     assert not np.triu(found.weights, 1).any()
@@ -276,7 +276,7 @@ def test_pairs_are_written_scored_and_looked_into():
     assert found.token_nats == pytest.approx(each, rel=1e-5)
     assert found.tokens == (*"feed", "<eos>")
     assert (found.num_tokens, found.num_bytes) == (5, 4)
-    seen = pairs().attend(("bad", "feed"))
+    seen = pairs().inspect.attention(("bad", "feed"))
     assert seen.tokens == ["<bos>", *"feed"] and seen.source_tokens == list("bad")
     assert seen.weights.shape == (2, 2, 5, 5) and seen.cross.shape == (2, 2, 5, 3)
     np.testing.assert_allclose(seen.encoder.sum(-1), 1, rtol=1e-5)
@@ -285,7 +285,7 @@ def test_pairs_are_written_scored_and_looked_into():
 
 @pytest.mark.slow
 def test_of_a_prefix_the_source_sees_itself_whole():
-    seen = prefix().attend(("bad", "feed"))
+    seen = prefix().inspect.attention(("bad", "feed"))
     assert seen.tokens == [*"bad", "<sep>", *"feed"]
     assert (seen.weights[:, :, :4, :4] > 0).all() and not seen.weights[:, :, :4, 4:].any()
     assert isinstance(prefix().generate("bad", 5), str)
@@ -297,11 +297,11 @@ def test_masks_are_filled_and_classes_named():
     filled = masked().generate("b_d")
     assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
     assert masked().generate(["b[MASK]d", "f_"])[0] == filled
-    assert masked().attend("b_d").tokens == ["b", "<mask>", "d"]
+    assert masked().inspect.attention("b_d").tokens == ["b", "<mask>", "d"]
     label, probability = classes().classify("bad")
     assert label in "xy" and 0.5 <= probability <= 1
     assert classes().classify(["bad", "a"])[0] == (label, pytest.approx(probability, rel=1e-5))
-    assert classes().attend("bad").tokens == ["<cls>", *"bad"]
+    assert classes().inspect.attention("bad").tokens == ["<cls>", *"bad"]
 
 
 @pytest.mark.slow
@@ -324,8 +324,8 @@ def test_a_token_of_which_an_edit_makes_minus_infinity_fills_no_mask():
     first, second = (text for text, _ in masked().candidates("b_d", count=2)[0])
     (at,) = LETTERS.encode(first)
     edit = {"logits": lambda x: x.at[..., at].set(-np.inf)}
-    assert masked().generate("b_d", edit=edit) == f"b{second}d"
-    assert first not in dict(masked().candidates("b_d", edit=edit)[0])
+    assert masked().edited(edit).generate("b_d") == f"b{second}d"
+    assert first not in dict(masked().edited(edit).candidates("b_d")[0])
 
 
 @pytest.mark.slow
@@ -373,8 +373,10 @@ def bad_message(*messages):
         (lambda: plain().generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
         (lambda: plain().generate("a", temperature=1), "meant: sampler=Sample"),
         (lambda: plain().generate("a", max_new_tokens=3), "meant: num_tokens"),
-        (lambda: plain().generate("a", edit={"block_9/residual": abs}), "no place is named 'block"),
-        (lambda: plain().generate("a", edit=abs), "edit is a builtin_function_or_method: must be"),
+        (lambda: plain().edited({"block_9/residual": abs}).generate("a"),
+         "no place is named 'block"),
+        (lambda: plain().edited(abs).generate("a"),
+         "edit is a builtin_function_or_method: must be"),
         (lambda: plain().generate("a", beams=2, stop="b"), "stop is .*a beam search takes none"),
         (lambda: plain().chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
         (lambda: plain().classify("bad"), r"classify: 'here' goes on with a text"),
@@ -383,15 +385,19 @@ def bad_message(*messages):
         (lambda: plain().score(("a", "b")), r"text is \('a', 'b'\): must be a text"),
         (lambda: plain().score("ab", stride=0), "stride is 0: must be an integer of at least 1"),
         (lambda: plain().score("ab", stride=18), "stride is 18: must be at most max_len 17"),
-        (lambda: plain().attend(""), "text is '': must have at least one token"),
-        (lambda: plain().attend(("a", "b")), r"text is \('a', 'b'\): must be a text"),
-        (lambda: plain().attend("a" * 18), "the text has 18 tokens: must be at most max_len 17"),
+        (lambda: plain().inspect.attention(""), "text is '': must have at least one token"),
+        (lambda: plain().inspect.attention(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: plain().inspect.attention("a" * 18),
+         "the text has 18 tokens: must be at most max_len 17"),
         (lambda: plain().tokenizer.decode([11]), "id 11 has no token: the tokenizer has 11"),
         (lambda: pairs().generate(""), "prompt is '': a source must have at least one token"),
         (lambda: pairs().score("bad"), r"text is 'bad': must be \(source, target\)"),
-        (lambda: pairs().attend(5), r"text is 5: must be \(source, target\)"),
+        (lambda: pairs().inspect.attention(5), r"text is 5: must be \(source, target\)"),
         (lambda: pairs().chat("bad"), r"chat: .*writes the target of a source, generate\(SOURCE\)"),
-        (lambda: pairs().generate("a", sampler=tj.Sample(), key=KEY), "sampler is .*it takes the"),
+        (lambda: pairs().generate("a", edit={}), r"no argument 'edit', meant: .* model.edited\("),
+        (lambda: plain().score("a", edit={}), r"no argument 'edit', meant: .* model.edited\("),
+        (lambda: plain().edited({"logits": abs}).save("x"), "save: the model is edited, and no"),
+        (lambda: plain().save("x", family="llama"), "family is 'llama': 'here' is no run, which"),
         (lambda: masked().generate("bad"), r"prompt is 'bad': must have a \[MASK\]"),
         (lambda: masked().generate("b_", 3), "num_tokens is 3: .*each mask is filled"),
         (lambda: masked().score("bad"), "no probability of a text; its pseudo-likelihood"),
@@ -415,15 +421,16 @@ def bad_message(*messages):
         (lambda: chat().score([TURNS[0] | {"role": "pope"}, TURNS[1]]), "must have a role, system"),
         (lambda: chat().score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a text"),
         (lambda: chat().search("a", beams=2), r"search: .*task 'chat' answers messages, chat\(TEX"),
-        (lambda: pairs().search("a", beams=2, cache_dtype="int8"), "cache_dtype is 'int8': of a"),
         (lambda: masked().search("a", beams=2), r"search: .*task 'masked' fills masks"),
         (lambda: plain().candidates("b_"), r"candidates: 'here' goes on with a text"),
         (lambda: masked().candidates("bad"), r"prompt is 'bad': must have a \[MASK\]"),
         (lambda: masked().candidates("b_", count=0), "count is 0: must be an integer of at least"),
-        (lambda: plain().nearest("bad"), r"word is 'bad': 3 tokens \('b', 'a', 'd'\): must be one"),
-        (lambda: plain().nearest("a b"), "word is 'a b': must be one word"),
-        (lambda: plain().nearest("a", plus="z"), "character 0 is U.007A 'z': not among"),
-        (lambda: plain().nearest("a", minus="a"), "word is 'a': the sum of the vectors is 0"),
+        (lambda: plain().inspect.nearest("bad"),
+         r"word is 'bad': 3 tokens \('b', 'a', 'd'\): must be one"),
+        (lambda: plain().inspect.nearest("a b"), "word is 'a b': must be one word"),
+        (lambda: plain().inspect.nearest("a", plus="z"), "character 0 is U.007A 'z': not among"),
+        (lambda: plain().inspect.nearest("a", minus="a"),
+         "word is 'a': the sum of the vectors is 0"),
         (lambda: pairs().score(("a", "b"), stride=3), "stride is 3: of pairs, a target is scored"),
         (lambda: plain().search("a", 0, beams=2), "num_tokens is 0: must be an integer of at leas"),
         (lambda: plain().search(["a"], beams=2), r"prompt is \['a'\]: must be a text, or the ids"),

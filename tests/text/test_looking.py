@@ -15,7 +15,7 @@ from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.text.attention_weights import AttentionWeights
+from transformer_jax.text.inspect import AttentionMaps
 from transformer_jax.text.tables import Table
 from transformer_jax.tokenizers.special import encode_text, special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import BPETokenizer, WordTokenizer
@@ -46,7 +46,7 @@ def softmax_of_scores(model, ids, part: str, causal: bool, **given) -> np.ndarra
 
 
 def test_weights_are_the_softmax_of_scores_by_definition():
-    ids, seen = LETTERS.encode("badcab"), plain().attend("badcab")
+    ids, seen = LETTERS.encode("badcab"), plain().inspect.attention("badcab")
     wanted = softmax_of_scores(plain(), ids, "attention", causal=True)
     np.testing.assert_allclose(seen.weights, wanted, atol=1e-6)
 
@@ -54,8 +54,8 @@ def test_weights_are_the_softmax_of_scores_by_definition():
 @pytest.mark.slow
 def test_a_translation_is_looked_at_as_it_is_written():
     target = pairs().generate("bad")
-    seen, source = pairs().attend("bad"), LETTERS.encode("bad")[None]
-    whole = pairs().attend(("bad", target))
+    seen, source = pairs().inspect.attention("bad"), LETTERS.encode("bad")[None]
+    whole = pairs().inspect.attention(("bad", target))
     assert seen.tokens == whole.tokens == ["<bos>", *target]
     assert seen.written == [*target, "<eos>"] and seen.source_tokens == list("bad")
     ids = [special_ids(pairs().tokenizer)["bos"], *encode_text(pairs().tokenizer, target)]
@@ -77,7 +77,7 @@ def recurrent(**fields):
 def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
     """Compute the scores h . m, which "dot" with the context after the cell has."""
     model = recurrent(attention="dot")
-    seen, source = model.attend(("bad", "feed")), LETTERS.encode("bad")[None]
+    seen, source = model.inspect.attention(("bad", "feed")), LETTERS.encode("bad")[None]
     ids = [special_ids(model.tokenizer)["bos"], *LETTERS.encode("feed")]
     names = "layer_0/hidden", "encoder/layer_0/output"
     h, m = captured(model, ids, *names, source=source)
@@ -89,7 +89,7 @@ def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
     with pytest.raises(ConfigError, match="part is 'self': must be 'cross', which this model has"):
         seen.plot(part="self")
     with pytest.raises(ConfigError, match="a RecurrentConfig of 'here' has no attention"):
-        recurrent().attend(("bad", "feed"))
+        recurrent().inspect.attention(("bad", "feed"))
 
 
 ODD = [
@@ -98,10 +98,10 @@ ODD = [
 ]  # fmt: skip
 
 
-def made(L, N, tokens) -> AttentionWeights:
+def made(L, N, tokens) -> AttentionMaps:
     rng = np.random.default_rng(L)
     weights = softmax(3 * rng.standard_normal((L, N, len(tokens), len(tokens))))
-    return AttentionWeights(tokens, weights.astype(np.float32))
+    return AttentionMaps(tokens, weights.astype(np.float32))
 
 
 @pytest.mark.slow_except("2-3-tokens2")
@@ -142,7 +142,7 @@ def test_a_picture_is_narrowed_to_a_part_a_layer_and_a_head(tmp_path):
     sizes = dict(weights=(2, 2, 5, 5), cross=(2, 2, 5, 3), encoder=(3, 2, 3, 3))
     drawn = {name: softmax(rng.standard_normal(size)) for name, size in sizes.items()}
     written = [*"feed", "<eos>"]
-    seen = AttentionWeights(["<bos>", *"feed"], source_tokens=[*"bad"], written=written, **drawn)
+    seen = AttentionMaps(["<bos>", *"feed"], source_tokens=[*"bad"], written=written, **drawn)
     (image, _) = seen.plot(part="cross", layer=1, head=0).axes[0].images
     np.testing.assert_array_equal(image.get_array(), seen.cross[1, 0])
     said = [text.get_text() for text in seen.plot(part="cross", layer=1, head=0).axes[0].texts]
@@ -171,7 +171,7 @@ def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
 def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     table = np.asarray(plain().params["embed"]["tokens"], np.float64)
     of_c = cosines(table, table[2])
-    found = plain().nearest("c", count=20)
+    found = plain().inspect.nearest("c", count=20)
     assert [text for text, _ in found] == [
         LETTERS.decode([i]) for i in np.argsort(of_c)[::-1] if i != 2
     ]
@@ -179,42 +179,45 @@ def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     unit = [row / np.sqrt(row @ row) for row in table]
     wanted = cosines(table, unit[2] - unit[0] + unit[4] + unit[5])
     others = [i for i in np.argsort(wanted)[::-1] if i not in (0, 2, 4, 5)]
-    found = plain().nearest("c", minus="a", plus=["e", "f"], count=3)
+    found = plain().inspect.nearest("c", minus="a", plus=["e", "f"], count=3)
     assert found == [(LETTERS.decode([i]), pytest.approx(wanted[i])) for i in others[:3]]
     held = replace(plain().model, params=tj.quantize(plain().params, "int8", embeddings=True))
-    assert type(plain())(held, "here").nearest("c", count=1)[0][0] == plain().nearest("c")[0][0]
+    assert (
+        type(plain())(held, "here").inspect.nearest("c", count=1)[0][0]
+        == plain().inspect.nearest("c")[0][0]
+    )
 
 
 def test_words_that_are_added_and_taken_away_have_no_part_in_the_sum():
     """Leave nothing of rounding, whose direction would be as good as any."""
-    assert plain().nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
+    assert plain().inspect.nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
         (text, pytest.approx(cosine, rel=1e-9))
-        for text, cosine in plain().nearest("c", plus="f", count=11) if text not in "ae"
+        for text, cosine in plain().inspect.nearest("c", plus="f", count=11) if text not in "ae"
     ]  # fmt: skip
     for minus, plus in ((["a", "c"], "a"), (["f", "b", "c"], ["b", "f"])):
         with pytest.raises(ValueError, match="the sum of the vectors is 0, which has no direction"):
-            plain().nearest("c", minus=minus, plus=plus)
+            plain().inspect.nearest("c", minus=minus, plus=plus)
 
 
 @pytest.mark.slow
 def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
     model = recurrent(attention="dot")
     table = np.asarray(model.params["encoder"]["tokens"], np.float64)
-    found = model.nearest("c", count=20)
+    found = model.inspect.nearest("c", count=20)
     assert len(found) == 10 and found[0][1] == pytest.approx(
         sorted(cosines(table[:11], table[2]))[-2]
     )
     words = model_of(replace(CONFIG, vocab_size=6), WordTokenizer(("to", "be", "or", "not")))
-    assert {text for text, _ in words.nearest("to")} == {"be", "or", "not"}
+    assert {text for text, _ in words.inspect.nearest("to")} == {"be", "or", "not"}
     with pytest.raises(ValueError, match="word is 'To': not among the words of the tokenizer"):
-        words.nearest("To")
+        words.inspect.nearest("To")
     pieces = BPETokenizer.train("king man king man " * 9, 270)
     own = model_of(replace(CONFIG, vocab_size=pieces.vocab_size), pieces)
     assert len(pieces.encode(" king")) == 1
-    assert own.nearest("king", count=1)[0][0] != " king"
+    assert own.inspect.nearest("king", count=1)[0][0] != " king"
     ngrams = tj.NgramConfig(vocab_size=11)
     with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no vectors of words"):
-        replace(plain(), model=replace(plain().model, config=ngrams)).nearest("c")
+        replace(plain(), model=replace(plain().model, config=ngrams)).inspect.nearest("c")
 
 
 @pytest.mark.slow
@@ -266,6 +269,13 @@ def test_the_best_targets_are_those_of_a_beam_search(made):
             (score,) = [s for s, t in best if t == target]
             assert score == pytest.approx(-model.score(("bad", target)).nats / n**0.5, rel=1e-4)
     assert model.search("bad", 4, beams=5)[0][1] == model.generate("bad", 4, beams=5)
+
+
+def test_the_translation_of_one_beam_is_the_greedy_one():
+    want = pairs().generate("cabfeed", 9)
+    ((_, found),) = pairs().search("cabfeed", 9, beams=1)
+    assert found == want
+    assert len(set(want)) > 1
 
 
 def test_the_largest_value_of_a_table_is_the_darkest():

@@ -26,13 +26,18 @@ from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, 
 from transformer_jax.decoding import completion
 from transformer_jax.decoding.completion import TextGenerator
 from transformer_jax.decoding.continuous_batching import Batcher, Request
+from transformer_jax.decoding.logit_processors import Ban, Force, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.loading import TextModel
+from transformer_jax.text import inspect as inspecting
+from transformer_jax.text import inspect_programs as programs
 from transformer_jax.text import lm_eval as adapter
-from transformer_jax.text import looking, nearest, scores, writing
-from transformer_jax.text import looking_programs as programs
+from transformer_jax.text import scores
 from transformer_jax.text.evaluation import task_on
 from transformer_jax.text.language_model import LanguageModel
+from transformer_jax.text.reading import read_whole
+from transformer_jax.training.tasks import answers
+from transformer_jax.training.tasks.answers import Targets
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,7 +66,7 @@ def test_a_lens_names_the_likeliest_of_each_place(monkeypatch):
         return p, ids
 
     monkeypatch.setattr(programs, "lens", lens)
-    found = letters().lens("ba", count=2)
+    found = letters().inspect.lens("ba", count=2)
     assert found.top == [
         [["a", "b"], ["c", "d"]],
         [["e", "f"], ["g", "h"]],
@@ -87,7 +92,7 @@ def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
 
     monkeypatch.setattr(programs, "patched", patched)
     monkeypatch.setattr(programs, "logits", likeliest("dfeg"))
-    found = letters().patch("bad", "cae")
+    found = letters().inspect.patch("bad", "cae")
     assert (found.answer, found.other_answer) == ("f", "g")
     names = ["residual", "attention/output", "feed_forward/output"]
     assert list(found.by_token) == names
@@ -111,13 +116,13 @@ def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
         ("bcd", "both prompts are answered by 'f': give an answer and an other_answer that differ"),
     ):
         with pytest.raises(ValueError, match=message):
-            letters().patch("bad", other)
+            letters().inspect.patch("bad", other)
     monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 0.95, by_token, [by_head]))
     with pytest.warns(UserWarning, match=r"differs by 0.05 between the prompts, less than 0.81:"):
-        letters().patch("bad", "cae")
+        letters().inspect.patch("bad", "cae")
     monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 1.0, by_token, [by_head]))
     with pytest.raises(ValueError, match=r"nothing to bring back: logit of 'f' - 'g' must differ"):
-        letters().patch("bad", "cae")
+        letters().inspect.patch("bad", "cae")
 
 
 def test_heads_are_what_an_answer_loses_without_them(monkeypatch):
@@ -129,24 +134,24 @@ def test_heads_are_what_an_answer_loses_without_them(monkeypatch):
 
     def weights(config, params, tokens, given):
         rows, T = tokens.shape
-        assert (rows, T) in ((1, 3), (looking.ROWS, 16)) and tokens.max() < 11
+        assert (rows, T) in ((1, 3), (inspecting.ROWS, 16)) and tokens.max() < 11
         assert T == 3 or (tokens[:, :8] == tokens[:, 8:]).all()
         uniform = np.tri(T) / np.arange(1, T + 1)[:, None]
         return np.broadcast_to(uniform, (rows, 2, 2, T, T))
 
     monkeypatch.setattr(programs, "without", without)
     monkeypatch.setattr(programs, "weights", weights)
-    repeated = np.tile(np.arange(8), (looking.ROWS, 2))
+    repeated = np.tile(np.arange(8), (inspecting.ROWS, 2))
     monkeypatch.setattr(
-        looking.inside, "repeated_tokens",
+        inspecting.inside, "repeated_tokens",
         lambda key, kinds, rows, period: repeated if (kinds, rows, period) == (11, 4, 8) else None,
     )  # fmt: skip
 
     def head_scores(weights, period):
         return inside.HeadScores(*(np.full((2, 2), x) for x in (0.1, 0.2, period)))
 
-    monkeypatch.setattr(looking.inside, "head_scores", head_scores)
-    found = letters().heads("bad", answer="c", other_answer="e")
+    monkeypatch.setattr(inspecting.inside, "head_scores", head_scores)
+    found = letters().inspect.heads("bad", answer="c", other_answer="e")
     np.testing.assert_allclose(found.entropy, (math.log(2) + math.log(3)) / 3, rtol=1e-6)
     assert found.summary() == (
         "logit of 'c' - 'e': 2.500\nchange without: block 0 head 1 -2.000, block 1 head 1 +1.000, "
@@ -178,7 +183,7 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
 
     monkeypatch.setattr(programs, "attributed", attributed)
     monkeypatch.setattr(programs, "logits", likeliest("df"))
-    found = letters().attribution("bad", baseline="k")
+    found = letters().inspect.attribution("bad", baseline="k")
     assert (found.answer, found.other_answer, found.tokens) == ("f", None, ["b", "a", "d"])
     assert (found.embedding, found.bias, found.reason) == (7.5, -0.25, None)
     assert found.summary() == (
@@ -197,7 +202,7 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
     assert over_source.values[:, 3:].tolist() == [[-1, 3], [-2, -0.5]]
     assert len(replace(found, heads=None).tables()) == 1
     with pytest.raises(ValueError, match="answer and other_answer are 'f': must differ"):
-        letters().attribution("bad", other_answer="f")
+        letters().inspect.attribution("bad", other_answer="f")
 
 
 @pytest.mark.slow
@@ -473,37 +478,53 @@ def test_prompts_are_written_in_the_way_that_was_asked_for(monkeypatch):
 def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
     asked = []
 
-    def translate(generator, source, num_tokens, *, start, count):
-        asked.append((key_of(generator.key), source.tolist(), num_tokens, start, count))
-        return ["", " one", "two"][:count] if count > 1 else [f"{source[0]}"]
+    def draw(targets, source, num_tokens, count, sampler, key):
+        asked.append((key_of(key), targets.encode(source).tolist(), num_tokens, count))
+        return ["", " one", "two"][:count] if count > 1 else [source]
 
-    monkeypatch.setattr(writing, "translate", translate)
+    def answer(targets, sources, num_tokens):
+        asked.append(num_tokens)
+        return [f"likeliest of {source}" for source in sources]
+
+    monkeypatch.setattr(Targets, "draw", draw)
+    monkeypatch.setattr(Targets, "answer", answer)
     config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
-    model = LanguageModel(TextModel(config, {}, tiny().tokenizer, (257,), start_id=258), "here")
-    letter = {name: tiny().tokenizer.encode(name).tolist()[0] for name in "xy"}
+    tokenizer = replace(tiny().tokenizer, target_ids=(("decoder_start_token_id", 258),))
+    model = LanguageModel(TextModel(config, {}, tokenizer, (257,)), "here")
+    letter = {name: tokenizer.encode(name).tolist()[0] for name in "xy"}
     key = jax.random.key(7)
     draws: dict[str, Any] = dict(sampler=Sample(Temperature(1.0)), key=key)
-    assert model.generate("x", **draws) == str(letter["x"])
-    assert asked == [(key_of(key), [letter["x"]], 200, 258, 1)]
-    assert model.generate(["x", "y"], 5, **draws) == [str(letter["x"]), str(letter["y"])]
+    assert model.generate("x", **draws) == "x"
+    assert asked == [(key_of(key), [letter["x"]], 200, 1)]
+    assert model.generate(["x", "y"], 5, **draws) == ["x", "y"]
     keys = [key_of(jax.random.fold_in(key, n)) for n in (0, 1)]
-    assert asked[1:] == [
-        (own, [letter[name]], 5, 258, 1) for own, name in zip(keys, "xy", strict=True)
-    ]
+    assert asked[1:] == [(own, [letter[name]], 5, 1) for own, name in zip(keys, "xy", strict=True)]
     assert model.generate("x", 5, samples=2, **draws) == ["", " one"]
-    assert list(model.generate("x", 5, stream=True)) == [str(letter["x"])]
-    forced = replace(model.model, forced_bos_id=5, forced_eos_id=6)
-    added = LanguageModel(forced, "here")._forcing(("own",), 9)
-    assert added == ("own", writing.Force(5), writing.ForceLast(9, 6))
+    assert list(model.generate("x", 5, stream=True)) == ["likeliest of x"] and asked[-1] == 5
     learned = LanguageModel(
         replace(model.model, config=replace(config, positions="learned")), "here"
     )
-    assert learned._target_count(200) == learned._target_count(None) == 200
+    assert learned.target_count(200) == learned.target_count(None) == 200
     with pytest.raises(ValueError, match="num_tokens is 201: 200 fit"):
-        learned._target_count(201)
-    assert model._target_count(201) == 201
-    with pytest.raises(ValueError, match="prompt is '': an encoder-decoder needs a source"):
+        learned.target_count(201)
+    assert model.target_count(201) == 201
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="prompt is '': a source must have at least one token"):
         model.generate("")
+
+
+def test_what_is_forced_upon_targets_comes_last(monkeypatch):
+    monkeypatch.setattr(answers, "_read_sources", lambda *given: "state")
+    config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
+    names = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
+    ids = tuple(zip(names, (258, 5, 6), strict=True))
+    tokenizer = replace(tiny().tokenizer, target_ids=ids)
+    model = LanguageModel(TextModel(config, {}, tokenizer, (257,)), "here")
+    targets = model.targets((Ban(3),))
+    (_, _, prompt, state), named = targets._begin([targets.encode("x")], 9)
+    assert prompt.tolist() == [[258]] and state == "state"
+    assert (named["num_tokens"], named["stop"]) == (9, (257,))
+    assert named["processors"][-3:] == (Ban(3), Force(5), ForceLast(9, 6))
 
 
 @pytest.fixture
@@ -561,25 +582,25 @@ def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
     config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
     ends = (("decoder_start_token_id", 258),)
     tokenizer = replace(tiny().tokenizer, target_ids=ends)
-    pair = LanguageModel(TextModel(config, {}, tokenizer, (257,), start_id=258), "here")
-    batch = scores.pair_batch(pair, "bad", "fab")
+    pair = LanguageModel(TextModel(config, {}, tokenizer, (257,)), "here")
+    batch = read_whole(pair, ("bad", "fab"))
     assert batch.source.tolist()[:3] == encode("bad")
     assert batch.labels.tolist() == [*encode("fab"), 257]
-    assert batch.tokens.tolist() == [258, *encode("fab")]
+    assert batch.ids.tolist() == [258, *encode("fab")]
     found = pair.score(("bad", "fab"))
     assert list(found.token_nats) == [*encode("fab"), 257] and found.num_bytes == 3
     for wrong, given, message in (
         (("bad", "fab"), dict(window=5), "window is 5: of pairs, a target is scored whole"),
-        (("", "fab"), {}, "the source is '': must have at least one token"),
+        (("", "fab"), {}, "the source has no tokens"),
         ("bad", {}, "must be .source, target., of which it scores one"),
     ):
         with pytest.raises(ValueError, match=message):
             pair.score(wrong, **given)
     short = replace(config, positions="learned", max_len=3)
     full = LanguageModel(replace(pair.model, config=short), "here")
-    with pytest.raises(ValueError, match="the source has 4 tokens: max_len is 3"):
-        scores.pair_batch(full, "abcde"[1:], "f")
-    assert scores.pair_batch(full, "bcd", "f").tokens.tolist() == [258, *encode("f")]
+    with pytest.raises(ValueError, match="source: 4 tokens: a sequence has at most 3"):
+        read_whole(full, ("abcde"[1:], "f"))
+    assert read_whole(full, ("bcd", "f")).ids.tolist() == [258, *encode("f")]
 
 
 def test_a_generator_passes_on_what_it_was_given(monkeypatch):
@@ -671,5 +692,6 @@ def test_words_are_compared_by_the_table_that_reads_them():
         (CONFIG, "own"), (pair, "own"), (replace(pair, source_vocab_size=7), "source"),
         (recurrent, "own"), (both, "encoder"),
     ):  # fmt: skip
-        found = nearest._input_embedding(LanguageModel(TextModel(config, params, LETTERS), "here"))
+        model = LanguageModel(TextModel(config, params, LETTERS), "here")
+        found = inspecting._input_embedding(model)
         assert found.dtype == np.float64 and (found == tables[name]).all()

@@ -32,10 +32,10 @@ from tests.support.published_text import (
 from tests.support.published_text import bart as make_bart
 from tests.support.published_text import marian as make_marian
 from tests.support.published_text import t5 as make_t5
-from transformer_jax.cli.convert import tokenizer_files
 from transformer_jax.config import TrainConfig, fine_tuning
 from transformer_jax.config.tasks import ClassifyTask, Seq2SeqTask
 from transformer_jax.models.factory import init_params
+from transformer_jax.text.save import tokenizer_files
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import batch_logits, batch_scores
 from transformer_jax.training.initial import start_model, start_params

@@ -12,13 +12,14 @@ from transformer_jax.attention.masks import Causal, Prefix
 from transformer_jax.config import ModelConfig, NgramConfig, RecurrentConfig, TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask
 from transformer_jax.decoding import beams
+from transformer_jax.decoding.generation import generate
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.loop import fit
 from transformer_jax.training.tasks import answers
-from transformer_jax.training.tasks.answers import _write, answer_sources
+from transformer_jax.training.tasks.answers import Targets, answer_sources
 from transformer_jax.training.tasks.task import Tokenizers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -87,7 +88,8 @@ def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
     two_rows = "bos" in ids
     prompts = [[ids["bos"]] if two_rows else [*source, ids["sep"]] for source in sources]
     read = sources if two_rows else [np.array(prompt, np.int32) for prompt in prompts]
-    written = _write(config, tokenizers, params, read, 1, None, build(config.model))
+    begun, named = Targets(config, tokenizers, params)._begin(read, None)
+    written = generate(*begun, **named).rows()
     likely = likeliest(config, params, sources, prompts, written)
     for row, prompt, target in zip(likely, prompts, written, strict=True):
         limit = 13 if two_rows else 14 - len(prompt)  # whatever stands in the other rows

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from transformer_jax.cli.convert import token_ids, tokenizer_files
 from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.config.presets import train_preset
 from transformer_jax.config.tasks import ClassifyTask, MaskedTask, Seq2SeqTask
 from transformer_jax.loading import TextModel, with_targets
 from transformer_jax.models.factory import init_params
 from transformer_jax.text.language_model import LanguageModel
+from transformer_jax.text.save import token_ids, tokenizer_files
 from transformer_jax.tokenizers.languages import with_languages
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer, canonical
 from transformer_jax.tokenizers.special import (

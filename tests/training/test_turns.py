@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
-from transformer_jax.cli.convert import token_ids, tokenizer_files
 from transformer_jax.cli.generate import main as generate_command
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
 from transformer_jax.config.prepare import PrepareConfig
@@ -24,6 +23,7 @@ from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.save import save_pretrained
 from transformer_jax.text.language_model import LanguageModel
+from transformer_jax.text.save import token_ids, tokenizer_files
 from transformer_jax.tokenizers import chat_template
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.special import end_ids, tokenizer_from_json

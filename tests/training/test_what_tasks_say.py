@@ -184,7 +184,7 @@ def test_signals_are_judged_by_their_letters_and_classes(monkeypatch):
         assert all(a is b.values for a, b in zip(sources, task.signals, strict=False))
         return [wanted[0] + "a", *wanted[1 : len(sources)]]
 
-    monkeypatch.setattr(continuous, "write_targets", write)
+    monkeypatch.setattr(continuous, "answer_sources", write)
     found = edited.judge(PARAMS, report)
     letters = sum(map(len, wanted[:3]))
     assert found == {"exact_match": 2 / 3, "letter_error_rate": pytest.approx(1 / letters)}
@@ -282,7 +282,7 @@ def decoder(monkeypatch):
         monkeypatch.setattr(answers, name, call)
 
     keep("init_decode_state", "state")
-    keep("_init", "source state")
+    keep("_read_sources", "source state")
     step = SimpleNamespace(told=lambda **named: ("step", named))
     keep("make_step", step)
     keep("generate", lambda: SimpleNamespace(rows=lambda: [np.array(x) for x in found.written]))
@@ -320,7 +320,7 @@ def test_a_decoder_is_asked_to_go_on_after_the_sources(decoder):
     assert written == ["bc", "d"]
     named = decoder.calls[-1][2]
     assert (named["num_beams"], named["length_penalty"]) == (3, LengthPenalty(1.0))
-    scored = answers.search_targets(*given, "ab", beams=4, results=3, length_penalty=0.5)
+    scored = answers.Targets(*given).search("ab", beams=4, results=3, length_penalty=0.5)
     assert scored == [(-0.5, "bc"), (-1.0, "cc")]  # the last has no token
     named = decoder.calls[-1][2]
     told = named["num_beams"], named["num_results"], named["length_penalty"]
@@ -337,8 +337,8 @@ def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
     model = ModelConfig(kind="encoder-decoder", vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=Seq2SeqTask(beams=2), model=model, context=7)
     assert answers.answer_sources(config, Tokenizers(letters), PARAMS, ["ab", "c"]) == ["d", "bc"]
-    _, (built, params, rows, count, tokens, valid), _ = decoder.calls[-2]
-    assert (built, params, rows, count) == (build(model), PARAMS, 2, 7)
+    _, (built, params, rows, count, tokens, valid, dtype), _ = decoder.calls[-2]
+    assert (built, params, rows, count, dtype) == (build(model), PARAMS, 2, 7, None)
     assert tokens[:, :3].tolist() == [[2, 0, 0], [0, 1, 0]]  # the shortest source comes first
     assert valid.sum(1).tolist() == [1, 2]
     name, (_, _, prompt, state), named = decoder.calls[-1]
@@ -352,21 +352,24 @@ def test_sources_are_read_by_length_a_batch_at_a_time(monkeypatch):
     config = TrainConfig(task=PrefixTask(), model=model)
     read, told, edited = [], [], build(model).edited({"embedding": abs})
 
-    def write(config, tokenizers, params, rows, beams, num_tokens, model):
-        read.append([len(row) for row in rows])
-        assert (params, beams, num_tokens, model) == (PARAMS, 3, 8, edited)
-        return [np.array([len(row) % 4]) for row in rows]
+    def write(step, params, prompt, state, *, lengths, num_tokens, num_beams, **named):
+        read.append(lengths.tolist())
+        assert (step, params, num_tokens, num_beams) == (edited_step, PARAMS, 8, 3)
+        written = SimpleNamespace(scores=None, lengths=np.ones((len(lengths), 1), int))
+        written.tokens = (lengths % 4)[:, None, None]
+        return written
 
-    monkeypatch.setattr(answers, "_write", write)
+    edited_step = answers.PrefixStep(answers.make_step(edited).told(apart=True).model)
+    monkeypatch.setattr(answers, "beam_search", write)
     monkeypatch.setattr(answers, "BATCH", 4)
     sizes = [5, 1, 9, 3, 7, 2]
     given = config, Tokenizers(LETTERS), PARAMS, [np.zeros(n, np.int32) for n in sizes]
     more = dict(beams=3, num_tokens=8, model=edited)
     report = lambda *count: told.append(count)  # noqa: E731
-    assert answers.write_targets(*given, report=report, **more) == ["abcd"[n % 4] for n in sizes]
+    assert answers.answer_sources(*given, report=report, **more) == ["abcd"[n % 4] for n in sizes]
     assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and told == [(0, 6), (4, 6), (6, 6)]
     read.clear()
-    answers.write_targets(*given[:3], given[3][:3], **more)
+    answers.answer_sources(*given[:3], given[3][:3], **more)
     assert read == [[1, 5, 9]]  # one batch is as large as it is
 
 

@@ -22,7 +22,6 @@ from transformer_jax.cli.report import missing_metrics
 from transformer_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from transformer_jax.models.places import Edit
     from transformer_jax.text.language_model import LanguageModel
     from transformer_jax.text.scores import Score, Scored
 
@@ -88,12 +87,7 @@ def evaluate(options: Evaluate) -> None:
             "data, prompt, text and choices: give one of them, to say what to judge the model on"
         )
     refuse_unread(options, READS, given[0])
-    edit: dict[str, Edit] = {}
-    if options.zero is not None:
-        from transformer_jax.inside import zero
-
-        edit = zero(options.zero, heads=options.heads)
-    elif options.heads is not None:
+    if options.heads is not None and options.zero is None:
         raise ConfigError(f"heads is {list(options.heads)}: needs zero, the place that has them")
     rows = {} if options.batch_size is None else {"batch_size": options.batch_size}
     found: Mapping[str, float | str]
@@ -102,30 +96,30 @@ def evaluate(options: Evaluate) -> None:
         from transformer_jax.training.progress import DecodingLine
 
         own: dict[str, Any] = {name: getattr(options, name) for name in READS["data"]}
-        model = options.load_float32()
-        found = evaluation.evaluate(model, options.data, **own, report=DecodingLine(), edit=edit)
+        model = _load(options)
+        found = evaluation.evaluate(model, options.data, **own, report=DecodingLine())
         if (hint := missing_metrics(found)) is not None:
             print(f"evaluate: {hint}", file=sys.stderr)
     elif options.prompt is not None:
-        found = _of_prompt(options.load_float32(), options.prompt, options.target, edit)
+        found = _of_prompt(_load(options), options.prompt, options.target)
     elif options.text is not None:
         from transformer_jax.tokenizers.plain_text import read_text
 
         text = read_text(options.text.read_bytes(), str(options.text))
         if not text:
             raise ConfigError(f"text is {str(options.text)!r}: the file is empty")
-        model = options.load_float32()
+        model = _load(options)
         if model.kind != "text":
             raise ConfigError(f"text is {str(options.text)!r}: {model.instead()}")
         say_unknown("evaluate", model.tokenizers.of_source, [text])
         windows: dict[str, Any] = {"window": options.window, "stride": options.stride, **rows}
-        found = _measures(model.score(text, **windows, edit=edit))
+        found = _measures(model.score(text, **windows))
     else:
         from transformer_jax.text.choices import read_questions
 
         assert options.choices is not None
         questions = read_questions(options.choices)
-        chosen = options.load_float32().multiple_choice(questions, **rows, edit=edit)
+        chosen = _load(options).multiple_choice(questions, **rows)
         found = {
             "questions": len(questions), "accuracy": chosen.accuracy,
             "accuracy_per_character": chosen.accuracy_per_character,
@@ -141,9 +135,17 @@ def evaluate(options: Evaluate) -> None:
         print(f"{name:{width}}  {value if isinstance(value, str) else f'{value:.6g}'}")
 
 
-def _of_prompt(
-    model: LanguageModel, prompt: str, target: str | None, edit: Mapping[str, Edit]
-) -> Mapping[str, float | str]:
+def _load(options: Evaluate) -> LanguageModel:
+    """Load the model, edited as the options ask."""
+    model = options.load_float32()
+    if options.zero is None:
+        return model
+    from transformer_jax.inside import zero
+
+    return model.edited(zero(options.zero, heads=options.heads))
+
+
+def _of_prompt(model: LanguageModel, prompt: str, target: str | None) -> Mapping[str, float | str]:
     """Return how likely a model finds a text, or the class that it gives it."""
     if model.kind in ("targets", "chat") and target is None:
         what = "answer" if model.kind == "chat" else "target"
@@ -153,13 +155,13 @@ def _of_prompt(
     if model.kind == "labels":
         if target is not None:
             raise ConfigError(f"target is {target!r}: {model.instead()}")
-        label, probability = model.classify(prompt, edit=edit)
+        label, probability = model.classify(prompt)
         return {"label": label, "probability": probability}
     text: Scored = prompt if target is None else (prompt, target)
     if model.kind == "chat":
         said = {"user": prompt, "assistant": target}
         text = [{"role": role, "content": content} for role, content in said.items()]
-    return _measures(model.score(text, edit=edit))
+    return _measures(model.score(text))
 
 
 def _measures(score: Score) -> dict[str, float | str]:

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(options: Export) -> list[str]:
     """Export, and return what was written, line by line."""
     check_new_folder("to", options.to)
-    from transformer_jax.cli.convert import tokenizer_files
     from transformer_jax.text.export import check_is_decoder, export_decoder
+    from transformer_jax.text.save import tokenizer_files
     from transformer_jax.tokenizers.special import frame
 
     found = options.load(dtype=options.dtype, weights=options.weights).model

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformer_jax.cli.command import TypedModelOptions, run, say_unknown
 from transformer_jax.cli.flags import WORDS
 from transformer_jax.config import ConfigError
-from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from transformer_jax.decoding.logit_processors import HistoryProcessor
-    from transformer_jax.decoding.samplers import Processor, Sample
-    from transformer_jax.loading import TextModel
+    from transformer_jax.decoding.samplers import Processor
     from transformer_jax.text.language_model import LanguageModel
 
 T = TypeVar("T")
 
-Options: TypeAlias = dict[str, Any]
-"""Arguments by name, of functions that take them alike: each has types of its own for them."""
+ANSWERED = "masks", "labels", "targets", "chat"
+"""Kinds of models that need a text, and answer every line of a file."""
+
+FORMS = "schema", "regex", "grammar"
+"""Options that describe the form of a text."""
+
+DRAWN = "temperature", "top_k", "top_p", "min_p", "typical_p", "seed"
+"""Options that describe how a token is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,269 +103,160 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(Generate, argv, generate)
 
 
-def generate(arguments: Generate) -> None:
+def generate(options: Generate) -> None:
     """Write as the options say."""
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:
-        raise ConfigError(f"seed is {arguments.seed}: must be at least 0 and below 2**32")
-    if arguments.num_tokens is not None and arguments.num_tokens < 1:
-        raise ConfigError(f"num_tokens is {arguments.num_tokens}: must be positive")
-    _one_way(arguments)
-    from transformer_jax.decoding.writer import check_stop_strings
+    if options.seed is not None and not 0 <= options.seed < 2**32:
+        raise ConfigError(f"seed is {options.seed}: must be at least 0 and below 2**32")
+    # the functions below check the rest: these are options of other functions than those they meet
+    excluded = {"lookup": ("prompts", "beams", "samples", *FORMS), "beams": FORMS}
+    excluded["prompts"] = ("prompt",) if options.beams else ("prompt", "samples")
+    for way, names in excluded.items():
+        for name in names if getattr(options, way) is not None else ():
+            if getattr(options, name) is not None:
+                raise ConfigError(f"{name} and {way}: give one of them")
+    if options.prompts is None and options.slots is not None:
+        raise ConfigError(f"slots is {options.slots}: needs prompts")
+    drawn = [name for name in DRAWN if getattr(options, name) is not None]
+    if options.beams is not None and (drawn or options.stop):
+        raise ConfigError(f"{[*drawn, 'stop'][0]} with beams: a beam search takes none")
+    from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
 
-    sampler, stop = _sampler(arguments), check_stop_strings(arguments.stop)
-    form = _form(arguments)
-    model = arguments.load(
-        dtype=arguments.dtype, max_len=arguments.max_len, weights=arguments.weights
-    )
-    _check_read(arguments, model)
-    if model.kind == "chat":
-        arguments = replace(arguments, chat=True)
-    if arguments.languages is not None:
-        model = model.with_languages(*_languages(arguments.languages))
+    kept = {"num_tokens", "beams", "length_penalty", "slots", "cache_dtype"}
+    given = {name: x for name in kept if (x := getattr(options, name)) is not None}
+    given |= {"stop": options.stop, **_form(options), **_sampling(options)}
+    if options.samples is not None:
+        given["samples" if options.beams is None else "results"] = options.samples
+    try:
+        GenerateOptions(**given)  # before a large model is read
+    except ValueError as error:
+        raise ConfigError(str(error).replace("results", "samples")) from None
+    model = options.load(dtype=options.dtype, max_len=options.max_len, weights=options.weights)
+    chats, count = options.chat or model.kind == "chat", given.pop("num_tokens", None)
+    if options.languages is not None:
+        pair = options.languages.split(",")
+        if len(pair) != 2:
+            rule = "must be two, such as eng_Latn,fra_Latn"
+            raise ConfigError(f"languages is {options.languages!r}: {rule}")
+        model = model.with_languages(*pair)
+    named = model.name if model.task is None else f"a run of task {model.task.kind!r}"
+    _check_read(options, model, named)
     if model.kind == "signals":
-        _hear_or_see(arguments, model)
+        _hear_or_see(options, model, named)
         return
-    texts = [arguments.prompt or ""]
-    if arguments.prompts is not None:
-        texts = _prompts(arguments.prompts, every_line=model.kind in _ANSWERED)
-    elif not arguments.prompt and model.kind in _ANSWERED:
-        raise ConfigError(f"prompt is '': {_named(model)} needs one, or prompts")
+    texts = [options.prompt or ""]
+    if options.prompts is not None:
+        texts = _prompts(options.prompts, every_line=model.kind in ANSWERED)
+    elif not options.prompt and model.kind in ANSWERED:
+        raise ConfigError(f"prompt is '': {named} needs one, or prompts")
     say_unknown("generate", model.tokenizers.of_source, texts, model.masks)
-    ranked = arguments.beams and (arguments.samples or arguments.length_penalty is not None)
+    given["processors"] = _processors(options, model)
     of_pairs = model.kind == "targets" and model.task is not None
-    if model.kind in ("masks", "labels") or (of_pairs and not ranked):
-        _answer(arguments, model, texts)
+    if of_pairs and not (drawn or options.samples):  # its task takes the likeliest, or searches
+        given = {name: value for name, value in given.items() if name not in ("sampler", "key")}
+    reads = model.kind in ("text", "chat")
+    ids = [model.read_messages(text) if chats else model.read(text) for text in texts * reads]
+    before = texts if model.kind == "text" and not chats else [""] * len(texts)
+    ranked = options.beams and (options.samples or options.length_penalty is not None)
+    if options.beams is not None and options.prompts is not None and model.kind != "targets":
+        raise ConfigError("prompts and beams: give one of them")
+    if options.lookup is not None:
+        chosen = {n: x for n, x in given.items() if n not in ("samples", "slots")}
+        read = ids[0] if chats else texts[0]
+        text, out = model.look_up(read, count, options.lookup, **chosen)
+        print(f"{before[0]}{text.removeprefix(' ') if chats else text}")
+        print(
+            f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
+            f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
+            file=sys.stderr,
+        )
+    elif options.beams is not None and model.kind != "masks" and (ranked or not of_pairs):
+        chosen = {name: value for name, value in given.items() if name in SEARCHES}
+        for n, text in enumerate(texts):
+            most = model.fitting(count, [ids[n]]) if reads else count
+            for score, found in model.search(ids[n] if chats else text, most, **chosen):
+                found = found.removeprefix(" ") if chats else found
+                print(f"--- score {score:.4f}\n{before[n]}{found}", flush=True)
+    elif model.kind in ("masks", "labels") or (of_pairs and not options.samples):
+        if model.kind == "labels":
+            lines = [f"{label} {probability:.3f}" for label, probability in model.classify(texts)]
+        elif model.kind == "masks":
+            lines = model.generate(texts)
+        else:
+            chosen = {name: value for name, value in given.items() if name in GENERATES}
+            if isinstance(model.task, Seq2SeqTask | PrefixTask) and not drawn:
+                chosen.setdefault("beams", model.task.beams)
+            lines = model.generate(texts, count, **chosen)
+        for line in lines:
+            if options.prompts:  # an answer is one line to every reader of lines
+                line = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in line)
+            print(line, flush=True)
+        if model.kind == "masks" and options.prompts is None:
+            from transformer_jax.tokenizers.pieces import marked
+
+            for likely in model.candidates(texts[0], count=options.samples or 5):
+                print("  " + "  ".join(f"{marked(text)} {p:.3f}" for text, p in likely))
+    else:
+        write: Any = model.chat if chats else model.generate
+        if reads and (options.prompts is not None or options.samples is not None):
+            count = model.fitting(count, ids)
+        if options.prompts is None and options.samples is None:
+            pieces = write(texts[0], count, stream=True, **given)
+            sys.stdout.write(before[0])
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+            return
+        whole = write(texts if options.prompts is not None else texts[0], count, **given)
+        before = before if options.prompts is not None else before * len(whole)
+        for number, (start, text) in enumerate(zip(before, whole, strict=True)):
+            print(f"--- {number + 1}\n{start}{text}", flush=True)
+
+
+def _check_read(options: Generate, model: LanguageModel, named: str) -> None:
+    """Raise ConfigError for an option that a model of masks, classes or signals does not read."""
+    texts = "prompt", "prompts", "checkpoint"
+    kinds = {"masks": (*texts, "samples"), "labels": texts, "signals": ("prompts", "checkpoint")}
+    if (reads := kinds.get(model.kind)) is None:
         return
-    if of_pairs:
-        _search(arguments, model, texts, {})
-        return
-    import jax
-
-    given: Options = dict(
-        cache_dtype=arguments.cache_dtype, processors=_processors(arguments, model.model)
-    )
-    if arguments.beams is not None:
-        _search(arguments, model, texts, given)
-        return
-    given |= dict(sampler=sampler, key=jax.random.key(arguments.seed or 0), stop=stop, **form)
-    _continue(arguments, model, texts, given)
+    for name in (one.name for one in fields(options)):
+        value = getattr(options, name)
+        loads = "model", "init_from", "dtype", "weights", "max_len"
+        if name not in (*loads, *reads) and value not in (None, False, ()):
+            raise ConfigError(f"{name} is {value!r}: {named} reads {', '.join(reads)}")
 
 
-def _languages(given: str) -> tuple[str, str]:
-    names = given.split(",")
-    if len(names) != 2:
-        raise ConfigError(f"languages is {given!r}: must be two, such as eng_Latn,fra_Latn")
-    return names[0], names[1]
-
-
-def _form(arguments: Generate) -> Options:
-    """Return the form that a text is to have, as `generate` takes it, read from its file."""
-    names = [name for name in _FORMS if getattr(arguments, name) is not None]
-    if not names:
-        return {}
-    if len(names) > 1:
-        raise ConfigError(f"{names[0]} and {names[1]}: give one of them")
-    for way in ("beams", "lookup"):
-        if getattr(arguments, way) is not None:
-            raise ConfigError(f"{names[0]} and {way}: give one of them")
+def _form(options: Generate) -> dict[str, Any]:
+    """Return the form that a text is to have, read from its file."""
     from transformer_jax.decoding.structured import check_installed
     from transformer_jax.tokenizers.utf8 import DataError
     from transformer_jax.training.data import Source
     from transformer_jax.untrusted_files import Untrusted
 
-    (name,) = names
-    check_installed(name)
-    given = getattr(arguments, name)
-    if name == "regex":
-        return {name: given}
-    content = Path(given).read_bytes()
-    if name == "grammar":
-        return {name: Source(given, content).text()}
-    return {name: Untrusted(DataError).json(content, given, decimals=True)}
+    found: dict[str, Any] = {}
+    names = [name for name in FORMS if getattr(options, name) is not None]
+    if len(names) > 1:  # before their files are read
+        raise ConfigError(f"{names[0]} and {names[1]}: give one of them")
+    for name in names:
+        check_installed(name)
+        given = found[name] = getattr(options, name)
+        if name != "regex":
+            content = Path(given).read_bytes()
+            text = name == "grammar"
+            found[name] = (
+                Source(given, content).text()
+                if text
+                else Untrusted(DataError).json(content, given, decimals=True)
+            )
+    return found
 
 
-_FORMS = "schema", "regex", "grammar"
-"""Flags that say which form a text is to have."""
-
-_ANSWERED = "masks", "labels", "targets", "chat"
-"""Kinds of models that need a text, and answer every line of a file."""
-
-
-def _named(model: LanguageModel) -> str:
-    return model.name if model.task is None else f"a run of task {model.task.kind!r}"
-
-
-def _check_read(arguments: Generate, model: LanguageModel) -> None:
-    """Raise ConfigError for a flag that a model of its kind does not read."""
-    common, run = ("prompt", "prompts", "checkpoint"), model.task is not None
-    flags: tuple[str, ...] | None = {
-        "masks": (*common, "samples"), "labels": common
-    }.get(model.kind)  # fmt: skip
-    if model.kind == "signals":
-        flags = "prompts", "checkpoint"
-    elif model.kind == "targets" and run:
-        flags = (*common, "beams", "samples", "length_penalty", "num_tokens", "languages")
-    if flags is not None:
-        own = "model", "init_from", "dtype", "weights", "max_len"
-        for name in (one.name for one in fields(arguments)):
-            value = getattr(arguments, name)
-            if name not in (*own, *flags) and value not in (None, False, ()):
-                raise ConfigError(f"{name} is {value!r}: {_named(model)} reads {', '.join(flags)}")
-    if model.kind == "targets" and run and arguments.samples and not arguments.beams:
-        rule = "draws nothing: several targets need beams"
-        raise ConfigError(f"samples is {arguments.samples}: {_named(model)} {rule}")
-    if model.kind == "targets" and not run:
-        for name in ("lookup", "chat", "slots"):
-            if getattr(arguments, name):
-                raise ConfigError(f"{name}: needs a decoder, {model.name} is an encoder-decoder")
-
-
-def _answer(arguments: Generate, model: LanguageModel, texts: list[str]) -> None:
-    """Print what a model of a task makes of each text: its class, its target, its masks filled."""
-    if model.kind == "labels":
-        found = [f"{label} {probability:.3f}" for label, probability in model.classify(texts)]
-    elif model.kind == "masks":
-        found = model.generate(texts)
-    else:
-        task = model.task
-        beams = task.beams if isinstance(task, Seq2SeqTask | PrefixTask) else 1
-        found = model.generate(texts, arguments.num_tokens, beams=arguments.beams or beams)
-    for text in found:
-        if arguments.prompts:  # an answer is one line to every reader of lines
-            text = "".join(ascii(c)[1:-1] if c.splitlines() == [""] else c for c in text)
-        print(text, flush=True)
-    if model.kind == "masks" and arguments.prompts is None:
-        from transformer_jax.tokenizers.pieces import marked
-
-        for likely in model.candidates(texts[0], count=arguments.samples or 5):
-            print("  " + "  ".join(f"{marked(text)} {p:.3f}" for text, p in likely))
-
-
-def _hear_or_see(arguments: Generate, model: LanguageModel) -> None:
+def _hear_or_see(options: Generate, model: LanguageModel, named: str) -> None:
     """Print a line for each picture or sound of a file."""
     task: Any = model.task  # that `ReadsNumbers`
-    run = model.model.run
-    if arguments.prompts is None:
-        raise ConfigError(f"prompts is None: {_named(model)} reads numbers: give a .npz file")
-    print("\n".join(task.answer_file(run, model.tokenizers, model.params, arguments.prompts)))
-
-
-def _continue(arguments: Generate, model: LanguageModel, texts: list[str], given: Options) -> None:
-    """Write texts: one as it comes, or whole ones, each after its prompt."""
-    shown = [""] if arguments.chat or model.kind == "targets" else texts
-    shown = shown * len(texts) if len(shown) < len(texts) else shown
-    write: Any = model.chat if arguments.chat else model.generate
-    whole = arguments.prompts, arguments.samples, arguments.lookup
-    count = arguments.num_tokens
-    if model.kind == "targets":
-        whole = arguments.prompts, arguments.samples, True
-    elif any(way is not None for way in whole):
-        read = model.read_messages if arguments.chat else model.read
-        prompts = [read(text) for text in texts]
-        count = _fitting(count, min(map(model.room, prompts)), model.config)
-    if arguments.lookup is not None:
-        _look_up(arguments, model, prompts[0], shown[0], count, given)
-    elif arguments.prompts is not None:
-        found = write(texts, count, slots=arguments.slots or 8, **given)
-        for number, text in enumerate(found):
-            print(f"--- {number + 1}\n{shown[number]}{text}", flush=True)
-    elif arguments.samples is not None:
-        for number, text in enumerate(write(texts[0], count, samples=arguments.samples, **given)):
-            print(f"--- {number + 1}\n{shown[0]}{text}")
-    else:
-        pieces = write(texts[0], count, stream=True, **given)
-        sys.stdout.write(shown[0])
-        for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-
-
-def _look_up(
-    arguments: Generate,
-    model: LanguageModel,
-    prompt: np.ndarray,
-    before: str,
-    count: int | None,
-    given: Options,
-) -> None:
-    """Print a text that is written by looking up what followed the same words, and what it cost."""
-    from transformer_jax.decoding.completion import TextGenerator
-    from transformer_jax.text.writing import sized
-
-    given = given | {"processors": (*model.model.processors, *given["processors"])}
-    generator = TextGenerator(
-        model.config, model.params, model.tokenizer, stop_ids=model.model.stop_ids, **given
-    )
-    assert count is not None and arguments.lookup is not None
-    text, out = sized(generator, [prompt], count).look_up(prompt, count, arguments.lookup)
-    print(f"{before}{text.removeprefix(' ') if arguments.chat else text}")
-    print(
-        f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
-        f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
-        file=sys.stderr,
-    )
-
-
-def _search(arguments: Generate, model: LanguageModel, texts: list[str], given: Options) -> None:
-    """Print the best texts of beam searches, with their scores."""
-    if arguments.prompts is not None and model.kind != "targets":
-        raise ConfigError("prompts and beams: give one of them")
-    for text in texts:
-        read = model.read_messages(text) if arguments.chat else text
-        count, before = arguments.num_tokens, "" if arguments.chat else text
-        if model.kind == "targets":
-            before = ""
-        else:
-            ids = model.read(text) if isinstance(read, str) else read
-            count = _fitting(count, model.room(ids), model.config)
-        found = model.search(
-            read, count, beams=arguments.beams or 1, results=arguments.samples or 1,
-            length_penalty=arguments.length_penalty, **given,
-        )  # fmt: skip
-        for score, written in found:
-            written = written.removeprefix(" ") if arguments.chat else written
-            print(f"--- score {score:.4f}\n{before}{written}", flush=True)
-
-
-def _fitting(tokens: int | None, left: int, config: AnyModelConfig) -> int:
-    """Return how many tokens to write: those asked for, else as many as fit, up to 400."""
-    from transformer_jax.decoding import completion
-
-    if left < 1 or (tokens or 1) > left:
-        fits = f"{max(left, 0)} fit after the prompt (max_len {completion.longest_text(config)})"
-        raise ConfigError(f"num_tokens is {tokens or 1}: {fits}")
-    return tokens or min(left, 400)
-
-
-def _one_way(arguments: Generate) -> None:
-    """Refuse ways of decoding that exclude each other, and flags that would not be read."""
-    ways = [name for name in ("prompts", "beams", "lookup") if getattr(arguments, name) is not None]
-    if len(ways) > 1 and ways != ["prompts", "beams"]:  # which a run on pairs takes
-        raise ConfigError(f"{ways[0]} and {ways[1]}: give one of them")
-    if arguments.samples is not None and ways and ways != ["beams"]:
-        raise ConfigError(f"samples and {ways[0]}: give one of them")
-    for name in ("beams", "lookup", "samples", "slots"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}: must be at least 1")
-    if arguments.beams is not None and (arguments.samples or 1) > arguments.beams:
-        raise ConfigError(
-            f"samples is {arguments.samples}: must be at most beams, {arguments.beams}"
-        )
-    if arguments.beams is None and arguments.length_penalty is not None:
-        raise ConfigError(f"length_penalty is {arguments.length_penalty}: needs beams")
-    if arguments.prompts is None and arguments.slots is not None:
-        raise ConfigError(f"slots is {arguments.slots}: needs prompts")
-    if arguments.beams is not None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "seed"):
-            if getattr(arguments, name) not in (None, ()):
-                rule = "a beam search takes none"
-                raise ConfigError(f"{name} with beams: {rule}")
-    if arguments.prompts is not None and arguments.prompt is not None:
-        raise ConfigError("prompt and prompts: give one of them")
-    if arguments.chat and arguments.prompts is None and not arguments.prompt:
-        raise ConfigError("chat: needs a prompt, the message")
+    if options.prompts is None:
+        raise ConfigError(f"prompts is None: {named} reads numbers: give a .npz file")
+    print("\n".join(task.answer_file(model.run, model.tokenizers, model.params, options.prompts)))
 
 
 def _prompts(path: str, every_line: bool = False) -> list[str]:
@@ -391,8 +283,8 @@ def _prompts(path: str, every_line: bool = False) -> list[str]:
     return prompts
 
 
-def _processors(arguments: Generate, model: TextModel) -> tuple[HistoryProcessor, ...]:
-    """Return what the flags ask of the logits before a token is drawn."""
+def _processors(options: Generate, model: LanguageModel) -> tuple[HistoryProcessor, ...]:
+    """Return what the options change of the logits before a token is drawn."""
     from transformer_jax.decoding import logit_processors as kinds
 
     out: list[HistoryProcessor] = []
@@ -401,25 +293,19 @@ def _processors(arguments: Generate, model: TextModel) -> tuple[HistoryProcessor
         frequency_penalty=kinds.FrequencyPenalty, no_repeat_ngram=kinds.NoRepeatNGram,
     )  # fmt: skip
     for name, kind in numbered.items():
-        value = getattr(arguments, name)
+        value = getattr(options, name)
         if value is not None:
             out.append(_valued(name, value, kind))
     listed: dict[str, Callable[..., HistoryProcessor]] = dict(ban=kinds.Ban, force=kinds.Force)
     for name, of_ids in listed.items():
-        text = getattr(arguments, name)
+        text = getattr(options, name)
         if text is not None:
             ids = model.tokenizer.encode(text).tolist() if text else []
             if ids and max(ids) >= (known := model.config.vocab_size):
                 rule = f"has id {max(ids)}: the model has {known} tokens"
                 raise ConfigError(f"{name} is {text!r}: {rule}")
-            out.append(_valued(name, text, partial(_of_ids, of_ids, ids)))
+            out.append(_valued(name, text, lambda _, of_ids=of_ids, ids=ids: of_ids(*ids)))  # type: ignore[misc]
     return tuple(out)
-
-
-def _of_ids(
-    kind: Callable[..., HistoryProcessor], ids: list[int], text: FieldValue
-) -> HistoryProcessor:
-    return kind(*ids)
 
 
 def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
@@ -431,15 +317,20 @@ def _valued(name: str, value: FieldValue, kind: Callable[[FieldValue], T]) -> T:
         raise ConfigError(f"{name} is {value!r}: {rule}") from None
 
 
-def _sampler(arguments: Generate) -> Sample:
-    """Return how the flags draw a token."""
+def _sampling(options: Generate) -> dict[str, Any]:
+    """Return how the options draw a token: a sampler and its key, or neither for a search."""
+    if options.beams is not None:
+        return {}
+    import jax
+
     from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP, Typical
 
     kinds: dict[str, Callable[[FieldValue], Processor]] = dict(
         temperature=Temperature, top_k=TopK, top_p=TopP, min_p=MinP, typical_p=Typical
     )
-    given = {name: getattr(arguments, name) for name in kinds}
+    given = {name: getattr(options, name) for name in kinds}
     if given["temperature"] is None:
         given["temperature"] = 0.8
     named = {name: value for name, value in given.items() if value is not None}
-    return Sample(*(_valued(name, value, kinds[name]) for name, value in named.items()))
+    sampler = Sample(*(_valued(name, value, kinds[name]) for name, value in named.items()))
+    return {"sampler": sampler, "key": jax.random.key(options.seed or 0)}

@@ -109,11 +109,11 @@ def inspect(options: Inspect) -> None:
             rule = f"{model.instead()}, and has no targets"
             raise ConfigError(f"target is {options.target!r}: {rule}")
     if what == "attention":
-        weights = model.attend(texts[0])
+        weights = model.inspect.attention(texts[0])
         weights.plot(part=options.part, layer=options.layer, head=options.head).savefig(out)
     else:
         given = {name: getattr(options, name) for name in READS[what] if name != "other"}
-        seen: Pictured = getattr(model, what)(*texts, **given)
+        seen: Pictured = getattr(model.inspect, what)(*texts, **given)
         if out.suffix.lower() == ".html":
             out.write_text(seen.html(), encoding="utf-8")
         else:

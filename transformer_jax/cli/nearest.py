@@ -37,6 +37,8 @@ def nearest(options: Nearest) -> None:
     from transformer_jax.tokenizers.pieces import marked
 
     model = options.load_float32()
-    found = model.nearest(options.word, minus=options.minus, plus=options.plus, count=options.count)
+    found = model.inspect.nearest(
+        options.word, minus=options.minus, plus=options.plus, count=options.count
+    )
     for text, cosine in found:
         print(f"{cosine:7.4f}  {marked(text)}")

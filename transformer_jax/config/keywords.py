@@ -73,7 +73,7 @@ _OTHER_NAMES = {
     "capture=('block_*/residual',)": "output_hidden_states",
     "capture=('logits',)": "output_scores output_logits",
     "early_exit": "early_stopping",
-    "make_step(model, edit=...)": "edit",
+    "make_step(model, edit=...) or model.edited({...})": "edit",
     "generate(step, ..., capture=...)": "capture",
     # attention
     "q_positions": "q_indices query_positions",

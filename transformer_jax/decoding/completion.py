@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from transformer_jax.decoding.step import make_step
 from transformer_jax.decoding.structured import Grammar, Matcher
 from transformer_jax.decoding.writer import check_stop_strings, pieces
 from transformer_jax.models.factory import build, init_cache, init_decode_state
-from transformer_jax.models.places import Edit
+from transformer_jax.models.places import Edits
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.shown import short_repr
@@ -42,7 +42,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer
 
-Prompt = str | np.ndarray
+TextOrIds = str | np.ndarray
 """A text, or the ids i32[P] that stand for it."""
 
 
@@ -72,7 +72,7 @@ class TextGenerator:
         stop: a text, or several, before the first of which a result ends.
         stop_ids: tokens before the first of which it ends.
         cache_dtype: of keys and values; None is the compute dtype.
-        edit: functions by the names of places, which change the values there.
+        edits: those of the model, `model.edits`.
         grammar: the form that a text is to have; None lets it have any.
     """
 
@@ -86,14 +86,18 @@ class TextGenerator:
     stop: str | Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     cache_dtype: jax.typing.DTypeLike | None = None
-    edit: Mapping[str, Edit] = field(default_factory=dict)
+    edits: Edits = ()
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
 
-    def complete(self, prompt: Prompt, num_tokens: int) -> Iterator[str]:
+    def sized(self, prompts: Sequence[np.ndarray], count: int) -> TextGenerator:
+        """Return the generator with a cache as long as `count` tokens after the prompts need."""
+        return replace(self, config=shortened(self.config, max(map(len, prompts)) + count))
+
+    def complete(self, prompt: TextOrIds, num_tokens: int) -> Iterator[str]:
         """Yield the text after a prompt, a piece at a time.
 
         Where the text outgrows the model's max_len, the model reads its last max_len / 2 tokens
@@ -109,7 +113,7 @@ class TextGenerator:
         ids = self._ids(self._read(prompt), num_tokens, self.known_sampler(), matcher)
         return pieces(self.tokenizer, ids, self.stop, self.stop_ids)
 
-    def samples(self, prompt: Prompt, num_tokens: int, count: int) -> list[str]:
+    def samples(self, prompt: TextOrIds, num_tokens: int, count: int) -> list[str]:
         """Draw several texts after one prompt, which is read once and forked.
 
         With `processors`, which have to see the prompt, it is read `count` times.
@@ -147,7 +151,7 @@ class TextGenerator:
 
     def search(
         self,
-        prompt: Prompt,
+        prompt: TextOrIds,
         num_tokens: int,
         *,
         beams: int,
@@ -179,7 +183,9 @@ class TextGenerator:
             found, lambda ids: "".join(pieces(self.tokenizer, ids, (), self.stop_ids))
         )
 
-    def look_up(self, prompt: Prompt, num_tokens: int, num_draft: int) -> tuple[str, Speculation]:
+    def look_up(
+        self, prompt: TextOrIds, num_tokens: int, num_draft: int
+    ) -> tuple[str, Speculation]:
         """Write a text by speculation, which proposes what followed the same words before.
 
         Args:
@@ -210,7 +216,7 @@ class TextGenerator:
 
     def answer(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TextOrIds],
         num_tokens: int,
         *,
         slots: int,
@@ -267,15 +273,16 @@ class TextGenerator:
         return Sample(*known_ids(self.config, self.tokenizer), *self.sampler.processors)
 
     def _step(self) -> Any:
-        model: Any = build(self.config)  # one that writes: `make_step` refuses the others
-        return make_step(model, edit=self.edit).told(apart=True)
+        # one that writes: `make_step` refuses the others
+        model: Any = build(self.config).clone(edits=self.edits)
+        return make_step(model).told(apart=True)
 
     def _empty(self, capacity: int | None = None) -> Any:
         """Return the state of one row before any token."""
         capacity = longest_text(self.config) if capacity is None else capacity
         return init_decode_state(self.config, None, 1, capacity, dtype=self.cache_dtype)
 
-    def _read(self, prompt: Prompt) -> np.ndarray:  # i32[P]
+    def _read(self, prompt: TextOrIds) -> np.ndarray:  # i32[P]
         """Return the prompt's tokens; ValueError for one that the model does not have."""
         ids, count = read_prompt(self.tokenizer, prompt), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
@@ -389,7 +396,13 @@ def longest_text(config: AnyModelConfig) -> int:
     return 2**30 if config.max_len is None else config.max_len
 
 
-def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: Prompt) -> int:
+def shortened(config: AnyModelConfig, needed: int) -> AnyModelConfig:
+    """Return a config whose cache has room for `needed` tokens and not many more."""
+    most = -(-needed // 64) * 64
+    return config.with_max_len(most if config.max_len is None else min(config.max_len, most))
+
+
+def room(config: AnyModelConfig, tokenizer: Tokenizer, prompt: TextOrIds) -> int:
     """Return how many tokens fit after a prompt before any text is read anew."""
     return longest_text(config) + 1 - len(read_prompt(tokenizer, prompt))
 
@@ -410,7 +423,7 @@ class WithoutHistory:
 
 
 def read_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, begin: int | None = None
+    tokenizer: Tokenizer, prompt: TextOrIds, begin: int | None = None
 ) -> np.ndarray:  # i32[P]
     """Return the prompt's tokens, after those that a published tokenizer puts before any text.
 

@@ -2,7 +2,7 @@
 
     vector = steering_vector(model, params, kind, unkind, "block_5/residual")
     edit = add("block_5/residual", 2 * vector)
-    m.generate("Once upon", edit=edit)
+    m.edited(edit).generate("Once upon")
 
 Sources: Turner et al. 2023 (arXiv:2308.10248), "Activation addition"; Panickssery et al. 2023
 (arXiv:2312.06681), "Steering Llama 2 via contrastive activation addition".

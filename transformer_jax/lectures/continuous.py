@@ -26,7 +26,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Params, batch_logits
 from transformer_jax.training.data import line_tokenizer
 from transformer_jax.training.rows import Rows, bucketed
-from transformer_jax.training.tasks.answers import write_targets
+from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.metrics import confusion_matrix, edit_distance, macro_f1
 from transformer_jax.training.tasks.task import (
     Report,
@@ -165,7 +165,7 @@ def answer_signals(
         found = [np.asarray(_classes(model, params, part)) for part in pictures]
         return [DIGITS[i] for i in np.concatenate(found)]
     sources = [signal.values for signal in signals]
-    return write_targets(
+    return answer_sources(
         config, tokenizers, params, sources, num_tokens=num_tokens, model=model, report=report
     )
 

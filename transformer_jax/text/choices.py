@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.models.places import Edit
 from transformer_jax.text.continuations import check_continues, read_pair, score_requests
 from transformer_jax.text.reading import Reader
 from transformer_jax.tokenizers.plain_text import read_text, split_lines
@@ -150,7 +149,6 @@ def score_choices(
     model: Reader,
     questions: str | Path | Sequence[Question | Mapping[str, object]],
     batch_size: int,
-    edit: Mapping[str, Edit],
 ) -> Choices:
     """Return the scores of what `LanguageModel.multiple_choice` takes."""
     check_continues(model, "multiple_choice")
@@ -168,6 +166,6 @@ def score_choices(
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
-    scores = iter(score_requests(model, requests, batch_size, edit=edit))
+    scores = iter(score_requests(model, requests, batch_size))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in given]
     return Choices(tuple(given), tuple(rows))

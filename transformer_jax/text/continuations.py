@@ -6,7 +6,7 @@ context share it: it is read once, into a cache, and each of them goes on from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,15 +19,13 @@ from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import gather_rows
-from transformer_jax.decoding.completion import longest_text
+from transformer_jax.decoding.completion import longest_text, shortened
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build, init_decode_state
-from transformer_jax.models.places import NO_EDIT, Edit
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
 from transformer_jax.text.reading import Reader
-from transformer_jax.text.writing import shortened
 from transformer_jax.tokenizers.special import encode_text, frame, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import ON_ACCELERATORS, chosen_chunk
@@ -108,7 +106,6 @@ def score_requests(
     *,
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
-    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> list[Continuation]:
     """Return how likely each continuation is; of a text that is too long, the last tokens are read.
 
@@ -117,9 +114,7 @@ def score_requests(
         requests: of which each has at least one id of a context and one of a continuation.
         batch_size: rows that are read side by side, at least 1.
         longest: the most tokens that are read; None is max_len.
-        report: is told after each batch how many requests it had.
-        edit: functions by the names of places, which change the values there. They get all tokens
-            of a request at once without padding, and requests one by one.
+        report: is called after each batch with the number of its requests.
 
     Raises:
         DataError: if a continuation alone is longer than the model reads.
@@ -129,8 +124,8 @@ def score_requests(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(given):
         by_context.setdefault(request.context, []).append(n)
-    built = build(model.config).edited(edit)
-    if edit:  # it may be of one row, and of tokens that are counted from the beginning
+    built = model.module
+    if built.edits:  # it may be of one row, and of tokens that are counted from the beginning
         batch_size, together = 1, []
     else:
         together = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from copy import copy
 from typing import Any, TypedDict, cast
 
 from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
@@ -19,7 +19,7 @@ from transformer_jax.config.tasks import (
     Seq2SeqTask,
     Task,
 )
-from transformer_jax.models.places import NO_EDIT, Edit
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.pytree import Params
 from transformer_jax.text.reading import Reader, published_run
 from transformer_jax.tokenizers.special import SpecialTokens
@@ -41,7 +41,6 @@ class EvaluateOptions(TypedDict, total=False):
     context: int | None
     task: str | None
     report: Report | None
-    edit: Mapping[str, Edit]
 
 
 def evaluate(
@@ -54,7 +53,6 @@ def evaluate(
     context: int | None = None,
     task: str | None = None,
     report: Report | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
 ) -> dict[str, float]:
     """Return the loss and the measures of a model on a file.
 
@@ -69,9 +67,6 @@ def evaluate(
         task: of a published decoder, "chat" judges its answers in lines {"messages": [...]}, as
             the run of a `ChatTask` is judged; None judges it on a text. A run has its own.
         report: is told how many examples are decoded.
-        edit: functions by the names of places in the model (`transformer_jax.places`), which change
-            the values there, as `transformer_jax.inside` makes them: with `zero`, the loss without
-            a head. They see the tokens of each sequence alone.
 
     Returns:
         Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.
@@ -83,14 +78,15 @@ def evaluate(
     config = task_on(
         model, data, targets=targets, examples=examples, beams=beams, context=context, asked=task
     )
-    if edit and isinstance(config.task, OwnTask):
-        rule = "the model of a task of your own is edited by model.apply(..., edit=)"
-        raise ConfigError(f"edit of {next(iter(edit))}: {rule}")
+    built = model.edited_module
+    if built is not None and isinstance(config.task, OwnTask):
+        rule = "the model of a task of your own is edited by model.edited(...)"
+        raise ConfigError(f"edit of {built.edits[0][0]}: {rule}")
     if config.task.reads_numbers:
         own: Any = config.task  # that `ReadsNumbers`
         read = own.load_file(config, model.tokenizers, data)
-        return judge(read, model.params, report, edit)
-    return judge_file(config, model.tokenizers, model.params, report, edit)
+        return judge(read, model.params, report, built)
+    return judge_file(config, model.tokenizers, model.params, report, built)
 
 
 def task_on(
@@ -108,9 +104,9 @@ def task_on(
     for name, value in (options | {"context": context}).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
-    run = model.model.run
-    if run is None:
+    if model.task is None:
         return _published(model, data, options, context, asked)
+    run = model.run
     for name, given in {"context": context, "task": asked}.items():
         if given is not None:
             raise ConfigError(f"{name} is {given!r}: needs model, a run has its own")
@@ -179,11 +175,11 @@ def judge_file(
     tokenizers: Tokenizers,
     params: Params,
     report: Report | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: CheckedModule | None = None,
 ) -> dict[str, float]:
     """Return what a model comes to on `config.val_data`, all of which is held out.
 
-    `report` is told how many examples are decoded, and `edit` changes values inside the model.
+    `report` is told how many examples are decoded, and `model` is the config's, edited.
     """
     size = config.model.vocab_size
     try:
@@ -198,17 +194,19 @@ def judge_file(
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
     if isinstance(own := task.tokenizers.tokenizer, SpecialTokens):
         check_has(tokenizers.tokenizer, *own.names)  # a token that is added now is not trained
-    return judge(task, params, report, edit)
+    return judge(task, params, report, model)
 
 
 def judge(
     task: TrainingTask,
     params: Params,
     report: Report | None = None,
-    edit: Mapping[str, Edit] = NO_EDIT,
+    model: CheckedModule | None = None,
 ) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
-    task = task.edited(edit) if edit else task
+    if model is not None:
+        task = copy(task)
+        task.model = model
     step = make_eval_step(batch_scores(task.model), task.prepare)
     scores = scores_of(step, params, task.held_out, task.evaluation())
     found = {"nats_per_token": scores.loss, "bits_per_token": scores.loss / math.log(2)}

@@ -25,7 +25,7 @@ import numpy as np
 from transformer_jax.checks import INT32, check_count
 from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import refuse_keywords
-from transformer_jax.decoding.completion import known_ids, longest_text
+from transformer_jax.decoding.completion import known_ids, longest_text, shortened
 from transformer_jax.decoding.continuous_batching import Batcher, Request
 from transformer_jax.decoding.samplers import MinP, Sample, Temperature, TopK, TopP
 from transformer_jax.decoding.slots import init_slots
@@ -36,7 +36,6 @@ from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.text.continuations import ScoringRequest, score_requests
 from transformer_jax.text.language_model import LanguageModel, load
-from transformer_jax.text.writing import shortened
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, plain, special_ids
 from transformer_jax.tokenizers.utf8 import DataError

@@ -1,19 +1,23 @@
-"""Say what a model does with a text, and read texts and messages as its tokens."""
+"""Reading of texts, pairs and messages as the tokens of a loaded model."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.attention.masks import Causal, Padding
+from transformer_jax.checks import INT32
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
+from transformer_jax.config.model import as_transformer
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
@@ -25,35 +29,59 @@ from transformer_jax.config.tasks import (
     Task,
 )
 from transformer_jax.decoding import completion
+from transformer_jax.decoding.logit_processors import HistoryProcessor
 from transformer_jax.loading import TextModel
-from transformer_jax.pytree import Params
+from transformer_jax.models.arguments import CheckedModule
+from transformer_jax.models.factory import build
+from transformer_jax.pytree import Array, Params
+from transformer_jax.shown import short_repr
+from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, plain, unknown_words
-from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.tokenizers.special import (
+    encode_text,
+    encoder_frame,
+    plain,
+    special_ids,
+    unknown_words,
+)
+from transformer_jax.tokenizers.trained import BPETokenizer, Tokenizer, WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.training.tasks.answers import Targets
 from transformer_jax.training.tasks.chat import check_messages
+from transformer_jax.training.tasks.masked import masked_ids
+from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.preferences import reads_messages
 from transformer_jax.training.tasks.task import Tokenizers
 from transformer_jax.training.tasks.turns import prompt_ids
 
 Kind = Literal["text", "chat", "targets", "masks", "labels", "signals", "vectors"]
 Conversation: TypeAlias = str | Sequence[Message]
+NUM_TOKENS = 400
+"""The most new tokens of a text, if `num_tokens` is None."""
+
 MASKS = "[MASK]", "_"
 """How a prompt spells a token that a masked model fills."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reader:
-    """Hold a model, its tokenizer and its task."""
+    """A model of a run or of a published folder, and how it reads texts."""
 
     model: TextModel
     name: str
     """Where it was loaded from."""
+    edited_module: CheckedModule | None = None
+    """The module of an edited model; None is that of the config."""
 
     @property
     def config(self) -> AnyModelConfig:
         """The config of the model, for `build`."""
         return self.model.config
+
+    @property
+    def module(self) -> CheckedModule:
+        """The module, with its edits: `module.apply({"params": params}, tokens)`."""
+        return build(self.config) if self.edited_module is None else self.edited_module
 
     @property
     def params(self) -> Params:
@@ -74,6 +102,11 @@ class Reader:
     def task(self) -> Task | None:
         """The task of the run; None of a published model."""
         return None if self.model.run is None else self.model.run.task
+
+    @cached_property
+    def run(self) -> TrainConfig:
+        """The run that trained the model; of a published one, a run that would train it further."""
+        return self.model.run or published_run(self.config, self.name)
 
     @cached_property
     def kind(self) -> Kind:
@@ -169,6 +202,29 @@ class Reader:
         """Return how many tokens fit after a prompt before any text is read anew."""
         return completion.room(self.config, self.tokenizer, ids)
 
+    def targets(
+        self,
+        processors: Sequence[HistoryProcessor] = (),
+        cache_dtype: jax.typing.DTypeLike | None = None,
+    ) -> Targets:
+        """Return how a model of pairs reads sources and writes targets."""
+        published = self.task is None
+        return Targets(
+            self.run, self.tokenizers, self.params, self.module, published=published,
+            stop=self.model.stop_ids if published else None, processors=tuple(processors),
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
+
+    def target_count(self, num_tokens: int | None) -> int:
+        """Return the most tokens of a target: as many as a run was trained on by default."""
+        if self.task is not None:
+            return self.run.sequence_len if num_tokens is None else num_tokens
+        config = as_transformer(self.config)
+        count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
+        if config.positions is not None and config.positions.absolute and count > config.max_len:
+            raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
+        return count
+
     def instead(self) -> str:
         """Return what the model is and does with a text, and how that is called."""
         what = repr(self.name) if self.task is None else f"a run of task {self.task.kind!r}"
@@ -189,15 +245,23 @@ class Reader:
 
 
 def published_run(
-    model: ModelConfig, init_from: str, data: str | None = None, context: int | None = None
+    config: AnyModelConfig, init_from: str, data: str | None = None, context: int | None = None
 ) -> TrainConfig:
-    """Return the run that a published decoder or masked encoder would be judged in."""
-    is_decoder = model.kind == "decoder"
+    """Return the run in which a published model would be judged or trained further."""
+    model = as_transformer(config)
+    task: Task = LanguageTask()
+    longest = min(model.max_len, 512)
+    if model.kind == "encoder":
+        task = MaskedTask()
+    elif model.kind == "encoder-decoder":
+        task = Seq2SeqTask(beams=1)
+        if model.positions is None or not model.positions.absolute:  # it reads any length
+            model = replace(model, max_len=INT32.max // 2)
+        longest = model.max_len
     return TrainConfig(
-        model=model if is_decoder else MaskedTask().fit_model(model),
-        task=LanguageTask() if is_decoder else MaskedTask(),
+        model=task.fit_model(model) if model.kind == "encoder" else model, task=task,
         tokenizer="pretrained", init_from=init_from, data=data or "-", val_data=data,
-        context=min(model.max_len, context or 512), batch_size=4,
+        context=longest if context is None else min(model.max_len, context), batch_size=4,
     )  # fmt: skip
 
 
@@ -217,3 +281,94 @@ def checked_messages(messages: Conversation) -> list[Message]:
         if message["role"] == "user" and not said:
             raise DataError(f"messages[{n}] has content {said!r}: must not be empty")
     return list(messages)
+
+
+@short_repr
+@dataclass(frozen=True)
+class WholeText:
+    """A text as a model reads it whole."""
+
+    ids: np.ndarray  # i32[T]
+    source: np.ndarray | None = None  # i32[S], of an encoder-decoder
+    prefix: np.ndarray | None = None  # bool[T], tokens that all others see, of a run on prefixes
+    labels: np.ndarray | None = None  # i32[T], the target's token that follows each, of pairs
+
+    def given(self) -> dict[str, Array]:
+        """Return what is read beside the tokens, as a batch of one row."""
+        named = {"source": self.source, "prefix": self.prefix}
+        return {name: row[None] for name, row in named.items() if row is not None}
+
+
+def call_arguments(given: dict[str, Array]) -> dict[str, Any]:
+    """Return what `WholeText.given` holds as arguments of `model.apply`."""
+    found: dict[str, Any] = {}
+    if "source" in given:
+        found["source"] = given["source"]
+    if "prefix" in given:
+        found["mask"] = Causal() | Padding(jnp.asarray(given["prefix"]))
+    return found
+
+
+def read_whole(model: Reader, text: Any) -> WholeText:
+    """Return a text, or (source, target) of a model of pairs; DataError for another or too long."""
+    config = model.config
+    pairs = model.kind == "targets"
+    if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
+        isinstance(one, str) for one in (text if pairs else (text,))
+    ):
+        rule = "(source, target)" if pairs else "a text"
+        raise DataError(f"text is {text!r:.80}: must be {rule}")
+    source = prefix = labels = None
+    tokenizer = model.tokenizer
+    if not pairs:
+        model.check_tokens(text)
+    model.warn_of_unknown([text[0] if pairs else text], [text[1]] if pairs else [])
+    if pairs:
+        example = pair_example(model.run, model.tokenizers, Pair(text[0], text[1], "text"))
+        ids, source, prefix, labels = (
+            None if row is None else np.asarray(row)
+            for row in (example.tokens, example.source, example.prefix, example.labels)
+        )
+    elif config.kind == "encoder":
+        if model.kind == "labels":
+            ids = encoder_frame(tokenizer).around(encode_text(tokenizer, text))
+        else:
+            ids = masked_ids(tokenizer, text)
+    elif model.kind == "chat":
+        ids = model.read_messages(text)
+    elif model.kind == "labels":
+        ids = np.append(encode_text(tokenizer, text), special_ids(tokenizer)["cls"])
+    else:
+        ids = model.read(text)
+    assert ids is not None
+    ids = model.known(ids.astype(np.int32), "the text")
+    if (most := config.longest_row) is not None and len(ids) > most:
+        raise DataError(f"the text has {len(ids)} tokens: must be at most max_len {most}")
+    return WholeText(ids, source, prefix, labels)
+
+
+def token_id(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
+    """Return the one token of a word; DataError where it has several, or was never seen.
+
+    It is looked up as it stands after another word, with its space, if that is one token.
+    """
+    if not isinstance(word, str) or not word:
+        raise DataError(f"{name} is {word!r:.60}: must be a text of one token")
+    own = plain(tokenizer)
+    within_text = isinstance(own, BPETokenizer | PretrainedTokenizer) and not word[0].isspace()
+    for text in (f" {word}", word) if within_text else (word,):
+        ids = encode_text(tokenizer, text)
+        if len(ids) == 1:
+            break
+    unknown = 0 if isinstance(own, WordTokenizer) else None
+    if isinstance(own, PretrainedTokenizer):
+        unknown = own.special_ids.get("unk")
+    if unknown in ids:
+        raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
+    if len(ids) != 1:
+        parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
+        rule = "must be one token"
+        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): {rule}")
+    if ids[0] >= known:
+        raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")
+    return int(ids[0])

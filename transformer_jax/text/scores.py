@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -16,12 +16,10 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.completion import longest_text
 from transformer_jax.models.arguments import CheckedModule
-from transformer_jax.models.factory import build
-from transformer_jax.models.places import Edit
 from transformer_jax.text.reading import Reader, checked_messages
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
-from transformer_jax.tokenizers.special import encode_text, frame, plain, source_frame, target_of
+from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError, utf8
 from transformer_jax.training.batch import Batch, token_nats
@@ -93,18 +91,18 @@ class Windows(NamedTuple):
     batch_size: int
 
 
-def score_text(model: Reader, text: Scored, read: Windows, edit: Mapping[str, Edit]) -> Score:
+def score_text(model: Reader, text: Scored, read: Windows) -> Score:
     """Return the score of what `LanguageModel.score` takes."""
     if model.kind == "targets":
-        return _score_pair(model, text, read, edit)
+        return _score_pair(model, text, read)
     if isinstance(text, str) and model.kind == "text":
-        return _score_plain(model, text, read, edit)
+        return _score_plain(model, text, read)
     turn, said = _turn(model, text)
     ids = model.known(np.append(turn.prompt, turn.answer), "the text")
     if not len(turn.prompt):  # nothing is before the first token of the answer
         size = len(utf8(said)) - _bytes_of_first(model, ids, said)
-        return _score_ids(model, ids, 1, size, read, edit)
-    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), read, edit)
+        return _score_ids(model, ids, 1, size, read)
+    return _score_ids(model, ids, len(turn.prompt), len(utf8(said)), read)
 
 
 def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
@@ -132,7 +130,7 @@ def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     raise DataError(f"text is {text!r:.80}: must be {rule}")
 
 
-def _score_plain(model: Reader, text: str, read: Windows, edit: Mapping[str, Edit]) -> Score:
+def _score_plain(model: Reader, text: str, read: Windows) -> Score:
     """Score a text after what begins every text; where that is nothing, all but its first token."""
     own, begin = encode_text(model.tokenizer, text), model.model.begin_id
     first = frame(model.tokenizer).first if begin is None else (begin,)
@@ -143,7 +141,7 @@ def _score_plain(model: Reader, text: str, read: Windows, edit: Mapping[str, Edi
     if len(own) < (1 if first else 2):
         least = "one token" if first else "two tokens, of which the second is scored"
         raise DataError(f"text is {text!r:.40}: must have at least {least}")
-    return _score_ids(model, ids, len(first) or 1, size, read, edit)
+    return _score_ids(model, ids, len(first) or 1, size, read)
 
 
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
@@ -162,7 +160,6 @@ def _score_ids(
     first: int,  # how many are only read
     size: int,
     read: Windows,
-    edit: Mapping[str, Edit],
 ) -> Score:
     most = longest_text(model.config)
     longest = most if read.size is None else read.size
@@ -172,17 +169,18 @@ def _score_ids(
     if stride > longest:
         name = "max_len" if read.size is None else "window"
         raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
-    rows, nats, count = windows(ids, first, longest, stride, exactly=bool(edit)), list[float](), 0
-    if edit:  # it sees one row, no padding, and how many tokens come before a window
+    edited = bool(model.module.edits)
+    rows, nats, count = windows(ids, first, longest, stride, exactly=edited), list[float](), 0
+    if edited:  # it sees one row, no padding, and how many tokens come before a window
         read_after = range(-(-max(0, len(ids) - 1 - longest) // stride), -1, -1)
         for before, row in zip(read_after, [*rows][::-1], strict=False):
-            told = build(model.config).edited(edit)
+            told = model.module
             if len(read_after) > 1:
                 told = told.told(part=True, first=before * stride)
             nats = _nats(model, row, told) + nats
     while part := [*islice(rows, read.batch_size)]:
         count = count or len(part)
-        nats += _nats(model, _stacked(part, count), build(model.config))
+        nats += _nats(model, _stacked(part, count), model.module)
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
 
 
@@ -234,37 +232,16 @@ def is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
 
 
-def _score_pair(model: Reader, text: Scored, read: Windows, edit: Mapping[str, Edit]) -> Score:
+def _score_pair(model: Reader, text: Scored, read: Windows) -> Score:
     """Score the target of a source, and its end."""
     for name, value in (("window", read.size), ("stride", read.stride)):
         if value is not None:
             raise ConfigError(f"{name} is {value}: of pairs, a target is scored whole")
     if not is_pair(text):
         raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
-    example = pair_batch(model, *text)
+    example = pair_example(model.run, model.tokenizers, Pair(*text, "text"))
     row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
     labels = np.asarray(example.labels)
     tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
-    nats = _nats(model, row, build(model.config).edited(edit))
+    nats = _nats(model, row, model.module)
     return Score(len(utf8(text[1])), tuple(tokens), tuple(nats))
-
-
-def pair_batch(model: Reader, source: str, target: str) -> Batch:
-    """Return a source and its target as the model reads them, leaves without a batch."""
-    if model.model.run is not None:
-        return pair_example(model.model.run, model.tokenizers, Pair(source, target, "text"))
-    tokenizer = model.tokenizer
-    kind = target_of(tokenizer)
-    read = source_frame(tokenizer).around(encode_text(tokenizer, source))
-    labels = kind.labels.around(encode_text(tokenizer, target))
-    model.known(read, "the source")
-    model.known(labels, "the target")
-    if not source:
-        raise DataError("the source is '': must have at least one token")
-    tokens = np.append(kind.start, labels[:-1]).astype(np.int32)
-    config: Any = model.config
-    if config.positions is not None and config.positions.absolute:
-        for name, row in (("source", read), ("target", tokens)):
-            if len(row) > config.max_len:
-                raise DataError(f"the {name} has {len(row)} tokens: max_len is {config.max_len}")
-    return Batch(tokens, labels, source=read)

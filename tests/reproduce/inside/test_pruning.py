@@ -173,7 +173,7 @@ def test_links_join_each_word_with_its_translation(model, tmp_path):
 def test_a_head_is_aligned_where_the_row_that_writes_a_word_has_its_largest_weight(model, rows):
     linked = np.array([(n, s, t) for n in range(2) for s in (0, 1) for t in (0, 1, 2)])
     found = pruning.aligned(model, rows, linked)
-    alone = [LanguageModel(model, "run").attend(pair).cross for pair in sentences(2)]
+    alone = [LanguageModel(model, "run").inspect.attention(pair).cross for pair in sentences(2)]
     most = np.array([np.argmax(alone[n][..., t, :], axis=-1) == s for n, s, t in linked])
     np.testing.assert_allclose(found, most.mean(axis=0))
     assert 0 < found.mean() < 1

@@ -1,4 +1,4 @@
-"""Compile what `looking` asks of a model: a program for each question, kept by config.
+"""Compiled programs of `inspect`, each kept by the model.
 
 z is the logit of an answer at one position of a prompt of one row, less that of another answer.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from transformer_jax import inside
 from transformer_jax.config import ModelConfig
 from transformer_jax.inside.lens import no_sum
 from transformer_jax.models.editing import Edit
-from transformer_jax.models.factory import build
+from transformer_jax.models.places import places
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Params
-from transformer_jax.text.prompts import arguments
+from transformer_jax.text.reading import call_arguments
 
 MOST_LOGITS = 2**26
 """How many logits are held by the passes that run together."""
@@ -41,22 +42,22 @@ def _together(config: ModelConfig, tokens: Array) -> int:
     return max(1, MOST_LOGITS // (tokens.shape[1] * config.vocab_size))
 
 
-@program(static=("config", "at"))
+@program(static=("model", "at"))
 def logits(
-    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], at: int
+    model: Any, params: Params, tokens: Array, given: dict[str, Array], at: int
 ) -> jax.Array:  # f32[V]
     """Return the logits at one position."""
-    found = build(config).apply({"params": params}, jnp.asarray(tokens), **arguments(given))
+    found = model.apply({"params": params}, jnp.asarray(tokens), **call_arguments(given))
     return jnp.asarray(found[0][0, at])
 
 
-@program(static=("config", "count", "kinds"))
+@program(static=("model", "count", "kinds"))
 def lens(
-    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], count: int,
+    model: Any, params: Params, tokens: Array, given: dict[str, Array], count: int,
     kinds: int,
 ) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]  # fmt: skip
     """Return the likeliest of the first `kinds` tokens after each block, and which they are."""
-    logits = inside.logit_lens(build(config), params, jnp.asarray(tokens), **arguments(given))[0]
+    logits = inside.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(given))[0]
     p = jax.nn.softmax(logits, axis=-1)
     best, ids = jax.lax.top_k(p[..., :kinds], count)
     return best, ids
@@ -78,16 +79,16 @@ def depth(config: ModelConfig) -> int:
     return config.num_layers if config.kind == "encoder" else config.decoder_layers
 
 
-@program(static=("config", "at"))
+@program(static=("model", "at"))
 def patched(
-    config: ModelConfig, params: Params, clean: Array, corrupted: Array, given: dict[str, Array],
+    model: Any, params: Params, clean: Array, corrupted: Array, given: dict[str, Array],
     ids: Array, at: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
     """Return z of both prompts, and z with values of the clean one put in.
 
     These are f32[P, L, T] of the `streams`, and f32[L, N] of each of the `branches`.
     """
-    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    config, metric, rest = model.config, _metric(ids, at), call_arguments(given)
     clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
     put = partial(
         inside.patch, model, params, clean, corrupted, metric=metric,
@@ -100,12 +101,12 @@ def patched(
     return of(clean), of(corrupted), by_token.reshape(len(names), depth(config), -1), by_head
 
 
-@program(static=("config", "at"))
+@program(static=("model", "at"))
 def without(
-    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], ids: Array, at: int
+    model: Any, params: Params, tokens: Array, given: dict[str, Array], ids: Array, at: int
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return z, and its change without each head: of self-attention, and over a source."""
-    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    config, metric, rest = model.config, _metric(ids, at), call_arguments(given)
     size = depth(config), config.num_heads
 
     def value(edit: dict[str, Edit]) -> jax.Array:
@@ -125,30 +126,42 @@ def without(
     ]
 
 
-@program(static=("config",))
+@program(static=("model",))
 def weights(
-    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array]
+    model: Any, params: Params, tokens: Array, given: dict[str, Array]
 ) -> jax.Array:  # f32[B, L, N, T, T]
     """Return the weights of self-attention, in an encoder-decoder those of its decoder."""
     capture = ("block_*/attention/weights",)
-    found = build(config).apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, **arguments(given)
+    found = model.apply(
+        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(given)
     )
     return jnp.stack(list(found[-1].values()), axis=1)
 
 
-@program(static=("config", "at"))
+@program(static=("model",))
+def attention_weights(
+    model: Any, params: Params, tokens: Array, given: dict[str, Array]
+) -> dict[str, jax.Array]:
+    """Return the weights of every attention by their places."""
+    capture = tuple(name for name in places(model) if name.endswith("attention/weights"))
+    found = model.apply(
+        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(given)
+    )
+    return dict(found[-1])
+
+
+@program(static=("model", "at"))
 def attributed(
-    config: ModelConfig, params: Params, tokens: Array, given: dict[str, Array], ids: Array,
+    model: Any, params: Params, tokens: Array, given: dict[str, Array], ids: Array,
     baseline: Array, at: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], inside.LogitAttribution | None]:  # fmt: skip
     """Return z, z of the baseline, what tokens add, and what parts add where z is their sum."""
-    model, metric, rest = build(config), _metric(ids, at), arguments(given)
+    metric, rest = _metric(ids, at), call_arguments(given)
     tokens = jnp.asarray(tokens)
     start = jnp.full(tokens.shape, baseline)
     shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
     value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
-    if no_sum(config) is not None:
+    if no_sum(model.config) is not None:
         return (value, base, shares), None
     parts = inside.logit_attribution(model, params, tokens, *ids, **rest)
     return (value, base, shares), jax.tree.map(lambda x: x[..., at], parts)

@@ -1,38 +1,44 @@
-"""Look inside a transformer as it reads a text: `transformer_jax.inside` with a tokenizer.
+"""What is inside a model as it reads a text: `transformer_jax.inside` with a tokenizer.
 
-`LanguageModel` has these methods; what they return holds arrays, and draws itself: `plot()` is a
-figure, `html()` a page. The number that is looked at is how the model answers a text:
+`Inspect` has the methods; their results store arrays and draw themselves: `plot()` is a figure,
+`html()` a page. Most measure how the model answers a text:
 
-    z = logit(answer) - logit(other answer), or logit(answer) where there is no other
+    z = logit(answer) - logit(other answer), or logit(answer) if there is no other
 
-where the next token is chosen, or at the first mask of a masked model.
+at the next token, or at the first mask of a masked model.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax import inside
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
-from transformer_jax.config.model import as_transformer
+from transformer_jax.config.keywords import known_keywords
 from transformer_jax.inside.lens import no_sum
+from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.pytree import Array
 from transformer_jax.shown import short_repr
-from transformer_jax.text import looking_programs as programs
-from transformer_jax.text.prompts import Prompt, read_prompt, token_id
-from transformer_jax.text.reading import Reader
+from transformer_jax.text import inspect_programs as programs
+from transformer_jax.text.attention_picture import Maps, draw_maps
+from transformer_jax.text.reading import Reader, WholeText, read_whole, token_id
 from transformer_jax.text.tables import Pictured, Table
-from transformer_jax.text.writing import Writer
 from transformer_jax.tokenizers.pieces import marked, token_texts
+from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Text = str | tuple[str, str]
 """A text; of a model of pairs (source, target), the target as far as it is given."""
@@ -47,7 +53,7 @@ PERIOD, ROWS = 25, 4
 @short_repr
 @dataclass(frozen=True)
 class Lens(Pictured):
-    """Hold what a model would write after each of its blocks (nostalgebraist 2020).
+    """Likeliest tokens after each block of a model (nostalgebraist 2020).
 
     Attributes:
         tokens: the text of each token that is read.
@@ -87,7 +93,7 @@ class Lens(Pictured):
 @short_repr
 @dataclass(frozen=True)
 class Patching(Pictured):
-    """Hold what of one prompt, put into the pass over another, brings back its answer.
+    """Result of activation patching: the effect of each activation of one prompt, put into another.
 
     A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 leaves the answer to the other
     prompt, 1 is the answer to the text (activation patching, Meng et al. 2022; Wang et al. 2023).
@@ -134,7 +140,7 @@ class Patching(Pictured):
 @short_repr
 @dataclass(frozen=True)
 class Heads(Pictured):
-    """Hold what each head is worth to an answer, and what kind of head it is.
+    """Effect of each head on an answer, and scores that tell its kind.
 
     Attributes:
         tokens: the text of each token that is read.
@@ -182,7 +188,7 @@ class Heads(Pictured):
 @short_repr
 @dataclass(frozen=True)
 class Attribution(Pictured):
-    """Hold what each token that is read, and each part of the model, adds to an answer.
+    """Contribution of each token, and of each part of the model, to an answer.
 
     Attributes:
         tokens: the text of each token that is read.
@@ -244,8 +250,137 @@ class Attribution(Pictured):
         return "\n".join(lines)
 
 
-class Looker(Writer):
-    """Look inside a transformer as it reads a text."""
+Part = Literal["self", "cross", "encoder"]
+
+
+@short_repr
+@dataclass(frozen=True)
+class AttentionMaps:
+    """Attention weights of every layer and head over the tokens of a text.
+
+    Attributes:
+        tokens: the text of each token that is read, special ones by their names.
+        weights: f32[L, N, T, T], that of key token s for query token t at [layer, head, t, s]; of a
+            recurrent model, whose tokens do not attend to each other, without layers.
+        source_tokens: the text of each token of the source, where an encoder reads one.
+        cross: f32[L, N, T, S], in an encoder-decoder those of the source's tokens for the target's;
+            a recurrent one has one layer and one head of them.
+        encoder: f32[L, N, S, S], in an encoder-decoder those of the source's tokens for each other.
+        written: the text of the token that an encoder-decoder writes after each of `tokens`: row t
+            of `cross` holds the weights that it is written by.
+    """
+
+    tokens: list[str]
+    weights: np.ndarray  # f32[L, N, T, T]
+    source_tokens: list[str] | None = None
+    cross: np.ndarray | None = None  # f32[L, N, T, S]
+    encoder: np.ndarray | None = None  # f32[L, N, S, S]
+    written: list[str] | None = None
+
+    def plot(
+        self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
+    ) -> Figure:
+        """Draw a map for each layer and head: rows look at columns, darker is more.
+
+        Rows of "cross" are the tokens that are written. `plot().savefig("map.png")` writes the
+        picture. A map that is alone is large, and its numbers stand in it.
+
+        Args:
+            part: "self", "cross" or "encoder": one kind of weights; None is all.
+            layer: one layer, from 0 on; None is all.
+            head: one head, from 0 on; None is all.
+
+        Raises:
+            ConfigError: if these weights have no such part, layer or head.
+        """
+        every: dict[str, Maps] = {}
+        source = self.source_tokens or []
+        if self.cross is not None:
+            title = "cross-attention: what is written looks at the source"
+            every["cross"] = _maps(title, self.cross, self.written or self.tokens, source)
+        if len(self.weights):
+            every["self"] = _maps("self-attention", self.weights, self.tokens, self.tokens)
+        if self.encoder is not None:
+            every["encoder"] = _maps("self-attention of the encoder", self.encoder, source, source)
+        if part is not None and part not in every:
+            rule = f"must be {' or '.join(map(repr, every))}"
+            raise ConfigError(f"part is {part!r}: {rule}, which this model has")
+        drawn = list(every.values()) if part is None else [every[part]]
+        return draw_maps([_chosen(maps, layer, head) for maps in drawn])
+
+
+def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) -> Maps:
+    return Maps(title, weights, rows, columns, *map(range, weights.shape[:2]))
+
+
+def _chosen(maps: Maps, layer: int | None, head: int | None) -> Maps:
+    """Return the maps of one layer, and of one head; ConfigError for one that is not there."""
+    for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
+        if index is None:
+            continue
+        count = maps.weights.shape[axis]
+        if type(index) is not int or not 0 <= index < count:
+            what = maps.title.partition(":")[0]
+            raise ConfigError(f"{name} is {index!r}: must be 0 to {count - 1} in {what}")
+        kept: dict[str, Any] = {f"{name}s": [index], "weights": maps.weights.take([index], axis)}
+        maps = maps._replace(**kept)
+    return maps
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """What is inside a model as it reads a text: `LanguageModel.inspect`."""
+
+    model: Reader
+
+    @known_keywords
+    def attention(self, text: str | tuple[str, str]) -> AttentionMaps:
+        """Return the attention weights of every layer and head, with the tokens as labels.
+
+        Args:
+            text: a text; for an encoder-decoder and a run on pairs `(source, target)`, or a source,
+                whose target the model writes.
+
+        Returns:
+            Weights with their tokens; their `plot()` is a picture.
+
+        Raises:
+            ConfigError: if the model has no attention over tokens.
+            ValueError: if the text exceeds what the model reads.
+        """
+        model, config = self.model, self.model.config
+        if model.kind == "targets" and isinstance(text, str):
+            text = text, model.targets().answer([text], model.target_count(None))[0]
+        blocks = config if isinstance(config, ModelConfig) else None
+        attends = blocks is not None and blocks.inputs is None
+        if not attends and getattr(config, "attention", None) is None:
+            rule = "has no attention over tokens; model.apply(..., capture=places(config))"
+            rule += " looks inside"
+            raise ConfigError(f"attention: a {type(config).__name__} of {model.name!r} {rule}")
+        whole = read_whole(model, text)
+        ids, source = whole.ids, whole.source
+        found = programs.attention_weights(model.module, model.params, ids[None], whole.given())
+
+        def stacked(name: str, depth: int) -> np.ndarray:  # f32[L, N, T, S]
+            layers = (found[name.format(i)][0] for i in range(depth))
+            return np.stack([np.asarray(x, np.float32) for x in layers])
+
+        labels = token_texts(model.tokenizer, ids)
+        own_weights = np.zeros((0, 1, len(ids), len(ids)), np.float32)
+        if blocks is not None:
+            own_weights = stacked("block_{}/attention/weights", programs.depth(blocks))
+        if source is None or whole.labels is None:
+            return AttentionMaps(labels, own_weights)
+        encoder = None
+        if blocks is not None:
+            cross = stacked("block_{}/cross_attention/weights", blocks.decoder_layers)
+            encoder = stacked("encoder/block_{}/attention/weights", blocks.num_layers)
+        else:
+            cross = np.asarray(found["attention/weights"], np.float32)[None]
+        return AttentionMaps(
+            labels, own_weights, token_texts(model.tokenizers.of_source, source), cross,
+            encoder, token_texts(model.tokenizer, whole.labels),
+        )  # fmt: skip
 
     def lens(self, text: Text, *, count: int = 5) -> Lens:
         """Return what the model would write after each block, at each token: the logit lens.
@@ -259,17 +394,18 @@ class Looker(Writer):
             ConfigError: if the model is no transformer that writes tokens.
             ValueError: if the text has another form, or is longer than the model reads.
         """
-        config, prompt, given = _read(self, "lens", text)
-        kinds = _kinds(self)
+        model = self.model
+        _, prompt, given = _read(model, "lens", text)
+        kinds = _kinds(model)
         check_count("count", count, 1)
         found = programs.lens(
-            config, self.params, prompt.ids[None], given, min(count, kinds), kinds
+            model.module, model.params, prompt.ids[None], given, min(count, kinds), kinds
         )
         p, ids = map(np.asarray, found)
-        flat = token_texts(self.tokenizer, ids.ravel())
+        flat = token_texts(model.tokenizer, ids.ravel())
         texts = np.array(flat, object).reshape(ids.shape).tolist()
-        masks = _masks(self, prompt) if self.kind == "masks" else None
-        return Lens(token_texts(self.tokenizer, prompt.ids), texts, p, masks)
+        masks = _masks(model, prompt) if model.kind == "masks" else None
+        return Lens(token_texts(model.tokenizer, prompt.ids), texts, p, masks)
 
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
@@ -290,25 +426,26 @@ class Looker(Writer):
             ValueError: if the prompts differ in length, or are answered alike, or an answer is no
                 token.
         """
-        config, clean, given = _read(self, "patch", text)
-        _, corrupted, others = _read(self, "patch", other)
+        model = self.model
+        config, clean, given = _read(model, "patch", text)
+        _, corrupted, others = _read(model, "patch", other)
         if len(clean.ids) != len(corrupted.ids):
             rule = f"must be as many as those of the text, {len(clean.ids)}"
             raise DataError(f"other has {len(corrupted.ids)} tokens: {rule}")
         if any(not np.array_equal(given[name], others[name]) for name in given):
             raise DataError(f"other is {other!r:.80}: must have the source of the text")
-        at = _place_of_answer(self, clean)
-        if _place_of_answer(self, corrupted) != at:
+        at = _place_of_answer(model, clean)
+        if _place_of_answer(model, corrupted) != at:
             raise DataError("other has its mask elsewhere: must be where that of the text is")
         asked = (answer, clean), (other_answer, corrupted)
         names = "answer", "other_answer"
-        ids = [_answer(self, *pair, given, at, n) for n, pair in zip(names, asked, strict=True)]
-        said = token_texts(self.tokenizer, ids)
+        ids = [_answer(model, *pair, given, at, n) for n, pair in zip(names, asked, strict=True)]
+        said = token_texts(model.tokenizer, ids)
         if ids[0] == ids[1]:
             rule = "give an answer and an other_answer that differ"
             raise DataError(f"both prompts are answered by {said[0]!r}: {rule}")
         found = programs.patched(
-            config, self.params, clean.ids[None], corrupted.ids[None], given,
+            model.module, model.params, clean.ids[None], corrupted.ids[None], given,
             np.array(ids, np.int32), at,
         )  # fmt: skip
         whole, base, by_token, by_head = jax.tree.map(np.asarray, found)
@@ -323,7 +460,7 @@ class Looker(Writer):
         share = lambda x: (x - base) / (whole - base)  # noqa: E731
         streams, branches = programs.streams(config), programs.branches(config)
         return Patching(
-            token_texts(self.tokenizer, clean.ids), token_texts(self.tokenizer, corrupted.ids),
+            token_texts(model.tokenizer, clean.ids), token_texts(model.tokenizer, corrupted.ids),
             said[0], said[1], float(whole), float(base),
             dict(zip(streams, share(by_token), strict=True)),
             {f"{b}/heads": share(x) for b, x in zip(branches, by_head, strict=True)},
@@ -343,21 +480,24 @@ class Looker(Writer):
             ConfigError: if the model is no transformer that writes tokens.
             ValueError: if the text has another form, or an answer is no token.
         """
-        config, prompt, given = _read(self, "heads", text)
-        ids, at, said = _answers(self, prompt, given, answer, other_answer)
-        value, without = programs.without(config, self.params, prompt.ids[None], given, ids, at)
-        kinds = _kinds(self)
+        model = self.model
+        config, prompt, given = _read(model, "heads", text)
+        ids, at, said = _answers(model, prompt, given, answer, other_answer)
+        value, without = programs.without(
+            model.module, model.params, prompt.ids[None], given, ids, at
+        )
+        kinds = _kinds(model)
         period = min(PERIOD, config.max_len // 2, kinds)
         repeated = inside.repeated_tokens(jax.random.key(0), kinds, rows=ROWS, period=period)
         rows: Given = {n: np.repeat(x, ROWS, 0) for n, x in given.items() if n == "source"}
-        weights = programs.weights(config, self.params, np.asarray(repeated), rows)
+        weights = programs.weights(model.module, model.params, np.asarray(repeated), rows)
         entropy = inside.attention_entropy(
-            programs.weights(config, self.params, prompt.ids[None], given)[0]
+            programs.weights(model.module, model.params, prompt.ids[None], given)[0]
         ).mean(axis=-1)
         scores = jax.tree.map(np.asarray, inside.head_scores(weights, period))
         own, *cross = map(np.asarray, without)
         return Heads(
-            token_texts(self.tokenizer, prompt.ids), *said, float(value), own, np.asarray(entropy),
+            token_texts(model.tokenizer, prompt.ids), *said, float(value), own, np.asarray(entropy),
             scores, *cross,
         )  # fmt: skip
 
@@ -383,14 +523,15 @@ class Looker(Writer):
             ConfigError: if the model is no transformer that writes tokens.
             ValueError: if the text has another form, or an answer or the baseline is no token.
         """
-        config, prompt, given = _read(self, "attribution", text)
-        ids, at, said = _answers(self, prompt, given, answer, other_answer)
-        start = _baseline(self, baseline)
+        model = self.model
+        config, prompt, given = _read(model, "attribution", text)
+        ids, at, said = _answers(model, prompt, given, answer, other_answer)
+        start = _baseline(model, baseline)
         found = programs.attributed(
-            config, self.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
+            model.module, model.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
         )
         (value, base, shares), parts = jax.tree.map(np.asarray, found)
-        texts, named = token_texts(self.tokenizer, [*prompt.ids, start]), dict[str, Any]()
+        texts, named = token_texts(model.tokenizer, [*prompt.ids, start]), dict[str, Any]()
         if parts is not None:
             named = {name: x[0] for name, x in parts._asdict().items() if x is not None}
             named |= {name: float(named[name]) for name in ("embedding", "bias")}
@@ -399,8 +540,80 @@ class Looker(Writer):
             reason=no_sum(config),
         )  # fmt: skip
 
+    @known_keywords
+    def nearest(
+        self,
+        word: str,
+        *,
+        minus: str | Sequence[str] = (),
+        plus: str | Sequence[str] = (),
+        count: int = 10,
+    ) -> list[tuple[str, float]]:
+        """Return the tokens whose vectors point most nearly where that of a word does.
 
-def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, Prompt, Given]:
+        e is the input embedding, the vector of each token that the model reads (of an
+        encoder-decoder with two vocabularies, those of the sources), and u = e / |e|. With words
+        to take away and to add (Mikolov et al. 2013), the direction is
+
+            x = u(word) - sum of u(minus) + sum of u(plus)
+            cos(x, e(w)) = x . e(w) / (|x| |e(w)|)
+
+        A word is looked up as it stands after another one, with its space, if the tokenizer has
+        that as one token.
+
+        Args:
+            word: a word that is one token.
+            minus: a word or several, whose vectors are taken away.
+            plus: a word or several, whose vectors are added.
+            count: how many tokens are returned, at least 1.
+
+        Returns:
+            Pairs of a token's text and its cosine, the largest first, without the given words and
+            special tokens.
+
+        Raises:
+            ConfigError: if the model has no vectors of tokens.
+            ValueError: if a word is several tokens, or none, and so has no vector.
+        """
+        away, added = ([one] if isinstance(one, str) else list(one) for one in (minus, plus))
+        check_count("count", count, 1)
+        model, tokenizer = self.model, self.model.tokenizers.of_source
+        table = _input_embedding(model)[: tokenizer.vocab_size]
+        lengths = np.linalg.norm(table, axis=1)
+        unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
+        named = [("word", word, 1.0)]
+        named += [("minus", one, -1.0) for one in away] + [("plus", one, 1.0) for one in added]
+        for name, one, _ in named:
+            if not isinstance(one, str) or len(one.split()) != 1:
+                raise DataError(f"{name} is {one!r:.60}: must be one word")
+        ids = [token_id(tokenizer, name, one, len(table)) for name, one, _ in named]
+        # a word that is added and taken away has no part, not even the rest of a rounding
+        times = dict.fromkeys(ids, 0.0)
+        for i, (_, _, sign) in zip(ids, named, strict=True):
+            times[i] += sign
+        wanted = np.array(list(times.values())) @ unit[list(times)]
+        length = np.linalg.norm(wanted)
+        if length <= len(named) * np.finfo(np.float32).eps:
+            rule = "the sum of the vectors is 0, which has no direction"
+            raise DataError(f"word is {word!r}: {rule}")
+        cosines = unit @ wanted / length
+        own = plain(tokenizer)
+        left_out = {*ids, *special_ids(tokenizer).values(), *np.flatnonzero(lengths == 0)}
+        if isinstance(own, WordTokenizer):
+            left_out |= {0, 1}  # an unknown word, and the end of a line
+        if isinstance(own, PretrainedTokenizer):
+            left_out |= {i for i in range(len(table)) if own.is_added(i)}
+        found = list[tuple[str, float]]()
+        for i in np.argsort(-cosines, kind="stable"):
+            if len(found) == count:
+                break
+            text = "" if i in left_out else token_texts(tokenizer, [i])[0]
+            if text:  # an id may be unused
+                found.append((text, float(cosines[i])))
+        return found
+
+
+def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Given]:
     """Return a text as the model reads it; ConfigError for a model without blocks or logits."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
@@ -408,7 +621,7 @@ def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, Prompt, Gi
     if not isinstance(config, ModelConfig):
         rule = "has no blocks and heads; model.apply(..., capture=places(config)) looks inside"
         raise ConfigError(f"{tool}: a {type(config).__name__} of {model.name!r} {rule}")
-    prompt = read_prompt(model, text)
+    prompt = read_whole(model, text)
     return config, prompt, prompt.given()
 
 
@@ -417,7 +630,7 @@ def _kinds(model: Reader) -> int:
     return min(model.tokenizer.vocab_size, model.config.vocab_size)
 
 
-def _place_of_answer(model: Reader, prompt: Prompt) -> int:
+def _place_of_answer(model: Reader, prompt: WholeText) -> int:
     """Return where the answer's logits are: at the last token, or at the first mask."""
     if model.kind != "masks":
         return len(prompt.ids) - 1
@@ -427,7 +640,7 @@ def _place_of_answer(model: Reader, prompt: Prompt) -> int:
     return masks[0]
 
 
-def _masks(model: Reader, prompt: Prompt) -> list[int]:
+def _masks(model: Reader, prompt: WholeText) -> list[int]:
     mask = special_ids(model.tokenizer).get("mask", -1)
     return np.flatnonzero(prompt.ids == mask).tolist()
 
@@ -435,7 +648,7 @@ def _masks(model: Reader, prompt: Prompt) -> list[int]:
 def _answer(
     model: Reader,
     word: str | None,
-    prompt: Prompt,
+    prompt: WholeText,
     given: Given,
     at: int,
     name: str,
@@ -443,15 +656,13 @@ def _answer(
     """Return the id of a word; without one, of the likeliest token that stands for text."""
     if word is not None:
         return token_id(model.tokenizer, name, word, model.config.vocab_size)
-    logits = programs.logits(
-        as_transformer(model.config), model.params, prompt.ids[None], given, at
-    )
+    logits = programs.logits(model.module, model.params, prompt.ids[None], given, at)
     return int(np.argmax(np.asarray(logits)[: _kinds(model)]))
 
 
 def _answers(
     model: Reader,
-    prompt: Prompt,
+    prompt: WholeText,
     given: Given,
     answer: str | None,
     other: str | None,
@@ -511,3 +722,14 @@ def _largest(table: np.ndarray) -> str:  # [L, N]
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:5]
     where = zip(*np.unravel_index(order, table.shape), strict=True)
     return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in where)
+
+
+def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
+    """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
+    config, params = model.config, model.params
+    if (table := config.word_vectors(params)) is None:
+        kind = type(config).__name__
+        raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
+    if isinstance(table, QuantizedTable):
+        table = table.look_up(jnp.arange(table.shape[0]))
+    return np.asarray(table, np.float64)
