@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import os
 import signal
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from transformer_jax.__main__ import COMMANDS, LECTURES, main
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.cli import command, process
 from transformer_jax.cli.flags import ConfigFlags
-from transformer_jax.cli.generate import _answer
 from transformer_jax.cli.run_flags import parse
 from transformer_jax.config import ConfigError
 from transformer_jax.lectures import demo
@@ -33,14 +31,6 @@ def test_a_wrong_choice_names_the_one_it_resembles(argv, hint, capsys):
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert said.endswith(f"{hint}\n") and said.count("\n") == 1
-
-
-def test_answer_of_a_file_is_one_line_to_every_reader_of_lines(capsys):
-    answers = ["a\nb\r\x0b\x85\u2028c", "é d"]
-    model = SimpleNamespace(kind="masks", generate=lambda texts: answers)
-    _answer(Namespace(prompts="file"), model, ["x", "y"])
-    written = capsys.readouterr().out
-    assert written.splitlines() == [r"a\nb\r\x0b\x85\u2028c", "é d"]
 
 
 MODEL = {"generate", "serve", "evaluate", "inspect", "nearest", "convert", "export"}

@@ -201,14 +201,14 @@ def test_beams_answers_and_masks_are_printed(said, tmp_path):
 
 
 def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
-    from transformer_jax.lectures import continuous, signals
+    from transformer_jax.lectures import tasks
 
     task, model = DigitsTask(), Recorder("signals", DigitsTask())
     read = lambda *given, **named: (given, named)  # noqa: E731
-    monkeypatch.setattr(signals, "read_signals", read)
+    monkeypatch.setattr(tasks, "read_signals", read)
     seen = []
     monkeypatch.setattr(
-        continuous, "answer_signals", lambda *given: seen.append(given) or ["three", "one"]
+        tasks, "answer_signals", lambda *given: seen.append(given) or ["three", "one"]
     )
     out, _ = said(generate.main, model, "--model", "m", "--prompts", "f.npz")
     assert out == "three\none\n"
@@ -225,6 +225,13 @@ def test_signals_and_looked_up_texts_are_printed(said, monkeypatch, tmp_path):
     assert asked == [("look_up", ("ab", None, 4), PLAIN | {"processors": (tj.Ban(4),)})]
     assert said.errors == ("3 of 8 proposed tokens accepted, 5 calls of the model for 9 tokens\n")
     assert said(generate.main, model, *argv, "--chat")[0] == "ab\n"
+
+
+def test_answer_to_each_line_of_a_file_is_one_line(said, tmp_path):
+    (tmp_path / "lines").write_text("x [MASK]\ny [MASK]\n")
+    model = Recorder("masks", generate="a\nb\r\x0b\x85\u2028c é")
+    out, _ = said(generate.main, model, "--model", "m", "--prompts", tmp_path / "lines")
+    assert out.splitlines() == [r"a\nb\r\x0b\x85\u2028c é"] * 2
 
 
 def test_a_run_is_loaded_and_held_as_the_flags_say(said):

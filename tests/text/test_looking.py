@@ -272,8 +272,8 @@ def test_the_best_targets_are_those_of_a_beam_search(made):
 
 
 def test_the_translation_of_one_beam_is_the_greedy_one():
-    want = pairs().generate("cabfeed", 9)
-    ((_, found),) = pairs().search("cabfeed", 9, beams=1)
+    want = pairs().generate("badcab", 9)
+    ((_, found),) = pairs().search("badcab", 9, beams=1)
     assert found == want
     assert len(set(want)) > 1
 
