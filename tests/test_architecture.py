@@ -127,7 +127,7 @@ def test_config_needs_the_standard_library_only():
     for path in (PACKAGE / "config").glob("*.py"):
         for name in imports(path):
             own = name.startswith(
-                ("transformer_jax.config", "transformer_jax.shown", "transformer_jax.lectures")
+                ("transformer_jax.config", "transformer_jax.values", "transformer_jax.lectures")
             )
             assert own or name.split(".")[0] in sys.stdlib_module_names, (
                 f"{path.name} imports {name}"

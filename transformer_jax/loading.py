@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,6 @@ from transformer_jax.pretrained.load import load_pretrained
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
 from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, cast_floats, sha256_of
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.gguf_metadata import tokenizer_of_metadata
 from transformer_jax.tokenizers.hf_files import load_tokenizer_folder
 from transformer_jax.tokenizers.pretrained import TARGET_IDS, PretrainedTokenizer
@@ -37,12 +36,12 @@ from transformer_jax.tokenizers.special import end_ids, frame, special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.values import value_class
 
 Which = Literal["best", "last"]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class TextModel:
     """Hold a model, its tokenizer, and how its texts begin and end."""
 

@@ -6,18 +6,14 @@ parameters are theirs, which refuse a finite number that the dtype has no room f
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.tree_util import KeyPath
 
 C = TypeVar("C", bound=type)
@@ -143,65 +139,3 @@ def cast_floats(tree: Tree, dtype: jax.typing.DTypeLike) -> Tree:
 def path_name(path: KeyPath) -> str:
     """Return the path of a leaf as names of parameters are written, "decoder/norm/scale"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def register(*, arrays: tuple[str, ...] = (), static: tuple[str, ...] = ()) -> Callable[[C], C]:
-    """Make a frozen dataclass a pytree, whose `arrays` are children and `static` are structure.
-
-    Rebuilding skips `__init__`, so `__post_init__` checks what a caller wrote and never what a
-    transformation put in its place: placeholders, or tracers with an axis more or less.
-    """
-    # every call flattens its arguments: `attrgetter` reads many fields in the time of two
-    children_of, structure_of = _fields_getter(arrays), _fields_getter(static)
-    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
-
-    def decorate(cls: C) -> C:
-        def unflatten(structure: tuple[object, ...], children: Iterable[object]) -> object:
-            node: object = object.__new__(cls)
-            for name, value in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
-                object.__setattr__(node, name, value)
-            return node
-
-        jax.tree_util.register_pytree_with_keys(
-            cls,
-            lambda node: (list(zip(keys, children_of(node), strict=True)), structure_of(node)),
-            unflatten,
-            lambda node: (children_of(node), structure_of(node)),
-        )
-        return cls
-
-    return decorate
-
-
-def _fields_getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
-    """Return a function that gives the attributes of these names."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda node: tuple(getattr(node, name) for name in names)
-
-
-def exportable(cls: C) -> C:
-    """Register a dataclass that is a pytree, so that `jax.export` serialises calls with it.
-
-    Static fields are written as JSON. The class's name is part of what is written: a serialised
-    program is read where a class of that name is registered.
-    """
-    fields = dataclasses.fields(cls)
-    static = [field.name for field in fields if field.metadata.get("static")]
-    arrays = [field.name for field in fields if field.name not in static]
-
-    def from_children(aux_data: tuple[object, ...], children: Iterable[object]) -> object:
-        node: object = object.__new__(cls)  # of placeholders, which no check would let through
-        for names, values in ((arrays, children), (static, aux_data)):
-            for name, value in zip(names, values, strict=True):
-                object.__setattr__(node, name, value)
-        return node
-
-    export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"transformer_jax.{cls.__name__}",
-        serialize_auxdata=lambda structure: json.dumps(structure).encode(),
-        deserialize_auxdata=lambda data: tuple(json.loads(data)),
-        from_children=from_children,
-    )
-    return cls

@@ -19,10 +19,9 @@ from transformer_jax.kernels.caches import dequantise, rows_of_pages
 from transformer_jax.kernels.contract import Refused as Refused
 from transformer_jax.kernels.contract import Shaped
 from transformer_jax.kernels.dropout import exact_rate, head_words
-from transformer_jax.pytree import register
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import value_class
 
 POOLS = ("key", "value", "key_scale", "value_scale")
 DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "float64")}
@@ -58,16 +57,28 @@ class Options(TypedDict, total=False):
     block_table: jax.Array | None
 
 
-@register(
+@value_class(
+    kw_only=True,
     arrays=(
-        "query", "key", "value", "mask", "bias", "sinks", "scale_array", "q_positions",
-        "k_positions", "dropout_key", "dropout_words", "key_scale", "value_scale", "block_table",
+        "query",
+        "key",
+        "value",
+        "mask",
+        "bias",
+        "sinks",
+        "scale_array",
+        "q_positions",
+        "k_positions",
+        "dropout_key",
+        "dropout_words",
+        "key_scale",
+        "value_scale",
+        "block_table",
         "shared",
     ),
     static=("scale", "softcap", "dropout_rate", "return_lse", "plan"),
-)  # fmt: skip
-@short_repr
-@dataclass(frozen=True, kw_only=True, eq=False)
+    eq=False,
+)
 class AttentionCall:
     """The checked arguments of one call of attention: arrays are leaves, numbers static."""
 
@@ -161,9 +172,7 @@ class AttentionCall:
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 
 
-@short_repr
-@register(arrays=("mask", "shared"), static=("checked",))
-@dataclass(frozen=True)
+@value_class(arrays=("mask", "shared"), static=("checked",))
 class PlannedMask:
     """A mask with the arrays that an implementation makes of it and of positions, for many calls.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import as_int32, check_count
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 # Biases of a distance: values with `.materialize`, added to the scores
 
@@ -50,9 +50,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
     return jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@value_class(pytree=True, eq=False)
 class ALiBi:
     """Add -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
 
@@ -136,9 +134,7 @@ def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> in
     return n
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@value_class(pytree=True, eq=False)
 class RelativeBias:
     """Add table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020).
 

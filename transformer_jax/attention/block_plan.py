@@ -7,7 +7,6 @@ no kernel meets them; it applies the mask only in tiles without all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import jax
@@ -16,16 +15,14 @@ import numpy as np
 
 from transformer_jax.checks import INT32
 from transformer_jax.kernels.contract import FULL, PARTIAL, SKIPPED, TileLists, tile_lists
-from transformer_jax.pytree import AnyArray, Array, register
-from transformer_jax.shown import short_repr
+from transformer_jax.pytree import AnyArray, Array
 from transformer_jax.tracing import at_once, traced
+from transformer_jax.values import value_class
 
 __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad", "tile_lists"]
 
 
-@short_repr
-@register(arrays=("classes",), static=("block_q", "block_k"))
-@dataclass(frozen=True)
+@value_class(arrays=("classes",), static=("block_q", "block_k"))
 class BlockPlan:
     """Say what a kernel may leave out: tiles that are 0 skipped, 1 partial or 2 full.
 
@@ -78,8 +75,7 @@ def lists_of(classes: Array) -> TileLists:
         return jax.device_put(tile_lists(np.asarray(classes)))
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Tiles:
     """Positions in tiles, with a summary of each tile; empty slots count as nothing.
 

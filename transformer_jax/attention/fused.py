@@ -33,10 +33,9 @@ from transformer_jax.kernels.caches import clip_pages
 from transformer_jax.kernels.contract import Blocks, Kind, Operands, Problem, Vectors
 from transformer_jax.kernels.gradient import BY_KEY, ListsByKernel, fused_attention
 from transformer_jax.kernels.program import Program
-from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once
+from transformer_jax.values import value_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,7 @@ class KernelPlan(Plan):
     packs: bool  # whether kernels get the queries of a group as rows of one tile
 
 
-@short_repr
-@register(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
-@dataclass(frozen=True)
+@value_class(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
 class MaskOperands:
     """The arrays that the kernels read of a mask and of positions, with their program."""
 

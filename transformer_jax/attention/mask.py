@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
@@ -22,9 +21,10 @@ from transformer_jax.checks import as_int32, check_count
 from transformer_jax.kernels.contract import Index, Refused
 from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import AxisNames
-from transformer_jax.pytree import AnyArray, Array, register
+from transformer_jax.pytree import AnyArray, Array
 from transformer_jax.sharding import no_mesh
 from transformer_jax.tracing import at_once, known_value
+from transformer_jax.values import value_class
 
 Pair = tuple[Index, Index]
 """A batch row and a head; either may be traced."""
@@ -266,8 +266,7 @@ class Mask:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@register(arrays=("mask", "row", "head"), static=("full", "size"))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("mask", "row", "head"), static=("full", "size"), repr=False, eq=False)
 class PartOfMask(Mask):
     """Some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
 
@@ -331,8 +330,7 @@ class _Pair(Mask):
         return type(self)(*sides)
 
 
-@register(arrays=("left", "right"))
-@dataclass(frozen=True, repr=False)
+@value_class(arrays=("left", "right"), repr=False)
 class And(_Pair):
     """Allow what both masks allow: Causal() & Window(2).
 
@@ -360,8 +358,7 @@ class And(_Pair):
         return f"({self.left!r} & {self.right!r})"
 
 
-@register(arrays=("left", "right"))
-@dataclass(frozen=True, repr=False)
+@value_class(arrays=("left", "right"), repr=False)
 class Or(_Pair):
     """Allow what either mask allows: Causal() | Prefix(lengths) of lengths [2].
 
@@ -389,8 +386,7 @@ class Or(_Pair):
         return f"({self.left!r} | {self.right!r})"
 
 
-@register(arrays=("mask",))
-@dataclass(frozen=True, repr=False)
+@value_class(arrays=("mask",), repr=False)
 class Not(Mask):
     """Allow what a mask hides: ~Causal(). An empty slot stays unseen.
 

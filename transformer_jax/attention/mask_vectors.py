@@ -39,8 +39,8 @@ from transformer_jax.kernels.program import (
 )
 from transformer_jax.pytree import Array
 from transformer_jax.sharding import no_mesh
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, known_value, traced
+from transformer_jax.values import short_repr
 
 if TYPE_CHECKING:
     from transformer_jax.attention.mask import Mask

@@ -31,7 +31,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -45,9 +44,10 @@ from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.checks import INT32, check_int32
 from transformer_jax.kernels.program import Program
 from transformer_jax.kernels.sharding import TILES, AxisNames
-from transformer_jax.pytree import Array, register
+from transformer_jax.pytree import Array
 from transformer_jax.sharding import no_mesh
 from transformer_jax.tracing import known_sizes
+from transformer_jax.values import value_class
 
 __all__ = [
     "And",
@@ -76,8 +76,7 @@ class _Ours(Mask):
         return 1, 1
 
 
-@register()
-@dataclass(frozen=True, repr=False)
+@value_class(arrays=(), repr=False)
 class Everything(_Ours):
     """Let every query see every key that is not an empty slot; what `mask=None` means.
 
@@ -91,8 +90,7 @@ class Everything(_Ours):
         return jnp.ones((1, 1, 1, 1), bool)
 
 
-@register()
-@dataclass(frozen=True, repr=False)
+@value_class(arrays=(), repr=False)
 class Causal(_Ours):
     """Let a query see its own and earlier positions: k <= q.
 
@@ -106,8 +104,7 @@ class Causal(_Ours):
         return k <= q
 
 
-@register(static=("left", "right"))
-@dataclass(frozen=True, repr=False)
+@value_class(static=("left", "right"), repr=False)
 class Window(_Ours):
     """Let a query see the keys near it: q - k < left, and k - q < right where given.
 
@@ -157,8 +154,7 @@ class Window(_Ours):
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
 
 
-@register(arrays=("valid",))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("valid",), repr=False, eq=False)
 class Padding(_Ours):
     """Hide the padding of a batch: a key is seen where valid[b, k].
 
@@ -198,8 +194,7 @@ class Padding(_Ours):
         return (("b", None),)
 
 
-@register(arrays=("q_ids", "k_ids"))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("q_ids", "k_ids"), repr=False, eq=False)
 class Segments(_Ours):
     """Let packed documents see only themselves: q_ids[b, q] == k_ids[b, k].
 
@@ -251,8 +246,7 @@ class Segments(_Ours):
         return (("b", None),) * (1 if self.k_ids is None else 2)
 
 
-@register(arrays=("lengths",))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("lengths",), repr=False, eq=False)
 class Prefix(_Ours):
     """Let every query see the first keys: k < lengths[b].
 
@@ -290,8 +284,7 @@ class Prefix(_Ours):
         return (("b",),)
 
 
-@register(arrays=("array",))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("array",), repr=False, eq=False)
 class Dense(_Ours):
     """Look pairs up in an array by their positions: array[b, n, q, k].
 
@@ -345,8 +338,7 @@ class Dense(_Ours):
         return vectors.pair_holds(self.materialize(q, k))
 
 
-@register(static=("fn",))
-@dataclass(frozen=True, repr=False)
+@value_class(static=("fn",), repr=False)
 class Predicate(Mask):
     """Ask a function whether a query sees a key.
 
@@ -399,8 +391,7 @@ class Predicate(Mask):
         return Closed(tuple(traced.consts), traced.jaxpr, self.sees)
 
 
-@register(arrays=("constants",), static=("jaxpr", "as_written"))
-@dataclass(frozen=True, repr=False, eq=False)
+@value_class(arrays=("constants",), static=("jaxpr", "as_written"), repr=False, eq=False)
 class Closed(Mask):
     """Hold a Predicate traced for one pair, with the arrays that it reads as leaves."""
 

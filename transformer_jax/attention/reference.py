@@ -32,7 +32,7 @@ from transformer_jax.attention.arguments import AttentionCall, Implementation
 from transformer_jax.attention.biases import Bias
 from transformer_jax.checks import largest
 from transformer_jax.kernels.dropout import keep
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 @short_repr

@@ -14,7 +14,7 @@ scale = max|x| / 127 and q = round(x / scale): the error of an element is at mos
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Protocol
 
 import jax
@@ -29,9 +29,9 @@ from transformer_jax.checks import (
     largest,
 )
 from transformer_jax.kernels.caches import dequantise as dequantise
-from transformer_jax.pytree import Tree, exportable
+from transformer_jax.pytree import Tree
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
 class SlottedCache(Protocol):
@@ -51,10 +51,7 @@ class SlottedCache(Protocol):
     def v_scale(self) -> jax.Array | None: ...
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class KVCache:
     """Hold keys and values of the tokens so far.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,18 +13,14 @@ from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache as paged
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.config import ModelConfig
-from transformer_jax.pytree import exportable
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import at_once, known_value
+from transformer_jax.values import value_class
 
 Layers = tuple[kv.KVCache, ...] | tuple[paged.PagedCache, ...] | kv.KVCache
 """One cache a layer; or, of a scanned stack, one whose leaves are [B, L, ...]."""
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class ModelCache:
     """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
 

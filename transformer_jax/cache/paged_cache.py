@@ -15,7 +15,7 @@ end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -25,15 +25,12 @@ import numpy as np
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.checks import as_int32, check_count, check_not_consumed
 from transformer_jax.kernels.caches import rows_of_pages
-from transformer_jax.pytree import Tree, exportable
-from transformer_jax.shown import short_repr
+from transformer_jax.pytree import Tree
 from transformer_jax.tracing import known_value, traced
+from transformer_jax.values import value_class
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class PagedCache:
     """Hold keys and values of the tokens so far, of all rows in one pool of pages.
 

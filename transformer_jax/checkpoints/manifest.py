@@ -7,15 +7,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.durable_files import sync
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import FileDigest, JsonObject, Untrusted
+from transformer_jax.values import value_class
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 * 2**20
@@ -36,8 +35,7 @@ class CheckpointError(ValueError):
     """Report a checkpoint that is damaged, or that does not fit what it is restored into."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Leaf:
     """Describe one array of a checkpoint."""
 
@@ -56,8 +54,7 @@ class Leaf:
         return group if rest else "state"
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Manifest:
     """Hold a checkpoint's list of its contents, whose own checksum was right."""
 

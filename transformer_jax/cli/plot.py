@@ -24,9 +24,9 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import architecture_names
 from transformer_jax.config.fields import FieldValue
 from transformer_jax.config.tasks import PreferenceTask
-from transformer_jax.shown import short_repr
 from transformer_jax.text.attention_picture import spelled
 from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.values import value_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,8 +43,7 @@ UNNAMED = {
 """Fields that do not say what a run is; the seed is told where nothing else differs."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Curves:
     """Hold what a run measured, each at a place on the axis."""
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import Factor, NonNegative, Size, check_types, fail, unread
-from transformer_jax.config.keywords import known_fields
-from transformer_jax.shown import short_repr
+from transformer_jax.config.keywords import config_class
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Experts:
     """Give each token a few of many feed-forwards, which a router chooses (Shazeer et al. 2017).
 

@@ -5,11 +5,10 @@ A value is checked by itself when it is made, and against its model by `check_mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transformer_jax.config.fields import Size, check_types, fail, unread
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.positions import Learned
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ class _Inputs:
             unread(model, "an encoder of inputs has no tokens: needs inputs None", *fields)
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Vectors(_Inputs):
     """Read one vector for each token, as features of another model: x W + b."""
 
@@ -52,8 +50,7 @@ class Vectors(_Inputs):
         return length
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Patches(_Inputs):
     """Read an image as a row of square patches (Dosovitskiy et al. 2021, 3.1)."""
 
@@ -89,8 +86,7 @@ class Patches(_Inputs):
             fail("max_len", model.max_len, f"must be at least the {count} tokens of an image")
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Frames(_Inputs):
     """Read frames of sound through strided convolutions (Synnaeve et al. 2020).
 

@@ -9,9 +9,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 from transformer_jax.config.fields import nearest
+from transformer_jax.values import value_class
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -300,21 +301,33 @@ def known_keywords(function: F, name: str | None = None) -> F:
     return cast(F, checked)
 
 
-def known_fields(cls: C) -> C:
-    """Let a config document its fields in `help`, and name the field that an unknown one means."""
-    known, own = [field.name for field in dataclasses.fields(cls)], cast(Any, cls)
-    init = own.__init__
+@overload
+def config_class(cls: C, /) -> C: ...
+@overload
+def config_class(*, repr: bool = True) -> Callable[[C], C]: ...
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def config_class(cls: Any = None, /, *, repr: bool = True) -> Any:
+    """Make a class a keyword-only value class, the form of all configs.
+
+    Its `help` documents the fields, and an unknown field names the one that is meant.
+    """
+    if cls is None:
+        return functools.partial(config_class, repr=repr)
+    own = value_class(kw_only=True, repr=repr)(cls)
+    known, init = [field.name for field in dataclasses.fields(own)], own.__init__
 
     @functools.wraps(init)
     def checked(self: object, *args: object, **fields: object) -> None:
-        for name, value in fields.items():
+        for name, given in fields.items():
             if name not in known:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{meant(name, known, value)}")
+                raise TypeError(f"{cls.__name__} has no field {name!r}{meant(name, known, given)}")
         init(self, *args, **fields)
 
     own.__init__ = checked
     own.__doc__ = _Doc(cls.__doc__ or "")
-    return cls
+    return own
 
 
 class _Doc:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import Fraction, Positive, Size, check_types, fail
-from transformer_jax.config.keywords import known_fields
-from transformer_jax.shown import short_repr
+from transformer_jax.config.keywords import config_class
 
 Base = Literal["float32", "bfloat16", "int8", "int4"]
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LoraConfig:
     """Low-rank adapters W + scale A B of a model's kernels (Hu et al. 2021)."""
 

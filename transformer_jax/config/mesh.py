@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from transformer_jax.config.fields import Size, check_types
-from transformer_jax.config.keywords import known_fields
-from transformer_jax.shown import short_repr
+from transformer_jax.config.keywords import config_class
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MeshConfig:
     """Lay out devices in a grid, `data=2,fsdp=4,tensor=2`, over which a run is split.
 

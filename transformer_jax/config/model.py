@@ -7,7 +7,7 @@ again. Absent is `None`, a mode is a `Literal`; an error names the field, its va
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from transformer_jax.config.architectures import Ability, AnyModelConfig, Shape
@@ -25,11 +25,10 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.config.inputs import Frames, Patches, Vectors
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import register
 from transformer_jax.config.own import found_again
 from transformer_jax.config.positions import Learned, Positions, positions_of
-from transformer_jax.shown import short_repr
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -46,9 +45,7 @@ ClassesOf = Literal["text", "token", "span"]
 Remat = Literal["none", "attention", "dots", "full"]
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ModelConfig(AnyModelConfig):
     """Describe a transformer: `kind` says which stacks it has, the rest what a block looks like."""
 

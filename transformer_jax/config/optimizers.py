@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformer_jax.config.fields import Fraction, NonNegative, Positive, Size, check_types, fail
-from transformer_jax.config.keywords import known_fields
-from transformer_jax.shown import short_repr
+from transformer_jax.config.keywords import config_class
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class SGD:
     """Step against the gradient, w - rate g, or against its decayed sum (Polyak 1964).
 
@@ -25,9 +20,7 @@ class SGD:
         check_types(self)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
@@ -44,9 +37,7 @@ class AdamW:
         check_types(self)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Adafactor:
     """Second moments of a matrix as a row times a column (Shazeer & Stern 2018).
 
@@ -66,9 +57,7 @@ class Adafactor:
         check_types(self)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Lion:
     """Step by the sign of a mean gradient (Chen et al. 2023).
 
@@ -86,9 +75,7 @@ class Lion:
         check_types(self)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Muon:
     """Step by the orthogonalised mean gradient of a matrix (Jordan et al. 2024).
 
@@ -113,9 +100,7 @@ class Muon:
         check_types(self)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ScheduleFree:
     """AdamW whose average of steps takes the place of a schedule (Defazio et al. 2024).
 

@@ -5,11 +5,11 @@ A value is checked by itself when it is made, and against its model by `check_mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_jax.config.fields import Count, Positive, Size, check_types, fail, nearest, unread
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import kind_name
 from transformer_jax.config.own import check_own
 
@@ -43,8 +43,7 @@ class _Positions:
         """Raise ConfigError where these positions and the fields of `model` contradict."""
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class Learned(_Positions):
     """Add a learned vector of each position to the embeddings (Gehring et al. 2017)."""
 
@@ -68,8 +67,7 @@ class Learned(_Positions):
             found.check_model(model)
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class Sinusoidal(_Positions):
     """Sines and cosines of each position, added to the embeddings (Vaswani et al. 2017, 3.5)."""
 
@@ -91,8 +89,7 @@ class Sinusoidal(_Positions):
             fail(name, model.embedding_width, "must be even for sinusoidal positions")
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class Rope(_Positions):
     """Rotations of queries and keys (Su et al. 2021).
 
@@ -232,8 +229,7 @@ class Rope(_Positions):
         return Rope(base=self.window_base, dims=self.dims, pairing=self.pairing)
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class Shaw(_Positions):
     """Learned vectors of each clipped distance, added to keys and values (Shaw et al. 2018)."""
 
@@ -248,8 +244,7 @@ class Shaw(_Positions):
             fail("implementation", model.implementation, "positions 'shaw' needs 'xla' or None")
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class T5Buckets(_Positions):
     """Add a learned bias of each head for each bucket of distances (Raffel et al. 2020)."""
 
@@ -271,8 +266,7 @@ class T5Buckets(_Positions):
             fail("positions.buckets", self.buckets, "must be even and at least 4")
 
 
-@known_fields
-@dataclass(frozen=True, kw_only=True, repr=False)
+@config_class(repr=False)
 class Alibi(_Positions):
     """Add a bias that falls with the distance, at a slope of each head (Press et al. 2022)."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from transformer_jax.config.fields import Size, check_types, fail, unread
-from transformer_jax.config.keywords import known_fields
-from transformer_jax.shown import short_repr
+from transformer_jax.config.keywords import config_class
 
 DocumentFormat = Literal["lines", "paragraphs", "files", "jsonl", "parquet"]
 
@@ -15,9 +13,7 @@ TRAINED = ("byte", "char", "word", "bpe")
 """Tokenizers that a preparation makes itself; any other is given."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PrepareConfig:
     """Describe a preparation: what to read, where documents end, how to cut them into tokens."""
 

@@ -20,12 +20,11 @@ from transformer_jax.config.fields import (
     fail,
     unread,
 )
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import kind_name, kinds_of, later, register
 from transformer_jax.config.model import ModelConfig, transformer_with
 from transformer_jax.config.own import check_own
 from transformer_jax.config.positions import Learned, Rope
-from transformer_jax.shown import short_repr
 
 Documents = Literal["lines", "paragraphs", "files", "prepared"]
 Vocabulary = Literal["shared", "separate"]
@@ -124,9 +123,7 @@ def _is_bert(model: AnyModelConfig) -> TypeGuard[ModelConfig]:
     )
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class LanguageTask(Task):
     """Predict the next token of a text."""
 
@@ -142,9 +139,7 @@ class LanguageTask(Task):
             unread(self, "needs documents", "packed")
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class MaskedTask(Task):
     """Predict tokens that were hidden in a text (Devlin et al. 2019, 3.1)."""
 
@@ -206,9 +201,7 @@ class _PairFilesTask(Task):
     """Held-out pairs that are decoded at the end of a run; 0 decodes none."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class Seq2SeqTask(_PairFilesTask):
     """Read a source and write its target (Sutskever et al. 2014)."""
 
@@ -220,9 +213,7 @@ class Seq2SeqTask(_PairFilesTask):
         return ("encoder-decoder",)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PrefixTask(_PairFilesTask):
     """Go on from a source with its target in one row (Raffel et al. 2020, 3.2.1)."""
 
@@ -232,9 +223,7 @@ class PrefixTask(_PairFilesTask):
     """Several short pairs in a row, which do not see each other."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ClassifyTask(Task):
     """Say which class a text is of."""
 
@@ -281,9 +270,7 @@ class ClassifyTask(Task):
         return transformer_with(model, positions=Rope())  # benchmarks/NOTES.md
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ChatTask(Task):
     """Answer messages: the loss is of the assistant's turns alone."""
 
@@ -291,9 +278,7 @@ class ChatTask(Task):
     """Several short conversations in a row, which do not see each other."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class PreferenceTask(Task):
     """Learn from pairs of answers which is preferred, relative to the model of init_from (DPO)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from transformer_jax.config.architectures import AnyModelConfig
@@ -16,22 +16,19 @@ from transformer_jax.config.fields import (
     fail,
     unread,
 )
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.lora import LoraConfig
 from transformer_jax.config.mesh import MeshConfig
 from transformer_jax.config.model import ModelConfig
 from transformer_jax.config.optimizers import AdamW, Muon, Optimizer, ScheduleFree
 from transformer_jax.config.tasks import ClassifyTask, LanguageTask, PreferenceTask, Task
-from transformer_jax.shown import short_repr
 
 Tokenizer = Literal["char", "byte", "bpe", "word", "pretrained"]
 TRACKERS = "tensorboard", "wandb", "trackio"
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TrainConfig:
     """Describe a training run: what to read, how long, how fast, where to write."""
 

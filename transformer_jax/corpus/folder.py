@@ -23,17 +23,16 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.special import special_ids, tokenizer_from_json
 from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import FileDigest, JsonObject, Untrusted
+from transformer_jax.values import value_class
 
 MANIFEST = "manifest.json"
 PLAN = "prepare.json"
@@ -59,8 +58,7 @@ def shard_file(part: str, number: int) -> str:
     return f"{part}-{number:05d}.bin"
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Part:
     """Read tokens of one part of a folder; threads may share it.
 
@@ -144,8 +142,7 @@ class Part:
         return np.memmap(self.folder / index_file(self.name), "<i8", "r", shape=shape)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Corpus:
     """Hold a prepared folder whose manifest is whole; `check` looks at its files.
 

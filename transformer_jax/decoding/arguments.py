@@ -30,8 +30,8 @@ from transformer_jax.decoding.step import (
     check_given,
     count_vocab,
 )
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import short_repr
 
 Array: TypeAlias = jax.Array | np.ndarray
 

@@ -44,7 +44,7 @@ from transformer_jax.decoding.logit_processors import (
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
 class Penalty(Protocol):
@@ -54,8 +54,7 @@ class Penalty(Protocol):
         ...
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class LengthPenalty:
     """Score by log p / length^alpha: 0 is log p itself, 1 its mean over tokens (Hugging Face's).
 
@@ -77,8 +76,7 @@ class LengthPenalty:
         return length**self.alpha
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class GNMTPenalty:
     """Score by log p / ((5 + length) / 6)^alpha (Wu et al. 2016, equation 14, without coverage).
 
@@ -98,9 +96,7 @@ class GNMTPenalty:
         return ((5 + length) / 6) ** self.alpha
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Beams:
     """The R best continuations of every row, best first.
 
@@ -236,8 +232,7 @@ class _BeamOptions:
     chunk: int | None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class _Scoring:
     """Numbers of the scores: arrays, so one program serves all their values."""
 
@@ -259,8 +254,7 @@ class _Scoring:
         return jnp.where(ahead, self.factors[None], jnp.inf).min(axis=1)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class _SearchState:
     """Beams [B, M] after n tokens; a beam that has ended has log p -inf, and any token.
 
@@ -429,8 +423,7 @@ def _log_probs(
     return jnp.where(finite, log_probs, -jnp.inf), usable
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class _Extensions:
     """Extensions of beams, best first within each group."""
 

@@ -37,10 +37,10 @@ from transformer_jax.models.factory import build, init_cache, init_decode_state
 from transformer_jax.models.places import Edits
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, frame, plain
 from transformer_jax.tokenizers.trained import Tokenizer
+from transformer_jax.values import value_class
 
 TextOrIds = str | np.ndarray
 """A text, or the ids i32[P] that stand for it."""
@@ -57,8 +57,7 @@ class FirstIds:
         return jnp.where(ids < self.count, logits, -jnp.inf)
 
 
-@short_repr
-@dataclass(frozen=True, eq=False)
+@value_class(eq=False)
 class TextGenerator:
     """Write texts with a model: how tokens are chosen, and where a text ends.
 

@@ -38,14 +38,13 @@ from transformer_jax.decoding.slots import (
     init_slots,
 )
 from transformer_jax.decoding.step import Params, StepLike
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 LEAST_SHARED = 16
 """Fewest tokens that are copied from the slot of another request: fewer are read as fast."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Request:
     """A text to continue.
 
@@ -75,8 +74,7 @@ class Request:
 End = Literal["stop", "length", "nonfinite", "refused"]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Completion:
     """The tokens of a request: all of them, or in a stream the newest ones.
 

@@ -12,7 +12,7 @@ on which loop runs. Prompts are padded to a bucket, so one compilation serves ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
@@ -39,8 +39,8 @@ from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check
 from transformer_jax.programs import program
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import short_repr, value_class
 
 
 @known_keywords
@@ -121,9 +121,7 @@ def prefill(
     return jax.lax.scan(read_next, first, jnp.arange(0, columns + padded, chunk))[0]
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Generation(Generic[State]):
     """Result of `generate`.
 
@@ -149,9 +147,7 @@ class Generation(Generic[State]):
         return [tokens[:length] for tokens, length in pairs]
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class DecodeState(Generic[State]):
     """Rows in the middle of generation; every leaf leads with B."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Protocol
 
@@ -19,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count, check_factor, check_finite, has_finite_maximum
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class History:
     """The tokens of every row so far, prompt and new ones.
 
@@ -100,8 +97,7 @@ class HistoryProcessor(Protocol):
         ...
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class RepetitionPenalty:
     """Penalise tokens that occur: x / p where the logit x is above 0, x p elsewhere.
 
@@ -126,8 +122,7 @@ class RepetitionPenalty:
         return jnp.where(seen, jnp.where(logits > 0, logits / self.p, logits * self.p), logits)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class PresencePenalty:
     """Subtract a from the logits of tokens that were generated.
 
@@ -149,8 +144,7 @@ class PresencePenalty:
         return logits - self.a * (history.counts(logits.shape[-1], prompt=self.prompt) > 0)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class FrequencyPenalty:
     """Subtract a n from the logit of a token that was generated n times.
 
@@ -172,8 +166,7 @@ class FrequencyPenalty:
         return logits - self.a * history.counts(logits.shape[-1], prompt=self.prompt)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class NoRepeatNGram:
     """Exclude tokens that would repeat an n-gram of the row (Paulus et al. 2018, section 2.5).
 
@@ -204,8 +197,7 @@ class NoRepeatNGram:
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
 
-@short_repr
-@dataclass(frozen=True, init=False)
+@value_class(init=False)
 class Ban:
     """Exclude tokens always: `Ban(0, 5)`.
 
@@ -225,8 +217,7 @@ class Ban:
         return _exclude(self, logits, self.tokens)
 
 
-@short_repr
-@dataclass(frozen=True, init=False)
+@value_class(init=False)
 class BanSequences:
     """Exclude a token that would end one of these sequences: `BanSequences([3, 4], [5])`.
 
@@ -260,8 +251,7 @@ class BanSequences:
         return logits
 
 
-@short_repr
-@dataclass(frozen=True, init=False)
+@value_class(init=False)
 class Force:
     """Force the first new tokens: `Force(7, 2)`.
 
@@ -285,8 +275,7 @@ class Force:
         return jnp.where((history.new < count)[:, None], alone, logits)
 
 
-@short_repr
-@dataclass(frozen=True, init=False)
+@value_class(init=False)
 class MinLength:
     """Exclude the stop tokens until n tokens were generated.
 
@@ -312,8 +301,7 @@ class MinLength:
         return jnp.where(longer, logits, _exclude(self, logits, self.stop))
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class ForceLast:
     """Force new token number n, to end a text that has not ended by then.
 

@@ -5,8 +5,6 @@ A `Proposer` is a value; `speculative` asks it for guesses and tells it which of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +19,7 @@ from transformer_jax.decoding.logit_processors import History
 from transformer_jax.decoding.samplers import Greedy, Sample, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
 from transformer_jax.pytree import PyTree
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr, value_class
 
 ProposerState: TypeAlias = PyTree
 """A proposer's memory from turn to turn: any pytree whose leaves have B as their first axis."""
@@ -132,9 +130,7 @@ class Proposer:
         return proposer_state
 
 
-@short_repr
-@jax.tree_util.register_static
-@dataclass(frozen=True)
+@value_class(static=("ngram",))
 class PromptLookup(Proposer):
     """Propose what followed the last n-gram when it last occurred in prompt or text (Saxena 2023).
 
@@ -192,13 +188,7 @@ class _DraftTurn(NamedTuple, Generic[State]):
     valid: jax.Array  # bool[B, num_draft + 1]
 
 
-@short_repr
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("params", "state"),
-    meta_fields=("step", "sampler"),
-)
-@dataclass(frozen=True)
+@value_class(arrays=("params", "state"), static=("step", "sampler"))
 class Draft(Proposer, Generic[State]):
     """Propose what a smaller model of the same vocabulary says, with a state of its own.
 

@@ -29,8 +29,8 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_key, has_finite_maximum, largest
 from transformer_jax.models import ops
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import known_value
+from transformer_jax.values import value_class
 
 _THREEFRY = "threefry2x32"
 
@@ -148,9 +148,7 @@ class TopP:
         return _keep_share(x, self.p, 1 - self.p)
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class RowSampling:
     """Give each row of a batch a temperature and a mass of its own, as arrays.
 

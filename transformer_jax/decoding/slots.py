@@ -12,7 +12,7 @@ that keep track of the rows themselves: it checks nothing and never waits for th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import ModuleType
 from typing import Generic, TypeAlias
 
@@ -49,13 +49,11 @@ from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import value_class
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Slots(Generic[State]):
     """A batch whose rows are at different places of different texts.
 

@@ -14,7 +14,7 @@ state; a step without it, such as a recurrent one, reads the tokens that are kep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
@@ -49,16 +49,14 @@ from transformer_jax.decoding.samplers import Greedy, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, count_vocab
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import value_class
 
 # No token has these numbers: folded into a row's key they give keys that `generate` does not use.
 _PROPOSE, _ACCEPT = 2**32 - 1, 2**32 - 2
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Speculation(Generic[State]):
     """Result of `speculate`.
 

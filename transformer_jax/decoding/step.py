@@ -35,8 +35,8 @@ from transformer_jax.models.places import (
 )
 from transformer_jax.models.transformer import Decoder
 from transformer_jax.programs import brings_code
-from transformer_jax.shown import short_repr
 from transformer_jax.tracing import traced
+from transformer_jax.values import value_class
 
 Params: TypeAlias = Any
 """A model's parameters: any pytree of arrays, whose type a step of one's own may narrow. Decoding
@@ -182,8 +182,7 @@ StepLike: TypeAlias = Step[State] | Callable[..., tuple[jax.Array, State]]
 """The step of a public function of decoding: a `Step`, or a function with its arguments."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class FunctionStep(Step[State]):
     """Run a plain function as a step."""
 

@@ -25,7 +25,7 @@ from transformer_jax.models.adapters import AdaptedKernel, product
 from transformer_jax.models.quantized import QuantizedKernel
 from transformer_jax.models.stack import unstack_layers
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 Branch = Literal["attention", "cross_attention", "encoder/attention"]
 

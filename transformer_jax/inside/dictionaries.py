@@ -17,7 +17,6 @@ find interpretable LLM feature circuits".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +26,8 @@ from transformer_jax.inside.models import Transformer, check_model, known_places
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.places import Edit
 from transformer_jax.models.transformer import Decoder
-from transformer_jax.pytree import Array, Params, register
-from transformer_jax.shown import short_repr
+from transformer_jax.pytree import Array, Params
+from transformer_jax.values import short_repr, value_class
 
 ARRAYS = (
     "encoder", "encoder_bias", "decoder", "bias", "centre", "size", "target_centre", "target_size"
@@ -36,9 +35,7 @@ ARRAYS = (
 """The arrays of a dictionary; the last four are of the values, and no step changes them."""
 
 
-@register(arrays=ARRAYS, static=("place", "target", "active"))
-@short_repr
-@dataclass(frozen=True, kw_only=True)
+@value_class(kw_only=True, arrays=ARRAYS, static=("place", "target", "active"))
 class Dictionary:
     """Hold a sparse autoencoder, or a transcoder, of the value of a place.
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.models.editing import WHOLE, Call, Edit, axes_of
-from transformer_jax.shown import shape_text, shown
 from transformer_jax.tracing import traced
+from transformer_jax.values import shape_text, shown
 
 Indices: TypeAlias = int | Sequence[int] | jax.Array | np.ndarray
 """One index, or some: i32[] or i32[n], traced or not."""

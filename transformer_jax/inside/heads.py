@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 def repeated_tokens(

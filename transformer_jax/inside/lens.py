@@ -26,7 +26,7 @@ from transformer_jax.models.arguments import check_tokens
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.models.transformer import Encoder
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 def logit_lens(

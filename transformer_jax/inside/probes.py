@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from transformer_jax.sharding import by_compiler
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 @short_repr

@@ -22,7 +22,7 @@ from transformer_jax.inside.models import Transformer, check_model, refuse_edits
 from transformer_jax.models.arguments import check_tokens
 from transformer_jax.pytree import Params, PyTree
 from transformer_jax.sharding import by_compiler
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 @short_repr

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -33,7 +32,7 @@ from einops import rearrange
 
 from transformer_jax.config.architectures import Ability, AnyModelConfig
 from transformer_jax.config.fields import FieldValue, Size, check_types, fail, unread
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
@@ -45,7 +44,6 @@ from transformer_jax.models.layers import refuse_surplus
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
 
 F32 = jnp.float32
 
@@ -53,9 +51,7 @@ CHUNK = 64
 """Followers of a context that are added at a time; the loop ends with the longest context's."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class NgramConfig(AnyModelConfig):
     """Describe an n-gram model with interpolated Kneser-Ney smoothing (Chen & Goodman 1999)."""
 

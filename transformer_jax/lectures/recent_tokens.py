@@ -6,7 +6,6 @@ training pass gathers all windows at once; decoding moves the window by one toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -22,14 +21,10 @@ from transformer_jax.models.packing import (
     last_document,
     number_documents,
 )
-from transformer_jax.pytree import exportable
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class RecentTokens:
     """Hold the last tokens that a row has read; goes in and comes out, never mutated.
 
@@ -155,8 +150,7 @@ def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
     return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class RecentTokensStep(AppliedStep[RecentTokens]):
     """Run a model that sees the last tokens alone as a step; the state is its `RecentTokens`.
 

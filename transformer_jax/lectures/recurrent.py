@@ -24,7 +24,7 @@ second; in the third the combined state itself is the next one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import flax.linen as nn
@@ -45,7 +45,7 @@ from transformer_jax.config.fields import (
     fail,
     unread,
 )
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.decoding.step import AppliedStep
 from transformer_jax.lectures.vocabulary import Vocabulary, embed
 from transformer_jax.models.arguments import (
@@ -66,8 +66,8 @@ from transformer_jax.models.packing import (
     sequence_positions,
 )
 from transformer_jax.models.places import NO_EDIT, NOWHERE, Captured, Edit, Places, Visit
-from transformer_jax.pytree import Tree, exportable
-from transformer_jax.shown import short_repr
+from transformer_jax.pytree import Tree
+from transformer_jax.values import value_class
 
 F32 = jnp.float32
 Cell = Literal["rnn", "lstm", "gru"]
@@ -79,9 +79,7 @@ LayerCarry = jax.Array | tuple[jax.Array, jax.Array]
 Carry = tuple[LayerCarry, ...]
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class RecurrentConfig(AnyModelConfig):
     """Describe a recurrent language model, tagger or encoder-decoder.
 
@@ -227,10 +225,7 @@ class RecurrentConfig(AnyModelConfig):
         return params[part]["tokens"]
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class SourceMemory:
     """Hold an encoder's states, which the decoder's attention looks at.
 
@@ -245,10 +240,7 @@ class SourceMemory:
     keys: jax.Array | None = None  # [B, S, A]
 
 
-@short_repr
-@exportable
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True, exportable=True)
 class RecurrentState:
     """Hold all a model remembers of the tokens so far; goes in and comes out, never mutated.
 
@@ -1002,8 +994,7 @@ def check_recurrent_state(
         raise ValueError(f"state.memory.keys are {width} wide: attention needs {wide}")
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class RecurrentStep(AppliedStep[RecurrentState]):
     """Run `RecurrentLM` or `RecurrentSeq2Seq` as a step; the state is its `RecurrentState`.
 

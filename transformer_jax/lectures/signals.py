@@ -22,8 +22,8 @@ import numpy as np
 from einops import rearrange
 
 from transformer_jax.config.inputs import Patches
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.values import short_repr
 
 DIGITS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 

@@ -12,7 +12,7 @@ import numpy as np
 from transformer_jax.config.architectures import AnyModelConfig, Shape
 from transformer_jax.config.fields import Count, FieldValue, NonNegative, Size, fail, unread
 from transformer_jax.config.inputs import Frames, Inputs, Patches
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.config.kinds import kind_name
 from transformer_jax.config.model import transformer_with
 from transformer_jax.config.positions import Rope
@@ -21,7 +21,6 @@ from transformer_jax.config.train import TrainConfig
 from transformer_jax.lectures.continuous import Signals, answer_signals
 from transformer_jax.lectures.signals import read_signals
 from transformer_jax.pytree import Params
-from transformer_jax.shown import short_repr
 from transformer_jax.training.tasks.pairs import Pairs
 from transformer_jax.training.tasks.task import Tokenizers
 
@@ -101,9 +100,7 @@ class _LettersTask(_GeneratedTask):
         return source, source
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ReverseTask(_LettersTask):
     """Write a string backwards: bad -> dab."""
 
@@ -112,16 +109,12 @@ class ReverseTask(_LettersTask):
         return source, source[::-1]
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class CopyTask(_LettersTask):
     """Write a string again: bad -> bad."""
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class AdditionTask(_GeneratedTask):
     """Add two numbers: 17+5 -> 22."""
 
@@ -141,9 +134,7 @@ class AdditionTask(_GeneratedTask):
         return f"{one}+{two}", total[::-1] if self.reversed else total
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DatesTask(_GeneratedTask):
     """Write a date by its numbers: 9 may 1998 -> 1998-05-09."""
 
@@ -160,9 +151,7 @@ class DatesTask(_GeneratedTask):
         return forms[int(random.integers(len(forms)))], day.isoformat()
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class RecallTask(_GeneratedTask):
     """Recall what stood after letters: a3c7b1 ca -> c7a3 (Ba et al. 2016, 4.1; Arora et al. 2023).
 
@@ -198,9 +187,7 @@ class RecallTask(_GeneratedTask):
         return f"{''.join(pairs)} {queries}", "".join(pairs[i] for i in asked)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class ModularTask(_GeneratedTask):
     """Compute (a operation b) modulo a number: 5*4 -> 6 modulo 7 (Power et al. 2022)."""
 
@@ -281,9 +268,7 @@ class _ContinuousTask(_GeneratedTask):
             fail("task", self.kind, rule)
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class DigitsTask(_ContinuousTask):
     """Read a picture of a digit and write its name, or say which digit it is.
 
@@ -315,9 +300,7 @@ class DigitsTask(_ContinuousTask):
             fail("class_token", False, "an encoder says the class by this token: must be True")
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class TonesTask(_ContinuousTask):
     """Hear pure tones, each of which stands for a letter, and write the letters."""
 

@@ -14,7 +14,6 @@ at once: their windows are gathers, not a loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
@@ -23,7 +22,7 @@ from einops import rearrange
 
 from transformer_jax.config.architectures import AnyModelConfig, PlaceShapes
 from transformer_jax.config.fields import Fraction, Positive, Size, check_types, fail
-from transformer_jax.config.keywords import known_fields
+from transformer_jax.config.keywords import config_class
 from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
@@ -37,12 +36,9 @@ from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
 from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
-from transformer_jax.shown import short_repr
 
 
-@short_repr
-@known_fields
-@dataclass(frozen=True, kw_only=True)
+@config_class
 class WindowConfig(AnyModelConfig):
     """Describe a feed-forward language model over the last tokens (Bengio et al. 2003)."""
 

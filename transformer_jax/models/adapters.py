@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -17,15 +16,13 @@ import jax.numpy as jnp
 from transformer_jax.models.functional import dropout
 from transformer_jax.models.ops import project
 from transformer_jax.models.quantized import QuantizedKernel, quantized_project
-from transformer_jax.pytree import exportable, register
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
-@short_repr
-@exportable
-@register(arrays=("base", "a", "b", "rows"), static=("scale", "dropout"))
-@dataclass(frozen=True, kw_only=True)
+@value_class(
+    kw_only=True, arrays=("base", "a", "b", "rows"), static=("scale", "dropout"), exportable=True
+)
 class AdaptedKernel:
     """Stand in a model's parameters where a kernel stands: the kernel, and its adapters.
 

@@ -38,8 +38,8 @@ from transformer_jax.models.editing import Edit, InCall
 from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Edits, Visit, named_edits
-from transformer_jax.shown import shape_text
 from transformer_jax.tracing import at_once, known_sizes, known_value
+from transformer_jax.values import shape_text
 
 
 class OutputTable(Protocol):

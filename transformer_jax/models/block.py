@@ -48,9 +48,9 @@ from transformer_jax.models.places import (
     Visit,
     places,
 )
-from transformer_jax.pytree import Params, register
+from transformer_jax.pytree import Params
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr, value_class
 
 PositionBias = biases.ALiBi | biases.RelativeBias
 """The biases of a distance that a config can ask for."""
@@ -58,12 +58,11 @@ PositionBias = biases.ALiBi | biases.RelativeBias
 LayerCache = kv.KVCache | PagedCache
 
 
-@register(
+@value_class(
+    kw_only=True,
     arrays=("positions", "token_positions", "mask", "bias", "memory", "memory_positions"),
     static=("places",),
 )
-@short_repr
-@dataclass(frozen=True, kw_only=True)
 class BlockInputs:
     """Hold what the blocks of a stack read besides the stream, their caches and their keys."""
 

@@ -24,7 +24,7 @@ from transformer_jax.models.module import Module
 from transformer_jax.models.places import Visit
 from transformer_jax.models.quantized import QuantizedKernel, QuantizedTable, table_logits
 from transformer_jax.sharding import gathered
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 
 def parameter(

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from transformer_jax.config import AnyModelConfig, ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
 from transformer_jax.models.editing import WHOLE, Call, Edit, InCall, apply_edit
-from transformer_jax.shown import shape_text, short_repr
+from transformer_jax.values import shape_text, value_class
 
 Captured = dict[str, jax.Array]
 Shape = tuple[str | int, ...]
@@ -190,9 +190,14 @@ def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) ->
     return tuple(found.items())
 
 
-@short_repr
-@jax.tree_util.register_static
-@dataclass(frozen=True)
+@value_class(
+    static=(
+        "capture",
+        "edit",
+        "prefix",
+        "call",
+    )
+)
 class Places:
     """Say which places of a stack are captured and edited; static, and so known under any trace."""
 

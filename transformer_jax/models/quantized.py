@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -22,17 +21,9 @@ from transformer_jax.config import ConfigError
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.kernels.cpu import products
 from transformer_jax.models import ops
-from transformer_jax.pytree import (
-    Parameter,
-    Params,
-    PyTree,
-    cast_floats,
-    exportable,
-    kernel_axes,
-    register,
-)
-from transformer_jax.shown import short_repr
+from transformer_jax.pytree import Parameter, Params, PyTree, cast_floats, kernel_axes
 from transformer_jax.tracing import known_value
+from transformer_jax.values import value_class
 
 Kind = Literal["bf16", "int8", "int4"]
 
@@ -40,10 +31,9 @@ GROUP = 32
 """Inputs that share a scale in 4 bits; where their number is no multiple of it, all share one."""
 
 
-@short_repr
-@exportable
-@register(arrays=("values", "scale"), static=("inputs", "outputs", "bits"))
-@dataclass(frozen=True, kw_only=True)
+@value_class(
+    kw_only=True, arrays=("values", "scale"), static=("inputs", "outputs", "bits"), exportable=True
+)
 class QuantizedKernel:
     """Stand in a model's parameters where a kernel stands: integers, and what to multiply them by.
 
@@ -88,10 +78,7 @@ class QuantizedKernel:
         return (grouped * self.scale[..., None, :]).astype(dtype).reshape(self.shape)
 
 
-@short_repr
-@exportable
-@register(arrays=("values", "scale"))
-@dataclass(frozen=True, kw_only=True)
+@value_class(kw_only=True, arrays=("values", "scale"), exportable=True)
 class QuantizedTable:
     """Stand in a model's parameters where a table of vectors stands, in 8 bits: W' = scale q.
 

@@ -33,15 +33,14 @@ from transformer_jax.pretrained.safetensors_folder import (
     TensorInfo,
     WeightFolder,
 )
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import MISSING, Json, JsonObject, ObjectKeys, shown
+from transformer_jax.values import value_class
 
 Change = Callable[[np.ndarray], np.ndarray]
 """Undoes what the converter did to a tensor."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class GgufModel(WeightFolder):
     """Hold an opened file as if it were a folder: what config.json would say, and its tensors."""
 

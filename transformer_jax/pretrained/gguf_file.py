@@ -17,7 +17,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checkpoints.checkpoint import CheckpointError
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import Untrusted, shown
+from transformer_jax.values import value_class
 
 HEADER_LIMIT = 2**26
 """Most bytes of all metadata; a vocabulary of 262,144 tokens has about ten million."""
@@ -55,8 +55,7 @@ _PLAIN = {
 Value = str | bool | int | float | list[str] | np.ndarray
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class GgufTensor:
     """Describe one tensor as the file's header does."""
 
@@ -70,8 +69,7 @@ class GgufTensor:
     """Bytes of a row, along the last axis."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class GgufFile:
     """Hold the metadata of a file and where its tensors are; none is read yet."""
 

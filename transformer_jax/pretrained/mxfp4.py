@@ -9,7 +9,7 @@ A row holds the inputs of one output, and so the matrix is its transpose, [..., 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from transformer_jax.pretrained.safetensors_folder import (
     TensorInfo,
     WeightFolder,
 )
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import shown
+from transformer_jax.values import value_class
 
 BLOCKS, SCALES = "_blocks", "_scales"
 LARGEST = 252
@@ -32,8 +32,7 @@ _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]
 """The two numbers of each byte."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Mxfp4Folder(WeightFolder):
     """Hold an opened folder as if its matrices were saved in bfloat16."""
 

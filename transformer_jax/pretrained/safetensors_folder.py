@@ -24,7 +24,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -35,8 +35,8 @@ import numpy as np
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.durable_files import sync
 from transformer_jax.pytree import Array
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, brief, is_plain, shown
+from transformer_jax.values import value_class
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -76,8 +76,7 @@ _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 _REPOSITORY = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class TensorInfo:
     """Describe one tensor as a file's header does."""
 
@@ -87,8 +86,7 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class WeightFolder:
     """Hold an opened folder: its config and the headers of its files, but no tensor yet."""
 

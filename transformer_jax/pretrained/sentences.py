@@ -14,7 +14,7 @@ Other parts, which sentence-transformers also has, are refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -34,7 +34,7 @@ from transformer_jax.pretrained.load import load_hidden
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder, open_folder
 from transformer_jax.programs import program
 from transformer_jax.pytree import Params, PyTree
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
@@ -105,8 +105,7 @@ def pool_sentences(
     return pooled
 
 
-@short_repr
-@dataclass(frozen=True, eq=False)
+@value_class(eq=False)
 class SentenceEncoder:
     """Hold an encoder or a decoder, its parameters, and how its tokens become one vector.
 

@@ -38,12 +38,12 @@ from transformer_jax.decoding.writer import TextWriter
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.server.protocol import Part, RequestError, TextRequest, Token
 from transformer_jax.server.schemas import MOST_TOP
-from transformer_jax.shown import short_repr
 from transformer_jax.text.language_model import LanguageModel
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import check_unpadded, plain
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.untrusted_files import brief
+from transformer_jax.values import short_repr
 
 CONTEXT = 2048
 """Most tokens of a prompt and its answer, unless the model reads fewer or the caller says more."""

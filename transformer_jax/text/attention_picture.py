@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import marked
+from transformer_jax.values import short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,7 +26,6 @@ from transformer_jax.config.keywords import known_keywords
 from transformer_jax.inside.lens import no_sum
 from transformer_jax.models.quantized import QuantizedTable
 from transformer_jax.pytree import Array
-from transformer_jax.shown import short_repr
 from transformer_jax.text import inspect_programs as programs
 from transformer_jax.text.attention_picture import Maps, draw_maps
 from transformer_jax.text.reading import Reader, WholeText, read_whole, token_id
@@ -36,6 +35,7 @@ from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import plain, special_ids
 from transformer_jax.tokenizers.trained import WordTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.values import value_class
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +50,7 @@ PERIOD, ROWS = 25, 4
 """Tokens that are repeated to score heads, and rows of them."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Lens(Pictured):
     """Likeliest tokens after each block of a model (nostalgebraist 2020).
 
@@ -90,8 +89,7 @@ class Lens(Pictured):
         return _listed(self.top[-1][at], self.probabilities[-1, at])
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Patching(Pictured):
     """Result of activation patching: the effect of each activation of one prompt, put into another.
 
@@ -137,8 +135,7 @@ class Patching(Pictured):
         return "\n".join(lines)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Heads(Pictured):
     """Effect of each head on an answer, and scores that tell its kind.
 
@@ -185,8 +182,7 @@ class Heads(Pictured):
         return "\n".join(lines)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Attribution(Pictured):
     """Contribution of each token, and of each part of the model, to an answer.
 
@@ -253,8 +249,7 @@ class Attribution(Pictured):
 Part = Literal["self", "cross", "encoder"]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class AttentionMaps:
     """Attention weights of every layer and head over the tokens of a text.
 

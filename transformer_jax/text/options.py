@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import jax
@@ -16,7 +15,7 @@ from transformer_jax.decoding.logit_processors import HistoryProcessor, check_pr
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
 from transformer_jax.decoding.structured import Form
 from transformer_jax.decoding.writer import check_stop_strings
-from transformer_jax.shown import short_repr
+from transformer_jax.values import value_class
 
 
 class Options(TypedDict, total=False):
@@ -54,8 +53,7 @@ LOOKS_UP = "stop", "sampler", "key", "processors", "cache_dtype"
 """Options of `look_up`."""
 
 
-@short_repr
-@dataclass(frozen=True, kw_only=True)
+@value_class(kw_only=True)
 class GenerateOptions:
     """How a text is written: the keywords of `generate`, `chat` and `search` of a loaded model.
 

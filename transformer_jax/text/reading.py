@@ -34,7 +34,6 @@ from transformer_jax.loading import TextModel
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.factory import build
 from transformer_jax.pytree import Array, Params
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pieces import token_texts
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
@@ -53,6 +52,7 @@ from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.preferences import reads_messages
 from transformer_jax.training.tasks.task import Tokenizers
 from transformer_jax.training.tasks.turns import prompt_ids
+from transformer_jax.values import value_class
 
 Kind = Literal["text", "chat", "targets", "masks", "labels", "signals", "vectors"]
 Conversation: TypeAlias = str | Sequence[Message]
@@ -283,8 +283,7 @@ def checked_messages(messages: Conversation) -> list[Message]:
     return list(messages)
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class WholeText:
     """A text as a model reads it whole."""
 

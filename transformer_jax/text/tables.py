@@ -8,14 +8,13 @@ reader's light or dark.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.text.attention_picture import FAINT, INK, shortened, spelled
+from transformer_jax.values import value_class
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +23,7 @@ WIDEST = 26.0
 """Inches of a row of cells, at most; of more columns they are smaller, and not all are named."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Table:
     """Hold numbers with what stands at the sides of them, in them, and about them.
 

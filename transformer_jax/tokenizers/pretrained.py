@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
-from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.definition import (
     MAX_IDS,
     check_added,
@@ -28,6 +27,7 @@ from transformer_jax.tokenizers.definition import (
 from transformer_jax.tokenizers.spelling import Spelling, read_decoder
 from transformer_jax.tokenizers.utf8 import DataError, byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject, shown
+from transformer_jax.values import tokens_repr
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

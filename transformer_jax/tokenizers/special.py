@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.trained import Tokenizer, WordTokenizer, known_ids, tokenizer_of
 from transformer_jax.tokenizers.utf8 import DataError
+from transformer_jax.values import short_repr, value_class
 
 STAND_INS = {
     "bos": ("bos", "cls", "eos"),
@@ -24,8 +24,7 @@ STAND_INS = {
 """Roles of a published tokenizer that may serve for one that it has not, the first there is."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class SpecialTokens:
     """Add ids after those of another tokenizer, each with a name and no text.
 

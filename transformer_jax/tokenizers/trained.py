@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from transformer_jax.shown import tokens_repr
 from transformer_jax.tokenizers.pretrained import pretrained_from_json
 from transformer_jax.tokenizers.utf8 import DataError as DataError
 from transformer_jax.tokenizers.utf8 import byte_letters, utf8
 from transformer_jax.untrusted_files import Json, JsonObject
+from transformer_jax.values import tokens_repr
 
 # A BPE merges within these pieces; they are GPT-2's, but bounded, so that time is linear.
 _PIECE = r" ?\p{L}{1,32}| ?\p{N}{1,8}| ?[^\s\p{L}\p{N}]{1,16}|\s{1,16}(?!\S)"

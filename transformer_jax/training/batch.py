@@ -7,7 +7,6 @@ hidden tokens, of targets or of classes. Which one it is lies in the labels of i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,17 +24,15 @@ from transformer_jax.models.factory import build
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, Leaf, Params
 from transformer_jax.sharding import by_compiler
-from transformer_jax.shown import short_repr
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy, label_scores
+from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
 """`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Batch:
     """Hold what a model reads, and what it is to say of it; leaves lead with [..., B].
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,6 @@ from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.module import Watched
 from transformer_jax.programs import brings_code, disturbed
 from transformer_jax.pytree import PyTree
-from transformer_jax.shown import short_repr
 from transformer_jax.training.adapting import adapted_loss, fresh_adapters
 from transformer_jax.training.batch import as_given, batch_loss, batch_scores
 from transformer_jax.training.optimizers import (
@@ -41,6 +40,7 @@ from transformer_jax.training.step import (
 )
 from transformer_jax.training.tasks import TrainingTask
 from transformer_jax.training.tasks.task import Learner
+from transformer_jax.values import value_class
 
 R = TypeVar("R")
 
@@ -69,8 +69,7 @@ class CompiledAhead(Generic[R]):
         return self._programs[key]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Programs:
     """Hold what makes the state of a run, and what is compiled for it."""
 

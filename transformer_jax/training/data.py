@@ -13,13 +13,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import MARK, read_text
 from transformer_jax.tokenizers.trained import (
     BPETokenizer,
@@ -29,6 +27,7 @@ from transformer_jax.tokenizers.trained import (
     WordTokenizer,
 )
 from transformer_jax.tokenizers.utf8 import DataError as DataError
+from transformer_jax.values import value_class
 
 SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -46,8 +45,7 @@ class ShortText(DataError):
         self.tokens = tokens
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Source:
     """Hold the bytes of one file, or of a named set."""
 
@@ -151,8 +149,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     return content
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Dataset:
     """Hold a text as ids, its last part held out."""
 

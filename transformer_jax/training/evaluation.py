@@ -16,13 +16,13 @@ from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.durable_files import write_file
 from transformer_jax.pytree import PyTree
-from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Params
 from transformer_jax.training.processes import by_first, gathered_here, is_first
 from transformer_jax.training.progress import Progress
 from transformer_jax.training.run import Run
 from transformer_jax.training.step import TrainState
 from transformer_jax.training.tasks.task import Inputs
+from transformer_jax.values import short_repr
 
 
 @short_repr

@@ -7,7 +7,7 @@ copied, row by row, and what is not is drawn afresh.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 from transformer_jax.pretrained.load import pretrained_config
 from transformer_jax.pretrained.safetensors_folder import WeightFolder
 from transformer_jax.pretrained.weights import open_weights
-from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
+from transformer_jax.values import value_class
 
 TASK_FIELDS = frozenset(
     """
@@ -43,8 +43,7 @@ TASK_FIELDS = frozenset(
 """Fields of a model that another task may change."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class StartModel:
     """Hold what a run starts from."""
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import jax
@@ -32,7 +32,6 @@ from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
 from transformer_jax.loading import naming_run
-from transformer_jax.shown import short_repr
 from transformer_jax.training.evaluation import decode_held_out, evaluate_run, measure_alike
 from transformer_jax.training.initial import check_model, start_model
 from transformer_jax.training.processes import any_process, by_first, is_first, wait_for_all
@@ -43,10 +42,10 @@ from transformer_jax.training.step import TrainState
 from transformer_jax.training.tasks import Tokenizers, load_task
 from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import check_trackers
+from transformer_jax.values import value_class
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Result:
     """Hold what a run came to.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import grain
@@ -17,11 +16,11 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.corpus.folder import Part
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.rows import pack
+from transformer_jax.values import value_class
 
 MIXTURE = 2**16
 """Rows after which the folders of a mixture take turns as before."""
@@ -52,8 +51,7 @@ class PartRows(Protocol):
         """Fill in a row, i32[T] each; what it has no token for stays as it is."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class WindowRows:
     """Cut the stream of a part into windows, one after the other: each token is a label once."""
 
@@ -187,8 +185,7 @@ class Mixture:
         return folder, turn * int(self._counts[folder]) + int(self._ranks[at])
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class RowReader:
     """Read rows of several folders into batches."""
 

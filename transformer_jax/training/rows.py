@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 
 import jax
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import IGNORE
+from transformer_jax.values import value_class
 
 BUCKETS = 4
 """Lengths that rows are padded to, at most: a program is compiled for each."""
@@ -36,8 +36,7 @@ FILL = {"labels": IGNORE}
 """What stands in a field where a row has ended; else 0 or False."""
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Rows:
     """Hold rows of examples in buckets of one length each."""
 

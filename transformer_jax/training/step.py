@@ -7,7 +7,6 @@ state continues bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,16 @@ from transformer_jax.models.factory import init_params
 from transformer_jax.programs import program
 from transformer_jax.pytree import PyTree, cast_floats, check_ranges
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.shown import short_repr
 from transformer_jax.training.batch import Batch, Loss, Params, as_given
 from transformer_jax.training.data import IGNORE
 from transformer_jax.training.optimizers import averaged_params, round_stochastically
+from transformer_jax.values import value_class
 
 _ROUNDING = np.uint32(2**32 - 1)
 """What `fold_in` makes the key of a step's rounding of: no micro-batch has this number."""
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class TrainState:
     """Hold all that a step changes, and the key that all its randomness comes from.
 
@@ -60,9 +57,7 @@ class TrainState:
         return averaged_params(self.opt_state, self.params)
 
 
-@short_repr
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@value_class(pytree=True)
 class Metrics:
     """Hold what a step measured, before its update."""
 

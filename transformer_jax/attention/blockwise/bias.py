@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,8 +12,8 @@ from transformer_jax.attention.block_plan import pad
 from transformer_jax.attention.blockwise.tiles import Place, Sizes, int32
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.sharding import TILES, AxisNames
-from transformer_jax.pytree import register
 from transformer_jax.sharding import vary
+from transformer_jax.values import value_class
 
 Sum = jax.Array | list[jax.Array] | None
 """The gradient of a bias so far: of an array, of the floating leaves of a value, or of no bias."""
@@ -122,8 +120,7 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
     return [(None,) * jnp.ndim(x) for x in leaves]
 
 
-@register(arrays=("bias", "row", "head"), static=("full", "size"))
-@dataclass(frozen=True, eq=False)
+@value_class(arrays=("bias", "row", "head"), static=("full", "size"), eq=False)
 class PartOfBias:
     """Some rows and heads of an array that a bias materializes."""
 

@@ -77,7 +77,7 @@ from transformer_jax.kernels.sharding import (
     over_devices,
 )
 from transformer_jax.sharding import split, vary
-from transformer_jax.shown import short_repr
+from transformer_jax.values import short_repr
 
 Tree = TypeVar("Tree")
 

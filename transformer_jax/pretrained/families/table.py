@@ -15,8 +15,8 @@ import numpy as np
 
 from transformer_jax.config import Experts, ModelConfig
 from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields
-from transformer_jax.shown import short_repr
 from transformer_jax.untrusted_files import JsonObject
+from transformer_jax.values import value_class
 
 Shape = tuple[int, ...]
 
@@ -244,8 +244,7 @@ def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
     ]
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Family:
     """Describe one `model_type` of config.json; `FAMILIES` lists all of them."""
 

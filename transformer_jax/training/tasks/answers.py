@@ -26,7 +26,6 @@ from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.factory import build, init_decode_state
 from transformer_jax.programs import program
 from transformer_jax.pytree import Array, PyTree
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_text,
@@ -41,6 +40,7 @@ from transformer_jax.training.batch import Params
 from transformer_jax.training.rows import stack_rows
 from transformer_jax.training.tasks.task import Report, Tokenizers, check_known, known_sources
 from transformer_jax.training.tasks.turns import source_ids
+from transformer_jax.values import value_class
 
 BATCH = 32
 """Sources that are read at a time."""
@@ -68,8 +68,7 @@ class PrefixStep(ModelStep):
         return given
 
 
-@short_repr
-@dataclass(frozen=True, eq=False)
+@value_class(eq=False)
 class Targets:
     """How a model reads the source of a pair and writes its target.
 

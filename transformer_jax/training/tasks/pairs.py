@@ -16,7 +16,6 @@ import numpy as np
 
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import PrefixTask, Seq2SeqTask
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.plain_text import split_lines
 from transformer_jax.tokenizers.special import (
     source_frame,
@@ -45,6 +44,7 @@ from transformer_jax.training.tasks.task import (
     with_vocabulary,
 )
 from transformer_jax.training.tasks.turns import source_ids, target_ids
+from transformer_jax.values import short_repr
 
 SHOWN = 5
 """Held-out pairs in the sample of a run."""

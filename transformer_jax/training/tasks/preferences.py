@@ -15,7 +15,6 @@ import numpy as np
 
 from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.tasks import PreferenceTask
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import special_ids, with_end, with_special_tokens
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -41,6 +40,7 @@ from transformer_jax.training.tasks.turns import (
     tokenizer_of_talks,
 )
 from transformer_jax.untrusted_files import Json
+from transformer_jax.values import short_repr
 
 FIELDS = "prompt", "chosen", "rejected"
 

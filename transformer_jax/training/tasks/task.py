@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
@@ -19,7 +19,6 @@ from transformer_jax.config.tasks import Seq2SeqTask
 from transformer_jax.models.arguments import CheckedModule as AnyModel
 from transformer_jax.models.editing import Edit
 from transformer_jax.models.factory import build
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import ROLES, PretrainedTokenizer
 from transformer_jax.tokenizers.special import encode_text, special_ids
 from transformer_jax.tokenizers.trained import Tokenizer
@@ -27,6 +26,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.batch import Batch, Loss, Params, as_given
 from transformer_jax.training.rows import Rows
 from transformer_jax.untrusted_files import shown
+from transformer_jax.values import short_repr, value_class
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -51,8 +51,7 @@ class Tokenizers(NamedTuple):
         return self.tokenizer if self.source is None else self.source
 
 
-@short_repr
-@dataclass(frozen=True)
+@value_class
 class Learner:
     """Say what is trained in the place of the config's model, and by what loss."""
 

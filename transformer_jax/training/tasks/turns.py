@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from transformer_jax.shown import short_repr
 from transformer_jax.tokenizers.pretrained import Message, PretrainedTokenizer
 from transformer_jax.tokenizers.special import (
     encode_answer,
@@ -28,6 +27,7 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.processes import time_of_first
 from transformer_jax.training.tasks.task import located
 from transformer_jax.untrusted_files import shown
+from transformer_jax.values import short_repr
 
 ROLES = "system", "user", "assistant"
 

@@ -1,0 +1,240 @@
+"""Value classes: frozen dataclasses with a short repr, which can be pytrees.
+
+A repr shows an array as its dtype and shape. Without arrays a value class imports no JAX, so that
+configs load fast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Protocol, TypeGuard, TypeVar, dataclass_transform, overload
+
+C = TypeVar("C", bound=type)
+
+LONGEST_TEXT, MOST_ITEMS, LONGEST = 60, 8, 1200
+
+
+class Shaped(Protocol):
+    """An array, or a shape that stands for one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> object: ...
+
+
+@overload
+def value_class(cls: C, /) -> C: ...
+@overload
+def value_class(
+    *,
+    kw_only: bool = False,
+    eq: bool = True,
+    init: bool = True,
+    repr: bool = True,
+    arrays: tuple[str, ...] | None = None,
+    static: tuple[str, ...] | None = None,
+    pytree: bool = False,
+    exportable: bool = False,
+) -> Callable[[C], C]: ...
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def value_class(
+    cls: type | None = None,
+    /,
+    *,
+    arrays: tuple[str, ...] | None = None,
+    static: tuple[str, ...] | None = None,
+    pytree: bool = False,
+    exportable: bool = False,
+    repr: bool = True,
+    **options: bool,
+) -> Any:
+    """Make a class a frozen dataclass with a short repr, and a pytree if it contains arrays.
+
+    Args:
+        cls: the class, if the decorator has no arguments.
+        arrays: fields that are children of the pytree. A transformation rebuilds such a value
+            without `__init__`, so `__post_init__` checks the values that a caller wrote and never
+            the placeholders or tracers of a transformation.
+        static: fields that belong to the pytree's structure.
+        pytree: register all fields with `jax.tree_util.register_dataclass`, where the field's
+            metadata `static=True` makes it part of the structure.
+        exportable: let `jax.export` serialise calls with such a value. Static fields are written as
+            JSON, under the name of the class.
+        repr: whether the class gets the short repr; it may have its own.
+        **options: `kw_only`, `eq` and `init` of `dataclasses.dataclass`.
+    """
+
+    def decorate(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True, repr=False, **options)(cls)
+        if repr:
+            short_repr(cls)
+        if arrays is not None or static is not None:
+            _register(cls, arrays or (), static or ())
+        elif pytree:
+            import jax
+
+            jax.tree_util.register_dataclass(cls)
+        if exportable:
+            _register_for_export(cls, arrays, static)
+        return cls
+
+    return decorate if cls is None else decorate(cls)
+
+
+def _register(cls: type, arrays: tuple[str, ...], static: tuple[str, ...]) -> None:
+    import jax
+
+    def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
+        # every call flattens its arguments: `attrgetter` reads many fields in the time of two
+        if len(names) > 1:
+            return attrgetter(*names)
+        return lambda node: tuple(getattr(node, name) for name in names)
+
+    children_of, structure_of = getter(arrays), getter(static)
+    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
+    jax.tree_util.register_pytree_with_keys(
+        cls,
+        lambda node: (list(zip(keys, children_of(node), strict=True)), structure_of(node)),
+        lambda structure, children: _rebuilt(cls, arrays, children, static, structure),
+        lambda node: (children_of(node), structure_of(node)),
+    )
+
+
+def _register_for_export(
+    cls: type, arrays: tuple[str, ...] | None, static: tuple[str, ...] | None
+) -> None:
+    from jax import export
+
+    fields = dataclasses.fields(cls)
+    if static is None:
+        static = tuple(field.name for field in fields if field.metadata.get("static"))
+    if arrays is None:
+        arrays = tuple(field.name for field in fields if field.name not in static)
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"transformer_jax.{cls.__name__}",
+        serialize_auxdata=lambda structure: json.dumps(structure).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(data)),
+        from_children=lambda structure, children: _rebuilt(
+            cls, arrays, children, static, structure
+        ),
+    )
+
+
+def _rebuilt(
+    cls: type,
+    arrays: tuple[str, ...],
+    children: Iterable[object],
+    static: tuple[str, ...],
+    structure: Iterable[object],
+) -> object:
+    """Return a value with these fields, which no `__post_init__` checks."""
+    node: object = object.__new__(cls)
+    for name, field in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
+        object.__setattr__(node, name, field)
+    return node
+
+
+def short_repr(cls: C) -> C:
+    """Give a dataclass or a NamedTuple a repr of the fields that differ from their defaults.
+
+    An array is shown as its dtype and shape, `float32[2,64,4,16]`, and so is a tracer. A value
+    with a donated buffer is shown as `consumed`.
+    """
+    cls.__repr__ = _repr  # type: ignore[assignment]
+    return cls
+
+
+def tokens_repr(tokenizer: Any) -> str:
+    """Return the repr of a tokenizer: its kind and its size."""
+    return f"{type(tokenizer).__name__}({tokenizer.vocab_size:,} tokens)"
+
+
+def shape_text(leaf: Shaped) -> str:
+    """Return the dtype and the shape of an array: `float32[2,64,4,16]`."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _repr(self: object) -> str:
+    name = type(self).__name__
+    values = dict(_fields(self))
+    if any(_is_consumed(leaf) for leaf in _leaves(values)):
+        return f"{name}(consumed)"
+    text = f"{name}({', '.join(f'{key}={shown(value)}' for key, value in values.items())})"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…)"
+
+
+def _fields(value: Any) -> Iterator[tuple[str, object]]:
+    """Yield the fields that differ from their defaults."""
+    if not dataclasses.is_dataclass(value):
+        yield from value._asdict().items()
+        return
+    for field in dataclasses.fields(value):
+        own, default = getattr(value, field.name, None), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.repr and not (type(own) is type(default) and _same(own, default)):
+            yield field.name, own
+
+
+def _same(one: object, other: object) -> bool:
+    return not _is_array(one) and not any(map(_is_array, _leaves(one))) and one == other
+
+
+def _is_array(value: object) -> TypeGuard[Shaped]:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _is_consumed(leaf: object) -> bool:
+    asked = getattr(leaf, "is_deleted", None)
+    return callable(asked) and type(leaf).__name__ == "ArrayImpl" and asked()
+
+
+def _leaves(value: object) -> Iterator[Shaped]:
+    """Yield the arrays within dicts, sequences and dataclasses."""
+    if _is_array(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None))
+
+
+def shown(value: object) -> str:
+    """Return a value in at most about a line."""
+    if _is_array(value) and not isinstance(value, type):
+        return shape_text(value)
+    if isinstance(value, str):
+        return repr(value) if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]!r}…"
+    if isinstance(value, Mapping):
+        arrays = list(_leaves(value))
+        if arrays and len(arrays) + len(value) > 4:
+            count = sum(getattr(leaf, "size", 0) for leaf in arrays)
+            return f"{{{', '.join(map(str, value))}: {len(arrays)} arrays, {count:,} numbers}}"
+        return f"{{{_items([f'{key!r}: {shown(item)}' for key, item in value.items()])}}}"
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        text = _items([shown(item) for item in value])
+        if isinstance(value, list):
+            return f"[{text}]"
+        return f"({text},)" if len(value) == 1 else f"({text})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = _repr(value) if next(_leaves(value), None) is not None else repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}…"
+
+
+def _items(items: list[str]) -> str:
+    """Join items; of the same in a row one is said, of many the first."""
+    if len(items) > 1 and len(set(items)) == 1:
+        return f"{len(items)} × {items[0]}"
+    more = f", … {len(items)} in all" if len(items) > MOST_ITEMS else ""
+    return ", ".join(items[:MOST_ITEMS]) + more
