@@ -41,7 +41,7 @@ def test_values_that_make_no_sense_are_refused(make, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(kind="decoder"), r"inputs is Vectors\(width=80\): needs kind 'encoder' or 'encoder-"),
+        (dict(kind="decoder"), r"inputs is Vectors\(\): needs kind 'encoder' or 'encoder-"),
         (
             dict(source_vocab_size=7, kind="encoder-decoder"),
             "source_vocab_size is 7: a source",
