@@ -159,15 +159,11 @@ def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            "--adapter rnak=4",
-            "inner.adapter has 'rnak': must be one of rank, base, targets, nearest",
-        ),
+        ("--adapter rnak=4",
+         "inner.adapter has 'rnak': must be one of rank, base, targets, nearest"),
         ("--adapter 4,rank=4", "inner.adapter is '4,rank=4': must be KEY=VALUE,..."),
-        (
-            "--order turned,offset=4",
-            "inner.order has 'offset': must be one of base, stretch, reach",
-        ),
+        ("--order turned,offset=4",
+         "inner.order has 'offset': must be one of base, stretch, reach"),
         ("--order clipped,reach=1 --reach 2", "inner.order.reach is given twice"),
         ("--order none,reach=1", "inner.order has 'reach': must be one of "),
         ("--order truned,base=2", "inner.order is 'truned': must be None|table|clipped|turned, ne"),
@@ -189,7 +185,7 @@ def test_fields_of_a_kind_that_is_there_change_it_and_a_kind_named_again_changes
         ("--mode exakt", "inner.mode is 'exakt': must be fast|exact, nearest: exact"),
         ("--inner.order.bsae 5", "--inner.order.bsae: no such flag, nearest: --inner.order.base"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_names_field_text_and_rule(argv, message):
     with pytest.raises(ConfigError) as caught:
         parsed(argv)

@@ -280,17 +280,9 @@ def test_unknown_words_of_every_prompt_are_said(said, tmp_path, monkeypatch):
     given = "--model", "words", "--prompt", "to bee"
     rule = "not among the words of the training text, read as <unk>"
     out = (
-        "--what",
-        "patch",
-        "--other",
-        "be see or",
-        "--answer",
-        "to",
-        "--other-answer",
-        "be",
-        "--out",
-        str(tmp_path / "a.svg"),
-    )
+        "--what", "patch", "--other", "be see or", "--answer", "to", "--other-answer", "be",
+        "--out", str(tmp_path / "a.svg"),
+    )  # fmt: skip
     filters = [*warnings.filters]
     status, _, error = said("inspect", "--model", "words", "--prompt", "to bee or", *out)
     assert (status, error) == (0, f"inspect: unknown words: 2 ('bee', 'see'): {rule}\n")

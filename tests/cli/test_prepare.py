@@ -478,16 +478,9 @@ def test_which_data_are_prepared_folders(text, tmp_path, monkeypatch):
 def test_command(text, tmp_path, capsys):
     out = str(tmp_path / "out")
     flags = [
-        "prepare",
-        "--data",
-        text,
-        "--documents",
-        "lines",
-        "--val-fraction",
-        "0.1",
-        "--workers",
+        "prepare", "--data", text, "--documents", "lines", "--val-fraction", "0.1", "--workers",
         "1",
-    ]
+    ]  # fmt: skip
     assert main([*flags, "--out", out, "--tokenizer", "byte"]) == 0
     said = capsys.readouterr()
     assert "tokens of 1" in said.out and "vocabulary of 257, 16 bits a token" in said.out

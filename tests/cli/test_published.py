@@ -135,12 +135,10 @@ def test_a_published_decoder_continues_a_text_after_its_bos(capsys, published, t
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        ([], ()),
-        ([[5], [7]], (Ban(5, 7),)),
-        ([[5], [3, 4, 4]], (Ban(5), BanSequences((3, 4, 4)))),
+        ([], ()), ([[5], [7]], (Ban(5, 7),)), ([[5], [3, 4, 4]], (Ban(5), BanSequences((3, 4, 4)))),
         ([[3, 4], [EOS]], (BanSequences((3, 4)),)),
     ],
-)
+)  # fmt: skip
 def test_words_that_a_folder_bans_are_not_written(published, tmp_path, words, meant):
     shutil.copytree(published, tmp_path / "model")
     beside = tmp_path / "model" / "generation_config.json"
@@ -206,16 +204,13 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
         ("--model x --grammar /nonexistent", "/nonexistent", 1),
         ("--model {model} --prompt a --regex (", "regex: unclosed group", 2),
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
-        (
-            "--model {model} --prompt a --samples 2 --num-tokens 99",
-            "tokens is 99: 60 fit after the prompt",
-            2,
-        ),
+        ("--model {model} --prompt a --samples 2 --num-tokens 99",
+         "tokens is 99: 60 fit after the prompt", 2),
         (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit after the prompt", 2),
         ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
         ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
     ],
-)
+)  # fmt: skip
 def test_a_bad_wish_is_one_line(capsys, published, tmp_path, argv, message, status):
     bare = tmp_path / "bare"
     if "{bare}" in argv:
@@ -329,14 +324,11 @@ def dropping(published, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("more", "rates"),
     [
-        ("", (0.0, 0.5)),
-        ("--dropout 0", (0.0, 0.0)),
-        ("--dropout 0.25", (0.25, 0.5)),
-        ("--dropout 0 --attention-dropout 0.25", (0.0, 0.25)),
-        ("--task preference", (0.0, 0.0)),
+        ("", (0.0, 0.5)), ("--dropout 0", (0.0, 0.0)), ("--dropout 0.25", (0.25, 0.5)),
+        ("--dropout 0 --attention-dropout 0.25", (0.0, 0.25)), ("--task preference", (0.0, 0.0)),
         ("--task preference --attention-dropout 0.25", (0.0, 0.25)),
     ],
-)
+)  # fmt: skip
 def test_dropout_is_that_of_the_model_the_task_and_the_flags(dropping, text, tmp_path, more, rates):
     config, _ = configure(parse(flags(dropping, text, tmp_path, *more.split()), None))
     assert (config.model.dropout, config.model.attention_dropout) == rates

@@ -118,28 +118,20 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         (f"--seed {2**70}", "seed is 1180591620717411303424: must be at least 0"),
         ("--d-model 30 --num-heads 4", "num_heads is 4: does not divide d_model 30"),
         ("--tokenizer letter", "tokenizer is 'letter': must be char|byte|bpe|word"),
-        (
-            "--positions learned --scaling linear",
-            "scaling is 'linear': needs --model.positions rope, it is learned",
-        ),
-        (
-            "--positions rope --scaling linaer",
-            "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo",
-        ),
+        ("--positions learned --scaling linear",
+         "scaling is 'linear': needs --model.positions rope, it is learned"),
+        ("--positions rope --scaling linaer",
+         "scaling is 'linaer': must be None|linear|ntk|dynamic|llama3|yarn|lo"),
         ("--preset gtp2", "preset is 'gtp2': must be one of tiny, "),
         ("--preset gtp2", ", nearest: gpt2"),
-        (
-            "--preset bert-base",
-            "preset is 'bert-base': an encoder learns --task masked or classify, not language",
-        ),
+        ("--preset bert-base",
+         "preset is 'bert-base': an encoder learns --task masked or classify, not language"),
         ("--preset=transformer-base --steps 3", "an encoder-decoder learns --task seq2seq or "),
         ("--help modle", "help is 'modle': must be all or one of run, "),
         ("--preset bert-large --help", "preset is 'bert-large': an encoder learns --task masked"),
         ("--positions rope --short-factors 1,x", "short_factors is 'x': must be NUMBER"),
-        (
-            "--positions rope --short-factors 1,2",
-            "short_factors is (1.0, 2.0): needs scaling 'longrope'",
-        ),
+        ("--positions rope --short-factors 1,2",
+         "short_factors is (1.0, 2.0): needs scaling 'longrope'"),
         ("--context 9999", "context is 9999: exceeds the model's max_len"),
         ("stray", "unrecognized arguments: stray"),
         ("--kind encoder", "task is 'language': is learnt by a decoder, the model is of"),
@@ -149,10 +141,8 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--resume --preset tiny", "preset and resume"),
         ("--resume --model gru", "model and resume"),
         ("--preset tiny --model gru", "preset and model: give one of them"),
-        (
-            "--model .",
-            "model is '.': must be a kind of model; --init-from . starts from a run or a",
-        ),
+        ("--model .",
+         "model is '.': must be a kind of model; --init-from . starts from a run or a"),
         (
             "--model lstn",
             "model is 'lstn': must be one of transformer, lstm, gru, rnn, convolution, window, "
@@ -162,18 +152,14 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--model window --task masked", "model is 'window': task 'masked' is learnt by another"),
         ("--task maskd", "task is 'maskd': must be language|masked|seq2seq|"),
         ("--task masked --documents lines", "documents is 'lines': needs --task language, it is"),
-        (
-            "--task seq2seq",
-            "data is 'python-docs': must be a file, which task 'seq2seq' reads line",
-        ),
+        ("--task seq2seq",
+         "data is 'python-docs': must be a file, which task 'seq2seq' reads line"),
         ("--task reverse --data x", "data is 'x': task 'reverse' makes its own examples"),
-        (
-            "--model ngram --steps 5",
-            "steps is 5: an n-gram model is counted in one step: must be 1",
-        ),
+        ("--model ngram --steps 5",
+         "steps is 5: an n-gram model is counted in one step: must be 1"),
         ("--frozen embd", "frozen has 'embd': no parameter begins so (there are decoder/block_0, "),
     ],
-)
+)  # fmt: skip
 def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     status, line = refused(capsys, argv.split())
@@ -205,11 +191,9 @@ def test_debug_shows_the_traceback(flags):
 @pytest.mark.slow
 def test_bad_flags_leave_a_process_with_one_line_and_no_traceback():
     out = subprocess.run(
-        [sys.executable, "train.py", "--learnig-rate", "1"],
-        cwd=ROOT,
-        capture_output=True,
+        [sys.executable, "train.py", "--learnig-rate", "1"], cwd=ROOT, capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
     assert (out.returncode, out.stdout) == (2, "")
     assert out.stderr == "train.py: --learnig-rate: no such flag, nearest: --learning-rate\n"
 
@@ -458,12 +442,8 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
             f"transformer_jax: command is 'trian': must be {' or '.join(COMMANDS)}, "
             "nearest: train\n",
         ),
-        (
-            "--version",
-            0,
-            f"transformer_jax {transformer_jax.__version__}, jax {jax.__version__}",
-            "",
-        ),
+        ("--version", 0, f"transformer_jax {transformer_jax.__version__}, jax {jax.__version__}",
+         ""),
         ("train --help", 0, "usage: python -m transformer_jax train [--FLAG VALUE ...]", ""),
         ("train --steps -1", 2, "", "train: steps is -1: must be positive\n"),
         (
@@ -476,15 +456,11 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(inherited, status, p
         ("convert --to x", 2, "", "convert: --model TEXT is needed\n"),
         ("generate --modle x", 2, "", "generate: --modle: no such flag, nearest: --model\n"),
         ("generate --help", 0, "usage: python -m transformer_jax generate [--FLAG VALUE ...]", ""),
-        (
-            "plan --target cpu --model x --preset gpt2",
-            2,
-            "",
-            "plan: model and preset: a model is planned with its own config\n",
-        ),
+        ("plan --target cpu --model x --preset gpt2", 2, "",
+         "plan: model and preset: a model is planned with its own config\n"),
         ("plan --target cpu --model x --out y", 2, "", "plan: model and out: a model is planned"),
     ],
-)
+)  # fmt: skip
 def test_a_command_is_named_by_the_first_word(capsys, argv, status, out, err):
     try:
         found = run_command(argv.split())
@@ -808,11 +784,9 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
 
 
 @pytest.mark.slow_except(
-    "--min-p 2-min_p is 2.0: must be from 0 to 1-2",
-    "--seed -1-seed is -1: must be at least 0-2",
-    "--temprature 1---temprature*",
-    "--top_kk=3---top_kk: no such flag, nearest: --top-k-2",
-)
+    "--min-p 2-min_p is 2.0: must be from 0 to 1-2", "--seed -1-seed is -1: must be at least 0-2",
+    "--temprature 1---temprature*", "--top_kk=3---top_kk: no such flag, nearest: --top-k-2",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("argv", "message", "status"),
     [
@@ -836,14 +810,11 @@ def test_the_best_and_the_last_checkpoint_are_told_apart(capsys, trained, tmp_pa
         ("--stop=", "stop has '': must be strings", 2),
         ("--samples 2 --num-tokens 400", "num_tokens is 400: ", 2),
         ("--prompts /nonexistent", "/nonexistent", 1),
-        (
-            "--cache-dtype int4",
-            "cache_dtype is 'int4': must be float32|bfloat16|int8, nearest: int8",
-            2,
-        ),
+        ("--cache-dtype int4",
+         "cache_dtype is 'int4': must be float32|bfloat16|int8, nearest: int8", 2),
         ("--weights int3", "weights is 'int3': must be bf16|int8|int4", 2),
     ],
-)
+)  # fmt: skip
 def test_a_bad_wish_is_one_line(capsys, begun, argv, message, status):
     found = generate.main(["--model", begun, *argv.split()])
     out, err = capsys.readouterr()

@@ -257,12 +257,8 @@ def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, c
     last, resumed, vocab_size = trained[-1]
     assert last.sample_tokens == 0 and last.model == model
     assert (last.steps, last.batch_size, last.sequence_len, last.seed, last.eval_every) == (
-        30,
-        5,
-        7,
-        3,
-        3,
-    )
+        30, 5, 7, 3, 3,
+    )  # fmt: skip
     assert (last.warmup_steps, last.learning_rate, last.min_learning_rate) == (3, 0.004, 0.0004)
     assert (last.out, last.data, resumed, vocab_size) == (str(out / "gru"), str(text), False, None)
     searched = trained[-2][0]

@@ -33,12 +33,10 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 
 LENGTHS, DTYPES = (5, 64, 129, 1000, 4099), ("float32", "bfloat16", "float16")
 MADE = {
-    "nan": lambda inf: jnp.float32(jnp.nan),
-    "-nan": lambda inf: -jnp.float32(jnp.nan),
-    "inf - inf": lambda inf: inf - inf,
-    "-(inf - inf)": lambda inf: -(inf - inf),
+    "nan": lambda inf: jnp.float32(jnp.nan), "-nan": lambda inf: -jnp.float32(jnp.nan),
+    "inf - inf": lambda inf: inf - inf, "-(inf - inf)": lambda inf: -(inf - inf),
     "inf": lambda inf: inf,
-}
+}  # fmt: skip
 """How the value is made from an infinity that the compiler does not know."""
 
 
@@ -173,13 +171,8 @@ def case_of(rng, name):
     length = int(rng.choice(LENGTHS))
     at = 3 if rng.random() < 0.5 else int(rng.integers(length))
     return (
-        length,
-        at,
-        str(rng.choice(DTYPES)),
-        made,
-        bool(rng.integers(2)),
-        int(rng.integers(2**31)),
-    )
+        length, at, str(rng.choice(DTYPES)), made, bool(rng.integers(2)), int(rng.integers(2**31)),
+    )  # fmt: skip
 
 
 def fuzz(seed, cases=None, minutes=None):

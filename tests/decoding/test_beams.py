@@ -173,11 +173,9 @@ PENALTIES = [(LengthPenalty(a), lambda n, a=a: n**a) for a in (-0.5, 0.0, 0.7, 2
 PENALTIES += [(None, lambda n: 1.0), (GNMTPenalty(0.6), lambda n: ((5 + n) / 6) ** 0.6)]
 
 WIDE = [  # vocabulary, longest, stop tokens
-    (3, 5, (0,)),
-    (5, 4, (4, 2)),
-    pytest.param((4, 3, (0, 1, 3)), marks=pytest.mark.long),
+    (3, 5, (0,)), (5, 4, (4, 2)), pytest.param((4, 3, (0, 1, 3)), marks=pytest.mark.long),
     pytest.param((4, 4, ()), marks=pytest.mark.long),
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -203,11 +201,9 @@ def test_wide_beams_find_the_best_of_all_strings(case):
 
 
 NARROW = [  # vocabulary, longest, beams, results, stop, groups, diversity
-    (7, 11, 3, 2, (0, 3), 1, 0.0),
-    (5, 7, 6, 5, (1, 2), 3, 0.9),
-    (3, 5, 8, 7, 0, 2, 0.5),
+    (7, 11, 3, 2, (0, 3), 1, 0.0), (5, 7, 6, 5, (1, 2), 3, 0.9), (3, 5, 8, 7, 0, 2, 0.5),
     (3, 5, 8, 7, 0, 2, 0.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.long_except("(5, 7, 6, 5, (1, 2), 3, 0.9)", "(3, 5, 8, 7, 0, 2, 0.0)")
@@ -374,10 +370,8 @@ def row_of(tree, row: int):
 
 
 LIMITED = [  # vocabulary, longest, beams, results, stop, groups, diversity
-    (5, 7, 6, 5, (1, 2), 3, 0.9),
-    (3, 5, 8, 7, (0,), 1, 0.0),
-    (3, 5, 3, 3, (), 1, 0.0),
-]
+    (5, 7, 6, 5, (1, 2), 3, 0.9), (3, 5, 8, 7, (0,), 1, 0.0), (3, 5, 3, 3, (), 1, 0.0),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -754,10 +748,8 @@ REFUSED = [
     (r"stop have 1.0: must be token ids", dict(stop=(1.0,))),
     (r"length_penalty is 1.0: must be a value", dict(length_penalty=1.0)),
     (r"length_penalty is <class .*: must be a value", dict(length_penalty=LengthPenalty)),
-    (
-        r"LengthPenalty\(alpha=99\) of length 3 is 1.7.*e\+47: must be .* within float32",
-        dict(length_penalty=LengthPenalty(99)),
-    ),
+    (r"LengthPenalty\(alpha=99\) of length 3 is 1.7.*e\+47: must be .* within float32",
+     dict(length_penalty=LengthPenalty(99))),
     (r"of length 1 is nan: must be above 0", dict(length_penalty=lambda n: n * math.nan)),
     (r"of length 1 is -1: must be above 0", dict(length_penalty=lambda n: -n)),
     (r"of 3 lengths is \(\): must be \(3,\)", dict(length_penalty=lambda n: 1.0)),
@@ -771,7 +763,7 @@ REFUSED = [
     (r"limits are float64\[4\]: must be integers \[4\]", dict(limits=np.ones(4))),
     (r"limits are int64\[1\]: must be integers \[4\]", dict(limits=[3])),
     (r"prompt has shape \(4, 0\)", dict(prompt=np.zeros((4, 0), np.int32))),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("said", "change"), REFUSED, ids=[said for said, _ in REFUSED])

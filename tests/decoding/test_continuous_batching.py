@@ -71,10 +71,8 @@ def make_model(config):
 
 
 MODELS = {
-    "rope": partial(make_model, ROPE),
-    "ring": partial(make_model, RING),
-    "gru": make_gru,
-}
+    "rope": partial(make_model, ROPE), "ring": partial(make_model, RING), "gru": make_gru,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -409,16 +407,14 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         (Request([1], 2.5), "num_tokens is 2.5: must be an integer"),
         (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),
         (Request([1], 3, key=7), "key is 7: must be a single key"),
-        (
-            Request([1], 3, state=init_cache(ROPE, 1, 31)),
-            r"state.layers\[0\].k is float32\[1, 31, 1, 6\]: the slots take float32\[1, 29, 1, 6\]",
-        ),
+        (Request([1], 3, state=init_cache(ROPE, 1, 31)),
+         r"state.layers\[0\].k is float32\[1, 31, 1, 6\]: the slots take float32\[1, 29, 1, 6\]"),
         (Request([1], 3, state=other), r"the slots take float32\[1, 29, 1, 6\]"),
         (Request([1], 3, state=empty(2)), r"state.layers\[0\].k is float32\[2, 29, 1, 6\]"),
         (Request([1], 3, state=jnp.zeros((1, 7))), "state is PyTreeDef"),
         (Request([1], 3, state=consumed), "state was consumed by an earlier call"),
         ("text", "request is a str: must be a Request"),
-    ]
+    ]  # fmt: skip
     queue = [x for pair in zip(good, wrong[:6], strict=True) for x in (pair[0], pair[1][0])]
     queue += [request for request, _ in wrong[6:]]
     got = served(rope, queue)

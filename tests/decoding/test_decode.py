@@ -509,10 +509,8 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"token 31 at \[1, 2\]", dict(prompt=wrong)),
         (r"prompt has shape \(3, 0\)", dict(prompt=prompts()[:, :0])),
         (r"prompt has shape \(11,\)", dict(prompt=prompts()[0])),
-        (
-            r"prompt is float32\[3, 11\]: must be token ids",
-            dict(prompt=prompts().astype(np.float32)),
-        ),
+        (r"prompt is float32\[3, 11\]: must be token ids",
+         dict(prompt=prompts().astype(np.float32))),
         (r"prompt has 2 rows, the cache 3", dict(prompt=prompts(2))),
         (r"num_tokens is 0", dict(num_tokens=0)),
         (r"chunk is 0", dict(chunk=0)),
@@ -520,25 +518,19 @@ def test_wrong_arguments_are_refused_before_compiling(call):
         (r"key is None: Sample", dict(sampler=SAMPLER)),
         (r"key is 0: must be a single key", dict(sampler=SAMPLER, key=0)),
         (r"key is float32\(2,\): must be", dict(sampler=SAMPLER, key=np.zeros(2, np.float32))),
-        (
-            r"key is key<fry>\(4,\)",
-            dict(sampler=SAMPLER, key=jax.random.split(jax.random.key(3), 4)),
-        ),
-        (
-            r"sampler is the class Greedy: must be a value",
-            dict(sampler=Greedy, key=jax.random.key(3)),
-        ),
+        (r"key is key<fry>\(4,\)",
+         dict(sampler=SAMPLER, key=jax.random.split(jax.random.key(3), 4))),
+        (r"sampler is the class Greedy: must be a value",
+         dict(sampler=Greedy, key=jax.random.key(3))),
         (r"sampler is the class TopK", dict(sampler=TopK, key=jax.random.key(3))),
-        (
-            r"sampler is TopK\(k=3\): .* into Sample\(TopK\(k=3\)\)",
-            dict(sampler=TopK(3), key=jax.random.key(3)),
-        ),
+        (r"sampler is TopK\(k=3\): .* into Sample\(TopK\(k=3\)\)",
+         dict(sampler=TopK(3), key=jax.random.key(3))),
         (r"sampler is 'greedy': must be called", dict(sampler="greedy", key=jax.random.key(3))),
         (r"lengths have shape \(2,\): must be \(3,\)", dict(lengths=[1, 2])),
         (r"lengths are \[1, 0, 2\]: must be from 1 to 11", dict(lengths=[1, 0, 2])),
         (r"lengths are \[1, 12, 2\]", dict(lengths=[1, 12, 2])),
         (r"lengths are float64", dict(lengths=[1.0, 2.0, 3.0])),
-    ]
+    ]  # fmt: skip
     for said, change in cases:
         refuse(said, call=call, **change)
 

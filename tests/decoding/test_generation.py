@@ -253,10 +253,8 @@ def counting_step(params, tokens, state, *, valid=None):
 def test_limits_below_num_tokens_end_their_rows_alone(call):
     """Without a stop token; traced limits outside 0..num_tokens are clipped to it."""
     prompt, state, limits = (
-        np.array([[3], [11], [29], [41]]),
-        jnp.zeros((4,), jnp.int32),
-        [2, 0, 7, 1],
-    )
+        np.array([[3], [11], [29], [41]]), jnp.zeros((4,), jnp.int32), [2, 0, 7, 1],
+    )  # fmt: skip
     want = [[4, 5], [], list(range(30, 37)), [42]]
     if call == "stream":
         columns = list(stream(counting_step, {}, prompt, state, num_tokens=7, limits=limits))
@@ -605,11 +603,9 @@ def test_a_nonfinite_row_ends_where_stop_tokens_are_looked_for(rope):
     broken = jax.tree.map(lambda x: x, empty())
     first = broken.layers[0]
     key = dataclasses.replace(
-        first,
-        k=first.k.at[1, 0].set(math.nan),
-        positions=first.positions.at[1, 0].set(0),
+        first, k=first.k.at[1, 0].set(math.nan), positions=first.positions.at[1, 0].set(0),
         length=first.length + jnp.array([0, 1, 0]),
-    )
+    )  # fmt: skip
     state = dataclasses.replace(broken, layers=(key, *broken.layers[1:]))
     state = dataclasses.replace(
         state,

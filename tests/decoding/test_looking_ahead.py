@@ -45,8 +45,7 @@ TABLE = np.tri(19, dtype=bool)
 AHEAD = TABLE.copy()
 AHEAD[2, 6] = True
 MASKS = {
-    "causal": (Causal(), "both"),
-    "window": (Causal() & Window(5), "both"),
+    "causal": (Causal(), "both"), "window": (Causal() & Window(5), "both"),
     "a prefix within a chunk": (Causal() | Prefix(np.array([4, 3])), "both"),
     "a prefix of several chunks": (Causal() | Prefix(jnp.array([9, 9])), "neither"),
     "one row's prefix": (Causal() | Prefix(jnp.array([9, 4])), "second"),
@@ -55,9 +54,8 @@ MASKS = {
     "causal segments": (Causal() & Segments(IDS[None], IDS[None]), "both"),
     "one's own": (Predicate(lambda q, k: (k <= q) | (k < 7)), "neither"),
     "one's own, causal": (Predicate(lambda q, k: (k <= q) & (k % 3 != 1)), "both"),
-    "a table": (tj.Dense(AHEAD), "neither"),
-    "a causal table": (tj.Dense(TABLE), "both"),
-}
+    "a table": (tj.Dense(AHEAD), "neither"), "a causal table": (tj.Dense(TABLE), "both"),
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -122,27 +122,15 @@ TIED = [1.0, 3.0, 3.0, -2.0, 3.0]  # ids 1, 2, 4 are equal
 SPREAD = [0.0, 9.0, -9.0, 4.0, 8.5]
 LONELY = [-INFINITE, -INFINITE, 7.0, -INFINITE, -INFINITE]
 EDGES = [
-    (Temperature(0), TIED, {1}),
-    (Temperature(0.0), LONELY, {2}),
-    (Temperature(1e-8), SPREAD, {0, 1, 2, 3, 4}),
-    (Temperature(1e-300), TIED, {1, 2, 4}),
-    (Temperature(1e300), LONELY, {2}),
-    (TopP(0), SPREAD, {1}),
-    (TopP(1e-8), TIED, {1}),
-    (TopP(0.34), TIED, {1, 2}),
-    (TopP(1), SPREAD, {0, 1, 2, 3, 4}),
-    (TopP(0.5), LONELY, {2}),
-    (TopK(1), TIED, {1}),
-    (TopK(2), TIED, {1, 2}),
-    (TopK(99), SPREAD, {0, 1, 2, 3, 4}),
-    (TopK(3), LONELY, {2}),
-    (MinP(1), TIED, {1, 2, 4}),
-    (MinP(0), LONELY, {2}),
-    (Typical(0), TIED, {1}),
-    (Typical(0.19), [math.log(p) for p in (0.4, 0.2, 0.2, 0.1, 0.1)], {1}),
-    (Typical(1), SPREAD, {0, 1, 2, 3, 4}),
-    (Typical(0.5), LONELY, {2}),
-]
+    (Temperature(0), TIED, {1}), (Temperature(0.0), LONELY, {2}),
+    (Temperature(1e-8), SPREAD, {0, 1, 2, 3, 4}), (Temperature(1e-300), TIED, {1, 2, 4}),
+    (Temperature(1e300), LONELY, {2}), (TopP(0), SPREAD, {1}), (TopP(1e-8), TIED, {1}),
+    (TopP(0.34), TIED, {1, 2}), (TopP(1), SPREAD, {0, 1, 2, 3, 4}), (TopP(0.5), LONELY, {2}),
+    (TopK(1), TIED, {1}), (TopK(2), TIED, {1, 2}), (TopK(99), SPREAD, {0, 1, 2, 3, 4}),
+    (TopK(3), LONELY, {2}), (MinP(1), TIED, {1, 2, 4}), (MinP(0), LONELY, {2}),
+    (Typical(0), TIED, {1}), (Typical(0.19), [math.log(p) for p in (0.4, 0.2, 0.2, 0.1, 0.1)], {1}),
+    (Typical(1), SPREAD, {0, 1, 2, 3, 4}), (Typical(0.5), LONELY, {2}),
+]  # fmt: skip
 
 
 def many(logits: list[float]) -> jax.Array:
@@ -261,13 +249,10 @@ def test_greedy_and_zero_temperature_are_the_argmax(rng):
 
 DRAWS = 20_000
 SAMPLERS = {
-    "plain": Sample(),
-    "warm": Sample(Temperature(1.7)),
-    "top-k": Sample(TopK(5)),
-    "top-p": Sample(Temperature(0.8), TopP(0.9)),
-    "min-p": Sample(MinP(0.1)),
+    "plain": Sample(), "warm": Sample(Temperature(1.7)), "top-k": Sample(TopK(5)),
+    "top-p": Sample(Temperature(0.8), TopP(0.9)), "min-p": Sample(MinP(0.1)),
     "typical": Sample(Typical(0.6)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -346,11 +331,9 @@ NEAR = [1.0, 2.0, 2.0, -1e30]
 
 
 @pytest.mark.slow_except(
-    "1.7e+308-[3e+38, -3e+38, 2.9e+38, -inf]",
-    "1e+300-[3e+38, -3e+38, 2.9e+38, -inf]",
-    "1e+38-[3e+38, -3e+38, 2.9e+38, -inf]",
-    "1e+39-[3e+38, -3e+38, 2.9e+38, -inf]",
-)
+    "1.7e+308-[3e+38, -3e+38, 2.9e+38, -inf]", "1e+300-[3e+38, -3e+38, 2.9e+38, -inf]",
+    "1e+38-[3e+38, -3e+38, 2.9e+38, -inf]", "1e+39-[3e+38, -3e+38, 2.9e+38, -inf]",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("t", "logits"),
     [(t, FAR) for t in (1e36, 1e38, 3e38, 1e39, 1e300, 1.7e308)]

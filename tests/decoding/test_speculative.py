@@ -825,23 +825,15 @@ def test_wrong_arguments_are_refused_before_compiling():
         ("sampler is <function .*plain.*`distribution", dict(sampler=plain, key=key)),
         ("sampler is <class .*Sample'>: speculate needs a value", dict(sampler=Sample, key=key)),
         ("key is None: Sample", dict(sampler=SAMPLER)),
-        (
-            "the draft's sampler is <function .*plain",
-            dict(proposer=dataclasses.replace(draft, sampler=plain)),
-        ),
+        ("the draft's sampler is <function .*plain",
+         dict(proposer=dataclasses.replace(draft, sampler=plain))),
         ("the draft has 37 tokens, the model 31: must be equal", dict(proposer=strange)),
-        (
-            r"the draft's prompt and new tokens reach length 33: the limit is 32",
-            dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 3, 32))),
-        ),
-        (
-            "the draft's prompt has 3 rows, the cache 2",
-            dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 2, 40))),
-        ),
-        (
-            r"capacity is 7: a ring .* at least window \+ 3 = 8 slots",
-            dict(step=ring, state=init_cache(RING, 3, 7)),
-        ),
+        (r"the draft's prompt and new tokens reach length 33: the limit is 32",
+         dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 3, 32)))),
+        ("the draft's prompt has 3 rows, the cache 2",
+         dict(proposer=dataclasses.replace(draft, state=init_cache(ROPE, 2, 40)))),
+        (r"capacity is 7: a ring .* at least window \+ 3 = 8 slots",
+         dict(step=ring, state=init_cache(RING, 3, 7))),
         (
             r"the draft's cache capacity is 7: a ring",
             dict(
@@ -853,7 +845,7 @@ def test_wrong_arguments_are_refused_before_compiling():
         (r"stop is 31: must be in 0..30", dict(stop=31)),
         (r"limits are \[24, 1, 1\]", dict(limits=[24, 1, 1])),
         (r"lengths are \[1, 0, 2\]", dict(lengths=[1, 0, 2])),
-    ]
+    ]  # fmt: skip
     for said, change in cases:
         arguments = dict(
             step=step, prompt=prompts(), state=empty, proposer=draft, num_tokens=NEW, num_draft=3

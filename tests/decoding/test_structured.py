@@ -365,17 +365,8 @@ def test_names_and_values_that_spell_as_keys_are_no_keys():
 EXACT = 2**53 - 1, -(2**53) + 1, 0, -0.0, 1.0, 0.1, 1e15, 1e-7, 123456789.123456, 1.5e-10, 1e-22
 EXACT_WRITTEN = "0.1000", "1E+3", "-12e-1", "9007199254740991.0"
 ROUNDED = (
-    2**53,
-    10**30,
-    -(2**63),
-    2**64 - 1,
-    0.1 + 0.2,
-    1e16,
-    1e308,
-    5e-324,
-    1e-23,
-    123456789.12345679,
-)
+    2**53, 10**30, -(2**63), 2**64 - 1, 0.1 + 0.2, 1e16, 1e308, 5e-324, 1e-23, 123456789.12345679,
+)  # fmt: skip
 ROUNDED_WRITTEN = "0.1000000000000000055", "1.00000000000000000001", "1e-400", "9007199254740992.0"
 
 
@@ -407,14 +398,12 @@ def test_keys_that_do_not_meet_are_not_combined():
         '{"a":1.25,"b":1.5,"c":3000,"d":1}': {
             "$defs": {"one": {"type": "integer"}},
             "properties": {
-                "a": {"multipleOf": 0.01},
-                "b": {"multipleOf": 0.01},
-                "c": {"multipleOf": 1000},
+                "a": {"multipleOf": 0.01}, "b": {"multipleOf": 0.01}, "c": {"multipleOf": 1000},
                 "d": {"$ref": "#/$defs/one"},
             },
         },
         '"\N{LATIN SMALL LETTER E WITH ACUTE}"': {"type": "string", "pattern": "^[[:alpha:]]$"},
-    }
+    }  # fmt: skip
     for text, schema in accepts.items():
         matcher = Grammar("schema", schema, ByteTokenizer(), 257, (256,)).start()
         for byte in text.encode():
@@ -520,40 +509,24 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"type": "object", "not": {}}), r'schema: Unimplemented keys: \["not"\]'),
         (dict(schema='{"type": "object"}'), "schema is .*: must be an object"),
         (dict(schema={"const": {1}}), "schema: is no JSON"),
-        (
-            dict(schema={"const": 123456789.12345679}),
-            r"schema.const is 123456789.1.*at most 15 dig",
-        ),
-        (
-            dict(schema={"const": [{"a": 2**53}]}),
-            r"schema.const\[0\].a is 9007199254740992: must be",
-        ),
-        (
-            dict(schema={"enum": [1, -(2**63)]}),
-            r"schema.enum\[1\] is -9223372036854775808: must be",
-        ),
-        (
-            dict(schema={"type": "integer", "minimum": -1e400}),
-            "schema.minimum is -inf: must be a fi",
-        ),
+        (dict(schema={"const": 123456789.12345679}),
+         r"schema.const is 123456789.1.*at most 15 dig"),
+        (dict(schema={"const": [{"a": 2**53}]}),
+         r"schema.const\[0\].a is 9007199254740992: must be"),
+        (dict(schema={"enum": [1, -(2**63)]}),
+         r"schema.enum\[1\] is -9223372036854775808: must be"),
+        (dict(schema={"type": "integer", "minimum": -1e400}),
+         "schema.minimum is -inf: must be a fi"),
         (dict(schema={"multipleOf": 1e-320}), "schema.multipleOf is 1E-320: must have at most 15"),
-        (
-            dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
-            "schema: multipleOf is 65537 and 65539: the least common multiple must",
-        ),
+        (dict(schema={"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}),
+         "schema: multipleOf is 65537 and 65539: the least common multiple must"),
         (dict(schema={"maxlength": 3}), "schema.maxlength: is no keyword.*, nearest: maxLength"),
-        (
-            dict(schema={"anyOf": [{"items": {"aditionalProperties": False}}]}),
-            r"schema.anyOf\[0\].items.aditionalProperties: is no.*nearest: additionalProperties",
-        ),
-        (
-            dict(schema={"$defs": {"title": {"nullable": True}}}),
-            r"schema.\$defs.title.nullable: is OpenAPI's.*\[\"string\", \"null\"\]",
-        ),
-        (
-            dict(schema={"type": "integer", "format": "int32"}),
-            "schema.format is 'int32': is not kn",
-        ),
+        (dict(schema={"anyOf": [{"items": {"aditionalProperties": False}}]}),
+         r"schema.anyOf\[0\].items.aditionalProperties: is no.*nearest: additionalProperties"),
+        (dict(schema={"$defs": {"title": {"nullable": True}}}),
+         r"schema.\$defs.title.nullable: is OpenAPI's.*\[\"string\", \"null\"\]"),
+        (dict(schema={"type": "integer", "format": "int32"}),
+         "schema.format is 'int32': is not kn"),
         (dict(schema={"type": "string", "format": "datetime"}), "nearest: date-time"),
         (dict(schema={"contentEncoding": "base64"}), "schema.contentEncoding: is not supported"),
         (dict(schema={"items": {"x-guidance": {}}}), "items.x-guidance: is read at the top"),
@@ -568,23 +541,15 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(schema={"prefixItems": [{}], "additionalItems": False}), "give one of them"),
         (dict(schema={"enum": []}), "schema: Unsatisfiable"),
         (dict(grammar="start: x"), 'grammar: at 1.8.: unknown name: "x"'),
-        (
-            dict(grammar='start: %json {"const": 0.10000000000000000001}'),
-            "grammar: %json.const is 0.10000000000000000001: must have at most 15 digits",
-        ),
-        (
-            dict(grammar='start: %json {"const": -9223372036854775808}'),
-            "grammar: %json.const is -9223372036854775808: must be from",
-        ),
-        (
-            dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
-            "json.items.nullable: is",
-        ),
+        (dict(grammar='start: %json {"const": 0.10000000000000000001}'),
+         "grammar: %json.const is 0.10000000000000000001: must have at most 15 digits"),
+        (dict(grammar='start: %json {"const": -9223372036854775808}'),
+         "grammar: %json.const is -9223372036854775808: must be from"),
+        (dict(grammar='start: a\na: %json {"items": {"nullable": true}}'),
+         "json.items.nullable: is"),
         (dict(schema={"if": {"maxlength": 3}}), "schema.if.maxlength: is no keyword"),
-        (
-            dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
-            "Schemas.a.minlength: is no k",
-        ),
+        (dict(schema={"dependentSchemas": {"a": {"minlength": 3}}}),
+         "Schemas.a.minlength: is no k"),
         (dict(schema={"title": {"type": "string"}}), "schema.title is {.*}: must be a text"),
         (dict(grammar="x: /a/"), "grammar: no start rule"),
         (dict(regex="[a&&b]"), "regex: no text has this form"),
@@ -592,7 +557,7 @@ def test_processors_and_a_form_together_say_what_may_follow():
         (dict(regex="a", schema={}), "schema and regex: give one of them"),
         (dict(regex="a", beams=2), "regex is 'a': .*a beam search finds"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_form_is_refused_in_a_line(given, message):
     with pytest.raises(ValueError, match=message) as caught:
         model("bytes").generate("a", 5, **given)

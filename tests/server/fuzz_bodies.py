@@ -53,17 +53,10 @@ def value(rng: random.Random, depth: int = 3):
         case 4:
             return rng.choice(
                 [
-                    "tiny",
-                    "user",
-                    "text",
-                    "json_schema",
-                    "object",
-                    "[ab]+c|",
-                    "start: /a/",
-                    "a b",
+                    "tiny", "user", "text", "json_schema", "object", "[ab]+c|", "start: /a/", "a b",
                     "\n",
                 ]
-            )
+            )  # fmt: skip
         case 5:
             return [value(rng, depth - 1) for _ in range(rng.randrange(4))]
         case _:

@@ -238,10 +238,8 @@ def test_answers_of_a_form_are_those_of_the_model_alone_beside_free_ones(client,
         (dict(response_format=of_schema(SCHEMA)), ("schema", SCHEMA)),
         (dict(structured_outputs={"json": SCHEMA}), ("schema", SCHEMA)),
         (dict(structured_outputs={"regex": "[ab]{3}é+"}), ("regex", "[ab]{3}é+")),
-        (dict(structured_outputs={"grammar": LARK}), ("grammar", LARK)),
-        ({}, None),
-        ({}, None),
-    ]
+        (dict(structured_outputs={"grammar": LARK}), ("grammar", LARK)), ({}, None), ({}, None),
+    ]  # fmt: skip
 
     def ask(n):
         return complete(client, prompt="cab", max_tokens=50, stream=n % 2 == 1, **asked[n][0])

@@ -272,11 +272,9 @@ def test_scores_are_those_of_edits_that_see_the_tokens_alone():
         {"params": plain().params}, ids[None, ::-1][:, :-1], capture=(place,)
     )
     edits = {
-        "mean": mean(place, "tokens"),
-        "last": {"block_0/residual": lambda x: x.at[:, -1].set(0.3)},
-        "resample": resample(values[2]),
-        "at": add("embedding", np.arange(8.0), at=5),
-    }
+        "mean": mean(place, "tokens"), "last": {"block_0/residual": lambda x: x.at[:, -1].set(0.3)},
+        "resample": resample(values[2]), "at": add("embedding", np.arange(8.0), at=5),
+    }  # fmt: skip
     for name, edit in edits.items():
         wanted = log_p(plain(), ids, edit=edit)
         assert -plain().edited(edit).score("badcabd").nats == pytest.approx(wanted.sum(), rel=1e-5)

@@ -142,10 +142,8 @@ def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
 def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     requests = [
-        ScoringRequest(ids, ids[:5]),
-        ScoringRequest(ids, ids[:2]),
-        ScoringRequest(ids, ids[:17]),
-    ]
+        ScoringRequest(ids, ids[:5]), ScoringRequest(ids, ids[:2]), ScoringRequest(ids, ids[:17]),
+    ]  # fmt: skip
     for found, request in zip(score_requests(plain(), requests, 4), requests, strict=True):
         after = [*request.continuation]
         kept = ids[-(CONFIG.max_len + 1 - len(after)) :]

@@ -213,15 +213,12 @@ def test_the_script_writes_no_token_after_a_nan(tmp_path, monkeypatch):
     [
         ("config.json", "[]", "config.json: format is []: must be '"),
         ("config.json", "{", "config.json cannot be read: Expecting property name"),
-        (
-            "config.json",
-            json.dumps({"format": decode_exported.FORMAT, "batch": None}),
-            "config.json lacks context, first, stop, vocab_size",
-        ),
+        ("config.json", json.dumps({"format": decode_exported.FORMAT, "batch": None}),
+         "config.json lacks context, first, stop, vocab_size"),
         ("model.safetensors", "torn", "model.safetensors cannot be read: "),
         ("prefill.jax", "torn", "prefill.jax cannot be read: "),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_of_a_folder_is_named(name, content, message, tmp_path):
     about(tmp_path)
     (tmp_path / name).write_text(content)

@@ -108,12 +108,10 @@ def made(L, N, tokens) -> AttentionMaps:
 @pytest.mark.parametrize(
     ("L", "N", "tokens"),
     [
-        (1, 1, ["a"]),
-        (3, 2, [" to", " be"]),
-        (2, 3, ODD),
+        (1, 1, ["a"]), (3, 2, [" to", " be"]), (2, 3, ODD),
         (12, 12, [f" word{i}" for i in range(11)]),
     ],
-)
+)  # fmt: skip
 def test_labels_lie_within_the_picture_and_not_on_each_other(L, N, tokens):
     """Whatever the tokens are made of: a warning about a letter would be an error."""
     seen = made(L, N, tokens)

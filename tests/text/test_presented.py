@@ -68,10 +68,8 @@ def test_a_lens_names_the_likeliest_of_each_place(monkeypatch):
     monkeypatch.setattr(programs, "lens", lens)
     found = letters().inspect.lens("ba", count=2)
     assert found.top == [
-        [["a", "b"], ["c", "d"]],
-        [["e", "f"], ["g", "h"]],
-        [["i", "j"], ["k", "a"]],
-    ]
+        [["a", "b"], ["c", "d"]], [["e", "f"], ["g", "h"]], [["i", "j"], ["k", "a"]],
+    ]  # fmt: skip
     [table] = found.tables()
     assert table.title == "logit lens: the likeliest next token if the model ended there"
     assert (table.rows, table.columns) == (["embedding", "block 0", "block 1"], ["b", "a"])
