@@ -124,11 +124,9 @@ def test_paragraphs_files_and_json_lines(tmp_path):
     texts = [f"first {i}\nsecond {i}" for i in range(60)]
     files = {
         "paragraphs": ("a.txt", "\n\n".join(texts[:30]) + "\n  \n\n" + "\n \n".join(texts[30:])),
-        "jsonl": (
-            "a.jsonl",
-            "\n".join(json.dumps({"id": i, "body": t}) for i, t in enumerate(texts)),
-        ),
-    }
+        "jsonl": ("a.jsonl",
+                  "\n".join(json.dumps({"id": i, "body": t}) for i, t in enumerate(texts))),
+    }  # fmt: skip
     for kind, (name, content) in files.items():
         (tmp_path / name).write_text(content)
         changes = {"field": "body"} if kind == "jsonl" else {}

@@ -522,34 +522,24 @@ print(json.dumps(as_bits(sharded)))
 
 LOGITS = np.linspace(-1.0, 1.0, 11, dtype=np.float32)[None].repeat(8, 0)
 GOLDEN: dict[str, tuple[Callable[[jax.Array], jax.Array], list]] = {
-    "split": (
-        lambda key: jax.random.key_data(jax.random.split(key)).ravel(),
-        [348355675, 2451874181, 2577628044, 910253177],
-    ),
-    "fold_in": (
-        lambda key: jax.random.key_data(jax.random.fold_in(key, 7)),
-        [2318640504, 38374397],
-    ),
+    "split": (lambda key: jax.random.key_data(jax.random.split(key)).ravel(),
+              [348355675, 2451874181, 2577628044, 910253177]),
+    "fold_in": (lambda key: jax.random.key_data(jax.random.fold_in(key, 7)),
+                [2318640504, 38374397]),
     "bits": (lambda key: jax.random.bits(key, (3,)), [2263342558, 2950834165, 4173774322]),
     "uniform": (lambda key: jax.random.uniform(key, (3,)), [0.5269754, 0.6870445, 0.97178245]),
     "normal": (lambda key: jax.random.normal(key, (3,)), [0.06766896, 0.48749033, 1.9076607]),
-    "bernoulli": (
-        lambda key: jax.random.bernoulli(key, 0.3, (8,)),
-        [False, False, False, False, True, True, False, False],
-    ),
+    "bernoulli": (lambda key: jax.random.bernoulli(key, 0.3, (8,)),
+                  [False, False, False, False, True, True, False, False]),
     "randint": (lambda key: jax.random.randint(key, (6,), 0, 1000), [417, 135, 315, 24, 595, 6]),
     "permutation": (lambda key: jax.random.permutation(key, 7), [6, 4, 1, 2, 5, 3, 0]),
     "sample": (lambda key: Sample()(key, jnp.asarray(LOGITS)), [3, 7, 10, 9, 3, 6, 9, 10]),
-    "filtered sample": (
-        lambda key: Sample(Temperature(0.7), TopP(0.8))(key, jnp.asarray(LOGITS)),
-        [10, 7, 10, 9, 9, 6, 9, 10],
-    ),
+    "filtered sample": (lambda key: Sample(Temperature(0.7), TopP(0.8))(key, jnp.asarray(LOGITS)),
+                        [10, 7, 10, 9, 9, 6, 9, 10]),
     "dropout": (lambda key: dropout(jnp.ones(8), 0.5, key), [0, 0, 0, 0, 2, 2, 2, 0]),
-    "attention dropout": (
-        lambda key: attention_keeps(key, 2).ravel().astype(int),
-        [1, 1, 0, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0],
-    ),
-}
+    "attention dropout": (lambda key: attention_keeps(key, 2).ravel().astype(int),
+                          [1, 1, 0, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]),
+}  # fmt: skip
 
 
 @cache

@@ -69,34 +69,26 @@ def answer(engine, *script, matcher=None, **asked) -> list[Part]:
 
 
 CASES = {
-    "the end of a text": (
-        [new("ab", shared=2), new([]), new(["c", END], "stop", shared=2)], {},
-        [Part("ab", (), 2, None, shared=2), Part("c", (), 4, "stop", shared=2)],
-    ),
+    "the end of a text": ([new("ab", shared=2), new([]), new(["c", END], "stop", shared=2)], {},
+                          [Part("ab", (), 2, None, shared=2), Part("c", (), 4, "stop", shared=2)]),
     "its length": ([new("abc", "length")], {}, [Part("abc", (), 3, "length")]),
-    "a stop text, whose beginning waits": (
-        [new("a"), new("b"), new("abcd")], dict(stop=("bc",)),
-        [Part("a", (), 1), Part("ba", (), 5, "stop")],
-    ),
+    "a stop text, whose beginning waits": ([new("a"), new("b"), new("abcd")], dict(stop=("bc",)),
+                                           [Part("a", (), 1), Part("ba", (), 5, "stop")]),
     "a stop text before the length": (
         [new("abc", "length")], dict(stop=("b",)), [Part("a", (), 2, "stop")]
     ),
     "what may begin a stop text, at the length": (
         [new("ab", "length")], dict(stop=("bc",)), [Part("ab", (), 2, "length")]
     ),
-    "a chat, without its first space": (
-        [new(" a"), new(" b", "length")], dict(endpoint="chat"),
-        [Part("a", (), 2), Part(" b", (), 4, "length")],
-    ),
+    "a chat, without its first space": ([new(" a"), new(" b", "length")], dict(endpoint="chat"),
+                                        [Part("a", (), 2), Part(" b", (), 4, "length")]),
     "a chat of a form, with it": (
         [new(" a", "stop")], dict(endpoint="chat", matcher="any"), [Part(" a", (), 2, "stop")]
     ),
     "a form": ([new("ab", "stop")], dict(matcher="any"), [Part("ab", (), 2, "stop")]),
     "an empty form": ([new([], "stop")], dict(matcher="any"), [Part("", (), 0, "stop")]),
-    "a form that cannot go on": (
-        [new("ab", "refused", error="no b")], dict(matcher="any"),
-        [Part(count=2, end="failed", error="no b", status=400)],
-    ),
+    "a form that cannot go on": ([new("ab", "refused", error="no b")], dict(matcher="any"),
+                                 [Part(count=2, end="failed", error="no b", status=400)]),
     "a stop text before it": (
         [new("ab", "refused", error="no b")], dict(matcher="any", stop=("a",)),
         [Part("", (), 1, "stop")],

@@ -138,14 +138,10 @@ WRONG = {
         "chat", TALK | {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
         "tool_calls are not supported by this server", "messages[0].tool_calls",
     ),
-    "a name": (
-        "chat", TALK | {"messages": [{"role": "user", "content": "hi", "name": "ann"}]},
-        "name is not supported by this server", "messages[0].name",
-    ),
-    "no schema": (
-        "chat", TALK | {"response_format": {"type": "json_schema", "json_schema": {}}},
-        "schema: is missing", "response_format.json_schema.schema",
-    ),
+    "a name": ("chat", TALK | {"messages": [{"role": "user", "content": "hi", "name": "ann"}]},
+               "name is not supported by this server", "messages[0].name"),
+    "no schema": ("chat", TALK | {"response_format": {"type": "json_schema", "json_schema": {}}},
+                  "schema: is missing", "response_format.json_schema.schema"),
     "nothing of a schema": ("chat", TALK | {"response_format": {"type": "json_schema"}},
                             "json_schema: is missing", "response_format.json_schema"),
     "a schema without its type": (
