@@ -21,6 +21,7 @@ import pytest
 
 import train
 import transformer_jax
+import transformer_jax as tj
 from tests.support.compilation import quick_environment
 from tests.support.drawn import drawn
 from tests.support.saved import arrays_of, largest_file
@@ -34,24 +35,7 @@ from transformer_jax.cli import command, evaluate, generate, plan
 from transformer_jax.cli.flags import spelled
 from transformer_jax.cli.report import suggested_prompt, summary
 from transformer_jax.cli.run_flags import FLAGS, configure, parse
-from transformer_jax.config import (
-    ConfigError,
-    ConvolutionConfig,
-    Experts,
-    Frames,
-    LoraConfig,
-    MeshConfig,
-    ModelConfig,
-    NgramConfig,
-    Optimizer,
-    Patches,
-    RecurrentConfig,
-    Rope,
-    TrainConfig,
-    Vectors,
-    WindowConfig,
-    train_preset,
-)
+from transformer_jax.config import MeshConfig, Optimizer
 from transformer_jax.config.positions import KINDS
 from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.decoding.completion import FirstIds, TextGenerator
@@ -86,7 +70,7 @@ def flags(tmp_path) -> list[str]:
     return f"{SMALL} {files} --steps 8 --eval-every 4 --sample-tokens 9".split()
 
 
-def configured(argv: list[str]) -> tuple[TrainConfig, int | None]:
+def configured(argv: list[str]) -> tuple[tj.TrainConfig, int | None]:
     """The config of these flags, and the vocabulary size they ask for."""
     return configure(parse(argv, None))
 
@@ -184,7 +168,7 @@ def test_bad_data_is_one_line_and_status_2(capsys, flags, tmp_path, content, mes
 
 
 def test_debug_shows_the_traceback(flags):
-    with pytest.raises(ConfigError, match="steps is -1"):
+    with pytest.raises(tj.ConfigError, match="steps is -1"):
         train.main([*flags, "--steps", "-1", "--debug"])
 
 
@@ -202,11 +186,21 @@ def test_every_field_is_a_flag_and_means_what_it_says():
     def flat(cls, *skipped):
         return {f.name for f in dataclasses.fields(cls)} - {*skipped}
 
-    models = ModelConfig, RecurrentConfig, ConvolutionConfig, WindowConfig, NgramConfig
-    expected = flat(TrainConfig, "model").union(*map(flat, models)) - {"block"}  # in Python alone
-    inputs = Patches, Frames, Vectors
+    models = (
+        tj.ModelConfig,
+        tj.RecurrentConfig,
+        tj.ConvolutionConfig,
+        tj.WindowConfig,
+        tj.NgramConfig,
+    )
+    expected = flat(tj.TrainConfig, "model").union(*map(flat, models)) - {
+        "block"
+    }  # in Python alone
+    inputs = tj.Patches, tj.Frames, tj.Vectors
     expected = expected.union(*map(flat, (*KINDS.values(), *TASKS.values(), *inputs)))
-    expected = expected.union(*map(flat, (*get_args(Optimizer), MeshConfig, LoraConfig, Experts)))
+    expected = expected.union(
+        *map(flat, (*get_args(Optimizer), MeshConfig, tj.LoraConfig, tj.Experts))
+    )
     assert {path[-1] for path in FLAGS.fields} == expected
     argv = (
         "--positions rope --base 500 --scaling yarn --original-len 64 --factor 2 --glu True "
@@ -214,12 +208,12 @@ def test_every_field_is_a_flag_and_means_what_it_says():
         "--dtype bfloat16 --eval-batches 3 --min-learning-rate 1e-5"
     )
     config, vocab_size = configured(argv.split())
-    rope = Rope(base=500.0, scaling="yarn", original_len=64, factor=2.0)
-    model = ModelConfig(
+    rope = tj.Rope(base=500.0, scaling="yarn", original_len=64, factor=2.0)
+    model = tj.ModelConfig(
         positions=rope, glu=True, use_bias=False, num_kv_heads=1, d_ff=99,
         dtype="bfloat16",
     )  # fmt: skip
-    default = train_preset(None)
+    default = tj.train_preset(None)
     model = dataclasses.replace(
         model, **{n: getattr(default.model, n) for n in ("d_model", "num_layers", "max_len")}
     )
@@ -235,15 +229,15 @@ def test_adapters_are_one_word_and_leave_the_short_flags_to_others():
     first = configured(["--dropout", "0.25", "--positions", "rope", "--base", "500"])[0].model
     assert (first.dropout, first.positions.base) == (0.25, 500.0)
     given = {("lora",): "rank=4,targets=query,value,dropout=0.5,base=int8"}
-    changes = FLAGS.read(given, TrainConfig())
+    changes = FLAGS.read(given, tj.TrainConfig())
     assert {path[-1]: value for path, value in changes.items()} == {
-        "lora": LoraConfig, "rank": 4, "targets": ("query", "value"), "dropout": 0.5,
+        "lora": tj.LoraConfig, "rank": 4, "targets": ("query", "value"), "dropout": 0.5,
         "base": "int8",
     }  # fmt: skip
     with pytest.raises(
-        ConfigError, match=r"lora has 'rnak': must be one of rank, .* nearest: rank"
+        tj.ConfigError, match=r"lora has 'rnak': must be one of rank, .* nearest: rank"
     ):
-        FLAGS.read({("lora",): "rnak=4"}, TrainConfig())
+        FLAGS.read({("lora",): "rnak=4"}, tj.TrainConfig())
 
 
 def test_factors_of_pairs_are_flags_and_survive_a_run_folder(tmp_path):
@@ -277,7 +271,7 @@ def test_fields_of_tables_and_norms_are_flags():
 
 def test_no_flag_at_all_is_the_default_run():
     config, vocab_size = configured([])
-    assert (config, vocab_size) == (train_preset(None), None)
+    assert (config, vocab_size) == (tj.train_preset(None), None)
 
 
 def test_a_preset_is_the_start_and_flags_change_it():
@@ -568,7 +562,7 @@ def fit_parameters(run: Path) -> int:
 
 def test_a_loss_per_byte_is_called_so():
     def said(tokenizer: str) -> str:
-        config = dataclasses.replace(train_preset(None), tokenizer=tokenizer)
+        config = dataclasses.replace(tj.train_preset(None), tokenizer=tokenizer)
         task = SimpleNamespace(config=config, data=SimpleNamespace(val=range(8), val_characters=6))
         loss, unit = LanguageWindows.per_character(task, 1.5)
         result = SimpleNamespace(
@@ -836,7 +830,7 @@ def test_a_damaged_checkpoint_is_not_written_with(capsys, begun, tmp_path):
 @pytest.mark.slow
 def test_a_text_may_outgrow_the_model(key):
     """Each token is the likeliest of a full pass over what the model still sees."""
-    config = ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)
+    config = tj.ModelConfig(vocab_size=29, d_model=14, num_heads=2, num_layers=1, max_len=11)
     params = jax.tree.map(lambda leaf: 7 * leaf, init_params(config, key))
     tokenizer = CharTokenizer("".join(chr(ord("A") + i) for i in range(29)))
     generator = TextGenerator(

@@ -13,15 +13,8 @@ import pytest
 
 import transformer_jax as tj
 from tests.cli.test_train import run_command
+from transformer_jax import config as configs
 from transformer_jax.cli import command, plan, report, serve, train
-from transformer_jax.config import (
-    Adafactor,
-    Lion,
-    MeshConfig,
-    NgramConfig,
-    RecurrentConfig,
-    TrainConfig,
-)
 from transformer_jax.config.tasks import (
     ChatTask,
     ClassifyTask,
@@ -46,7 +39,7 @@ CHIP = Chip("a chip", flops=1e12, memory=4 * GIB, bandwidth=8 * GIB, network=1e9
 def planned(hardware, total=3.0, **changes) -> Plan:
     """Return a plan of `total` GiB: 1 of parameters, 0.5 of optimizer, 0.25 of inputs, the rest."""
     memory = StepMemory(*(round(x * GIB) for x in (1, 0.5, 0.25, total - 1.75)))
-    given = dict(mesh=MeshConfig(fsdp=2), cache=0, tokens=500, flops=3e12, compiled=True)
+    given = dict(mesh=configs.MeshConfig(fsdp=2), cache=0, tokens=500, flops=3e12, compiled=True)
     return Plan(hardware=hardware, memory=memory, **given | changes)
 
 
@@ -133,7 +126,7 @@ def test_a_plan_advises_the_largest_batch_and_the_mildest_remedy(planner, monkey
 
 def test_the_largest_batch_is_found_within_a_sixteenth(monkeypatch):
     """Memory grows in a line with the rows, or along a bent one, so that it is searched."""
-    config = TrainConfig(batch_size=4)
+    config = configs.TrainConfig(batch_size=4)
     chip = Hardware("x", CHIP, 1)
     for bend, most in ((0.0, 60), (0.002, 28)):
         asked = []
@@ -141,7 +134,7 @@ def test_the_largest_batch_is_found_within_a_sixteenth(monkeypatch):
 
         def at(config, hardware, *, asked=asked, total=total, **named):
             asked.append(config.batch_size)
-            return planned(hardware, total(config.batch_size), mesh=MeshConfig(fsdp=4))
+            return planned(hardware, total(config.batch_size), mesh=configs.MeshConfig(fsdp=4))
 
         monkeypatch.setattr(planning, "plan_training", at)
         first = at(config, chip)
@@ -163,17 +156,17 @@ def test_remedies_add_up_and_the_least_chips_are_a_power_of_two(monkeypatch):
 
     monkeypatch.setattr(planning, "plan_training", at)
     model = tj.ModelConfig(d_model=8, num_heads=1, num_layers=1)
-    config = TrainConfig(model=model, batch_size=8)
+    config = configs.TrainConfig(model=model, batch_size=8)
     (flags, _), (more, changed) = planning.remedies(config, chip)
     first = "--remat full --scan-layers True --batch-size 2 --param-dtype bfloat16"
     assert (flags, more) == (first, first + " --optimizer adafactor")
     assert changed == replace(
         config, model=replace(model, remat="full", scan_layers=True), batch_size=2,
-        param_dtype="bfloat16", optimizer=Adafactor(),
+        param_dtype="bfloat16", optimizer=configs.Adafactor(),
     )  # fmt: skip
     assert [c.model.remat for c, _ in seen] == ["full"] * 5
     windows = replace(model, remat="full", window=(3,))
-    given = replace(config, model=windows, batch_size=2, optimizer=Lion())
+    given = replace(config, model=windows, batch_size=2, optimizer=configs.Lion())
     ((flags, changed),) = planning.remedies(given, chip)
     assert (flags, changed) == ("--param-dtype bfloat16", replace(given, param_dtype="bfloat16"))
     seen.clear()
@@ -192,13 +185,13 @@ def test_remedies_add_up_and_the_least_chips_are_a_power_of_two(monkeypatch):
 def test_a_comparison_is_a_table_a_record_and_a_picture(monkeypatch, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("abcdefghij" * 40)
-    model = RecurrentConfig(vocab_size=10, d_embed=3, d_hidden=5, cell="gru")
-    models = {"ngram": NgramConfig(vocab_size=10), "gru": model}
+    model = configs.RecurrentConfig(vocab_size=10, d_embed=3, d_hidden=5, cell="gru")
+    models = {"ngram": configs.NgramConfig(vocab_size=10), "gru": model}
     trained, drawn = [], []
 
     def train(config, received, *, resume=False, vocab_size=None):
         trained.append((config, resume, vocab_size))
-        counted = isinstance(config.model, NgramConfig)
+        counted = isinstance(config.model, configs.NgramConfig)
         own = (
             replace(config.model, nodes=(2, 3, 4, 5, 6)[: config.model.order]) if counted else None
         )
@@ -312,7 +305,7 @@ def test_a_report_says_what_a_run_came_to():
     ]  # fmt: skip
     assert report.missing_metrics({"exact_match": 1, "chrf": 2}) is None
     assert report.missing_metrics({}) is None
-    config = TrainConfig(data="-", out="-x y")
+    config = configs.TrainConfig(data="-", out="-x y")
     wanted = "train --out './-x y' --resume --steps 4 < TEXT"
     assert report.how_to_resume(config, "train", " --steps 4") == wanted
     for task, sample, prompt in (

@@ -13,15 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import transformer_jax as tj
 from transformer_jax.config import ModelConfig
 from transformer_jax.decoding.completion import TextGenerator, _keep, _unsaid
-from transformer_jax.decoding.logit_processors import (
-    Ban,
-    Force,
-    ForceLast,
-    MinLength,
-    NoRepeatNGram,
-)
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.decoding.writer import TextWriter, pieces
 from transformer_jax.models.factory import init_params
@@ -164,13 +158,13 @@ def text(params, **options) -> str:
 @pytest.mark.slow
 def test_a_completion_stops_and_is_shaped(params):
     """Past the model's length, too: the tokens after the model has read its own text anew."""
-    forced = dict(processors=(Force(*b"or not to"), Ban(*range(128, 256))))
+    forced = dict(processors=(tj.Force(*b"or not to"), tj.Ban(*range(128, 256))))
     free = text(params, **forced)
     assert free.startswith("or not to") and len(free) == 29
     assert text(params, **forced, stop="not") == "or "
     assert text(params, **forced, stop=["t t", "nothing"]) == "or no"
     letter = free[9]
-    shaped = text(params, processors=(*forced["processors"], Ban(ord(letter))))
+    shaped = text(params, processors=(*forced["processors"], tj.Ban(ord(letter))))
     assert len(shaped) == 29 and shaped.startswith("or not to") and letter not in shaped[9:]
     assert text(params, cache_dtype="int8") != ""
 
@@ -179,10 +173,10 @@ def test_a_completion_stops_and_is_shaped(params):
 def test_what_counts_new_tokens_counts_on_where_the_text_is_read_anew(params):
     """After 19 of them CONFIG is full."""
     mark, a = ord("!"), ord("a")
-    late = text(params, processors=(Ban(mark, *range(128, 256)), ForceLast(27, mark)))
+    late = text(params, processors=(tj.Ban(mark, *range(128, 256)), tj.ForceLast(27, mark)))
     assert (len(late), late.count("!"), late[26]) == (29, 1, "!")
     others = [token for token in range(256) if token != a]
-    begun = text(params, processors=(ForceLast(26, mark), MinLength(25, others)))
+    begun = text(params, processors=(tj.ForceLast(26, mark), tj.MinLength(25, others)))
     assert begun[:26] == "a" * 25 + "!"
 
 
@@ -203,12 +197,12 @@ def test_what_was_written_stays_new_where_it_is_read_anew(params):
 
 def test_what_is_out_of_sight_counts():
     """Of a count of new tokens, those that were written before the text is read anew."""
-    left = {gone: _unsaid(ForceLast(5, 2), gone) for gone in (0, 3, 5)}
-    assert left == {0: ForceLast(5, 2), 3: ForceLast(2, 2), 5: _keep}
-    assert [_unsaid(Force(7, 8, 9), gone) for gone in (2, 3)] == [Force(9), _keep]
-    assert [_unsaid(MinLength(4, (1,)), gone) for gone in (3, 6)] == [
-        MinLength(1, (1,)),
-        MinLength(0, (1,)),
+    left = {gone: _unsaid(tj.ForceLast(5, 2), gone) for gone in (0, 3, 5)}
+    assert left == {0: tj.ForceLast(5, 2), 3: tj.ForceLast(2, 2), 5: _keep}
+    assert [_unsaid(tj.Force(7, 8, 9), gone) for gone in (2, 3)] == [tj.Force(9), _keep]
+    assert [_unsaid(tj.MinLength(4, (1,)), gone) for gone in (3, 6)] == [
+        tj.MinLength(1, (1,)),
+        tj.MinLength(0, (1,)),
     ]
 
 
@@ -216,9 +210,9 @@ def test_what_is_out_of_sight_counts():
 def test_what_is_forced_is_written_once(params):
     """Also where the model reads its own text anew, and the force is longer than one reading."""
     words = "or not to be, that is the question: w"
-    first = text(params, processors=(Force(*words[:5].encode()),))
+    first = text(params, processors=(tj.Force(*words[:5].encode()),))
     assert first.startswith("or no") and first.count("or no") == 1
-    forced = (Force(*words.encode()),)
+    forced = (tj.Force(*words.encode()),)
     generator = TextGenerator(
         CONFIG, params, ByteTokenizer(), sampler=Sample(), key=jax.random.key(0), processors=forced
     )
@@ -228,7 +222,7 @@ def test_what_is_forced_is_written_once(params):
 
 @pytest.mark.long
 def test_every_way_gives_the_same_text_with_processors(params):
-    generator = greedy(CONFIG, params, processors=(NoRepeatNGram(1), Ban(*range(128, 256))))
+    generator = greedy(CONFIG, params, processors=(tj.NoRepeatNGram(1), tj.Ban(*range(128, 256))))
     want = "".join(generator.complete("abcdef", 9))
     assert len(set("abcdef" + want)) == 15
     assert generator.samples("abcdef", 9, 2) == [want, want]
@@ -239,7 +233,7 @@ def test_every_way_gives_the_same_text_with_processors(params):
 
 @pytest.mark.long
 def test_where_no_token_can_follow_every_way_says_so(params):
-    generator = greedy(CONFIG, params, processors=(Ban(*range(256)),))
+    generator = greedy(CONFIG, params, processors=(tj.Ban(*range(256)),))
     for call in (
         lambda: list(generator.complete("a", 3)),
         lambda: generator.samples("a", 3, 2),
@@ -271,7 +265,7 @@ def test_what_cannot_be_is_refused_by_name(params):
     with pytest.raises(ValueError, match="stop has '': must be strings of at least one character"):
         text(params, stop=["a", ""])
     with pytest.raises(ValueError, match="processors is Ban"):
-        text(params, processors=Ban(3))
+        text(params, processors=tj.Ban(3))
     with pytest.raises(ValueError, match="the prompt has id 300: the model has 300 tokens"):
         ring = greedy(dataclasses.replace(CONFIG, window=4), params)
         ring.samples(np.array([300] + [98] * 12), 3, 2)

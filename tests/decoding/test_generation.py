@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import transformer_jax as tj
 from tests.decoding.test_decode import (
     LENGTHS,
     NEW,
@@ -27,25 +28,11 @@ from tests.decoding.test_decode import (
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near
 from transformer_jax.cache.model_cache import rewind_cache
+from transformer_jax.decoding import batch_rows
 from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.arguments import check_prompt
-from transformer_jax.decoding.batch_rows import (
-    count_rows,
-    fork,
-    gather_rows,
-    select_rows,
-    write_rows,
-)
 from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate, prefill, stream
-from transformer_jax.decoding.logit_processors import (
-    Ban,
-    Force,
-    MinLength,
-    NoRepeatNGram,
-    PresencePenalty,
-    RepetitionPenalty,
-)
 from transformer_jax.decoding.proposers import PromptLookup
 from transformer_jax.decoding.samplers import Greedy, Sample
 from transformer_jax.decoding.speculative import speculate
@@ -138,7 +125,7 @@ def test_log_probabilities_are_the_models_own(rope, free):
     want = log_probs[np.arange(NEW), np.asarray(free.tokens)[0]]
     assert want.std() > 0.1
     assert_near(free.log_probs[0], want, 1e-4)
-    forced = run(rope, processors=(Force(7),))
+    forced = run(rope, processors=(tj.Force(7),))
     both[0, PROMPT] = 7
     assert forced.tokens[:, 0].tolist() == [7, 7, 7]
     assert_near(forced.log_probs[0, 0], log_probs[0, 7], 1e-4)
@@ -190,7 +177,7 @@ def test_processors_shape_what_is_generated(rope, call):
         ids = jnp.asarray(allowed)
         return jnp.full_like(logits, -jnp.inf).at[:, ids].set(logits[:, ids])
 
-    processors = (Force(11, 2), only_primes, Ban(3), MinLength(9, 5), NoRepeatNGram(3))
+    processors = (tj.Force(11, 2), only_primes, tj.Ban(3), tj.MinLength(9, 5), tj.NoRepeatNGram(3))
     if call == "generate":
         rows = [r.tolist() for r in run(rope, processors=processors, stop=5, sampler=None).rows()]
     else:
@@ -222,7 +209,7 @@ def test_processors_see_float32_whatever_the_step_computes_in():
     def state():
         return jnp.zeros((1,), jnp.bfloat16)
 
-    shaped: dict = dict(num_tokens=3, processors=(PresencePenalty(0.01, prompt=True),))
+    shaped: dict = dict(num_tokens=3, processors=(tj.PresencePenalty(0.01, prompt=True),))
     prompt = [[0, 3]]
     assert generate(step, {}, prompt, state(), **shaped).tokens.tolist() == [[1, 2, 0]]
     out = speculate(step, {}, prompt, state(), **shaped, num_draft=1, proposer=PromptLookup(1))
@@ -298,11 +285,11 @@ def test_forked_samples_of_one_prompt_equal_samples_of_copies(rope):
     _, prefix = jax.jit(partial(prefill, step))(params, one[:, :-1], empty(1), np.array([10]))
     keys = jax.random.split(jax.random.key(7), count)
     draw = partial(generate, step, params, num_tokens=NEW, sampler=SAMPLER, key=keys)
-    got = draw(np.repeat(one[:, -1:], count, axis=0), fork(prefix, count))
+    got = draw(np.repeat(one[:, -1:], count, axis=0), batch_rows.fork(prefix, count))
     want = draw(np.repeat(one, count, axis=0), empty(count))
     np.testing.assert_array_equal(got.tokens, want.tokens)
     assert len({tuple(row.tolist()) for row in np.asarray(got.tokens)}) == count
-    again = draw(np.repeat(one[:, -1:], count, axis=0), fork(prefix, count))
+    again = draw(np.repeat(one[:, -1:], count, axis=0), batch_rows.fork(prefix, count))
     np.testing.assert_array_equal(again.tokens, want.tokens)
 
 
@@ -335,7 +322,7 @@ def test_a_state_is_consumed_whatever_made_it_and_then_refused_by_name(rope, mad
         _, state = read(params, given, state)
     views = [np.asarray(x) for x in jax.tree.leaves(state)] if "NumPy" in made else []
     before = [x.copy() for x in views]
-    kept = fork(state, 1)
+    kept = batch_rows.fork(state, 1)
     out = generate(step, params, given[:, :2], state, num_tokens=2)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     for view, wanted in zip(views, before, strict=True):
@@ -350,8 +337,8 @@ def test_a_state_is_consumed_whatever_made_it_and_then_refused_by_name(rope, mad
         "apply": lambda: model.apply({"params": params}, given, cache=state),
         "step": lambda: step(params, given, state),
         "rewind_cache": lambda: rewind_cache(state, jnp.zeros(len(given), jnp.int32)),
-        "fork": lambda: fork(state, 1),
-        "gather_rows": lambda: gather_rows(state, jnp.arange(2)),
+        "fork": lambda: batch_rows.fork(state, 1),
+        "gather_rows": lambda: batch_rows.gather_rows(state, jnp.arange(2)),
     }
     for name, call in rest.items():
         with pytest.raises(ValueError, match=r"was consumed by an earlier call: fork\("):
@@ -367,15 +354,17 @@ def test_rows_of_a_state_are_gathered_put_and_chosen():
     state, other = jax.tree.map(
         lambda x: np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), shapes
     )
-    assert count_rows(state) == 3
+    assert batch_rows.count_rows(state) == 3
 
     @jax.jit
     def changed(state, other):
         return (
-            gather_rows(state, np.array([2, 0, 2, 1])),
-            fork(state, 2),
-            write_rows(state, np.array([2, 3]), other),
-            select_rows(np.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state),
+            batch_rows.gather_rows(state, np.array([2, 0, 2, 1])),
+            batch_rows.fork(state, 2),
+            batch_rows.write_rows(state, np.array([2, 3]), other),
+            batch_rows.select_rows(
+                np.array([True, False, True]), jax.tree.map(jnp.zeros_like, state), state
+            ),
         )
 
     found = state, *changed(state, other), other
@@ -386,9 +375,9 @@ def test_rows_of_a_state_are_gathered_put_and_chosen():
         np.testing.assert_array_equal(d[1], leaf[1])
         assert not np.asarray(d)[[0, 2]].any()
     with pytest.raises(ValueError, match="copies is 0: must be an integer"):
-        fork(state, 0)
+        batch_rows.fork(state, 0)
     with pytest.raises(ValueError, match="must be one B"):
-        count_rows((np.zeros(3), np.zeros((2, 3))))
+        batch_rows.count_rows((np.zeros(3), np.zeros((2, 3))))
 
 
 # Compilation
@@ -526,8 +515,8 @@ def test_bad_arguments_are_refused_before_compiling(rope):
         (r"limits are int64\[2\]", dict(limits=[1, 2])),
         (r"limits are \[1, 2, 24\]: must be from 0 to 23", dict(limits=[1, 2, 24])),
         (r"limits are \[-1, 2, 3\]", dict(limits=[-1, 2, 3])),
-        (r"processors is Ban", dict(processors=Ban(2))),
-        (r"processor is RepetitionPenalty.*: must be called|processor is <class", dict(processors=[RepetitionPenalty])),  # noqa: E501
+        (r"processors is Ban", dict(processors=tj.Ban(2))),
+        (r"processor is RepetitionPenalty.*: must be called|processor is <class", dict(processors=[tj.RepetitionPenalty])),  # noqa: E501
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rule):
             generate(step, parameters(ROPE), prompts(), state, **dict(num_tokens=NEW) | change)

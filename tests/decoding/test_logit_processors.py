@@ -11,20 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import transformer_jax as tj
 from tests.support.tolerances import assert_near
-from transformer_jax.decoding.logit_processors import (
-    Ban,
-    BanSequences,
-    Force,
-    ForceLast,
-    FrequencyPenalty,
-    History,
-    MinLength,
-    NoRepeatNGram,
-    PresencePenalty,
-    RepetitionPenalty,
-    check_processors,
-)
+from transformer_jax.decoding.logit_processors import History, check_processors
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -81,16 +70,16 @@ def no_repeat(prompt, new, x, n):
 BANNED = [5, 3], [4], [1, 9, 6]
 
 CASES = [
-    *((RepetitionPenalty(p), partial(repetition, p=p, whole=True)) for p in (0.6, 1.0, 1.7)),
-    (RepetitionPenalty(1.7, prompt=False), partial(repetition, p=1.7, whole=False)),
-    (PresencePenalty(0.7), partial(presence, a=0.7, whole=False)),
-    (PresencePenalty(-0.7, prompt=True), partial(presence, a=-0.7, whole=True)),
-    (FrequencyPenalty(0.3), partial(frequency, a=0.3, whole=False)),
-    (FrequencyPenalty(0.3, prompt=True), partial(frequency, a=0.3, whole=True)),
-    *((NoRepeatNGram(n), partial(no_repeat, n=n)) for n in (1, 2, 3, 4, 30)),
-    (Ban(3, 10), lambda p, new, x: [-INFINITE if i in (3, 10) else v for i, v in enumerate(x)]),
+    *((tj.RepetitionPenalty(p), partial(repetition, p=p, whole=True)) for p in (0.6, 1.0, 1.7)),
+    (tj.RepetitionPenalty(1.7, prompt=False), partial(repetition, p=1.7, whole=False)),
+    (tj.PresencePenalty(0.7), partial(presence, a=0.7, whole=False)),
+    (tj.PresencePenalty(-0.7, prompt=True), partial(presence, a=-0.7, whole=True)),
+    (tj.FrequencyPenalty(0.3), partial(frequency, a=0.3, whole=False)),
+    (tj.FrequencyPenalty(0.3, prompt=True), partial(frequency, a=0.3, whole=True)),
+    *((tj.NoRepeatNGram(n), partial(no_repeat, n=n)) for n in (1, 2, 3, 4, 30)),
+    (tj.Ban(3, 10), lambda p, new, x: [-INFINITE if i in (3, 10) else v for i, v in enumerate(x)]),
     (
-        Force(4, 2, 4),
+        tj.Force(4, 2, 4),
         lambda p, new, x: (
             [0.0 if i == (4, 2, 4)[len(new)] else -INFINITE for i in range(V)]
             if len(new) < 3
@@ -98,20 +87,20 @@ CASES = [
         ),
     ),
     (
-        BanSequences((5, 3), (4,), (1, 9, 6)),
+        tj.BanSequences((5, 3), (4,), (1, 9, 6)),
         lambda p, new, x: [
             -INFINITE if any([*(p + new), i][-len(s) :] == s for s in BANNED) else v
             for i, v in enumerate(x)
         ],
     ),
     (
-        ForceLast(3, 9),
+        tj.ForceLast(3, 9),
         lambda p, new, x: (
             [0.0 if i == 9 else -INFINITE for i in range(V)] if len(new) == 2 else list(x)
         ),
     ),
     (
-        MinLength(5, (2, 7)),
+        tj.MinLength(5, (2, 7)),
         lambda p, new, x: [
             -INFINITE if len(new) < 5 and i in (2, 7) else v for i, v in enumerate(x)
         ],
@@ -129,8 +118,8 @@ def test_processors_follow_their_rule(rng, processor, rule):
     actual = np.asarray(jax.jit(processor)(history(prompts, new), logits.astype(np.float32)))
     expected = np.array([rule(*row) for row in zip(prompts, new, logits.tolist(), strict=True)])
     assert actual.shape == expected.shape and np.isfinite(expected).any(axis=1).all()
-    if not isinstance(processor, NoRepeatNGram) or processor.n < 30:
-        assert processor == RepetitionPenalty(1.0) or np.abs(actual - logits).max() > 0.01
+    if not isinstance(processor, tj.NoRepeatNGram) or processor.n < 30:
+        assert processor == tj.RepetitionPenalty(1.0) or np.abs(actual - logits).max() > 0.01
     np.testing.assert_array_equal(np.isneginf(actual), np.isneginf(expected))
     kept = np.isfinite(expected)
     assert_near(actual[kept], expected[kept], 1e-5)
@@ -142,7 +131,7 @@ def test_a_sequence_is_banned_from_the_first_text_on_that_is_its_beginning(size)
     """That text has one token less than the sequence; one of two less bans nothing."""
     sequence = [4, 1, 3, 1, 5][:size]
     begun = history([sequence[:-1] or [9], [9, *sequence[:-1]]], [[], []])
-    ban = jax.jit(BanSequences(sequence))
+    ban = jax.jit(tj.BanSequences(sequence))
     logits = np.asarray(ban(begun, np.zeros((2, V), np.float32)))
     assert np.argwhere(np.isneginf(logits)).tolist() == [[0, sequence[-1]], [1, sequence[-1]]]
     if size > 2:
@@ -160,7 +149,7 @@ def test_a_history_holds_each_rows_text_without_gaps(rng):
     assert made.length.tolist() == [len(p) + len(t) for p, t in zip(prompts, new, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [PresencePenalty, FrequencyPenalty, RepetitionPenalty])
+@pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
 @pytest.mark.parametrize("bad", [math.nan, INFINITE, -INFINITE, "1", None])
 def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
     with pytest.raises(ValueError, match="must be finite"):
@@ -168,7 +157,7 @@ def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [PresencePenalty, FrequencyPenalty, RepetitionPenalty])
+@pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
 @pytest.mark.parametrize("far", [1e39, 1e300, 10**400, 1.1e30])
 def test_penalties_whose_products_float32_does_not_hold_are_refused(kind, far):
     with pytest.raises(ValueError, match=r"must be finite.*, from -?1e-?30 to 1e30"):
@@ -179,23 +168,23 @@ def test_penalties_whose_products_float32_does_not_hold_are_refused(kind, far):
 
 def test_bad_settings_are_refused_by_name():
     for call, rule in (
-        (lambda: RepetitionPenalty(0), "p is 0: must be finite and above 0"),
-        (lambda: RepetitionPenalty(-1.0), "p is -1"),
-        (lambda: NoRepeatNGram(0), "n is 0: must be an integer of at least 1"),
-        (lambda: NoRepeatNGram(2.0), "n is 2.0"),
-        (lambda: Ban(), "tokens is empty"),
-        (lambda: Ban(3, -1), "tokens have -1: must be token ids"),
-        (lambda: Force(True), "tokens have True"),
-        (lambda: MinLength(-1, 2), "n is -1"),
-        (lambda: BanSequences(), "sequences is empty"),
-        (lambda: BanSequences((3,), ()), r"sequences\[1\] is empty"),
-        (lambda: BanSequences((3, -1)), r"sequences\[0\] have -1"),
-        (lambda: ForceLast(0, 3), "n is 0"),
-        (lambda: ForceLast(3, 1.0), "token have 1.0"),
-        (lambda: MinLength(3, ()), "stop is empty"),
-        (lambda: MinLength(3, 2.5), "stop is 2.5: must be a token id or several"),
+        (lambda: tj.RepetitionPenalty(0), "p is 0: must be finite and above 0"),
+        (lambda: tj.RepetitionPenalty(-1.0), "p is -1"),
+        (lambda: tj.NoRepeatNGram(0), "n is 0: must be an integer of at least 1"),
+        (lambda: tj.NoRepeatNGram(2.0), "n is 2.0"),
+        (lambda: tj.Ban(), "tokens is empty"),
+        (lambda: tj.Ban(3, -1), "tokens have -1: must be token ids"),
+        (lambda: tj.Force(True), "tokens have True"),
+        (lambda: tj.MinLength(-1, 2), "n is -1"),
+        (lambda: tj.BanSequences(), "sequences is empty"),
+        (lambda: tj.BanSequences((3,), ()), r"sequences\[1\] is empty"),
+        (lambda: tj.BanSequences((3, -1)), r"sequences\[0\] have -1"),
+        (lambda: tj.ForceLast(0, 3), "n is 0"),
+        (lambda: tj.ForceLast(3, 1.0), "token have 1.0"),
+        (lambda: tj.MinLength(3, ()), "stop is empty"),
+        (lambda: tj.MinLength(3, 2.5), "stop is 2.5: must be a token id or several"),
         (lambda: check_processors("abc"), "processors is 'abc'"),
-        (lambda: check_processors([Ban]), "must be called with"),
+        (lambda: check_processors([tj.Ban]), "must be called with"),
         (lambda: check_processors([lambda x: x]), r"one of logits alone goes into Sample"),
     ):
         with pytest.raises(ValueError, match=rule):
@@ -207,7 +196,7 @@ def test_bad_settings_are_refused_by_name():
 )
 @pytest.mark.parametrize(
     "processor",
-    [Ban(2, V), BanSequences((1, V)), Force(V), ForceLast(3, V), MinLength(3, V)],
+    [tj.Ban(2, V), tj.BanSequences((1, V)), tj.Force(V), tj.ForceLast(3, V), tj.MinLength(3, V)],
     ids=str,
 )
 def test_a_token_outside_the_vocabulary_is_refused(processor):
@@ -218,6 +207,6 @@ def test_a_token_outside_the_vocabulary_is_refused(processor):
 
 @pytest.mark.slow
 def test_processors_are_values():
-    assert Ban(1, 2) == Ban(1, 2) and hash(MinLength(3, 5)) == hash(MinLength(3, (5,)))
-    assert MinLength(3, np.int64(5)) == MinLength(3, np.array(5)) == MinLength(3, 5)
-    assert RepetitionPenalty(1.2) != RepetitionPenalty(1.2, prompt=False)
+    assert tj.Ban(1, 2) == tj.Ban(1, 2) and hash(tj.MinLength(3, 5)) == hash(tj.MinLength(3, (5,)))
+    assert tj.MinLength(3, np.int64(5)) == tj.MinLength(3, np.array(5)) == tj.MinLength(3, 5)
+    assert tj.RepetitionPenalty(1.2) != tj.RepetitionPenalty(1.2, prompt=False)

@@ -8,29 +8,21 @@ import pytest
 
 from tests.server.fuzz_bodies import changed_value, value
 from transformer_jax.server import protocol
-from transformer_jax.server.protocol import (
-    Part,
-    RequestError,
-    Stamp,
-    TextRequest,
-    Token,
-    read_request,
-)
 from transformer_jax.server.schemas import CHAT, COMPLETION, Misfit, check
 
 HI = {"model": "m", "prompt": "hi"}
 TALK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-STAMP = Stamp("id-1", 1_700_000_000, "m")
+STAMP = protocol.Stamp("id-1", 1_700_000_000, "m")
 
 
 def read(endpoint, given):
     body = given if isinstance(given, bytes) else json.dumps(given).encode()
-    return read_request(endpoint, body, "m")
+    return protocol.read_request(endpoint, body, "m")
 
 
 def test_what_a_request_leaves_out_is_as_openai_has_it():
-    assert read("completion", HI) == TextRequest("completion", "hi", num_tokens=16)
-    assert read("chat", TALK) == TextRequest("chat", ({"role": "user", "content": "hi"},))
+    assert read("completion", HI) == protocol.TextRequest("completion", "hi", num_tokens=16)
+    assert read("chat", TALK) == protocol.TextRequest("chat", ({"role": "user", "content": "hi"},))
     nulls = dict.fromkeys(CHAT["properties"].keys() - TALK.keys())
     assert read("chat", TALK | nulls) == read("chat", TALK)
 
@@ -41,11 +33,11 @@ def test_all_that_is_asked_for_is_read():
         logprobs=True, top_logprobs=2, stream=True, stream_options={"include_usage": True},
         user="u", presence_penalty=0.0, tools=[], response_format={"type": "text"},
     )  # fmt: skip
-    assert read("chat", TALK | given) == TextRequest(
+    assert read("chat", TALK | given) == protocol.TextRequest(
         "chat", ({"role": "user", "content": "hi"},), 7, 0.5, 0.25, 3, ("a", "b"), 2, True, True
     )
     given = dict(prompt=[1, 2.0, 3], max_tokens=5, stop="x", logprobs=0, echo=False, best_of=1)
-    assert read("completion", HI | given) == TextRequest(
+    assert read("completion", HI | given) == protocol.TextRequest(
         "completion", (1, 2, 3), 5, stop=("x",), top=0
     )
     assert read("completion", HI | {"prompt": ["one"]}).prompt == "one"
@@ -63,7 +55,7 @@ def test_answer_can_be_sent_back():
     params = pytest.importorskip("openai.types.chat.completion_create_params")
     transform = pytest.importorskip("openai._utils").maybe_transform
     answered = protocol.answer(
-        TextRequest("chat", "", top=1), STAMP, Part("a", TOKENS[:1], 1, "stop"), 5
+        protocol.TextRequest("chat", "", top=1), STAMP, protocol.Part("a", TOKENS[:1], 1, "stop"), 5
     )
     read_back = chat.ChatCompletion.model_validate(answered).choices[0].message
     parsed = chat.ParsedChatCompletionMessage(role="assistant", content="a", parsed={"a": 1.5})
@@ -175,7 +167,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_refused_in_a_line_that_names_it(name):
     endpoint, body, why, param = WRONG[name]
-    with pytest.raises(RequestError, match=why) as caught:
+    with pytest.raises(protocol.RequestError, match=why) as caught:
         read(endpoint, body)
     error = caught.value.body()["error"]
     assert caught.value.status == (404 if name == "another model" else 400)
@@ -211,8 +203,10 @@ def test_values_are_checked_as_json_schema_says(name):
 def test_event_is_one_line_to_every_reader_of_lines():
     text = "a\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029é\U0001f600"
     assert len(text.splitlines()) == 11
-    refused = RequestError(text).body()
-    (chunk, *_) = protocol.chunks(TextRequest("completion", ""), STAMP, Part(text), 5, first=True)
+    refused = protocol.RequestError(text).body()
+    (chunk, *_) = protocol.chunks(
+        protocol.TextRequest("completion", ""), STAMP, protocol.Part(text), 5, first=True
+    )
     for data in (chunk, refused):
         sent = protocol.event(data).decode()
         assert sent.splitlines() == [sent[:-2], ""] and "é\U0001f600" in sent
@@ -221,20 +215,25 @@ def test_event_is_one_line_to_every_reader_of_lines():
 
 def test_tokens_of_one_text_are_all_listed():
     top = ((b"a", -1.0), (b"", -2.0), (b"a", -3.0), (b"", -4.0), (b"a #2", -5.0), (b"a", -6.0))
-    asked = TextRequest("completion", "", top=6)
-    (choice,) = protocol.answer(asked, STAMP, Part("a", (Token(b"a", -1.0, 0, top),)), 1)["choices"]
+    asked = protocol.TextRequest("completion", "", top=6)
+    (choice,) = protocol.answer(
+        asked, STAMP, protocol.Part("a", (protocol.Token(b"a", -1.0, 0, top),)), 1
+    )["choices"]
     named = {"a": -1.0, "": -2.0, "a #2": -3.0, " #2": -4.0, "a #2 #2": -5.0, "a #3": -6.0}
     assert choice["logprobs"]["top_logprobs"] == [named]
 
 
 PARTS = (b"\xc3", -1), (b"\xe6\xbc", -2)  # two parts of characters
-TOKENS = Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))), Token(b"\xc3", -1.0, 1, PARTS)
+TOKENS = (
+    protocol.Token(b"a", -0.5, 0, ((b"a", -0.5), (b"b", -2.0))),
+    protocol.Token(b"\xc3", -1.0, 1, PARTS),
+)
 
 
 def test_the_parts_of_a_stream_join_to_the_whole_answer():
-    parts = Part("a", TOKENS[:1], 1), Part("é", TOKENS[1:], 3, "length")
+    parts = protocol.Part("a", TOKENS[:1], 1), protocol.Part("é", TOKENS[1:], 3, "length")
     for endpoint in ("completion", "chat"):
-        asked = TextRequest(endpoint, "", top=2, stream=True, include_usage=True)
+        asked = protocol.TextRequest(endpoint, "", top=2, stream=True, include_usage=True)
         whole = protocol.answer(asked, STAMP, protocol.join_parts(parts), 5)
         (choice,) = whole["choices"]
         sent = [
@@ -272,12 +271,12 @@ def test_the_parts_of_a_stream_join_to_the_whole_answer():
 def test_answers_are_read_by_the_types_of_openai_s_client():
     types = pytest.importorskip("openai.types")
     chat = pytest.importorskip("openai.types.chat")
-    part = Part("a", TOKENS[:1], 1, "stop")
+    part = protocol.Part("a", TOKENS[:1], 1, "stop")
     for endpoint, whole, chunk in (
         ("completion", types.Completion, types.Completion),
         ("chat", chat.ChatCompletion, chat.ChatCompletionChunk),
     ):
-        asked = TextRequest(endpoint, "", top=1)
+        asked = protocol.TextRequest(endpoint, "", top=1)
         whole.model_validate(protocol.answer(asked, STAMP, part, 5), strict=True)
         for sent in protocol.chunks(asked, STAMP, part, 5, first=True):
             chunk.model_validate(sent, strict=True)

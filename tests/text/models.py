@@ -9,14 +9,7 @@ import jax
 import numpy as np
 
 import transformer_jax as tj
-from transformer_jax.config.tasks import (
-    ChatTask,
-    ClassifyTask,
-    MaskedTask,
-    PreferenceTask,
-    PrefixTask,
-    Seq2SeqTask,
-)
+from transformer_jax.config import tasks
 from transformer_jax.loading import TextModel
 from transformer_jax.models.factory import build
 from transformer_jax.text.language_model import LanguageModel
@@ -44,7 +37,7 @@ def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageMo
     """A model of a task's run, as its training would have made it, untrained."""
     tokenizer = with_special_tokens(base, names) if names else base
     config = task.fit_model(replace(CONFIG, kind=kind, vocab_size=tokenizer.vocab_size))
-    if isinstance(task, ClassifyTask):
+    if isinstance(task, tasks.ClassifyTask):
         config = replace(config, num_classes=len(task.labels))
     run = tj.TrainConfig(model=config, task=task, context=config.max_len, batch_size=2)
     return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
@@ -83,32 +76,32 @@ def plain() -> LanguageModel:
 
 @functools.cache
 def pairs() -> LanguageModel:
-    return run_of(Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"))
+    return run_of(tasks.Seq2SeqTask(beams=1), "encoder-decoder", ("bos", "eos"))
 
 
 @functools.cache
 def prefix() -> LanguageModel:
-    return run_of(PrefixTask(beams=1), names=("sep", "eos"))
+    return run_of(tasks.PrefixTask(beams=1), names=("sep", "eos"))
 
 
 @functools.cache
 def masked() -> LanguageModel:
-    return run_of(MaskedTask(), "encoder", ("mask",))
+    return run_of(tasks.MaskedTask(), "encoder", ("mask",))
 
 
 @functools.cache
 def classes() -> LanguageModel:
-    return run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",))
+    return run_of(tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",))
 
 
 @functools.cache
 def chat() -> LanguageModel:
-    return run_of(ChatTask(), names=("system", "user", "assistant", "eos"))
+    return run_of(tasks.ChatTask(), names=("system", "user", "assistant", "eos"))
 
 
 @functools.cache
 def preferred() -> LanguageModel:
-    return run_of(PreferenceTask(messages=False), names=("eos",))
+    return run_of(tasks.PreferenceTask(messages=False), names=("eos",))
 
 
 def vectors() -> LanguageModel:

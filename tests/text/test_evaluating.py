@@ -26,17 +26,10 @@ from tests.text.models import (
     vectors,
 )
 from transformer_jax.decoding.samplers import Sample, Temperature, TopK, TopP
-from transformer_jax.text import continuations
+from transformer_jax.text import continuations, lm_eval
 from transformer_jax.text.choices import Choices, Question, read_questions
 from transformer_jax.text.continuations import ScoringRequest, score_requests, split_pair
 from transformer_jax.text.language_model import LanguageModel
-from transformer_jax.text.lm_eval import (
-    Generation,
-    TransformerJaxLM,
-    cut_at,
-    read_generation,
-    rolling_windows,
-)
 from transformer_jax.tokenizers.trained import CharTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -304,43 +297,43 @@ def test_a_file_without_a_question_is_refused(tmp_path):
 
 
 def test_rolling_windows_are_those_of_lm_evals_documentation():
-    found = rolling_windows([*range(10)], 77, 4)
+    found = lm_eval.rolling_windows([*range(10)], 77, 4)
     assert [(one.context, one.continuation) for one in found] == [
         ((77,), (0, 1, 2, 3)), ((3,), (4, 5, 6, 7)), ((5, 6, 7), (8, 9)),
     ]  # fmt: skip
-    assert rolling_windows([], 77, 4) == []
-    assert rolling_windows([1], 77, 4) == [ScoringRequest((77,), (1,))]
+    assert lm_eval.rolling_windows([], 77, 4) == []
+    assert lm_eval.rolling_windows([1], 77, 4) == [ScoringRequest((77,), (1,))]
 
 
 def test_generation_arguments_of_a_task_are_read():
     greedy = Sample(Temperature(0.0))
-    assert read_generation({}, 256) == Generation((), 256, greedy)
-    assert read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
-        Generation(("a",), 7, greedy)
+    assert lm_eval.read_generation({}, 256) == lm_eval.Generation((), 256, greedy)
+    assert lm_eval.read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
+        lm_eval.Generation(("a",), 7, greedy)
     )
     given = {"until": ["a", "b", ""], "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9}
     drawn = Sample(Temperature(0.5), TopK(3), TopP(0.9))
-    assert read_generation(given, 7) == Generation(("a", "b"), 5, drawn)
-    assert read_generation(given | {"do_sample": False}, 7).sampler == greedy
+    assert lm_eval.read_generation(given, 7) == lm_eval.Generation(("a", "b"), 5, drawn)
+    assert lm_eval.read_generation(given | {"do_sample": False}, 7).sampler == greedy
     for wrong, message in (
         ({"do_sample": True}, "temperature is 0.0: do_sample needs one above 0"),
         ({"num_beams": 3}, "generation_kwargs have num_beams=3: must be until"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0: must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_generation(wrong, 7)
+            lm_eval.read_generation(wrong, 7)
 
 
 def test_a_text_is_cut_at_each_of_its_ends_in_turn():
-    assert cut_at("the cat. sat", [". ", "c"]) == "the "
-    assert cut_at("the cat. sat", ["t.", "cat"]) == "the ca"  # as lm-eval cuts it
-    assert cut_at("the cat", []) == "the cat"
+    assert lm_eval.cut_at("the cat. sat", [". ", "c"]) == "the "
+    assert lm_eval.cut_at("the cat. sat", ["t.", "cat"]) == "the ca"  # as lm-eval cuts it
+    assert lm_eval.cut_at("the cat", []) == "the cat"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
 def test_without_lm_eval_the_adapter_says_how_to_install_it():
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'transf.*lm-eval"):
-        TransformerJaxLM(plain())
+        lm_eval.TransformerJaxLM(plain())
 
 
 def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):

@@ -30,12 +30,7 @@ from tests.text.models import (
     run_of,
     vectors,
 )
-from transformer_jax.config.tasks import (
-    ClassifyTask,
-    LanguageTask,
-    MaskedTask,
-    PreferenceTask,
-)
+from transformer_jax.config import tasks
 from transformer_jax.decoding.logit_processors import Force
 from transformer_jax.text.scores import windows
 from transformer_jax.tokenizers.special import special_ids, with_special_tokens
@@ -137,7 +132,7 @@ def test_bytes_of_a_score_are_those_of_what_is_scored():
         first = text.removesuffix("be").rstrip(" ")
         first = text[: text.index("\n") + 1] if "\n" in text else first
         assert words.score(text).num_bytes == len(text.encode()) - len(first.encode())
-    pair = run_of(PreferenceTask(), names=("eos",)).score(("", "feed"))
+    pair = run_of(tasks.PreferenceTask(), names=("eos",)).score(("", "feed"))
     assert (pair.num_tokens, pair.num_bytes) == (4, 3)  # "eed" and its end
 
 
@@ -153,9 +148,9 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
         lambda: words.score("to a cow"), lambda: words.score(["to be", "to a cow"]),
         lambda: words.inspect.attention("to a cow"),
         lambda: run_of(
-            ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=words.tokenizer
+            tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=words.tokenizer
         ).classify("to a cow"),
-        lambda: run_of(MaskedTask(), "encoder", ("mask",), base=words.tokenizer).candidates(
+        lambda: run_of(tasks.MaskedTask(), "encoder", ("mask",), base=words.tokenizer).candidates(
             "to [MASK] a cow"
         ),
     ]  # fmt: skip
@@ -189,9 +184,9 @@ def test_a_text_without_a_token_is_an_empty_prompt_and_nothing_to_look_at():
     """Check that blanks are so to words, and not to characters."""
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.read(" ").tolist() == words.read("").tolist() == words.read("\n").tolist() == [1]
-    preferred = run_of(PreferenceTask(), names=("eos",), base=BLANKS)
+    preferred = run_of(tasks.PreferenceTask(), names=("eos",), base=BLANKS)
     assert preferred.read(" ").tolist() == [1]
-    classes = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=BLANKS)
+    classes = run_of(tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=BLANKS)
     for ask in (words.attend, classes.attend, classes.classify):
         with pytest.raises(DataError, match="text is ' ': must have at least one token"):
             ask(" ")
@@ -202,7 +197,7 @@ def test_blanks_are_gone_on_with_and_classed_where_they_have_tokens():
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.generate(" \t", 4) == words.generate("\n", 4)
     base = CharTokenizer(" ab")
-    classes = run_of(ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=base)
+    classes = run_of(tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=base)
     assert classes.classify("  ")[0] in ("x", "y")
     assert classes.inspect.attention("  ").tokens == ["<cls>", " ", " "]
 
@@ -244,7 +239,7 @@ def test_a_long_text_is_scored_in_windows():
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["badcafe", "ab"])
 def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
-    model = run_of(LanguageTask())
+    model = run_of(tasks.LanguageTask())
     (tmp_path / "short.txt").write_text(text)
     score = model.score(text)  # of all tokens but the first
     nats = model.evaluate(tmp_path / "short.txt")["nats_per_token"]
