@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.decoding.test_decode import PAIR, ROPE, VOCAB, counting
 from tests.support import model_oracle as oracle
-from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
-from transformer_jax.config import ModelConfig, T5Buckets
+from transformer_jax.config import ModelConfig
 from transformer_jax.decoding import beams as beam
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import Beams, GNMTPenalty, LengthPenalty, beam_search
@@ -483,7 +483,7 @@ def test_a_limited_row_needs_no_more_cache_than_alone():
 
 @pytest.mark.slow
 def test_traced_limits_are_clipped_to_the_number_of_tokens():
-    params, prompt, step = automaton(3, 7), prompts(7), Counting()
+    params, prompt, step = automaton(3, 7), prompts(7), counting(Automaton)()
     search = partial(beam_search, step, params, prompt, **COMMON | dict(stop=()))
     whole = search(states(), limits=[11, 0, 5, 11])
 
@@ -530,15 +530,8 @@ def after_prompt(params, row: int, prompt: np.ndarray) -> int:
 
 # Networks
 
-VOCAB, NEW = 31, 7
+NEW = 7
 STOP = tuple(range(0, VOCAB, 2))
-ROPE = ModelConfig(
-    vocab_size=VOCAB, d_model=26, num_layers=1, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
-    max_len=67, positions="rope", tie_embeddings=False,
-)  # fmt: skip
-PAIR = dataclasses.replace(
-    ROPE, kind="encoder-decoder", num_layers=1, positions=T5Buckets(buckets=8, max_distance=17)
-)  # fmt: skip
 
 
 def network(config: ModelConfig) -> dict[str, Any]:
@@ -703,22 +696,9 @@ def test_leaves_that_the_step_returns_untouched_are_not_gathered():
 # Compilation and refusals
 
 
-@as_ours
-@dataclasses.dataclass(frozen=True, eq=False)
-class Counting(Automaton):
-    """Counts how often Python runs it, which is at tracing only; equal to no other."""
-
-    calls: list = dataclasses.field(default_factory=list)
-    __hash__, __eq__ = object.__hash__, object.__eq__
-
-    def __call__(self, params, tokens, state, *, valid=None):
-        self.calls.append(tokens.shape)
-        return super().__call__(params, tokens, state, valid=valid)
-
-
 @pytest.mark.slow
 def test_one_program_serves_all_prompts_of_a_bucket_and_all_penalties():
-    step, params, sizes = Counting(), automaton(1, 5), []
+    step, params, sizes = counting(Automaton)(), automaton(1, 5), []
     changes: list[dict[str, Any]] = [
         dict(lengths=None), dict(lengths=[2, 1, 2, 2]), dict(length_penalty=GNMTPenalty(0.6)),
         dict(length_penalty=LengthPenalty(-1.0), early_exit=False), dict(diversity=0.7),

@@ -14,7 +14,7 @@ import pytest
 from tests.support import model_oracle as oracle
 from tests.support.ours import as_ours
 from tests.support.tolerances import assert_near, assert_same_bits
-from transformer_jax.config import ModelConfig, RecurrentConfig, T5Buckets
+from transformer_jax.config import ModelConfig, T5Buckets
 from transformer_jax.decoding import generation as decode
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.batch_rows import fork
@@ -397,40 +397,23 @@ def test_what_has_more_than_a_call_and_is_no_step_is_refused(rope):
 # Compilation
 
 
-@as_ours
-@dataclasses.dataclass(frozen=True, eq=False)
-class CountingStep(ModelStep):
-    """Counts how often Python runs it, which is at tracing only; equal to no other."""
+def counting(kind):
+    """A kind of step that counts how often Python runs it: at tracing only; equal to no other."""
 
-    calls: list = dataclasses.field(default_factory=list)
-    __hash__, __eq__ = object.__hash__, object.__eq__
+    @as_ours
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Counting(kind):
+        calls: list = dataclasses.field(default_factory=list)
+        __hash__, __eq__ = object.__hash__, object.__eq__
 
-    def __call__(self, params, tokens, state, *, valid=None):
-        self.calls.append(tokens.shape)
-        return super().__call__(params, tokens, state, valid=valid)
+        def __call__(self, params, tokens, state, *, valid=None):
+            self.calls.append(tokens.shape)
+            return super().__call__(params, tokens, state, valid=valid)
+
+    return Counting
 
 
-@pytest.mark.long
-def test_one_program_serves_all_lengths_of_a_bucket():
-    """64 tokens, prompts of 1 to 16 columns, ragged or not, keys and streams: nothing new."""
-    step = CountingStep(build(ROPE))
-    params = parameters(ROPE)
-    state = init_cache(ROPE, 3, 16 + 64)
-    sizes = []
-    for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (11, LENGTHS), (13, None)):
-        prompt = prompts(columns=columns)
-        tokens = generate(
-            step, params, prompt, state, num_tokens=64, lengths=lengths, sampler=SAMPLER,
-            key=jax.random.key(columns),
-        )  # fmt: skip
-        assert np.asarray(tokens).shape == (3, 64) and (np.asarray(tokens) >= 0).all()
-        sizes.append(len(step.calls))
-    assert sizes[0] > 0 and sizes == sizes[:1] * 5
-    generate(
-        step, params, prompts(columns=17), state, num_tokens=64, sampler=SAMPLER,
-        key=jax.random.key(0),
-    )  # fmt: skip
-    assert len(step.calls) > sizes[0], "the next bucket is another program"
+CountingStep = counting(ModelStep)
 
 
 @pytest.mark.slow
@@ -481,13 +464,6 @@ def test_what_does_not_fit_the_cache_is_refused_before_compiling(call):
            num_tokens=4, call=call)  # fmt: skip
     learned = dataclasses.replace(ROPE, positions="learned", max_len=13)
     refuse(r"reach length 33: the limit is 13 .*max_len 13", config=learned, call=call)
-
-
-@pytest.mark.slow
-def test_what_just_fits_is_served(rope, greedy):
-    step, params, empty = rope
-    got = generate(step, params, prompts(), empty(3, 33), num_tokens=NEW, lengths=LENGTHS)
-    np.testing.assert_array_equal(got, greedy)
 
 
 def test_a_state_that_has_been_read_into_has_less_room(rope):
@@ -647,37 +623,3 @@ def test_one_stop_token_may_be_an_array_without_axes_and_a_greedy_sampler_needs_
             double, {}, [[1]], np.zeros(1, np.float32), num_tokens=4, stop=np.array(4), **given
         )
         assert got.tokens.tolist() == [[2, 4, -1, -1]]
-
-
-@pytest.mark.slow_except("0")
-@pytest.mark.parametrize("chunk", [0, -1, 2.0])
-def test_a_prompt_is_not_read_in_chunks_of_nothing(chunk):
-    with pytest.raises(ValueError, match=f"chunk is {chunk}: must be an integer of at least 1"):
-        prefill(double, {}, jnp.array([[1, 2]]), jnp.zeros((1,)), jnp.array([2]), chunk)
-
-
-@pytest.mark.slow
-def test_a_plain_function_is_a_step():
-    """`generate` asks of a step no more than to be called."""
-    inner = make_step(build(ROPE))
-
-    def step(params, tokens, state, *, valid=None):
-        return inner(params, tokens, state, valid=valid)
-
-    params, state = parameters(ROPE), init_cache(ROPE, 1, 9)
-    prompt = np.array([[3, 1, 4]])
-    want = generate(inner, params, prompt, state, num_tokens=2)
-    np.testing.assert_array_equal(generate(step, params, prompt, state, num_tokens=2), want)
-
-
-@pytest.mark.slow
-def test_an_encoder_is_no_step():
-    with pytest.raises(ValueError, match=r"model is of type Encoder: must be a decoder"):
-        make_step(build(ModelConfig(kind="encoder", vocab_size=VOCAB, d_model=26, num_heads=2)))
-
-
-@pytest.mark.slow
-def test_a_recurrent_model_has_a_state_and_no_cache():
-    config = RecurrentConfig(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match=r"config is a RecurrentConfig: .*init_decode_state"):
-        init_cache(config, 2, 7)

@@ -397,9 +397,14 @@ def test_one_decode_program_serves_twenty_prompt_lengths_and_every_request():
             key=jax.random.key(columns), stop=STOP, limits=[8, columns % 8, 3],
         )  # fmt: skip
         assert out.tokens.shape == (3, 8)
-        sizes.append(programs())
-    assert len(step.calls) > 0
-    assert set(sizes) == {sizes[0]}
+        sizes.append((programs(), len(step.calls)))
+    assert len(step.calls) > 0 and set(sizes) == {sizes[0]}
+    for change in (dict(columns=17, tokens=8), dict(columns=3, tokens=6)):
+        before = programs()
+        generate(step, params, prompts(columns=change["columns"]), init_cache(ROPE, 3, 24),
+                 num_tokens=change["tokens"], sampler=SAMPLER, key=jax.random.key(0), stop=STOP,
+                 limits=[5, 5, 3])  # fmt: skip
+        assert programs() == before + 1, "another bucket, or another number, is another program"
 
 
 @pytest.mark.slow
@@ -417,17 +422,6 @@ def test_generate_is_compiled_once_for_equal_arguments():
 
 def programs() -> int:
     return decode._generate.num_programs()
-
-
-@pytest.mark.long
-def test_requests_add_no_program(rope):
-    run(rope, stop=STOP, num_tokens=7)
-    before = programs()
-    for seed in range(4):
-        run(rope, stop=STOP, num_tokens=7, key=jax.random.key(seed), lengths=LENGTHS - seed % 2)
-    assert programs() == before
-    run(rope, stop=STOP, num_tokens=6)
-    assert programs() == before + 1
 
 
 @pytest.mark.slow

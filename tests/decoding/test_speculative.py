@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.decoding.test_decode import NEW, PAIR, PROMPT, ROPE, VOCAB, CountingStep, prompts
+from tests.decoding.test_decode import (
+    NEW,
+    PAIR,
+    PROMPT,
+    ROPE,
+    VOCAB,
+    CountingStep,
+    counting,
+    prompts,
+)
 from tests.decoding.test_decode import parameters as random_parameters
 from tests.support.oracle import chi_squared_level
 from tests.support.ours import as_ours
@@ -729,22 +738,10 @@ def test_logits_of_a_proposal_that_are_not_finite_change_no_greedy_token():
 # Compilation
 
 
-@as_ours
-@dataclass(frozen=True, eq=False)
-class Counting(Chain):
-    """Counts how often Python runs it, which is at tracing only."""
-
-    calls: list = dataclasses.field(default_factory=list)
-
-    def __call__(self, params, tokens, state, *, valid=None):
-        self.calls.append(tokens.shape)
-        return super().__call__(params, tokens, state, valid=valid)
-
-
 @pytest.mark.slow
 def test_one_program_serves_a_bucket_and_every_request():
     """Prompts of 1 to 16 columns, other keys, limits, parameters and drafts: nothing new."""
-    step, sizes = Counting(), []
+    step, sizes = counting(Chain)(), []
     for columns, lengths in ((16, None), (1, None), (2, [2, 1, 2]), (13, [4, 13, 1])):
         got = speculate(
             step, chain(columns), prompts(3, columns) % 5, chain_state(3), num_tokens=NEW,

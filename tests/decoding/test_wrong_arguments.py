@@ -53,8 +53,9 @@ def generate(step=STEP, given=None, prompt=PROMPT, state=None, **more):
     return tj.generate(step, given, prompt, state, **(dict(num_tokens=3) | more))
 
 
-def reading(step=STEP, prompt=PROMPT, lengths=(3,)):
-    return tj.prefill(step, params(), prompt, tj.init_cache(CONFIG, 1, 17), np.array(lengths))
+def reading(step=STEP, prompt=PROMPT, lengths=(3,), chunk=None):
+    state = tj.init_cache(CONFIG, 1, 17)
+    return tj.prefill(step, params(), prompt, state, np.array(lengths), chunk)
 
 
 def run(**more):
@@ -130,6 +131,9 @@ MISTAKES = {
     "search a model": (partial(searching, MODEL), r"make_step\(model\)"),
     "search a text": (partial(searching, stop="END"), "load.FOLDER"),
     "read by a model": (partial(reading, MODEL), r"make_step\(model\)"),
+    "read chunks of 0": (partial(reading, chunk=0), "chunk is 0: must be an integer of at least 1"),
+    "read chunks of -1": (partial(reading, chunk=-1), "chunk is -1: must be an integer of at le"),
+    "read chunks of 2.0": (partial(reading, chunk=2.0), "chunk is 2.0: must be an integer of at "),
     "read nothing": (partial(reading, prompt=PROMPT[:, :0]), r"prompt has shape \(1, 0\)"),
     "read of lengths of more rows": (partial(reading, lengths=(3, 3)),
                                      r"shape \(2,\): must be \(1,\)"),
@@ -258,6 +262,10 @@ MISTAKES = {
     "speculate with a model": (partial(speculating, MODEL), r"make_step\(model\)"),
     "a step of a config": (partial(tj.make_step, CONFIG), r"make_step\(build\(config\)\)"),
     "a step of parameters": (lambda: tj.make_step(params()), r"make_step\(build\(config\)\)"),
+    "a step of an encoder": (lambda: tj.make_step(tj.build(replace(CONFIG, kind="encoder"))),
+                             "model is of type Encoder: must be a decoder"),
+    "cache of a recurrent model": (partial(tj.init_cache, tj.RecurrentConfig(), 2, 7),
+                                   "config is a RecurrentConfig: .*init_decode_state"),
     "a step of a name": (partial(tj.make_step, "gpt2"), r"make_step\(build\(config\)\)"),
     "build a name": (partial(tj.build, "gpt2"), r"preset\('gpt2'\) for a size, load_pretrained"),
     "build a class": (partial(tj.build, tj.ModelConfig), r"ModelConfig\(...\)"),
