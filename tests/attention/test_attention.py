@@ -470,6 +470,7 @@ SETTINGS = {
     "lse": lambda: {"return_lse": True},
     "positions": lambda: {"mask": Causal(), "q_positions": jnp.arange(13) + 4},
     "predicate": lambda: {"mask": Predicate(lambda q, k: (q - k) % 2 == 0)},
+    "scale by head": lambda: {"scale": np.ones(4, np.float32)},
 }
 
 
@@ -665,6 +666,8 @@ BAD = {
     "infinite softcap": ((Q, K, K), {"softcap": math.inf}, r"softcap is inf: .*finite"),
     "scale of NaN": ((Q, K, K), {"scale": math.nan}, r"scale is nan: must be finite"),
     "scale below float32": ((Q, K, K), {"scale": 1e-38}, r"scale is 1e-38: must be finite"),
+    "complex scale": ((Q, K, K), {"scale": zeros(dtype="complex64")}, "scale is complex64"),
+    "complex scales": ((Q, K, K), {"scale": zeros(4, dtype="complex64")}, "scale is complex64"),
     "number as a key": ((Q, K, K), {"dropout_rate": 0.5, "dropout_key": 0}, r"dropout_key is 0"),
 }  # fmt: skip
 
@@ -774,16 +777,6 @@ def test_a_list_of_scales_may_hold_traced_ones():
     arrays = [zeros(*s) for s in (Q, K, K)]
     found = jax.eval_shape(lambda s: dot_product_attention(*arrays, scale=[s, 1, s, 2]), 1.0)
     assert found.shape == Q
-
-
-def test_an_explanation_names_who_takes_a_scale_by_head():
-    arrays = [zeros(*s) for s in (Q, K, K)]
-    reasons = explain_attention(*arrays, scale=np.ones(4, np.float32))
-    assert reasons["xla"] is reasons["blockwise"] is None
-    for name in NAMES:
-        if reasons[name] is not None:
-            with pytest.raises(NotImplementedError, match=re.escape(str(reasons[name]))):
-                dot_product_attention(*arrays, scale=np.ones(4, np.float32), implementation=name)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
@@ -988,12 +981,7 @@ def test_values_of_no_width():
         assert out.shape == (1, 3, 2, 0) and jnp.allclose(lse, 2 + math.log(3))
 
 
-WITHOUT_NATIVE = pytest.mark.skipif(
-    isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}"
-)
-
-
-@WITHOUT_NATIVE
+@compiled
 def test_a_bias_that_is_asked_by_position_is_an_array_to_native():
     rng = np.random.default_rng(5)
     inputs = jnp.asarray(rng.standard_normal((3, 2, 7, 2, 4)), "float32")
@@ -1004,9 +992,7 @@ def test_a_bias_that_is_asked_by_position_is_an_array_to_native():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "implementation", ["xla", "blockwise", pytest.param("native", marks=WITHOUT_NATIVE), None]
-)
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED, None])
 def test_int8_with_scales_means_their_product(implementation):
     rng = np.random.default_rng(3)
     query = jnp.asarray(rng.standard_normal((2, 5, 4, 8)), "float32")

@@ -22,7 +22,6 @@ from transformer_jax import (
     ConfigError,
     Dense,
     Mask,
-    Padding,
     Predicate,
     Prefix,
     Segments,
@@ -300,21 +299,6 @@ def test_what_an_own_mask_must_be_is_said():
         TypeError, match=r"WithoutSees is a Mask without a method sees\(self, q, k\)"
     ):
         dot_product_attention(x, x, x, mask=WithoutSees())
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask: mask and Causal(),
-        lambda mask: mask or Causal(),
-        lambda mask: not mask,
-        bool,
-    ],
-)
-@pytest.mark.parametrize("mask", [Causal(), Padding(np.ones((1, 3), bool)), ~Window(2), Strided()])
-def test_a_mask_is_neither_true_nor_false(use, mask):
-    with pytest.raises(TypeError, match=r"combine masks with &, \| and ~"):
-        use(mask)
 
 
 # Tiles that an own mask excludes

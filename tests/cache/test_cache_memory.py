@@ -506,12 +506,6 @@ def test_layers_of_a_scanned_stack_are_taken_back_one_by_one(rng):
     chex.assert_trees_all_equal(found, wanted)
 
 
-def test_positions_are_int32_where_numbers_of_64_bits_are_enabled():
-    with jax.enable_x64(True):
-        found = kv.next_positions(jnp.array([3], jnp.int32), jnp.array([[True, False, True]]))
-    assert found.dtype == jnp.int32 and found.tolist() == [[3, -1, 4]]
-
-
 @pytest.mark.slow
 @pytest.mark.long_except("pattern")
 @pytest.mark.parametrize(

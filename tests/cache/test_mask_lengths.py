@@ -30,11 +30,3 @@ def test_a_mask_shorter_than_what_a_cache_holds_is_refused() -> None:
     found, _ = model.apply(variables, tokens[:, 4:], cache=cache, mask=mask)
     wanted, _ = jax.jit(model.apply)(variables, tokens)
     assert jnp.abs(found[:, 0] - wanted[:, -1]).max() < 1e-5
-
-
-@pytest.mark.parametrize("scale", [jnp.array([1j, 1j]), jnp.array(1j)])
-def test_a_complex_scale_is_refused(scale: jax.Array) -> None:
-    """Its imaginary part would be dropped in silence."""
-    x = jnp.ones((1, 3, 2, 4))
-    with pytest.raises(ValueError, match="scale is complex64"):
-        tj.dot_product_attention(x, x, x, scale=scale)

@@ -198,21 +198,14 @@ def test_one_or_three_warpgroups_multiply_without_turns(plan):
 
 @pytest.mark.slow
 @needs_interpreter
-def test_the_forward_kernel_needs_two_tiles_in_flight():
+def test_one_tile_in_flight_and_a_slack_that_would_overflow_are_refused():
     case = Case(T=128, S=128)
     operands, _ = draw(case)
     with pytest.raises(ValueError, match="stages is 1: the forward kernel needs at least 2"):
         run_forward(case, operands, Blocks(128, 128, 1))
-
-
-@pytest.mark.slow
-@needs_interpreter
-@pytest.mark.parametrize("slack", [-1.0, 16.0, float("nan")])
-def test_a_slack_that_would_overflow_is_refused(slack):
-    case = Case(T=128, S=128)
-    operands, _ = draw(case)
-    with pytest.raises(ValueError, match=f"slack is {slack}: must be from 0 to 15"):
-        run_forward(case, operands, Blocks(128, 128, slack=slack))
+    for slack in (-1.0, 16.0, float("nan")):
+        with pytest.raises(ValueError, match=f"slack is {slack}: must be from 0 to 15"):
+            run_forward(case, operands, Blocks(128, 128, slack=slack))
 
 
 @pytest.mark.slow
