@@ -222,32 +222,16 @@ def defined(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     ("page", "least"),
     [
-        ("lectures/decoding_and_cache", 3),
-        ("lectures/masks_and_shapes", 5),
-        ("lectures/perceptron_and_networks", 2),
-        ("lectures/positions", 4),
-        ("lectures/recurrent_networks", 3),
-        ("lectures/self_attention", 3),
-        ("lectures/sequence_to_sequence", 4),
-        ("lectures/streaming_and_windows", 4),
-        ("attention", 9),
-        ("cache", 5),
-        ("decoding", 7),
-        ("design_kernels", 2),
-        ("howto_block", 5),
-        ("howto_family", 2),
-        ("howto_implementation", 2),
-        ("howto_mask", 2),
-        ("kernels", 4),
-        ("lora", 5),
-        ("meshes", 2),
-        ("pretrained", 7),
-        ("seq2seq", 6),
-        ("streaming", 6),
-        ("tokenizers", 3),
-        ("training", 2),
+        ("lectures/decoding_and_cache", 3), ("lectures/masks_and_shapes", 5),
+        ("lectures/perceptron_and_networks", 2), ("lectures/positions", 4),
+        ("lectures/recurrent_networks", 3), ("lectures/self_attention", 3),
+        ("lectures/sequence_to_sequence", 4), ("lectures/streaming_and_windows", 4),
+        ("attention", 9), ("cache", 5), ("decoding", 7), ("design_kernels", 2), ("howto_block", 5),
+        ("howto_family", 2), ("howto_implementation", 2), ("howto_mask", 2), ("kernels", 4),
+        ("lora", 5), ("meshes", 2), ("pretrained", 7), ("seq2seq", 6), ("streaming", 6),
+        ("tokenizers", 3), ("training", 2),
     ],
-)
+)  # fmt: skip
 def test_a_page_has_output_to_compare(page, least):
     pairs = blocks((ROOT / "docs" / f"{page}.md").read_text())
     assert sum(bool(out) for _, out in pairs) >= least

@@ -361,12 +361,10 @@ def test_stacked_windows_grow_the_receptive_field(implementation, rng):
 @pytest.mark.parametrize(
     ("name", "width", "hidden"),
     [
-        ("transformer-base", 512, 2048),
-        ("bert-base", 768, 3072),
-        ("bert-large", 1024, 4096),
+        ("transformer-base", 512, 2048), ("bert-base", 768, 3072), ("bert-large", 1024, 4096),
         ("gpt2", 768, 3072),
     ],
-)
+)  # fmt: skip
 def test_feed_forward_sizes(name, width, hidden):
     config = preset(name)
     assert (config.d_model, config.ff_dim) == (width, hidden)

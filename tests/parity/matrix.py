@@ -41,11 +41,9 @@ POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-pairs", "shaw", "t5"
 HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 WINDOWS = (None, 11)
 MEMORY: tuple[dict, ...] = (
-    dict(window=7, sinks=4),
-    dict(window=(5, None)),
-    dict(window=None, dtype="int8"),
+    dict(window=7, sinks=4), dict(window=(5, None)), dict(window=None, dtype="int8"),
     dict(window=(7, 3), sinks=2, dtype="int8"),
-)
+)  # fmt: skip
 KINDS = ("decoder", "encoder-decoder")
 LENGTHS = {"equal": (19, 19, 19), "ragged": (19, 7, 12)}
 CHUNKS = (None, 5)

@@ -62,6 +62,14 @@ QWEN = EXPERTS | dict(
     model_type="qwen3_moe", num_experts=4, moe_intermediate_size=6, num_experts_per_tok=3,
     head_dim=4,
 )  # fmt: skip
+GPT_OSS = dict(
+    model_type="gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=32, head_dim=4,
+    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=30,
+    num_experts_per_tok=2, max_position_embeddings=64, rope_theta=150000,
+    rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16,
+    beta_fast=32.0, beta_slow=1.0, truncate=False),
+)  # fmt: skip
+"""More experts than tensors: all of them are in one."""
 BERT, ROBERTA = (ENCODER | dict(model_type=n, pad_token_id=1) for n in ("bert", "roberta"))
 DISTIL = dict(model_type="distilbert", vocab_size=29, dim=12, n_heads=3, n_layers=1, hidden_dim=10)
 MPNET = ENCODER | dict(
@@ -87,12 +95,9 @@ OLD_MODERN = MODERN_SIZES | dict(
 )  # fmt: skip
 """A config.json as version 4 of transformers wrote it."""
 MODERN = MODERN_SIZES | dict(
-    layer_types=[FULL, LOCAL, FULL, LOCAL],
-    rope_parameters={
-        FULL: dict(rope_type="default", rope_theta=1000.0),
-        LOCAL: dict(rope_type="default", rope_theta=50.0),
-    },
-)
+    layer_types=[FULL, LOCAL, FULL, LOCAL], rope_parameters={FULL: dict(rope_type="default",
+    rope_theta=1000.0), LOCAL: dict(rope_type="default", rope_theta=50.0)},
+)  # fmt: skip
 OLD_NOMIC = dict(
     model_type="nomic_bert", activation_function="swiglu", architectures=["NomicBertModel"],
     auto_map={"AutoModel": "modeling_hf_nomic_bert.NomicBertModel"}, attn_pdrop=0.0, causal=False,
@@ -234,6 +239,13 @@ REFUSED = [
     (QWEN | dict(use_sliding_window=True), "use_sliding_window is True: must be False"),
     (QWEN | dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes': must be true or false"),
     (QWEN | dict(router_aux_loss_coef=-1), "balance_loss is -1: must not be negative"),
+    (GPT_OSS | dict(swiglu_alpha=1.5), "swiglu_alpha is 1.5: must be 1.702"),
+    (GPT_OSS | dict(swiglu_limit=0), "swiglu_limit is 0: must be positive"),
+    (GPT_OSS | dict(swiglu_limit=None), "swiglu_limit is None: must be a number"),
+    (GPT_OSS | dict(hidden_act="relu"), "hidden_act is 'relu': must be 'silu'"),
+    (GPT_OSS | dict(rope_scaling=None), "rope_parameters is None: must be an object"),
+    (GPT_OSS | dict(layer_types=["full"]), "layer_types is .* must be a list of 1"),
+    (GPT_OSS | dict(quantization_config=dict(bits=4)), "quantization_config is .*no such key"),
     (BERT | dict(position_embedding_type="relative_key"), "is 'relative_key': must"),
     (BERT | dict(is_decoder=True), "is_decoder is True: must be False"),
     (BERT | dict(add_cross_attention=True), "add_cross_attention is True"),
@@ -338,15 +350,16 @@ def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
         (MPNET, dict(positions=Learned(offset=2)), r"positions\.buckets is "),
         (MPNET, dict(positions=Learned(offset=2, buckets=16)), r"positions\.buckets is "),
         (MIXTRAL, dict(experts=None), "experts is None"),
-        *(
-            (content, dict(experts=replace(read(content).experts, **changes)),
-             f"experts.{next(iter(changes))} is")
-            for content, changes in (
-                (MIXTRAL, dict(score="sigmoid")), (MIXTRAL, dict(normalize=False)),
-                (MIXTRAL, dict(shared_d_ff=3)), (QWEN, dict(scale=2.0)), (QWEN, dict(z_loss=0.1)),
-                (QWEN, dict(selection_bias=True)), (QWEN2, dict(shared_gate=False)),
-            )
-        ),
+        (GPT_OSS, dict(activation="silu"), "activation is "),
+        (GPT_OSS, dict(glu_unit_offset=False), "glu_unit_offset is "),
+        (GPT_OSS, dict(attention_sinks=False), "attention_sinks is "),
+        (GPT_OSS, dict(ff_bias=False), "ff_bias is "),
+        (GPT_OSS, dict(glu_limit=None), "swiglu_limit is "),
+        *((content, dict(experts=replace(read(content).experts, **changes)),
+            f"experts.{next(iter(changes))} is") for content,
+            changes in ((MIXTRAL, dict(score="sigmoid")), (MIXTRAL, dict(normalize=False)),
+            (MIXTRAL, dict(shared_d_ff=3)), (QWEN, dict(scale=2.0)), (QWEN, dict(z_loss=0.1)),
+            (QWEN, dict(selection_bias=True)), (QWEN2, dict(shared_gate=False)))),
     ],
 )  # fmt: skip
 def test_what_a_family_cannot_say_is_refused_by_name(content, changes, rule):
@@ -440,13 +453,10 @@ def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
         (dict(multi_query=False, parallel_attn=False), 6, "pre"),
         (dict(multi_query=False, num_kv_heads=2), 6, "parallel_shared"),
         (dict(new_decoder_architecture=True, num_kv_heads=3), 3, "parallel"),
-        (
-            dict(new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1),
-            3,
-            "parallel_shared",
-        ),
+        (dict(new_decoder_architecture=True, num_kv_heads=3, num_ln_in_parallel_attn=1), 3,
+         "parallel_shared"),
     ],
-)
+)  # fmt: skip
 def test_a_falcon_of_either_architecture_is_read_and_written(keys, heads, order):
     config = read(FALCON | keys)
     assert (config.kv_heads, config.norm_order) == (heads, order)
@@ -459,14 +469,11 @@ def test_a_falcon_of_either_architecture_is_read_and_written(keys, heads, order)
         ({}, (True, True, True, False), None),
         (dict(no_rope_layer_interval=2), (True, False), None),
         (dict(no_rope_layers=[1, 1, 1, 1, 0]), None, None),
-        (
-            dict(no_rope_layers=[0, 1, 0, 1], use_sliding_window=True, sliding_window=5),
-            (False, True),
-            (5, None),
-        ),
+        (dict(no_rope_layers=[0, 1, 0, 1], use_sliding_window=True, sliding_window=5),
+         (False, True), (5, None)),
         (dict(sliding_window=5), (True, True, True, False), None),
     ],
-)
+)  # fmt: skip
 def test_layers_of_smollm3_turn_by_a_pattern(keys, pattern, window):
     config = read(SMOL | keys)
     assert config.positions == Rope(base=2e6, pattern=pattern) and config.window == window
@@ -486,21 +493,15 @@ def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
     [
         ({}, Rope(base=5e5)),
         (dict(rope_theta=500_000), Rope(base=5e5)),
-        (
-            dict(rope_scaling=YARN),
-            Rope(base=5e5, window_base=5e5, scaling="yarn", factor=8.0, original_len=8),
-        ),
+        (dict(rope_scaling=YARN), Rope(base=5e5, window_base=5e5, scaling="yarn", factor=8.0,
+         original_len=8)),
         (dict(rope_parameters={FULL: default(1e4), LOCAL: default(1e4)}), Rope(base=1e4)),
-        (
-            dict(rope_parameters={FULL: default(1e4), LOCAL: default(1e3)}),
-            Rope(base=1e4, window_base=1e3),
-        ),
-        (
-            dict(rope_parameters={FULL: YARN | dict(rope_theta=1e4), LOCAL: default(1e4)}),
-            Rope(base=1e4, window_base=1e4, scaling="yarn", factor=8.0, original_len=8),
-        ),
+        (dict(rope_parameters={FULL: default(1e4), LOCAL: default(1e3)}),
+         Rope(base=1e4, window_base=1e3)),
+        (dict(rope_parameters={FULL: YARN | dict(rope_theta=1e4), LOCAL: default(1e4)}),
+         Rope(base=1e4, window_base=1e4, scaling="yarn", factor=8.0, original_len=8)),
     ],
-)
+)  # fmt: skip
 def test_the_two_rotations_of_olmo3_are_read_and_written(keys, rope):
     config = read(OLMO3 | keys)
     assert config.positions == rope and config.windows == (5, 5, 5, None)
@@ -530,11 +531,12 @@ def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path)
     chex.assert_trees_all_equal(unstack_layers(loaded), params, strict=True)
 
 
-def test_adapters_of_experts_are_no_file_of_peft(tmp_path):
-    config = read(MIXTRAL)
+@pytest.mark.parametrize("content", [MIXTRAL, GPT_OSS], ids=lambda c: c["model_type"])
+def test_adapters_of_experts_are_no_file_of_peft(content, tmp_path):
+    config = read(content)
     params, lora = drawn(config), LoraConfig(rank=2, targets=("query", "up"))
     adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
-    names = tensor_names(config, "mixtral")
+    names = tensor_names(config, content["model_type"])
     with pytest.raises(ValueError, match="block_0/feed_forward/up: is of experts, whose adapters"):
         save_lora(tmp_path / "a", params, adapters, lora, names)
 

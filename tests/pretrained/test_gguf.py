@@ -54,66 +54,33 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
     "llama": ("llama", LLAMA, {}),
     "llama of biases": ("llama", dataclasses.replace(LLAMA, use_bias=True), {}),
     "llama tied": ("llama", dataclasses.replace(LLAMA, tie_embeddings=True, head_dim=10), {}),
-    "llama linear": (
-        "llama", dataclasses.replace(LLAMA, positions=Rope(scaling="linear", factor=2.0)),
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
-    ),
-    "mixtral": (
-        "mixtral",
-        dataclasses.replace(LLAMA, experts=Experts(count=3, top_k=2, balance_loss=0.001)), {},
-    ),
+    "llama linear": ("llama", dataclasses.replace(LLAMA,
+        positions=Rope(scaling="linear", factor=2.0)), {"rope.scaling.type": "linear",
+        "rope.scaling.factor": 2.0}),
+    "mixtral": ("mixtral", dataclasses.replace(LLAMA, experts=Experts(count=3, top_k=2,
+        balance_loss=0.001)), {}),
     "qwen2": ("qwen2", dataclasses.replace(LLAMA, qkv_bias=True), {}),
     "qwen3": ("qwen3", dataclasses.replace(LLAMA, qk_norm=True, head_dim=10), {}),
-    "qwen2 of experts": (
-        "qwen2_moe",
-        dataclasses.replace(
-            LLAMA, qkv_bias=True, d_ff=None,
-            experts=Experts(
-                count=3, top_k=2, d_ff=16, normalize=False, shared_d_ff=24, shared_gate=True,
-                balance_loss=0.001,
-            ),
-        ),
-        {},
-    ),
-    "qwen3 of experts": (
-        "qwen3_moe",
-        dataclasses.replace(
-            LLAMA, qk_norm=True, d_ff=None,
-            experts=Experts(count=3, top_k=2, d_ff=16, balance_loss=0.001),
-        ),
-        {},
-    ),
+    "qwen2 of experts": ("qwen2_moe", dataclasses.replace(LLAMA, qkv_bias=True, d_ff=None,
+        experts=Experts(count=3, top_k=2, d_ff=16, normalize=False, shared_d_ff=24,
+        shared_gate=True, balance_loss=0.001)), {}),
+    "qwen3 of experts": ("qwen3_moe", dataclasses.replace(LLAMA, qk_norm=True, d_ff=None,
+        experts=Experts(count=3, top_k=2, d_ff=16, balance_loss=0.001)), {}),
     "gemma": ("gemma", GEMMA, {}),
     "gemma2": ("gemma2", CAPPED, {}),
-    "gemma3": (
-        "gemma3_text",
-        dataclasses.replace(
-            CAPPED, attention_softcap=None, logit_softcap=None, qk_norm=True, num_layers=7,
-            window=(23,) * 5 + (None,), positions=Rope(base=1e6, window_base=10_000.0),
-        ),
-        {"rope.freq_base": 1e6},
-    ),
-    "phi3": (
-        "phi3", dataclasses.replace(LLAMA, num_kv_heads=4, positions=LONG, max_len=32),
-        {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25},
-    ),
-    "phi3 in part": (
-        "phi3", dataclasses.replace(LLAMA, positions=Rope(dims=6)), {"rope.dimension_count": 6},
-    ),
-    "gpt-oss": (
-        "gpt_oss", OSS,
-        {"expert_feed_forward_length": 64, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
-         "rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 32.0,
-         "rope.scaling.yarn_beta_slow": 1.0},
-    ),
-    "gpt2": (
-        "gpt2",
-        ModelConfig(
-            vocab_size=61, d_model=32, num_layers=2, num_heads=4, d_ff=64, max_len=131,
-            tie_embeddings=True, activation="gelu_tanh", dropout=0.1, attention_dropout=0.1,
-        ),
-        {},
-    ),
+    "gemma3": ("gemma3_text", dataclasses.replace(CAPPED, attention_softcap=None,
+        logit_softcap=None, qk_norm=True, num_layers=7, window=(23,) * 5 + (None,),
+        positions=Rope(base=1e6, window_base=10_000.0)), {"rope.freq_base": 1e6}),
+    "phi3": ("phi3", dataclasses.replace(LLAMA, num_kv_heads=4, positions=LONG, max_len=32),
+        {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25}),
+    "phi3 in part": ("phi3", dataclasses.replace(LLAMA, positions=Rope(dims=6)),
+        {"rope.dimension_count": 6}),
+    "gpt-oss": ("gpt_oss", OSS, {"expert_feed_forward_length": 64, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}),
+    "gpt2": ("gpt2", ModelConfig(vocab_size=61, d_model=32, num_layers=2, num_heads=4, d_ff=64,
+        max_len=131, tie_embeddings=True, activation="gelu_tanh", dropout=0.1,
+        attention_dropout=0.1), {}),
 }  # fmt: skip
 
 
@@ -403,40 +370,28 @@ HOSTILE = {
     "keys": (header(keys=2**62), f"{2**62} keys: at most"),
     "long name": (header(keys=1) + struct.pack("<Q", 2**63), "a key has .* bytes"),
     "long text": (header(keys=1) + key("a", 8, struct.pack("<Q", 2**60)), "bytes"),
-    "long list": (
-        header(keys=1) + key("a", 9, struct.pack("<IQ", 5, 2**61)), f"is a list of {2**61}",
-    ),
-    "long list of texts": (
-        header(keys=1) + key("a", 9, struct.pack("<IQ", 8, 2**50)), f"is a list of {2**50}",
-    ),
+    "long list": (header(keys=1) + key("a", 9, struct.pack("<IQ", 5, 2**61)),
+        f"is a list of {2**61}"),
+    "long list of texts": (header(keys=1) + key("a", 9, struct.pack("<IQ", 8, 2**50)),
+        f"is a list of {2**50}"),
     "list of lists": (header(keys=1) + key("a", 9, struct.pack("<IQ", 9, 1)), "list of type 9"),
     "unknown value": (header(keys=1) + key("a", 13, bytes(8)), "a value of type 13"),
     "key twice": (header(keys=2) + 2 * key("a", 7, b"\1"), "'a' is there twice"),
     "no UTF-8": (header(keys=1) + struct.pack("<Q", 1) + b"\xff", "byte 0 is not UTF-8"),
     "no architecture": (header(), "general.architecture is None"),
     "axes": (header(tensors=1) + text("w") + struct.pack("<I", 5), "has 5 axes"),
-    "unknown type": (
-        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 99, 0), "of type 99",
-    ),
-    "integers": (
-        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 26, 0) + bytes(99),
-        "I32: no type of weights",
-    ),
-    "huge tensor": (
-        header(tensors=1) + text("w") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0),
-        "cut short",
-    ),
-    "part of a block": (
-        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 33, 8, 0) + bytes(99),
-        "divisible by 32",
-    ),
-    "offset": (
-        header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 0, 3) + bytes(99),
-        "begins at 3",
-    ),
-    "alignment": (
-        header(keys=1) + key("general.alignment", 4, struct.pack("<I", 33)), "power of two",
-    ),
+    "unknown type": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 99, 0),
+        "of type 99"),
+    "integers": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 26, 0) + bytes(99),
+        "I32: no type of weights"),
+    "huge tensor": (header(tensors=1) + text("w") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0),
+        "cut short"),
+    "part of a block": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 33, 8,
+        0) + bytes(99), "divisible by 32"),
+    "offset": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 0, 3) + bytes(99),
+        "begins at 3"),
+    "alignment": (header(keys=1) + key("general.alignment", 4, struct.pack("<I", 33)),
+        "power of two"),
 }  # fmt: skip
 
 

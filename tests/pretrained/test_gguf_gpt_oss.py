@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from tests.pretrained.test_gguf import (
     same,
     small_tokenizer,
 )
-from tests.support.gguf_files import byte_level_keys, converted, gguf_of, write_file
+from tests.support.gguf_files import byte_level_keys, converted, gguf_of, llama_cpp, write_file
 from transformer_jax.config import ConfigError, Rope
 from transformer_jax.models.factory import build
 from transformer_jax.pretrained.gguf_file import open_gguf
@@ -58,7 +57,7 @@ def test_experts_of_a_gpt_oss_in_mxfp4_are_what_they_were(tmp_path):
 def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
     """Compare on the numbers in F32. llama.cpp rounds the bounds of yarn; the model is published
     without that, and is read so: `truncate` is set for the comparison alone."""
-    peer = pytest.importorskip("xllamacpp")
+    pytest.importorskip("xllamacpp")
     library = small_tokenizer()
     config = dataclasses.replace(
         OSS, vocab_size=library.get_vocab_size(), d_model=64, head_dim=32, tie_embeddings=False,
@@ -79,26 +78,16 @@ def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
     found, loaded = load_pretrained(path)
     assert found.positions == rope
     rounded = dataclasses.replace(found, positions=dataclasses.replace(rope, truncate=True))
-    given = peer.CommonParams()
-    given.model.path, given.n_ctx, given.n_parallel = str(path), 256, 1
-    given.cache_type_k = given.cache_type_v = peer.ggml_type.GGML_TYPE_F32
-    given.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
-    server = peer.Server(given)
+    complete = llama_cpp(path)
     model = jax.jit(lambda ids: build(rounded).apply({"params": loaded}, ids))
     compared = 0
     for length in 6 * (7, 100):
         ids = rng.integers(5, 250, (1, length), dtype=np.int32)
-        answer = server.handle_completions(
-            {"prompt": ids[0].tolist(), "max_tokens": 1, "temperature": 0.0, "logprobs": 8}
-        )
-        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
-        theirs = answer["choices"][0]["logprobs"]
-        if theirs is None or not theirs["content"]:  # a byte that is no character alone
+        if not (theirs := complete(ids[0].tolist(), 1, 8)):  # a byte that is no character alone
             continue
-        likely = {one["id"]: one["logprob"] for one in theirs["content"][0]["top_logprobs"]}
+        likely = {one["id"]: one["logprob"] for one in theirs[0]["top_logprobs"]}
         ours = np.asarray(jax.nn.log_softmax(model(ids)[0][0, -1]))
-        assert int(ours.argmax()) == theirs["content"][0]["id"] and ours.std() > 0.3
+        assert int(ours.argmax()) == theirs[0]["id"] and ours.std() > 0.3
         np.testing.assert_allclose(ours[list(likely)], list(likely.values()), atol=1e-4)
         compared += len(likely)
     assert compared >= 24

@@ -89,194 +89,8 @@ def test_logits_are_those_of_transformers(folder):
 
 # config.json as it is published, in transformers 4's keys
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "gpt2": dict(
-        activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
-        bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02,
-        layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12,
-        n_layer=12, n_positions=1024, resid_pdrop=0.1, summary_activation=None,
-        summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index",
-        summary_use_proj=True, vocab_size=50257,
-        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
-    ),
-    "Llama-2-7b": dict(
-        _name_or_path="meta-llama/Llama-2-7b-hf", architectures=["LlamaForCausalLM"],
-        bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096,
-        initializer_range=0.02, intermediate_size=11008, max_position_embeddings=4096,
-        model_type="llama", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
-        pretraining_tp=1, rms_norm_eps=1e-05, rope_scaling=None, tie_word_embeddings=False,
-        torch_dtype="float16", transformers_version="4.31.0.dev0", use_cache=True,
-        vocab_size=32000,
-    ),
-    "Llama-3.1-8B": dict(
-        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        bos_token_id=128000, eos_token_id=128001, hidden_act="silu", hidden_size=4096,
-        initializer_range=0.02, intermediate_size=14336, max_position_embeddings=131072,
-        mlp_bias=False, model_type="llama", num_attention_heads=32, num_hidden_layers=32,
-        num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05, rope_theta=500000.0,
-        rope_scaling=dict(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_type="llama3",
-            original_max_position_embeddings=8192,
-        ),
-        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.43.0.dev0",
-        use_cache=True, vocab_size=128256,
-    ),
-    "SmolLM2-135M": dict(
-        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        bos_token_id=0, eos_token_id=0, hidden_act="silu", hidden_size=576,
-        initializer_range=0.041666666666666664, intermediate_size=1536, is_llama_config=True,
-        max_position_embeddings=8192, mlp_bias=False, model_type="llama", num_attention_heads=9,
-        num_hidden_layers=30, num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-05,
-        rope_interleaved=False, rope_scaling=None, rope_theta=100000, tie_word_embeddings=True,
-        torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True, vocab_size=49152,
-    ),
-    "Mistral-7B-v0.1": dict(
-        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
-        hidden_size=4096, initializer_range=0.02, intermediate_size=14336,
-        max_position_embeddings=32768, model_type="mistral", num_attention_heads=32,
-        num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=10000.0,
-        sliding_window=4096, tie_word_embeddings=False, torch_dtype="bfloat16",
-        transformers_version="4.34.0.dev0", use_cache=True, vocab_size=32000,
-    ),
-    "Qwen2-7B": dict(
-        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
-        eos_token_id=151643, hidden_act="silu", hidden_size=3584, initializer_range=0.02,
-        intermediate_size=18944, max_position_embeddings=131072, max_window_layers=28,
-        model_type="qwen2", num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4,
-        rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=131072,
-        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.37.2",
-        use_cache=True, use_sliding_window=False, vocab_size=152064,
-    ),
-    "Qwen3-8B": dict(
-        architectures=["Qwen3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        bos_token_id=151643, eos_token_id=151645, head_dim=128, hidden_act="silu",
-        hidden_size=4096, initializer_range=0.02, intermediate_size=12288,
-        max_position_embeddings=40960, max_window_layers=36, model_type="qwen3",
-        num_attention_heads=32, num_hidden_layers=36, num_key_value_heads=8, rms_norm_eps=1e-06,
-        rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=False,
-        torch_dtype="bfloat16", transformers_version="4.51.0", use_cache=True,
-        use_sliding_window=False, vocab_size=151936,
-    ),
-    "gemma-2b": dict(
-        architectures=["GemmaForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        bos_token_id=2, eos_token_id=1, head_dim=256, hidden_act="gelu", hidden_size=2048,
-        initializer_range=0.02, intermediate_size=16384, max_position_embeddings=8192,
-        model_type="gemma", num_attention_heads=8, num_hidden_layers=18, num_key_value_heads=1,
-        pad_token_id=0, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000.0,
-        torch_dtype="bfloat16", transformers_version="4.38.0.dev0", use_cache=True,
-        vocab_size=256000,
-    ),
-    "gemma-2-9b": dict(
-        architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        attn_logit_softcapping=50.0, bos_token_id=2, cache_implementation="hybrid",
-        eos_token_id=1, final_logit_softcapping=30.0, head_dim=256,
-        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", hidden_size=3584,
-        initializer_range=0.02, intermediate_size=14336, max_position_embeddings=8192,
-        model_type="gemma2", num_attention_heads=16, num_hidden_layers=42, num_key_value_heads=8,
-        pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_theta=10000.0,
-        sliding_window=4096, sliding_window_size=4096, torch_dtype="float32",
-        transformers_version="4.42.0.dev0", use_cache=True, vocab_size=256000,
-    ),
-    "gemma-3-1b-it": dict(
-        architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        attn_logit_softcapping=None, bos_token_id=2, cache_implementation="hybrid",
-        eos_token_id=[1, 106], final_logit_softcapping=None, head_dim=256,
-        hidden_activation="gelu_pytorch_tanh", hidden_size=1152, initializer_range=0.02,
-        intermediate_size=6912, max_position_embeddings=32768, model_type="gemma3_text",
-        num_attention_heads=4, num_hidden_layers=26, num_key_value_heads=1, pad_token_id=0,
-        query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_local_base_freq=10000,
-        rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6,
-        torch_dtype="bfloat16", transformers_version="4.50.0.dev0", use_cache=True,
-        vocab_size=262144,
-    ),
-}  # fmt: skip
-PUBLISHED |= {
-    "opt-125m": dict(
-        _name_or_path="facebook/opt-125m", _remove_final_layer_norm=False, activation_dropout=0.0,
-        activation_function="relu", architectures=["OPTForCausalLM"], attention_dropout=0.0,
-        bos_token_id=2, do_layer_norm_before=True, dropout=0.1, eos_token_id=2, ffn_dim=3072,
-        hidden_size=768, init_std=0.02, layerdrop=0.0, max_position_embeddings=2048,
-        model_type="opt", num_attention_heads=12, num_hidden_layers=12, pad_token_id=1,
-        prefix="</s>", torch_dtype="float16", transformers_version="4.21.0.dev0", use_cache=True,
-        vocab_size=50272, word_embed_proj_dim=768,
-    ),
-    "bloom-560m": dict(
-        apply_residual_connection_post_layernorm=False, architectures=["BloomForCausalLM"],
-        attention_dropout=0.0, attention_softmax_in_fp32=True, bias_dropout_fusion=True,
-        bos_token_id=1, eos_token_id=2, hidden_dropout=0.0, initializer_range=0.02,
-        layer_norm_epsilon=1e-05, masked_softmax_fusion=True, model_type="bloom", n_embed=1024,
-        n_inner=None, n_layer=24, num_attention_heads=16, offset_alibi=100, pad_token_id=3,
-        pretraining_tp=1, seq_length=2048, skip_bias_add=True, skip_bias_add_qkv=False,
-        slow_but_exact=False, transformers_version="4.20.0", unk_token_id=0, use_cache=True,
-        vocab_size=250880,
-    ),
-    "Phi-3-mini-4k-instruct": dict(
-        _name_or_path="Phi-3-mini-4k-instruct", architectures=["Phi3ForCausalLM"],
-        attention_bias=False, attention_dropout=0.0,
-        auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), bos_token_id=1, embd_pdrop=0.0,
-        eos_token_id=32000, hidden_act="silu", hidden_size=3072, initializer_range=0.02,
-        intermediate_size=8192, max_position_embeddings=4096, model_type="phi3",
-        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
-        original_max_position_embeddings=4096, pad_token_id=32000, resid_pdrop=0.0,
-        rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000.0, sliding_window=2047,
-        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.40.2",
-        use_cache=True, vocab_size=32064,
-    ),
-    "granite-3.0-2b-base": dict(
-        architectures=["GraniteForCausalLM"], attention_bias=False, attention_dropout=0.1,
-        attention_multiplier=0.015625, bos_token_id=0, embedding_multiplier=12.0, eos_token_id=0,
-        hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=8192,
-        logits_scaling=8.0, max_position_embeddings=4096, mlp_bias=False, model_type="granite",
-        num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=8, pad_token_id=0,
-        residual_multiplier=0.22, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=10000,
-        tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.46.0.dev0",
-        use_cache=True, vocab_size=49155,
-    ),
-    "OLMo-2-1124-7B": dict(
-        architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
-        eos_token_id=100257, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
-        intermediate_size=11008, max_position_embeddings=4096, model_type="olmo2",
-        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pad_token_id=100277,
-        rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000, tie_word_embeddings=False,
-        torch_dtype="float32", transformers_version="4.47.0.dev0", use_cache=False,
-        vocab_size=100352,
-    ),
-    "pythia-160m": dict(
-        architectures=["GPTNeoXForCausalLM"], bos_token_id=0, eos_token_id=0, hidden_act="gelu",
-        hidden_size=768, initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-05,
-        max_position_embeddings=2048, model_type="gpt_neox", num_attention_heads=12,
-        num_hidden_layers=12, rotary_emb_base=10000, rotary_pct=0.25, tie_word_embeddings=False,
-        torch_dtype="float16", transformers_version="4.24.0", use_cache=True,
-        use_parallel_residual=True, vocab_size=50304,
-    ),
-    "gpt-j-6b": dict(
-        activation_function="gelu_new", architectures=["GPTJForCausalLM"], attn_pdrop=0.0,
-        bos_token_id=50256, embd_pdrop=0.0, eos_token_id=50256, gradient_checkpointing=False,
-        initializer_range=0.02, layer_norm_epsilon=1e-05, model_type="gptj", n_embd=4096,
-        n_head=16, n_inner=None, n_layer=28, n_positions=2048, resid_pdrop=0.0, rotary=True,
-        rotary_dim=64, scale_attn_weights=True, summary_activation=None,
-        summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index",
-        summary_use_proj=True, tie_word_embeddings=False, tokenizer_class="GPT2Tokenizer",
-        transformers_version="4.18.0.dev0", use_cache=True, vocab_size=50400,
-        task_specific_params={"text-generation": {"do_sample": True, "temperature": 1.0}},
-    ),
-    "phi-2": dict(
-        architectures=["PhiForCausalLM"], attention_dropout=0.0, bos_token_id=50256,
-        embd_pdrop=0.0, eos_token_id=50256, hidden_act="gelu_new", hidden_size=2560,
-        initializer_range=0.02, intermediate_size=10240, layer_norm_eps=1e-05,
-        max_position_embeddings=2048, model_type="phi", num_attention_heads=32,
-        num_hidden_layers=32, num_key_value_heads=32, partial_rotary_factor=0.4,
-        qk_layernorm=False, resid_pdrop=0.1, rope_scaling=None, rope_theta=10000.0,
-        tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.37.0",
-        use_cache=True, vocab_size=51200,
-    ),
-}  # fmt: skip
-PUBLISHED["Mistral-7B-v0.3"] = PUBLISHED["Mistral-7B-v0.1"] | dict(
-    rope_theta=1000000.0, sliding_window=None, vocab_size=32768
-)
-PUBLISHED["Qwen2.5-7B, for long texts"] = PUBLISHED["Qwen2-7B"] | dict(
-    rope_scaling=dict(factor=4.0, original_max_position_embeddings=32768, type="yarn"),
-    use_mrope=False,
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "golden/published_configs.json").read_text()
 )
 
 LLAMA = dict(
@@ -309,72 +123,46 @@ PHI = dict(
     vocab_size=51200, num_heads=32, num_kv_heads=32, positions=Rope(dims=32),
 )  # fmt: skip
 MEANT: dict[str, dict[str, Any]] = {
-    "gpt2": dict(
-        vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024, dropout=0.1,
-        attention_dropout=0.1,
-    ),
-    "Llama-2-7b": LLAMA | dict(
-        vocab_size=32000, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
-        max_len=4096,
-    ),
-    "Llama-3.1-8B": LLAMA | dict(
-        vocab_size=128256, d_model=4096, d_ff=14336, num_layers=32, num_heads=32, num_kv_heads=8,
-        max_len=131072,
-        positions=Rope(
-            base=500000.0, scaling="llama3", factor=8.0, original_len=8192, low_freq_factor=1.0,
-            high_freq_factor=4.0,
-        ),
-    ),
-    "SmolLM2-135M": LLAMA | dict(
-        vocab_size=49152, d_model=576, d_ff=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-        max_len=8192, positions=Rope(base=100000.0), tie_embeddings=True,
-    ),
+    "gpt2": dict(vocab_size=50257, d_model=768, num_layers=12, num_heads=12, max_len=1024,
+        dropout=0.1, attention_dropout=0.1),
+    "Llama-2-7b": LLAMA | dict(vocab_size=32000, d_model=4096, d_ff=11008, num_layers=32,
+        num_heads=32, num_kv_heads=32, max_len=4096),
+    "Llama-3.1-8B": LLAMA | dict(vocab_size=128256, d_model=4096, d_ff=14336, num_layers=32,
+        num_heads=32, num_kv_heads=8, max_len=131072, positions=Rope(base=500000.0,
+        scaling="llama3", factor=8.0, original_len=8192, low_freq_factor=1.0,
+        high_freq_factor=4.0)),
+    "SmolLM2-135M": LLAMA | dict(vocab_size=49152, d_model=576, d_ff=1536, num_layers=30,
+        num_heads=9, num_kv_heads=3, max_len=8192, positions=Rope(base=100000.0),
+        tie_embeddings=True),
     "Mistral-7B-v0.1": MISTRAL,
     "Mistral-7B-v0.3": MISTRAL | dict(vocab_size=32768, positions=Rope(base=1e6), window=None),
     "Qwen2-7B": QWEN,
     "Qwen2.5-7B, for long texts": QWEN | dict(positions=YARN),
-    "Qwen3-8B": LLAMA | dict(
-        vocab_size=151936, d_model=4096, d_ff=12288, num_layers=36, num_heads=32, num_kv_heads=8,
-        head_dim=128, max_len=40960, norm_eps=1e-6, qk_norm=True, positions=Rope(base=1e6),
-    ),
-    "gemma-2b": GEMMA | dict(
-        vocab_size=256000, d_model=2048, d_ff=16384, num_layers=18, num_heads=8, num_kv_heads=1,
-        max_len=8192,
-    ),
-    "gemma-2-9b": CAPPED | dict(
-        vocab_size=256000, d_model=3584, d_ff=14336, num_layers=42, num_heads=16, num_kv_heads=8,
-        max_len=8192, window=(4096, None), attention_softcap=50.0, logit_softcap=30.0,
-    ),
-    "gemma-3-1b-it": CAPPED | dict(
-        vocab_size=262144, d_model=1152, d_ff=6912, num_layers=26, num_heads=4, num_kv_heads=1,
-        max_len=32768, window=(512,) * 5 + (None,), qk_norm=True,
-        positions=Rope(base=1e6, window_base=10000.0),
-    ),
-    "Phi-3-mini-4k-instruct": LLAMA | dict(
-        vocab_size=32064, d_model=3072, d_ff=8192, num_layers=32, num_heads=32, num_kv_heads=32,
-        max_len=4096, window=2047,
-    ),
-    "granite-3.0-2b-base": LLAMA | dict(
-        vocab_size=49155, d_model=2048, d_ff=8192, num_layers=40, num_heads=32, num_kv_heads=8,
-        max_len=4096, attention_dropout=0.1, tie_embeddings=True, attention_scale=0.015625,
-        embedding_scale=12.0, residual_scale=0.22, logit_scale=0.125,
-    ),
-    "OLMo-2-1124-7B": LLAMA | OLMO | dict(
-        vocab_size=100352, d_model=4096, d_ff=11008, num_layers=32, num_heads=32, num_kv_heads=32,
-        max_len=4096, norm_eps=1e-6, positions=Rope(base=5e5),
-    ),
-    "opt-125m": dict(
-        vocab_size=50272, d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_len=2048,
-        positions=Learned(offset=2), activation="relu", dropout=0.1,
-    ),
-    "bloom-560m": dict(
-        vocab_size=250880, d_model=1024, num_layers=24, num_heads=16, max_len=2048,
-        positions="alibi", embedding_norm=True,
-    ),
-    "pythia-160m": NEOX | dict(
-        vocab_size=50304, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
-        positions=Rope(dims=16),
-    ),
+    "Qwen3-8B": LLAMA | dict(vocab_size=151936, d_model=4096, d_ff=12288, num_layers=36,
+        num_heads=32, num_kv_heads=8, head_dim=128, max_len=40960, norm_eps=1e-6, qk_norm=True,
+        positions=Rope(base=1e6)),
+    "gemma-2b": GEMMA | dict(vocab_size=256000, d_model=2048, d_ff=16384, num_layers=18,
+        num_heads=8, num_kv_heads=1, max_len=8192),
+    "gemma-2-9b": CAPPED | dict(vocab_size=256000, d_model=3584, d_ff=14336, num_layers=42,
+        num_heads=16, num_kv_heads=8, max_len=8192, window=(4096, None), attention_softcap=50.0,
+        logit_softcap=30.0),
+    "gemma-3-1b-it": CAPPED | dict(vocab_size=262144, d_model=1152, d_ff=6912, num_layers=26,
+        num_heads=4, num_kv_heads=1, max_len=32768, window=(512,) * 5 + (None,), qk_norm=True,
+        positions=Rope(base=1e6, window_base=10000.0)),
+    "Phi-3-mini-4k-instruct": LLAMA | dict(vocab_size=32064, d_model=3072, d_ff=8192, num_layers=32,
+        num_heads=32, num_kv_heads=32, max_len=4096, window=2047),
+    "granite-3.0-2b-base": LLAMA | dict(vocab_size=49155, d_model=2048, d_ff=8192, num_layers=40,
+        num_heads=32, num_kv_heads=8, max_len=4096, attention_dropout=0.1, tie_embeddings=True,
+        attention_scale=0.015625, embedding_scale=12.0, residual_scale=0.22, logit_scale=0.125),
+    "OLMo-2-1124-7B": LLAMA | OLMO | dict(vocab_size=100352, d_model=4096, d_ff=11008,
+        num_layers=32, num_heads=32, num_kv_heads=32, max_len=4096, norm_eps=1e-6,
+        positions=Rope(base=5e5)),
+    "opt-125m": dict(vocab_size=50272, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
+        max_len=2048, positions=Learned(offset=2), activation="relu", dropout=0.1),
+    "bloom-560m": dict(vocab_size=250880, d_model=1024, num_layers=24, num_heads=16, max_len=2048,
+        positions="alibi", embedding_norm=True),
+    "pythia-160m": NEOX | dict(vocab_size=50304, d_model=768, d_ff=3072, num_layers=12,
+        num_heads=12, positions=Rope(dims=16)),
     "gpt-j-6b": GPTJ,
     "phi-2": PHI | dict(d_model=2560, d_ff=10240, num_layers=32, dropout=0.1),
 }  # fmt: skip
@@ -432,12 +220,10 @@ QWEN_WINDOW = dict(model_type="qwen2", max_window_layers=1, sliding_window=7)
     [
         (small(**QWEN_WINDOW), dict(window=None)),
         (small(**QWEN_WINDOW, use_sliding_window=True), dict(window=(None, 7))),
-        (
-            small(model_type="gemma2", attn_logit_softcapping=None),
-            dict(attention_softcap=None, logit_softcap=30.0),
-        ),
+        (small(model_type="gemma2", attn_logit_softcapping=None),
+         dict(attention_softcap=None, logit_softcap=30.0)),
     ],
-)
+)  # fmt: skip
 def test_keys_of_windows_and_caps_mean_what_they_say(content, fields):
     config = read_config(content, (), "config.json")
     assert {name: getattr(config, name) for name in fields} == fields
@@ -458,13 +244,9 @@ CODER = dict(
     vocab_size=53, d_model=12, d_ff=10, num_layers=2, num_heads=2, max_len=64, positions="rope"
 )
 COHERE = SMALL_LLAMA | dict(
-    norm="layernorm",
-    norm_eps=1e-5,
-    norm_order="parallel_shared",
-    logit_scale=0.0625,
-    tie_embeddings=True,
-    positions=Rope(base=8e6, pairing="interleaved"),
-)
+    norm="layernorm", norm_eps=1e-5, norm_order="parallel_shared", logit_scale=0.0625,
+    tie_embeddings=True, positions=Rope(base=8e6, pairing="interleaved"),
+)  # fmt: skip
 BARE = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 EIGHT = dict(num_heads=8, num_kv_heads=8, head_dim=2)
 NO_DEFAULT = dict(num_attention_heads=8, num_key_value_heads=..., head_dim=2)
@@ -475,311 +257,142 @@ MASKED = BERT | dict(masked_token_head=True, logit_bias=True)
 TWELVE = tuple(f"tensor {i}" for i in range(12))  # no fewer than there are layers
 LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
     # a config.json of what has no default, the tensors' names, and what it means
-    "gpt2": (
-        dict(model_type="gpt2"), (),
-        dict(
-            vocab_size=50257, max_len=1024, d_model=768, num_layers=12, num_heads=12, d_ff=None,
-            activation="gelu_tanh", norm_eps=1e-5, tie_embeddings=True, dropout=0.1,
-            attention_dropout=0.1,
-        ),
-    ),
+    "gpt2": (dict(model_type="gpt2"), (), dict(vocab_size=50257, max_len=1024, d_model=768,
+        num_layers=12, num_heads=12, d_ff=None, activation="gelu_tanh", norm_eps=1e-5,
+        tie_embeddings=True, dropout=0.1, attention_dropout=0.1)),
     "llama": (small(**NO_DEFAULT), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=2)),
-    "mistral": (
-        small(model_type="mistral", **NO_DEFAULT | dict(num_attention_heads=16)), (),
-        SMALL_LLAMA | dict(num_heads=16, num_kv_heads=8, head_dim=2, window=4096),
-    ),
-    "qwen2": (
-        small(model_type="qwen2", **QWEN_LEFT_OUT | dict(head_dim=2)), (),
-        SMALL_QWEN | dict(head_dim=2, qkv_bias=True),
-    ),
-    "qwen2 with windows": (
-        small(model_type="qwen2", use_sliding_window=True, **QWEN_LEFT_OUT | dict(head_dim=2)), (),
-        SMALL_QWEN | dict(head_dim=2, qkv_bias=True, window=QWEN_WINDOWS),
-    ),
-    "qwen3": (
-        small(model_type="qwen3", **QWEN_LEFT_OUT), (),
-        SMALL_QWEN | dict(head_dim=128, qk_norm=True),
-    ),
-    "qwen3 with windows": (
-        small(model_type="qwen3", use_sliding_window=True, **QWEN_LEFT_OUT), (),
-        SMALL_QWEN | dict(head_dim=128, qk_norm=True, window=QWEN_WINDOWS),
-    ),
-    "mixtral": (
-        small(model_type="mixtral", **NO_DEFAULT), (),
-        SMALL_LLAMA | dict(
-            num_kv_heads=8, head_dim=2, norm_eps=1e-5, positions=Rope(base=1e6),
-            experts=Experts(count=8, top_k=2, balance_loss=0.001),
-        ),
-    ),
-    "olmoe": (
-        small(model_type="olmoe", **NO_DEFAULT | dict(num_attention_heads=6)), (),
-        SMALL_LLAMA | dict(
-            num_heads=6, num_kv_heads=6, head_dim=2, norm_eps=1e-5, qk_norm=True,
-            qk_norm_over="heads",
-            experts=Experts(count=64, top_k=8, normalize=False, balance_loss=0.01),
-        ),
-    ),
-    "qwen2_moe": (
-        small(model_type="qwen2_moe", **NO_DEFAULT | dict(num_attention_heads=16)), (),
-        SMALL_LLAMA | dict(
-            num_heads=16, num_kv_heads=16, head_dim=2, qkv_bias=True, d_ff=None,
-            experts=Experts(
-                count=60, top_k=4, d_ff=1408, shared_d_ff=5632, shared_gate=True, normalize=False,
-                balance_loss=0.001,
-            ),
-        ),
-    ),
-    "qwen3_moe": (
-        small(model_type="qwen3_moe", **NO_DEFAULT), (),
-        SMALL_LLAMA | dict(
-            num_kv_heads=4, head_dim=2, qk_norm=True, d_ff=None,
-            experts=Experts(
-                count=128, top_k=8, d_ff=768, normalize=False, balance_loss=0.001
-            ),
-        ),
-    ),
-    "gpt_oss": (
-        small(
-            model_type="gpt_oss", rope_scaling=dict(rope_type="default"),
-            **NO_DEFAULT | dict(head_dim=...),
-        ), (),
-        SMALL_LLAMA | dict(
-            num_kv_heads=8, head_dim=64, norm_eps=1e-5, positions=Rope(base=150_000.0),
-            window=(128, None), attention_sinks=True, use_bias=True, activation="quick_gelu",
-            glu_limit=7.0, glu_unit_offset=True, ff_bias=True,
-            experts=Experts(count=128, top_k=4, router_bias=True, balance_loss=0.001),
-        ),
-    ),
-    "gemma": (
-        small(model_type="gemma", **NO_DEFAULT | dict(num_attention_heads=16, head_dim=...)), (),
-        SMALL_GEMMA | dict(num_heads=16, num_kv_heads=16, head_dim=256),
-    ),
-    "gemma2": (
-        small(model_type="gemma2", **NO_DEFAULT | dict(head_dim=...)), (),
-        CAPPED | SMALL_GEMMA | dict(
-            window=(4096, None), attention_softcap=50.0, logit_softcap=30.0, attention_scale=1 / 16,
-        ),
-    ),
-    "gemma3_text": (
-        small(model_type="gemma3_text", **NO_DEFAULT | dict(head_dim=..., num_hidden_layers=12)),
-        (),
-        CAPPED | SMALL_GEMMA | dict(
-            num_layers=12, window=(4096,) * 5 + (None,), qk_norm=True, attention_scale=1 / 16,
-            positions=Rope(base=1e6, window_base=10_000.0),
-        ),
-    ),
-    "phi3": (
-        small(model_type="phi3", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | dict(norm_eps=1e-5),
-    ),
-    "granite": (
-        small(model_type="granite", **NO_DEFAULT), (),
-        SMALL_LLAMA | EIGHT | dict(attention_scale=1.0),
-    ),
-    "smollm3": (
-        small(model_type="smollm3", **NO_DEFAULT | dict(num_hidden_layers=5)), (),
-        SMALL_LLAMA | dict(
-            num_layers=5, num_kv_heads=4, head_dim=2, tie_embeddings=True,
-            positions=Rope(base=2e6, pattern=(True, True, True, False)),
-        ),
-    ),
-    "olmo2": (
-        small(model_type="olmo2", **NO_DEFAULT), (),
-        SMALL_LLAMA | EIGHT | OLMO | dict(norm_eps=1e-5),
-    ),
-    "olmo3": (
-        small(model_type="olmo3", **NO_DEFAULT | dict(num_hidden_layers=8)), (),
-        SMALL_LLAMA | EIGHT | OLMO | dict(
-            norm_eps=1e-5, num_layers=8, window=(4096,) * 3 + (None,), positions=Rope(base=5e5),
-        ),
-    ),
-    "gpt_neox": (
-        dict(model_type="gpt_neox"), (),
-        NEOX | dict(
-            vocab_size=50432, d_model=6144, d_ff=24576, num_layers=44, num_heads=64,
-            positions=Rope(dims=24),
-        ),
-    ),
+    "mistral": (small(model_type="mistral", **NO_DEFAULT | dict(num_attention_heads=16)), (),
+        SMALL_LLAMA | dict(num_heads=16, num_kv_heads=8, head_dim=2, window=4096)),
+    "qwen2": (small(model_type="qwen2", **QWEN_LEFT_OUT | dict(head_dim=2)), (), SMALL_QWEN
+        | dict(head_dim=2, qkv_bias=True)),
+    "qwen2 with windows": (small(model_type="qwen2", use_sliding_window=True, **QWEN_LEFT_OUT
+        | dict(head_dim=2)), (), SMALL_QWEN | dict(head_dim=2, qkv_bias=True, window=QWEN_WINDOWS)),
+    "qwen3": (small(model_type="qwen3", **QWEN_LEFT_OUT), (), SMALL_QWEN
+        | dict(head_dim=128, qk_norm=True)),
+    "qwen3 with windows": (small(model_type="qwen3", use_sliding_window=True, **QWEN_LEFT_OUT), (),
+        SMALL_QWEN | dict(head_dim=128, qk_norm=True, window=QWEN_WINDOWS)),
+    "mixtral": (small(model_type="mixtral", **NO_DEFAULT), (), SMALL_LLAMA
+        | dict(num_kv_heads=8, head_dim=2, norm_eps=1e-5, positions=Rope(base=1e6),
+        experts=Experts(count=8, top_k=2, balance_loss=0.001))),
+    "olmoe": (small(model_type="olmoe", **NO_DEFAULT | dict(num_attention_heads=6)), (), SMALL_LLAMA
+        | dict(num_heads=6, num_kv_heads=6, head_dim=2, norm_eps=1e-5, qk_norm=True,
+        qk_norm_over="heads", experts=Experts(count=64, top_k=8, normalize=False,
+        balance_loss=0.01))),
+    "qwen2_moe": (small(model_type="qwen2_moe", **NO_DEFAULT | dict(num_attention_heads=16)), (),
+        SMALL_LLAMA | dict(num_heads=16, num_kv_heads=16, head_dim=2, qkv_bias=True, d_ff=None,
+        experts=Experts(count=60, top_k=4, d_ff=1408, shared_d_ff=5632, shared_gate=True,
+        normalize=False, balance_loss=0.001))),
+    "qwen3_moe": (small(model_type="qwen3_moe", **NO_DEFAULT), (), SMALL_LLAMA
+        | dict(num_kv_heads=4, head_dim=2, qk_norm=True, d_ff=None,
+        experts=Experts(count=128, top_k=8, d_ff=768, normalize=False, balance_loss=0.001))),
+    "gpt_oss": (small(model_type="gpt_oss", rope_scaling=dict(rope_type="default"), **NO_DEFAULT
+        | dict(head_dim=...)), (), SMALL_LLAMA | dict(num_kv_heads=8, head_dim=64, norm_eps=1e-5,
+        positions=Rope(base=150_000.0), window=(128, None), attention_sinks=True, use_bias=True,
+        activation="quick_gelu", glu_limit=7.0, glu_unit_offset=True, ff_bias=True,
+        experts=Experts(count=128, top_k=4, router_bias=True, balance_loss=0.001))),
+    "gemma": (small(model_type="gemma", **NO_DEFAULT | dict(num_attention_heads=16, head_dim=...)),
+        (), SMALL_GEMMA | dict(num_heads=16, num_kv_heads=16, head_dim=256)),
+    "gemma2": (small(model_type="gemma2", **NO_DEFAULT | dict(head_dim=...)), (), CAPPED
+        | SMALL_GEMMA | dict(window=(4096, None), attention_softcap=50.0, logit_softcap=30.0,
+        attention_scale=1 / 16)),
+    "gemma3_text": (small(model_type="gemma3_text", **NO_DEFAULT
+        | dict(head_dim=..., num_hidden_layers=12)), (), CAPPED | SMALL_GEMMA
+        | dict(num_layers=12, window=(4096,) * 5 + (None,), qk_norm=True, attention_scale=1 / 16,
+        positions=Rope(base=1e6, window_base=10_000.0))),
+    "phi3": (small(model_type="phi3", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | dict(norm_eps=1e-5)),
+    "granite": (small(model_type="granite", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT
+        | dict(attention_scale=1.0)),
+    "smollm3": (small(model_type="smollm3", **NO_DEFAULT | dict(num_hidden_layers=5)), (),
+        SMALL_LLAMA | dict(num_layers=5, num_kv_heads=4, head_dim=2, tie_embeddings=True,
+        positions=Rope(base=2e6, pattern=(True, True, True, False)))),
+    "olmo2": (small(model_type="olmo2", **NO_DEFAULT), (), SMALL_LLAMA | EIGHT | OLMO
+        | dict(norm_eps=1e-5)),
+    "olmo3": (small(model_type="olmo3", **NO_DEFAULT | dict(num_hidden_layers=8)), (), SMALL_LLAMA
+        | EIGHT | OLMO | dict(norm_eps=1e-5, num_layers=8, window=(4096,) * 3 + (None,),
+        positions=Rope(base=5e5))),
+    "gpt_neox": (dict(model_type="gpt_neox"), (), NEOX | dict(vocab_size=50432, d_model=6144,
+        d_ff=24576, num_layers=44, num_heads=64, positions=Rope(dims=24))),
     "gptj": (dict(model_type="gptj"), (), GPTJ),
-    "cohere": (
-        small(model_type="cohere", rope_theta=8e6, **NO_DEFAULT), (), COHERE | EIGHT,
-    ),
-    "cohere2": (
-        small(model_type="cohere2", rope_theta=8e6, **NO_DEFAULT | dict(num_hidden_layers=5)), (),
-        COHERE | EIGHT | dict(
-            num_layers=5, window=(4096, 4096, 4096, None),
-            positions=Rope(
-                base=8e6, pairing="interleaved", pattern=(True, True, True, False)
-            ),
-        ),
-    ),
+    "cohere": (small(model_type="cohere", rope_theta=8e6, **NO_DEFAULT), (), COHERE | EIGHT),
+    "cohere2": (small(model_type="cohere2", rope_theta=8e6, **NO_DEFAULT
+        | dict(num_hidden_layers=5)), (), COHERE | EIGHT | dict(num_layers=5,
+        window=(4096, 4096, 4096, None), positions=Rope(base=8e6, pairing="interleaved",
+        pattern=(True, True, True, False)))),
     "phi": (dict(model_type="phi"), (), PHI | dict(d_model=2048, d_ff=8192, num_layers=24)),
-    "starcoder2": (
-        small(model_type="starcoder2", num_attention_heads=2, num_key_value_heads=...), (),
-        CODER | dict(num_kv_heads=2),
-    ),
-    "stablelm": (
-        small(
-            model_type="stablelm", hidden_size=256, num_attention_heads=32, num_key_value_heads=...
-        ), (),
-        CODER | BARE | dict(
-            d_model=256, num_heads=32, num_kv_heads=32, activation="silu", glu=True,
-            tie_embeddings=False, positions=Rope(dims=2),
-        ),
-    ),
-    "opt": (
-        dict(model_type="opt"), (),
-        dict(
-            vocab_size=50272, d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_len=2048,
-            positions=Learned(offset=2), activation="relu", dropout=0.1,
-        ),
-    ),
-    "falcon": (
-        dict(model_type="falcon"), (),
-        BARE | dict(
-            vocab_size=65024, d_model=4544, num_layers=32, num_heads=71, num_kv_heads=1,
-            max_len=2048, norm_order="parallel_shared", activation="gelu", positions="rope",
-        ),
-    ),
-    "bloom": (
-        dict(model_type="bloom"), (),
-        dict(
-            vocab_size=250880, d_model=64, num_layers=2, num_heads=8, max_len=2048,
-            positions="alibi", embedding_norm=True,
-        ),
-    ),
-    "bert": (
-        dict(model_type="bert"), (),
-        BERT | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),
-    ),
-    "bert with classes": (
-        dict(model_type="bert"),
-        ("bert.pooler.dense.weight", "classifier.weight", *TWELVE),
-        BERT | dict(
-            vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2, pooler="tanh",
-            num_classes=2,
-        ),
-    ),
-    "bert with a masked-token head": (
-        dict(model_type="bert"), ("cls.predictions.transform.dense.weight", *TWELVE),
-        MASKED | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2),
-    ),
-    "roberta with a masked-token head": (
-        dict(model_type="roberta"), ("lm_head.dense.weight", *TWELVE),
-        MASKED | dict(
-            vocab_size=50265, num_layers=12, max_len=510, positions=Learned(offset=2),
-            type_vocab_size=2,
-        ),
-    ),
-    "xlm-roberta": (
-        dict(model_type="xlm-roberta"), TWELVE,
-        BERT | dict(
-            vocab_size=30522, num_layers=12, max_len=510, positions=Learned(offset=2),
-            type_vocab_size=2,
-        ),
-    ),
-    "camembert": (
-        dict(model_type="camembert", pad_token_id=0), TWELVE,
-        BERT | dict(
-            vocab_size=30522, num_layers=12, max_len=511, positions=Learned(offset=1),
-            type_vocab_size=2,
-        ),
-    ),
-    "mpnet": (
-        dict(model_type="mpnet"), TWELVE,
-        BERT | dict(
-            vocab_size=30527, num_layers=12, max_len=510,
-            positions=Learned(offset=2, buckets=32),
-        ),
-    ),
-    "albert": (
-        dict(model_type="albert"), TWELVE,
-        BERT | dict(
-            vocab_size=30000, embedding_dim=128, d_model=4096, num_heads=64, d_ff=16384,
-            num_layers=12, max_len=512, type_vocab_size=2, share_layers=True,
-            activation="gelu_tanh", dropout=0.0, attention_dropout=0.0,
-        ),
-    ),
-    "electra": (
-        dict(model_type="electra"), TWELVE,
-        BERT | dict(
-            vocab_size=30522, embedding_dim=128, d_model=256, num_heads=4, d_ff=1024,
-            num_layers=12, max_len=512, type_vocab_size=2,
-        ),
-    ),
-    "distilbert with a masked-token head": (
-        dict(model_type="distilbert"), ("vocab_transform.weight", *TWELVE),
-        MASKED | dict(vocab_size=30522, num_layers=6, max_len=512),
-    ),
-    "modernbert": (
-        dict(model_type="modernbert"), ("head.dense.weight", *(f"tensor {i}" for i in range(22))),
-        dict(
-            kind="encoder", vocab_size=50368, d_model=768, d_ff=1152, num_layers=22, num_heads=12,
-            max_len=8192, positions=Rope(base=160_000.0, window_base=10_000.0),
-            window=(None, 65, 65), activation="gelu", glu=True, use_bias=False, qkv_bias=False,
-            out_bias=False, ff_bias=False, embedding_norm=True, first_norm=False,
-            masked_token_head=True, logit_bias=True,
-        ),
-    ),
-    "nomic_bert": (
-        dict(model_type="nomic_bert"), TWELVE,
-        dict(
-            kind="encoder", vocab_size=30528, d_model=768, d_ff=3072, num_layers=12, num_heads=12,
-            max_len=2048, positions=Rope(base=1000.0), activation="silu", glu=True,
-            qkv_bias=False, out_bias=False, ff_bias=False, embedding_norm=True, norm_order="post",
-            norm_eps=1e-12, type_vocab_size=2,
-        ),
-    ),
-    "t5": (
-        dict(model_type="t5"), tuple(f"decoder.{i}" for i in range(6)),
-        dict(
-            kind="encoder-decoder", vocab_size=32128, d_model=512, num_layers=6,
-            num_decoder_layers=6, num_heads=8, head_dim=64, d_ff=2048, max_len=512,
-            positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
-            activation="relu", glu=False, use_bias=False, attention_scale=1.0, tie_embeddings=True,
-            logit_scale=512**-0.5, dropout=0.1, attention_dropout=0.1,
-        ),
-    ),
-    "mt5": (
-        dict(model_type="mt5"), tuple(f"decoder.{i}" for i in range(8)),
-        dict(
-            kind="encoder-decoder", vocab_size=250112, d_model=512, num_layers=8,
-            num_decoder_layers=8, num_heads=6, head_dim=64, d_ff=1024, max_len=512,
-            positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
-            activation="gelu_tanh", glu=True, use_bias=False, attention_scale=1.0,
-            tie_embeddings=True, dropout=0.1, attention_dropout=0.1,
-        ),
-    ),
-    "bart": (
-        dict(model_type="bart"), (),
-        BART | dict(
-            vocab_size=50265, positions=Learned(offset=2), embedding_norm=True,
-            scale_embeddings=False,
-        ),
-    ),
-    "mbart": (
-        dict(model_type="mbart"), (),
-        BART | dict(
-            vocab_size=50265, positions=Learned(offset=2), embedding_norm=True, norm_order="pre",
-        ),
-    ),
-    "m2m_100": (
-        dict(model_type="m2m_100"), (),
-        BART | dict(
-            vocab_size=128112, norm_order="pre", activation="relu", scale_embeddings=True,
-            positions=Sinusoidal(layout="halves", base=10_000 ** (512 / 511), offset=2),
-            attention_dropout=0.1,
-        ),
-    ),
-    "pegasus": (
-        dict(model_type="pegasus"), (),
-        BART | dict(
-            vocab_size=50265, positions=Sinusoidal(layout="halves"), norm_order="pre",
-        ),
-    ),
-    "marian": (
-        dict(model_type="marian"), (),
-        BART | dict(vocab_size=58101, positions=Sinusoidal(layout="halves")),
-    ),
+    "starcoder2": (small(model_type="starcoder2", num_attention_heads=2, num_key_value_heads=...),
+        (), CODER | dict(num_kv_heads=2)),
+    "stablelm": (small(model_type="stablelm", hidden_size=256, num_attention_heads=32,
+        num_key_value_heads=...), (), CODER | BARE | dict(d_model=256, num_heads=32,
+        num_kv_heads=32, activation="silu", glu=True, tie_embeddings=False,
+        positions=Rope(dims=2))),
+    "opt": (dict(model_type="opt"), (), dict(vocab_size=50272, d_model=768, d_ff=3072,
+        num_layers=12, num_heads=12, max_len=2048, positions=Learned(offset=2), activation="relu",
+        dropout=0.1)),
+    "falcon": (dict(model_type="falcon"), (), BARE | dict(vocab_size=65024, d_model=4544,
+        num_layers=32, num_heads=71, num_kv_heads=1, max_len=2048, norm_order="parallel_shared",
+        activation="gelu", positions="rope")),
+    "bloom": (dict(model_type="bloom"), (), dict(vocab_size=250880, d_model=64, num_layers=2,
+        num_heads=8, max_len=2048, positions="alibi", embedding_norm=True)),
+    "bert": (dict(model_type="bert"), (), BERT | dict(vocab_size=30522, num_layers=12, max_len=512,
+        type_vocab_size=2)),
+    "bert with classes": (dict(model_type="bert"), ("bert.pooler.dense.weight", "classifier.weight",
+        *TWELVE), BERT | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2,
+        pooler="tanh", num_classes=2)),
+    "bert with a masked-token head": (dict(model_type="bert"),
+        ("cls.predictions.transform.dense.weight", *TWELVE), MASKED
+        | dict(vocab_size=30522, num_layers=12, max_len=512, type_vocab_size=2)),
+    "roberta with a masked-token head": (dict(model_type="roberta"),
+        ("lm_head.dense.weight", *TWELVE), MASKED | dict(vocab_size=50265, num_layers=12,
+        max_len=510, positions=Learned(offset=2), type_vocab_size=2)),
+    "xlm-roberta": (dict(model_type="xlm-roberta"), TWELVE, BERT
+        | dict(vocab_size=30522, num_layers=12, max_len=510, positions=Learned(offset=2),
+        type_vocab_size=2)),
+    "camembert": (dict(model_type="camembert", pad_token_id=0), TWELVE, BERT
+        | dict(vocab_size=30522, num_layers=12, max_len=511, positions=Learned(offset=1),
+        type_vocab_size=2)),
+    "mpnet": (dict(model_type="mpnet"), TWELVE, BERT | dict(vocab_size=30527, num_layers=12,
+        max_len=510, positions=Learned(offset=2, buckets=32))),
+    "albert": (dict(model_type="albert"), TWELVE, BERT | dict(vocab_size=30000, embedding_dim=128,
+        d_model=4096, num_heads=64, d_ff=16384, num_layers=12, max_len=512, type_vocab_size=2,
+        share_layers=True, activation="gelu_tanh", dropout=0.0, attention_dropout=0.0)),
+    "electra": (dict(model_type="electra"), TWELVE, BERT | dict(vocab_size=30522, embedding_dim=128,
+        d_model=256, num_heads=4, d_ff=1024, num_layers=12, max_len=512, type_vocab_size=2)),
+    "distilbert with a masked-token head": (dict(model_type="distilbert"),
+        ("vocab_transform.weight", *TWELVE), MASKED | dict(vocab_size=30522, num_layers=6,
+        max_len=512)),
+    "modernbert": (dict(model_type="modernbert"), ("head.dense.weight",
+        *(f"tensor {i}" for i in range(22))), dict(kind="encoder", vocab_size=50368, d_model=768,
+        d_ff=1152, num_layers=22, num_heads=12, max_len=8192,
+        positions=Rope(base=160_000.0, window_base=10_000.0), window=(None, 65, 65),
+        activation="gelu", glu=True, use_bias=False, qkv_bias=False, out_bias=False, ff_bias=False,
+        embedding_norm=True, first_norm=False, masked_token_head=True, logit_bias=True)),
+    "nomic_bert": (dict(model_type="nomic_bert"), TWELVE, dict(kind="encoder", vocab_size=30528,
+        d_model=768, d_ff=3072, num_layers=12, num_heads=12, max_len=2048,
+        positions=Rope(base=1000.0), activation="silu", glu=True, qkv_bias=False, out_bias=False,
+        ff_bias=False, embedding_norm=True, norm_order="post", norm_eps=1e-12, type_vocab_size=2)),
+    "t5": (dict(model_type="t5"), tuple(f"decoder.{i}" for i in range(6)),
+        dict(kind="encoder-decoder", vocab_size=32128, d_model=512, num_layers=6,
+        num_decoder_layers=6, num_heads=8, head_dim=64, d_ff=2048, max_len=512,
+        positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
+        activation="relu", glu=False, use_bias=False, attention_scale=1.0, tie_embeddings=True,
+        logit_scale=512**-0.5, dropout=0.1, attention_dropout=0.1)),
+    "mt5": (dict(model_type="mt5"), tuple(f"decoder.{i}" for i in range(8)),
+        dict(kind="encoder-decoder", vocab_size=250112, d_model=512, num_layers=8,
+        num_decoder_layers=8, num_heads=6, head_dim=64, d_ff=1024, max_len=512,
+        positions=T5Buckets(buckets=32, max_distance=128), norm="rmsnorm", norm_eps=1e-6,
+        activation="gelu_tanh", glu=True, use_bias=False, attention_scale=1.0, tie_embeddings=True,
+        dropout=0.1, attention_dropout=0.1)),
+    "bart": (dict(model_type="bart"), (), BART | dict(vocab_size=50265, positions=Learned(offset=2),
+        embedding_norm=True, scale_embeddings=False)),
+    "mbart": (dict(model_type="mbart"), (), BART | dict(vocab_size=50265,
+        positions=Learned(offset=2), embedding_norm=True, norm_order="pre")),
+    "m2m_100": (dict(model_type="m2m_100"), (), BART | dict(vocab_size=128112, norm_order="pre",
+        activation="relu", scale_embeddings=True, positions=Sinusoidal(layout="halves",
+        base=10_000 ** (512 / 511), offset=2), attention_dropout=0.1)),
+    "pegasus": (dict(model_type="pegasus"), (), BART | dict(vocab_size=50265,
+        positions=Sinusoidal(layout="halves"), norm_order="pre")),
+    "marian": (dict(model_type="marian"), (), BART | dict(vocab_size=58101,
+        positions=Sinusoidal(layout="halves"))),
 }  # fmt: skip
 
 
@@ -817,12 +430,9 @@ def test_keys_that_change_no_number_are_read(content, keys):
     ("content", "rope"),
     [
         (small(model_type="phi3", hidden_size=36, partial_rotary_factor=0.5), Rope(dims=6)),
-        (
-            small(model_type="stablelm", hidden_size=30, num_key_value_heads=3,
-                  rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=2.0,
-                                       partial_rotary_factor=0.2)),
-            Rope(base=5e5, dims=2, scaling="linear", factor=2.0),
-        ),
+        (small(model_type="stablelm", hidden_size=30, num_key_value_heads=3,
+         rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=2.0,
+         partial_rotary_factor=0.2)), Rope(base=5e5, dims=2, scaling="linear", factor=2.0)),
         (small(model_type="stablelm", hidden_size=18, partial_rotary_factor=0.7), Rope(dims=4)),
     ],
 )  # fmt: skip
@@ -903,43 +513,23 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
     ("content", "rope", "max_len"),
     [
         (scaled("linear", factor=4), Rope(scaling="linear", factor=4.0), 64),
-        (
-            scaled("dynamic", factor=2.0, original_max_position_embeddings=16),
-            Rope(scaling="dynamic", factor=2.0, original_len=64), 64,
-        ),
-        (
-            scaled("yarn", original_max_position_embeddings=16, truncate=False),
-            Rope(scaling="yarn", factor=4.0, original_len=16, truncate=False), 64,
-        ),
-        (
-            scaled("yarn", factor=8.0, mscale=0.5, mscale_all_dim=1.0),
-            Rope(
-                scaling="yarn", factor=8.0, original_len=64,
-                attention_factor=(1 + 0.05 * math.log(8)) / (1 + 0.1 * math.log(8)),
-            ), 64,
-        ),
-        (
-            scaled("yarn", factor=8.0, mscale=0.5),
-            Rope(scaling="yarn", factor=8.0, original_len=64), 64,
-        ),
-        (
-            scaled("yarn", factor=8.0, mscale_all_dim=0.5),
-            Rope(scaling="yarn", factor=8.0, original_len=64), 64,
-        ),
-        (
-            scaled("su", original_max_position_embeddings=16, **FACTORS),
-            Rope(
-                scaling="longrope", factor=4.0, original_len=16, short_factors=(1.0, 1.5),
-                long_factors=(2.0, 3.0),
-            ), 16,
-        ),
-        (
-            scaled("longrope", factor=6.0, **FACTORS) | dict(original_max_position_embeddings=32),
-            Rope(
-                scaling="longrope", factor=6.0, original_len=32, short_factors=(1.0, 1.5),
-                long_factors=(2.0, 3.0),
-            ), 32,
-        ),
+        (scaled("dynamic", factor=2.0, original_max_position_embeddings=16),
+         Rope(scaling="dynamic", factor=2.0, original_len=64), 64),
+        (scaled("yarn", original_max_position_embeddings=16, truncate=False),
+         Rope(scaling="yarn", factor=4.0, original_len=16, truncate=False), 64),
+        (scaled("yarn", factor=8.0, mscale=0.5, mscale_all_dim=1.0),
+         Rope(scaling="yarn", factor=8.0, original_len=64, attention_factor=(
+         1 + 0.05 * math.log(8)) / (1 + 0.1 * math.log(8))), 64),
+        (scaled("yarn", factor=8.0, mscale=0.5), Rope(scaling="yarn", factor=8.0, original_len=64),
+         64),
+        (scaled("yarn", factor=8.0, mscale_all_dim=0.5), Rope(scaling="yarn", factor=8.0,
+         original_len=64), 64),
+        (scaled("su", original_max_position_embeddings=16, **FACTORS),
+         Rope(scaling="longrope", factor=4.0, original_len=16, short_factors=(1.0, 1.5),
+         long_factors=(2.0, 3.0)), 16),
+        (scaled("longrope", factor=6.0, **FACTORS) | dict(original_max_position_embeddings=32),
+         Rope(scaling="longrope", factor=6.0, original_len=32, short_factors=(1.0, 1.5),
+         long_factors=(2.0, 3.0)), 32),
     ],
     ids=[
         "linear", "dynamic", "yarn", "mscale", "mscale alone", "mscale_all_dim alone", "su",
@@ -982,24 +572,16 @@ def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, traine
         (small(attention_bias=0), "attention_bias is 0: must be true or false"),
         (small(head_dim=3), "head_dim"),
         (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
-        (
-            small(model_type="deepseek_v3"),
-            "model_type is 'deepseek_v3': its multi-head latent attention is not in this library",
-        ),
-        (
-            small(model_type="deberta-v2"),
-            "model_type is 'deberta-v2': its disentangled attention is not in this library",
-        ),
-        (
-            small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
-            "rope_parameters is 'rope_type': must be of full_attention and sliding_attention",
-        ),
-        (
-            small(model_type="qwen2", layer_types=["full_attention"]),
-            "layer_types is ['full_attention']: must be a list of 2",
-        ),
+        (small(model_type="deepseek_v3"),
+         "model_type is 'deepseek_v3': its multi-head latent attention is not in this library"),
+        (small(model_type="deberta-v2"),
+         "model_type is 'deberta-v2': its disentangled attention is not in this library"),
+        (small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
+         "rope_parameters is 'rope_type': must be of full_attention and sliding_attention"),
+        (small(model_type="qwen2", layer_types=["full_attention"]),
+         "layer_types is ['full_attention']: must be a list of 2"),
     ],
-)
+)  # fmt: skip
 def test_a_key_that_cannot_be_honoured_is_named(content, told):
     with pytest.raises(ConfigError, match=re.escape(told)) as error:
         read_config(content, (), "DIR/config.json")
@@ -1112,10 +694,8 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
     ("folder", "keys"),
     [
         (GPT2, dict(n_ctx=48)),
-        (LLAMA3, dict(rope_parameters=dict(
-            rope_type="longrope", rope_theta=500.0, factor=2.5, short_factor=[1.0] * 4,
-            long_factor=[2.0] * 4, original_max_position_embeddings=400,
-        ))),
+        (LLAMA3, dict(rope_parameters=dict(rope_type="longrope", rope_theta=500.0, factor=2.5,
+         short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=400))),
         (GEMMA3, dict(sliding_window_pattern=2, hidden_act="gelu")),
     ],
 )  # fmt: skip
@@ -1186,11 +766,13 @@ def test_a_gemma_without_windows_is_written(name):
     assert read_config(written, (), "config.json") == config
 
 
-def test_a_head_of_choices_is_refused_by_name():
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_head_of_choices_is_refused_by_name(family):
     """Although its tensors are named as those of a head that is read."""
-    content = dict(model_type="bert", num_hidden_layers=1, architectures=["BertForMultipleChoice"])
-    tensors = ("classifier.weight", "bert.pooler.dense.weight")
-    with pytest.raises(ConfigError, match=r"architectures is \['BertForMultipleChoice'\]: a head"):
+    named = "BertForMultipleChoice" if family == "bert" else "RobertaForMultipleChoice"
+    content = dict(model_type=family, num_hidden_layers=1, architectures=[named])
+    tensors = ("classifier.weight", f"{family}.pooler.dense.weight")
+    with pytest.raises(ConfigError, match=rf"architectures is \['{named}'\]: a head of several ch"):
         read_config(content, tensors, "config.json")
 
 
@@ -1239,25 +821,16 @@ NORM = "model.layers.1.input_layernorm.weight"
     [
         (lambda t: t.pop(NORM) is None, f"tensor {NORM} is missing"),
         (lambda t: t.pop("lm_head.weight") is None, "tensor lm_head.weight is missing"),
-        (
-            lambda t: t | {"model.layers.2.input_layernorm.weight": t[NORM]},
-            "model.layers.2.input_layernorm.weight: a llama of this config.json has no such",
-        ),
-        (
-            lambda t: t | {NORM: t[NORM][:23]},
-            f"{NORM} has shape [23]: config.json makes it [24]",
-        ),
-        (
-            lambda t: t | {NORM: t[NORM].astype(np.float64)},
-            f"{NORM} is float64: must be one of float32, bfloat16, float16",
-        ),
-        (
-            lambda t: t | {"model.embed_tokens.weight": np.zeros((61, 24), np.int8)},
-            "model.embed_tokens.weight is int8: must be one of",
-        ),
+        (lambda t: t | {"model.layers.2.input_layernorm.weight": t[NORM]},
+         "model.layers.2.input_layernorm.weight: a llama of this config.json has no such"),
+        (lambda t: t | {NORM: t[NORM][:23]}, f"{NORM} has shape [23]: config.json makes it [24]"),
+        (lambda t: t | {NORM: t[NORM].astype(np.float64)},
+         f"{NORM} is float64: must be one of float32, bfloat16, float16"),
+        (lambda t: t | {"model.embed_tokens.weight": np.zeros((61, 24), np.int8)},
+         "model.embed_tokens.weight is int8: must be one of"),
     ],
     ids=["missing", "no output", "unknown", "misshapen", "float64", "int8"],
-)
+)  # fmt: skip
 def test_a_tensor_that_does_not_fit_is_named_with_its_file(change, told, tmp_path):
     folder = changed(LLAMA3, tmp_path / "bad", lambda t: change(t) or None)
     with pytest.raises(CheckpointError, match=re.escape(told)) as error:

@@ -10,28 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.pretrained.test_family_folders import GPT_OSS
 from tests.support.drawn import drawn
-from transformer_jax.config import ConfigError, LoraConfig
-from transformer_jax.models.lora import init_lora
-from transformer_jax.pretrained.config_json import read_config, write_config
-from transformer_jax.pretrained.families import FAMILIES
+from transformer_jax.config import ConfigError
+from transformer_jax.pretrained.config_json import read_config
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
 from transformer_jax.pretrained.mxfp4 import dequantised
-from transformer_jax.pretrained.peft import save_lora
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
-from transformer_jax.pretrained.tensors import tensor_names
 
-GPT_OSS = dict(
-    model_type="gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=32, head_dim=4,
-    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=30,
-    num_experts_per_tok=2, max_position_embeddings=64, rope_theta=150000,
-    rope_scaling=dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0,
-        beta_slow=1.0, truncate=False,
-    ),
-)  # fmt: skip
-"""More experts than tensors: all of them are in one."""
 MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
 PREFIX = "model.layers.0.mlp.experts."
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -125,24 +112,16 @@ def renamed(end, change):
         (dict(_scales=None), "tensor model.layers.0.mlp.experts.down_proj_scales is missing"),
         (dict(_blocks=None), "down_proj_scales' is there without its _blocks"),
         (dict(_blocks=renamed("_blocks", lambda x: x.astype(np.int8))), "is int8: must be uint8"),
-        (
-            dict(_blocks=renamed("_blocks", lambda x: x[..., :8])),
-            r"_blocks \[30, 64, 1, 8\] and _scales \[30, 64, 1\]: must be \[..., rows, G, 16\]",
-        ),
-        (
-            dict(_scales=renamed("_scales", lambda x: x[:, :1])),
-            r"_blocks \[30, 64, 1, 16\] and _scales \[30, 1, 1\]: must be",
-        ),
-        (
-            {part: renamed(part, lambda x: x[:, :32]) for part in ("_blocks", "_scales")},
-            r"has shape \[30, 32, 32\]: config.json makes it \[30, 32, 64\]",
-        ),
-        (
-            dict(_scales=renamed("_scales", lambda x: np.full_like(x, 255))),
-            "down_proj_scales' has 255: must be at most 252",
-        ),
+        (dict(_blocks=renamed("_blocks", lambda x: x[..., :8])),
+         r"_blocks \[30, 64, 1, 8\] and _scales \[30, 64, 1\]: must be \[..., rows, G, 16\]"),
+        (dict(_scales=renamed("_scales", lambda x: x[:, :1])),
+         r"_blocks \[30, 64, 1, 16\] and _scales \[30, 1, 1\]: must be"),
+        ({part: renamed(part, lambda x: x[:, :32]) for part in ("_blocks", "_scales")},
+         r"has shape \[30, 32, 32\]: config.json makes it \[30, 32, 64\]"),
+        (dict(_scales=renamed("_scales", lambda x: np.full_like(x, 255))),
+         "down_proj_scales' has 255: must be at most 252"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_make_no_matrix_are_named(folders, tmp_path, tensors, rule):
     changed(folders[0], tmp_path / "m", **tensors)
     with pytest.raises(CheckpointError, match=rule):
@@ -157,51 +136,9 @@ def test_a_matrix_that_is_there_twice_is_named(folders, tmp_path):
         load_pretrained(tmp_path / "m")
 
 
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        (dict(swiglu_alpha=1.5), "swiglu_alpha is 1.5: must be 1.702"),
-        (dict(swiglu_limit=0), "swiglu_limit is 0: must be positive"),
-        (dict(swiglu_limit=None), "swiglu_limit is None: must be a number"),
-        (dict(hidden_act="relu"), "hidden_act is 'relu': must be 'silu'"),
-        (dict(rope_scaling=None), "rope_parameters is None: must be an object"),
-        (dict(layer_types=["full"]), "layer_types is .* must be a list of 1"),
-        (dict(quantization_config=dict(bits=4)), "quantization_config is .*no such key"),
-    ],
-)  # fmt: skip
-def test_what_would_change_the_numbers_is_refused_by_name(changes, rule):
-    with pytest.raises(ConfigError, match=rule):
-        read_config(GPT_OSS | changes, (), "config.json")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(activation="silu"),
-        dict(glu_unit_offset=False),
-        dict(attention_sinks=False),
-        dict(ff_bias=False),
-        dict(glu_limit=None),
-    ],
-)
-def test_what_a_gpt_oss_cannot_say_is_refused_by_name(changes):
-    config = replace(read_config(GPT_OSS, (), "config.json"), **changes)
-    name = next(iter(changes)).replace("glu_limit", "swiglu_limit")
-    with pytest.raises(ConfigError, match=f"{name} is "):
-        write_config(FAMILIES["gpt_oss"], config)
-
-
 def test_a_number_of_experts_that_no_tensor_has_room_for_is_refused(folders, tmp_path):
     changed(folders[0], tmp_path / "m")
     content = GPT_OSS | dict(num_local_experts=10**9, quantization_config=MXFP4)
     (tmp_path / "m" / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="num_local_experts is 1000000000, and the files have"):
         load_pretrained(tmp_path / "m")
-
-
-def test_adapters_of_joined_experts_are_no_file_of_peft(folders, tmp_path):
-    config, params = load_pretrained(folders[0] / "mxfp4")
-    lora = LoraConfig(rank=2, targets=("query", "up"))
-    adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
-    with pytest.raises(ValueError, match="block_0/feed_forward/up: is of experts, whose adapters"):
-        save_lora(tmp_path / "a", params, adapters, lora, tensor_names(config, "gpt_oss"))

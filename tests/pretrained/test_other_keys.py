@@ -36,68 +36,36 @@ def read(family, **keys):
 
 # Each line is of a published config.json, but for what every family reads
 PUBLISHED = {
-    "Qwen3-Coder-30B-A3B": (
-        "qwen3_moe",
-        dict(
-            qkv_bias=False, shared_expert_intermediate_size=0, use_qk_norm=True,
-            mlp_only_layers=[], max_window_layers=28, sliding_window=None,
-            use_sliding_window=False, output_router_logits=False,
-        ),
-    ),
+    "Qwen3-Coder-30B-A3B": ("qwen3_moe", dict(qkv_bias=False, shared_expert_intermediate_size=0,
+        use_qk_norm=True, mlp_only_layers=[], max_window_layers=28, sliding_window=None,
+        use_sliding_window=False, output_router_logits=False)),
     "Qwen3 with the keys of Qwen3-Coder": ("qwen3", dict(qkv_bias=False, mlp_bias=False)),
     "Qwen2 with the keys of Qwen3": ("qwen2", dict(use_qk_norm=False, mlp_bias=False)),
     "DeepSeek-R1-Distill-Qwen": ("qwen2", dict(use_mrope=False, sliding_window=4096)),
     "Qwen2.5-1M": ("qwen2", dict(dual_chunk_attention_config={"chunk_size": 262144})),
     "unsloth": ("llama", dict(unsloth_version="2025.9.1", unsloth_fixed=True)),
-    "SmolLM2": (
-        "llama",
-        {"transformers.js_config": {"dtype": {}}, "is_llama_config": True,
-         "rope_interleaved": False, "pretraining_tp": 1},
-    ),
-    "OPT 1.3B": (
-        "opt",
-        dict(
-            output_projection=True, _remove_final_layer_norm=False, prefix="</s>", layerdrop=0.0,
-        ),
-    ),
-    "Falcon 11B": (
-        "falcon",
-        dict(
-            ff_factor=4, new_decoder_architecture=True, num_attention_heads=32, num_kv_heads=8,
-            hidden_size=4096,
-        ),
-    ),
-    "ms-marco-MiniLM": (
-        "bert",
-        dict(
-            sbert_ce_default_activation_function="torch.nn.modules.linear.Identity",
-            sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
-        ),
-    ),
-    "ms-marco-TinyBERT": (
-        "bert", dict(cell={}, emb_size=312, pre_trained="", structure=[], training="")
-    ),
+    "SmolLM2": ("llama", {"transformers.js_config": {"dtype": {}}, "is_llama_config": True,
+        "rope_interleaved": False, "pretraining_tp": 1}),
+    "OPT 1.3B": ("opt", dict(output_projection=True, _remove_final_layer_norm=False, prefix="</s>",
+        layerdrop=0.0)),
+    "Falcon 11B": ("falcon", dict(ff_factor=4, new_decoder_architecture=True,
+        num_attention_heads=32, num_kv_heads=8, hidden_size=4096)),
+    "ms-marco-MiniLM": ("bert",
+        dict(sbert_ce_default_activation_function="torch.nn.modules.linear.Identity",
+        sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})),
+    "ms-marco-TinyBERT": ("bert", dict(cell={}, emb_size=312, pre_trained="", structure=[],
+        training="")),
     "deepset/roberta-base-squad2": ("roberta", dict(language="english", name="Roberta")),
     "snowflake-arctic-embed": ("bert", dict(matryoshka_dimensions=[256])),
     "gpt-neox-20b": ("gpt_neox", dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0)),
-    "dolly-v2": (
-        "gpt_neox", dict(custom_pipelines={"text-generation": {"impl": "a.B", "pt": "C"}})
-    ),
-    "distilbart": (
-        "bart",
-        dict(
-            eos_token_ids=[2], replacing_rate=0, student_decoder_layers=None,
-            student_encoder_layers=None, extra_pos_embeddings=2, save_step=58,
-            static_position_embeddings=False, num_hidden_layers=12,
-        ),
-    ),
-    "starcoder2-15b": (
-        "starcoder2",
-        dict(
-            attention_softmax_in_fp32=True, scale_attention_softmax_in_fp32=True,
-            scale_attn_weights=True, mlp_type="default", norm_type="layer_norm",
-        ),
-    ),
+    "dolly-v2": ("gpt_neox", dict(custom_pipelines={"text-generation": {"impl": "a.B",
+        "pt": "C"}})),
+    "distilbart": ("bart", dict(eos_token_ids=[2], replacing_rate=0, student_decoder_layers=None,
+        student_encoder_layers=None, extra_pos_embeddings=2, save_step=58,
+        static_position_embeddings=False, num_hidden_layers=12)),
+    "starcoder2-15b": ("starcoder2", dict(attention_softmax_in_fp32=True,
+        scale_attention_softmax_in_fp32=True, scale_attn_weights=True, mlp_type="default",
+        norm_type="layer_norm")),
     "stablelm-3b": ("stablelm", dict(norm_eps=1e-5, rope_pct=0.25, rotary_scaling_factor=1.0)),
     "phi-2": ("phi", dict(auto_map={"AutoConfig": "x"}, qk_layernorm=False)),
 }  # fmt: skip

@@ -27,6 +27,7 @@ from transformer_jax.models.lora import apply_lora, init_lora, merge_lora  # noq
 from transformer_jax.models.stack import stack_layers  # noqa: E402
 from transformer_jax.pretrained.load import load_pretrained  # noqa: E402
 from transformer_jax.pretrained.peft import load_lora, save_lora  # noqa: E402
+from transformer_jax.pretrained.save import save_pretrained  # noqa: E402
 from transformer_jax.pretrained.tensors import tensor_names  # noqa: E402
 
 LOGITS = 1e-5
@@ -41,112 +42,25 @@ GPT2 = ModelConfig(
     vocab_size=31, d_model=24, num_layers=2, num_heads=4, d_ff=37, max_len=41, init_std=0.1
 )
 
-LLAMA_NAMES = {
-    f"model.layers.{i}.{theirs}.weight": (f"decoder/block_{i}/{ours}/kernel",)
-    for i in range(2)
-    for ours, theirs in {
-        "attention/query": "self_attn.q_proj",
-        "attention/key": "self_attn.k_proj",
-        "attention/value": "self_attn.v_proj",
-        "attention/out": "self_attn.o_proj",
-        "feed_forward/up": "mlp.up_proj",
-        "feed_forward/gate": "mlp.gate_proj",
-        "feed_forward/down": "mlp.down_proj",
-    }.items()
-}
-GPT2_NAMES = {
-    f"transformer.h.{i}.{theirs}.weight": tuple(f"decoder/block_{i}/{o}/kernel" for o in ours)
-    for i in range(2)
-    for theirs, ours in {
-        "attn.c_attn": ("attention/query", "attention/key", "attention/value"),
-        "attn.c_proj": ("attention/out",),
-        "mlp.c_fc": ("feed_forward/up",),
-        "mlp.c_proj": ("feed_forward/down",),
-    }.items()
-}
-
-
-def tensor(x):
-    return torch.tensor(np.array(x, np.float32))
-
-
-def flat(kernel, inputs):
-    """A kernel as the matrix of `inputs` rows."""
-    return np.asarray(kernel).reshape(inputs, -1)
-
-
-def llama(params):
-    """transformers' Llama with our numbers."""
-    config = transformers.LlamaConfig(
-        vocab_size=31, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=41,
-        rms_norm_eps=1e-6, tie_word_embeddings=False,
-    )  # fmt: skip
-    state = {
-        "model.embed_tokens.weight": params["embed"]["tokens"],
-        "lm_head.weight": params["embed"]["output"],
-        "model.norm.weight": params["decoder"]["norm"]["scale"],
-    }
-    for i in range(2):
-        block, at = params["decoder"][f"block_{i}"], f"model.layers.{i}."
-        state[at + "input_layernorm.weight"] = block["norm_attention"]["scale"]
-        state[at + "post_attention_layernorm.weight"] = block["norm_feed_forward"]["scale"]
-    for theirs, (ours,) in LLAMA_NAMES.items():
-        _, block, part, name, _ = ours.split("/")
-        kernel = params["decoder"][block][part][name]["kernel"]
-        state[theirs] = flat(kernel, 37 if name == "down" else 24).T
-    return loaded(transformers.LlamaForCausalLM(config), state)
-
-
-def gpt2(params):
-    """transformers' GPT-2 with our numbers."""
-    config = transformers.GPT2Config(
-        vocab_size=31, n_embd=24, n_layer=2, n_head=4, n_inner=37, n_positions=41,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    state = {
-        "transformer.wte.weight": params["embed"]["tokens"],
-        "lm_head.weight": params["embed"]["tokens"],
-        "transformer.wpe.weight": params["embed"]["positions"],
-    }
-    norms = {"transformer.ln_f": params["decoder"]["norm"]}
-    for i in range(2):
-        block, at = params["decoder"][f"block_{i}"], f"transformer.h.{i}."
-        norms[at + "ln_1"], norms[at + "ln_2"] = block["norm_attention"], block["norm_feed_forward"]
-    for at, norm in norms.items():
-        state[f"{at}.weight"], state[f"{at}.bias"] = norm["scale"], norm["bias"]
-    for theirs, ours in GPT2_NAMES.items():
-        parts = []
-        for path in ours:
-            _, block, part, name, _ = path.split("/")
-            parts.append(params["decoder"][block][part][name])
-        rows = 37 if theirs.endswith("mlp.c_proj.weight") else 24
-        state[theirs] = np.concatenate([flat(p["kernel"], rows) for p in parts], axis=1)
-        bias = theirs.replace(".weight", ".bias")
-        state[bias] = np.concatenate([np.asarray(p["bias"]).reshape(-1) for p in parts])
-    return loaded(transformers.GPT2LMHeadModel(config), state)
-
-
-def loaded(model, state):
-    model.load_state_dict({name: tensor(x) for name, x in state.items()})
-    return model.eval()
-
-
 FAMILIES = {
-    "llama": (LLAMA, llama, LLAMA_NAMES, ("query", "out", "down")),
-    "gpt2": (GPT2, gpt2, GPT2_NAMES, ("query", "value", "out", "up", "down")),
+    "llama": (LLAMA, ("query", "out", "down")),
+    "gpt2": (GPT2, ("query", "value", "out", "up", "down")),
 }
 
 
 @pytest.fixture(params=FAMILIES)
-def family(request):
-    config, theirs, names, targets = FAMILIES[request.param]
+def family(request, tmp_path_factory):
+    """A config, its parameters, transformers' model of the same numbers, names and targets."""
+    config, targets = FAMILIES[request.param]
     rng = np.random.default_rng(1)
     params = jax.tree.map(
         lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32),
         init_params(config, jax.random.key(3)),
     )
-    return config, params, theirs(params), names, targets
+    folder = tmp_path_factory.mktemp("base") / "m"
+    save_pretrained(folder, config, params, family=request.param)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    return config, params, model, tensor_names(config, request.param), targets
 
 
 def logits(config, params):

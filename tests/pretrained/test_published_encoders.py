@@ -33,7 +33,6 @@ from tests.support.published import (  # noqa: E402
     transformers,
 )
 from transformer_jax import (  # noqa: E402
-    ConfigError,
     build,
     load_pretrained,
     save_pretrained,
@@ -57,56 +56,33 @@ def quick_to_compile():
 
 
 SIZES = {
-    "bert": (
-        dict(hidden_size=28, num_attention_heads=4, num_hidden_layers=2, intermediate_size=37),
-        dict(
-            hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
-            hidden_act="gelu_new", type_vocab_size=3, layer_norm_eps=1e-5, hidden_dropout_prob=0.0,
-        ),
-    ),
-    "roberta": (
-        dict(
-            hidden_size=28, num_attention_heads=4, num_hidden_layers=2, intermediate_size=37,
-            type_vocab_size=1,
-        ),
-        dict(
-            hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
-            type_vocab_size=2, layer_norm_eps=1e-5, pad_token_id=2, bos_token_id=1,
-        ),
-    ),
-    "distilbert": (
-        dict(dim=28, n_heads=4, n_layers=2, hidden_dim=37),
-        dict(
-            dim=33, n_heads=3, n_layers=1, hidden_dim=19, activation="relu",
-            sinusoidal_pos_embds=True, attention_dropout=0.0,
-        ),
-    ),
+    "bert": (dict(hidden_size=28, num_attention_heads=4, num_hidden_layers=2, intermediate_size=37),
+        dict(hidden_size=33, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
+        hidden_act="gelu_new", type_vocab_size=3, layer_norm_eps=1e-5, hidden_dropout_prob=0.0)),
+    "roberta": (dict(hidden_size=28, num_attention_heads=4, num_hidden_layers=2,
+        intermediate_size=37, type_vocab_size=1), dict(hidden_size=33, num_attention_heads=3,
+        num_hidden_layers=1, intermediate_size=19, type_vocab_size=2, layer_norm_eps=1e-5,
+        pad_token_id=2, bos_token_id=1)),
+    "distilbert": (dict(dim=28, n_heads=4, n_layers=2, hidden_dim=37),
+        dict(dim=33, n_heads=3, n_layers=1, hidden_dim=19, activation="relu",
+        sinusoidal_pos_embds=True, attention_dropout=0.0)),
 }  # fmt: skip
 GLOBAL, LOCAL = (f"{kind}_attention" for kind in ("full", "sliding"))
 SIZES["modernbert"] = (
-    dict(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=4, intermediate_size=37,
-        local_attention=20, pad_token_id=None,
-    ),
-    dict(
-        hidden_size=36, num_attention_heads=3, num_hidden_layers=3, intermediate_size=19,
+    dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=4, intermediate_size=37,
+        local_attention=20, pad_token_id=None),
+    dict(hidden_size=36, num_attention_heads=3, num_hidden_layers=3, intermediate_size=19,
         local_attention=9, pad_token_id=None, layer_types=[LOCAL, GLOBAL, LOCAL],
         hidden_activation="silu", classifier_activation="silu", norm_bias=True,
-        classifier_pooling="mean",
-        classifier_bias=True, attention_bias=True, norm_eps=1e-2, embedding_dropout=0.1,
-        rope_parameters={
-            kind: dict(rope_type="default", rope_theta=theta)
-            for kind, theta in ((GLOBAL, 1000.0), (LOCAL, 50.0))
-        },
-    ),
+        classifier_pooling="mean", classifier_bias=True, attention_bias=True, norm_eps=1e-2,
+        embedding_dropout=0.1, rope_parameters={kind: dict(rope_type="default", rope_theta=theta)
+        for kind, theta in ((GLOBAL, 1000.0), (LOCAL, 50.0))}),
 )  # fmt: skip
 SIZES["nomic_bert"] = (
     dict(hidden_size=28, num_attention_heads=7, num_hidden_layers=2, intermediate_size=37),
-    dict(
-        hidden_size=30, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
+    dict(hidden_size=30, num_attention_heads=3, num_hidden_layers=1, intermediate_size=19,
         hidden_act="gelu", type_vocab_size=3, layer_norm_eps=1e-5, head_dim=8,
-        hidden_dropout_prob=0.1, rope_parameters=dict(rope_type="default", rope_theta=50.0),
-    ),
+        hidden_dropout_prob=0.1, rope_parameters=dict(rope_type="default", rope_theta=50.0)),
 )  # fmt: skip
 SIZES["electra"] = (
     dict(SIZES["bert"][0], embedding_size=11),
@@ -125,51 +101,26 @@ CLASSES = {"bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert"}
 CLASSES |= {"xlm-roberta": "XLMRoberta", "camembert": "Camembert", "modernbert": "ModernBert"}
 CLASSES |= {"nomic_bert": "NomicBert", "mpnet": "MPNet", "electra": "Electra", "albert": "Albert"}
 HEADS = [
-    ("bert", "ForMaskedLM"),
-    ("bert", "Model"),
-    ("bert", "ForSequenceClassification"),
-    ("bert", "ForPreTraining"),
-    ("roberta", "ForMaskedLM"),
-    ("roberta", "Model"),
-    ("roberta", "ForSequenceClassification"),
-    ("xlm-roberta", "ForMaskedLM"),
-    ("camembert", "ForSequenceClassification"),
-    ("distilbert", "ForMaskedLM"),
-    ("distilbert", "Model"),
-    ("distilbert", "ForSequenceClassification"),
-    ("bert", "ForTokenClassification"),
-    ("bert", "ForQuestionAnswering"),
-    ("roberta", "ForTokenClassification"),
-    ("roberta", "ForQuestionAnswering"),
-    ("distilbert", "ForTokenClassification"),
-    ("distilbert", "ForQuestionAnswering"),
-    ("modernbert", "ForMaskedLM"),
-    ("modernbert", "Model"),
-    ("modernbert", "ForSequenceClassification"),
-    ("modernbert", "ForTokenClassification"),
-    ("modernbert", "ForQuestionAnswering"),
-    ("nomic_bert", "ForMaskedLM"),
-    ("nomic_bert", "Model"),
-    ("nomic_bert", "ForSequenceClassification"),
-    ("nomic_bert", "ForTokenClassification"),
-    ("mpnet", "ForMaskedLM"),
-    ("mpnet", "Model"),
-    ("mpnet", "ForSequenceClassification"),
-    ("mpnet", "ForTokenClassification"),
-    ("mpnet", "ForQuestionAnswering"),
-    ("electra", "ForMaskedLM"),
-    ("electra", "Model"),
-    ("electra", "ForPreTraining"),
-    ("electra", "ForSequenceClassification"),
-    ("electra", "ForTokenClassification"),
-    ("electra", "ForQuestionAnswering"),
-    ("albert", "ForMaskedLM"),
-    ("albert", "Model"),
-    ("albert", "ForPreTraining"),
-    ("albert", "ForSequenceClassification"),
-    ("albert", "ForTokenClassification"),
-    ("albert", "ForQuestionAnswering"),
-]
+    ("bert", "ForMaskedLM"), ("bert", "Model"), ("bert", "ForSequenceClassification"),
+    ("bert", "ForPreTraining"), ("roberta", "ForMaskedLM"), ("roberta", "Model"),
+    ("roberta", "ForSequenceClassification"), ("xlm-roberta", "ForMaskedLM"),
+    ("camembert", "ForSequenceClassification"), ("distilbert", "ForMaskedLM"),
+    ("distilbert", "Model"), ("distilbert", "ForSequenceClassification"),
+    ("bert", "ForTokenClassification"), ("bert", "ForQuestionAnswering"),
+    ("roberta", "ForTokenClassification"), ("roberta", "ForQuestionAnswering"),
+    ("distilbert", "ForTokenClassification"), ("distilbert", "ForQuestionAnswering"),
+    ("modernbert", "ForMaskedLM"), ("modernbert", "Model"),
+    ("modernbert", "ForSequenceClassification"), ("modernbert", "ForTokenClassification"),
+    ("modernbert", "ForQuestionAnswering"), ("nomic_bert", "ForMaskedLM"), ("nomic_bert", "Model"),
+    ("nomic_bert", "ForSequenceClassification"), ("nomic_bert", "ForTokenClassification"),
+    ("mpnet", "ForMaskedLM"), ("mpnet", "Model"), ("mpnet", "ForSequenceClassification"),
+    ("mpnet", "ForTokenClassification"), ("mpnet", "ForQuestionAnswering"),
+    ("electra", "ForMaskedLM"), ("electra", "Model"), ("electra", "ForPreTraining"),
+    ("electra", "ForSequenceClassification"), ("electra", "ForTokenClassification"),
+    ("electra", "ForQuestionAnswering"), ("albert", "ForMaskedLM"), ("albert", "Model"),
+    ("albert", "ForPreTraining"), ("albert", "ForSequenceClassification"),
+    ("albert", "ForTokenClassification"), ("albert", "ForQuestionAnswering"),
+]  # fmt: skip
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
 """Families whose tensors have the same names in files and in memory."""
 
@@ -523,25 +474,6 @@ def test_names_of_classes_stay_while_their_number_does(tmp_path):
     save_pretrained(tmp_path / "masked", masked, zeros(masked), like=folder)
     found = transformers.AutoConfig.from_pretrained(tmp_path / "masked")
     assert found.architectures == ["DistilBertForMaskedLM"]
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
-def test_classes_of_tokens_must_be_named(family, tmp_path):
-    model, _ = make(family, "ForTokenClassification")
-    folder = saved(model, tmp_path / "model")
-    content = json.loads((folder / "config.json").read_text())
-    del content["architectures"]
-    (folder / "config.json").write_text(json.dumps(content))
-    message = r"architectures is None: without .* of single tokens: must be"
-    with pytest.raises(ConfigError, match=message):
-        load_pretrained(folder)
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_head_of_choices_is_refused_by_name(family, tmp_path):
-    model, _ = make(family, "ForMultipleChoice")
-    with pytest.raises(ConfigError, match=r"architectures is .*: a head of several choices is not"):
-        load_pretrained(saved(model, tmp_path / "model"))
 
 
 def test_a_pooler_beside_classes_of_tokens_changes_nothing(tmp_path, rng):

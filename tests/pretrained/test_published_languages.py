@@ -41,16 +41,12 @@ def nllb(folder: Path) -> Path:
 
 
 FAMILIES: dict[str, tuple[Any, tuple[str, str]]] = {
-    "mbart": (
-        lambda folder: mbart("MBartTokenizer", folder, decoder_start_token_id=101),
-        ("fr_XX", "ro_RO"),
-    ),
-    "mbart-50": (
-        lambda folder: mbart("MBart50Tokenizer", folder, decoder_start_token_id=2),
-        ("fr_XX", "ro_RO"),
-    ),
+    "mbart": (lambda folder: mbart("MBartTokenizer", folder, decoder_start_token_id=101),
+        ("fr_XX", "ro_RO")),
+    "mbart-50": (lambda folder: mbart("MBart50Tokenizer", folder, decoder_start_token_id=2),
+        ("fr_XX", "ro_RO")),
     "nllb": (nllb, ("fra_Latn", "ron_Latn")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -33,26 +33,16 @@ from transformer_jax.training.loop import fit  # noqa: E402
 LOGITS = 1e-4
 TEXT = "to be or not to be that is the question\n" * 40
 FAMILIES = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=256, n_embd=24, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2,
-            bos_token_id=0, eos_token_id=0,
-        )
-    ),
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=256, hidden_size=24, intermediate_size=37, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-            tie_word_embeddings=False, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
-        )
-    ),
-    "neox": lambda: transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
-            vocab_size=256, hidden_size=32, intermediate_size=37, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=32, initializer_range=0.2,
-            bos_token_id=0, eos_token_id=0,
-        )
-    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=256, n_embd=24,
+        n_layer=2, n_head=4, n_positions=32, initializer_range=0.2, bos_token_id=0,
+        eos_token_id=0)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256,
+        hidden_size=24, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0)),
+    "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=256,
+        hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, initializer_range=0.2, bos_token_id=0, eos_token_id=0)),
 }  # fmt: skip
 
 

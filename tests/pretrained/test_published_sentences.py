@@ -36,11 +36,9 @@ SENTENCES = [
     " ".join(f"On day {day} it rained in the {day % 7}th valley." for day in range(60)),
 ]
 QUERIES = {
-    "Where does the cat sleep?": 0,
-    "Investors lost money when shares fell.": 3,
-    "a recipe for a loaf": 4,
-    "Which objects of the sky are the oldest?": 7,
-}
+    "Where does the cat sleep?": 0, "Investors lost money when shares fell.": 3,
+    "a recipe for a loaf": 4, "Which objects of the sky are the oldest?": 7,
+}  # fmt: skip
 TOLERANCE = 1e-5
 
 
@@ -174,20 +172,26 @@ def laid(path, pooling):
         (path / name).write_text(json.dumps(content))
 
 
+def alone(model, words, prompt, end, pool):
+    """The vectors of TEXTS by the model itself, each without padding and cut to 20 tokens."""
+    want = []
+    for text in TEXTS:
+        ids = [*words.encode(prompt + text, special_tokens=False)[:19], end]
+        with torch.no_grad():
+            states = model(torch.tensor([ids])).last_hidden_state
+        want.append(torch.nn.functional.normalize(pool(states), dim=1)[0].numpy())
+    return np.stack(want)
+
+
 def test_a_decoder_makes_the_vectors_of_its_last_tokens(qwen):
     model, path = qwen
     laid(path, dict(word_embedding_dimension=16, pooling_mode_lasttoken=True, include_prompt=True))
     encoder = load_sentence_encoder(path)
     assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("last", True, 20)
     for prompt in ("", encoder.prompts["query"]):
-        want = []
-        for text in TEXTS:  # alone, without padding
-            ids = [*Words().encode(prompt + text, special_tokens=False)[:19], 1]
-            with torch.no_grad():
-                last = model(torch.tensor([ids])).last_hidden_state[:, -1]
-            want.append(torch.nn.functional.normalize(last, dim=1)[0].numpy())
+        want = alone(model, Words(), prompt, 1, lambda states: states[:, -1])
         got = encoder.encode_texts(TEXTS, Words(), prompt=prompt)
-        assert np.abs(got - np.stack(want)).max() <= TOLERANCE
+        assert np.abs(got - want).max() <= TOLERANCE
 
 
 def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_path):
@@ -241,11 +245,6 @@ def test_other_encoders_make_the_means_of_their_tokens(kind, tmp_path):
     laid(tmp_path, dict(word_embedding_dimension=16, pooling_mode_mean_tokens=True))
     encoder = load_sentence_encoder(tmp_path)
     assert (encoder.pooling, encoder.max_len) == ("mean", 20)
-    want = []
-    for text in TEXTS:  # alone, without padding
-        ids = [*Ended().encode(PROMPT + text, special_tokens=False)[:19], 2]
-        with torch.no_grad():
-            mean = model(torch.tensor([ids])).last_hidden_state.mean(1)
-        want.append(torch.nn.functional.normalize(mean, dim=1)[0].numpy())
+    want = alone(model, Ended(), PROMPT, 2, lambda states: states.mean(1))
     got = encoder.encode_texts(TEXTS, Ended(), prompt=encoder.prompts["query"])
-    assert np.abs(got - np.stack(want)).max() <= TOLERANCE
+    assert np.abs(got - want).max() <= TOLERANCE

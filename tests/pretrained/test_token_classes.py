@@ -49,6 +49,12 @@ def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, arch
     back, loaded = load_pretrained(tmp_path / "m")
     assert back == config
     chex.assert_trees_all_equal(loaded, params, strict=True)
+    if of == "token":
+        del content["architectures"]
+        (tmp_path / "m" / "config.json").write_text(json.dumps(content))
+        rule = r"architectures is None: without .* of single tokens: must be"
+        with pytest.raises(ConfigError, match=rule):
+            load_pretrained(tmp_path / "m")
 
 
 def test_a_new_head_keeps_nothing_that_describes_the_old_one(tmp_path):

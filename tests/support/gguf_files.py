@@ -166,6 +166,30 @@ def gguf_of(path: Path, folder: Path, **options: Any) -> Path:
     return write_file(path, architecture, keys, tensors, **options)
 
 
+def llama_cpp(path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Return what completes ids greedily in llama.cpp, with the log-probabilities of each token.
+
+    It computes in F32, in one thread: threads of its own would wait for each other where others run
+    beside.
+    """
+    peer = pytest.importorskip("xllamacpp")
+    given = peer.CommonParams()
+    given.model.path, given.n_ctx, given.n_parallel = str(path), 256, 1
+    given.cache_type_k = given.cache_type_v = peer.ggml_type.GGML_TYPE_F32
+    given.flash_attn_type = peer.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+    server = peer.Server(given)
+
+    def complete(ids: list[int], tokens: int, logprobs: int) -> list[dict[str, Any]]:
+        asked = {"prompt": ids, "max_tokens": tokens, "temperature": 0.0, "logprobs": logprobs}
+        answer = server.handle_completions(asked)
+        answer = json.loads(answer) if isinstance(answer, str | bytes) else answer
+        found = answer["choices"][0]["logprobs"]
+        return [] if found is None else found["content"]
+
+    return complete
+
+
 def byte_level_keys(tokenizer: Any, pre: str, **roles: str) -> Keys:
     """Return the keys of a byte-level BPE of the library `tokenizers`, with roles of its tokens."""
     content = json.loads(tokenizer.to_str())

@@ -27,12 +27,9 @@ from transformer_jax.kernels.dropout import keep
 
 TILES = {"forward": Blocks(16, 32), "dq": Blocks(16, 16), "dkdv": Blocks(32, 16)}
 LARGE = {
-    "forward": Blocks(64, 32),
-    "dq": Blocks(32, 16),
-    "dkdv": Blocks(16, 32),
-    "bias": Blocks(32, 32),
+    "forward": Blocks(64, 32), "dq": Blocks(32, 16), "dkdv": Blocks(16, 32), "bias": Blocks(32, 32),
     "single_pass": Blocks(32, 16),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,13 +193,7 @@ def backward_bias(problem, operands, lists, blocks, saved):
 
 
 BACKEND = Backend(
-    kernels={
-        "forward": forward,
-        "dq": backward_dq,
-        "dkdv": backward_dkdv,
-        "bias": backward_bias,
-        "single_pass": backward_single_pass,
-    },
-    refuse=refuse,
-    blocks=blocks,
-)
+    kernels={"forward": forward, "dq": backward_dq, "dkdv": backward_dkdv, "bias": backward_bias,
+             "single_pass": backward_single_pass},
+    refuse=refuse, blocks=blocks,
+)  # fmt: skip

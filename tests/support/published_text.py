@@ -99,10 +99,8 @@ def marian(tokenizer: Any) -> Any:
 
 
 SEQ2SEQ: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "t5": (t5_tokenizer, t5),
-    "bart": (bart_tokenizer, bart),
-    "marian": (marian_tokenizer, marian),
-}
+    "t5": (t5_tokenizer, t5), "bart": (bart_tokenizer, bart), "marian": (marian_tokenizer, marian),
+}  # fmt: skip
 
 
 def trained(model: Any, batch: dict[str, Any], loss: float = 0.02) -> Any:
@@ -166,7 +164,5 @@ def encoder(name: str, tokenizer: Any, **options: Any) -> Any:
 
 
 ENCODERS: dict[str, Callable[[], Any]] = {
-    "Bert": bert_tokenizer,
-    "Roberta": roberta_tokenizer,
-    "DistilBert": distilbert_tokenizer,
-}
+    "Bert": bert_tokenizer, "Roberta": roberta_tokenizer, "DistilBert": distilbert_tokenizer,
+}  # fmt: skip

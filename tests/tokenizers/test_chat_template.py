@@ -220,14 +220,11 @@ def test_a_template_is_chosen_by_name_or_for_tools():
     ("files", "names"),
     [
         ({"tokenizer_config.json": {"chat_template": "a"}}, {"default": "a"}),
-        (
-            {"tokenizer_config.json": {"chat_template": [
-                {"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]}},
-            {"default": "a", "rag": "b"},
-        ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "a"},
+         {"name": "rag", "template": "b"}]}}, {"default": "a", "rag": "b"}),
         ({"chat_template.json": {"chat_template": "c"}}, {"default": "c"}),
         ({"chat_template.jinja": "d\n", "chat_template.json": {"chat_template": "c"},
-          "tokenizer_config.json": {"chat_template": "a"}}, {"default": "d\n"}),
+         "tokenizer_config.json": {"chat_template": "a"}}, {"default": "d\n"}),
     ],
 )  # fmt: skip
 def test_a_template_comes_from_any_of_its_files(files, names, tmp_path):

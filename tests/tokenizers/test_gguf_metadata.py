@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.normalizers import NFC
 
+from tests.support.gguf_files import byte_level_keys
 from transformer_jax.tokenizers.gguf_metadata import tokenizer_of_metadata
 from transformer_jax.tokenizers.utf8 import DataError
 
@@ -73,20 +74,7 @@ def published(pre: str) -> Tokenizer:
 
 def byte_level(pre: str) -> tuple[Tokenizer, dict[str, object]]:
     library = published(pre)
-    content = json.loads(library.to_str())
-    ids = library.get_vocab()
-    tokens = sorted(ids, key=ids.__getitem__)
-    kinds = {t["content"]: 3 if t["special"] else 4 for t in content["added_tokens"]}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": np.array([kinds.get(t, 1) for t in tokens], np.int32),
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-    }
-    return library, metadata
+    return library, byte_level_keys(library, pre, bos="<|endoftext|>", eos="<|im_end|>")
 
 
 def random_texts(seed: int, count: int) -> list[str]:

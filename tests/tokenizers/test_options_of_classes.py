@@ -8,11 +8,8 @@ from transformer_jax.tokenizers.classes import class_name, overruled
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 META = {
-    "type": "Metaspace",
-    "replacement": "x",
-    "prepend_scheme": "first",
-    "add_prefix_space": True,
-}
+    "type": "Metaspace", "replacement": "x", "prepend_scheme": "first", "add_prefix_space": True,
+}  # fmt: skip
 BERT = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None, "clean_text": True,
         "handle_chinese_chars": False}  # fmt: skip
 OTHER, STRIP = {"type": "NFC"}, {"type": "Strip", "strip_left": True}

@@ -31,19 +31,8 @@ NASTY = "a\0b\ufeffc\r\nd\té\u0301\u200f\u05d0\u202e\U0001f469\u200d\U0001f469\
 END = "<|endoftext|>"
 LETTERS = {byte: letter for letter, byte in byte_letters().items()}
 MERGES = [
-    "h e",
-    "l l",
-    "he ll",
-    "hell o",
-    "Ġ w",
-    "Ġ t",
-    "Ġt h",
-    "o r",
-    "Ġw or",
-    "l d",
-    "Ã ©",
-    "Ċ Ċ",
-]
+    "h e", "l l", "he ll", "hell o", "Ġ w", "Ġ t", "Ġt h", "o r", "Ġw or", "l d", "Ã ©", "Ċ Ċ",
+]  # fmt: skip
 
 
 def gpt2_vocabulary() -> dict[str, int]:
@@ -570,10 +559,9 @@ HOSTILE = {
     "no model": (dict(tokenizer_json="{}"), r"tokenizer.json: "),
     "a key twice": (dict(tokenizer_json='{"a": 1, "a": 2}'), r"tokenizer.json: 'a' is there twice"),
     "NaN": (dict(tokenizer_json='{"a": NaN}'), "tokenizer.json: 'NaN' is not a finite number"),
-    "an added id beyond": (
-        dict(tokenizer_json=llama() | dict(added_tokens=[*llama()["added_tokens"], BEYOND])),
-        r"tokenizer.json: added_tokens: '<x>' has id 999: its place in the vocabulary is 272",
-    ),
+    "an added id beyond": (dict(tokenizer_json=llama()
+        | dict(added_tokens=[*llama()["added_tokens"], BEYOND])),
+        r"tokenizer.json: added_tokens: '<x>' has id 999: its place in the vocabulary is 272"),
     "a huge id": (dict(tokenizer_json=with_vocabulary(zz=2**31)), r"'zz' has id 2147483648"),
     "a negative id": (dict(tokenizer_json=with_vocabulary(zz=-1)), r"tokenizer.json: "),
     "an id that is text": (dict(tokenizer_json=with_vocabulary(zz="1")), r"tokenizer.json: "),
@@ -582,54 +570,39 @@ HOSTILE = {
     "an unknown model": (dict(tokenizer_json=with_model(type="Pickle")), r"tokenizer.json: "),
     "dropout": (dict(tokenizer_json=with_model(dropout=0.1)), r"model.dropout is 0.1"),
     "no unknown": (dict(tokenizer_json=with_model(unk_token=None, byte_fallback=False)),
-                   r"model: would leave out what it does not know"),
+        r"model: would leave out what it does not know"),
     "an unknown unknown": (dict(tokenizer_json=with_model(unk_token="?")), r"unk_token is '\?'"),
-    "an unknown decoder": (dict(tokenizer_json=llama() | dict(decoder=dict(
-        type="CTC", pad_token="a", word_delimiter_token="b", cleanup=True))), r"decoder .*CTC"),
+    "an unknown decoder": (dict(tokenizer_json=llama()
+        | dict(decoder=dict(type="CTC", pad_token="a", word_delimiter_token="b", cleanup=True))),
+        r"decoder .*CTC"),
     "growing text": (dict(tokenizer_json=normalizing(*[DOUBLE] * 30)), r"normalizer: replaces"),
-    "auto_map": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(auto_map=["x.Y", None])),
-        r"tokenizer_config.json: auto_map is \['x.Y', None\]: it names Python code",
-    ),
-    "an unknown role": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token="[PAD]")),
-        r"tokenizer.json: pad_token is '\[PAD\]': not in the vocabulary",
-    ),
-    "a role that is a number": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token=3)),
-        r"tokenizer_config.json: pad_token is 3: must be text",
-    ),
-    "specials that are a number": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(additional_special_tokens=3)),
-        r"tokenizer_config.json: additional_special_tokens is 3: must be a list",
-    ),
-    "a role that is no text": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token="\ud800")),
-        r"tokenizer.json: pad_token: .*surrogates not allowed",
-    ),
-    "BERT: an unknown without text": (
-        dict(vocab_txt="[UNK]", tokenizer_config_json=dict(unk_token=[1])),
-        r"vocab.txt: must have \[1\], the unk_token",
-    ),
-    "a sequence of nothing": (
-        dict(tokenizer_json=llama() | dict(decoder=dict(type="Sequence", decoders=[None]))),
-        r"tokenizer.json: ",
-    ),
-    "added under two ids": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(
-            added_tokens_decoder={"7": {"content": "<s>"}})), r"'<s>' has id 7: but id 1 is there",
-    ),
-    "two under one id": (
-        dict(tokenizer_json=llama(), added_tokens_json={"<x>": 1}), r"'<x>' has id 1: but '<s>' is",
-    ),
-    "an end beyond": (
-        dict(tokenizer_json=llama(), generation_config_json=dict(eos_token_id=[2, 272])),
-        r"generation_config.json: eos_token_id is 272: must be a number below 272",
-    ),
-    "a template that is a number": (
-        dict(tokenizer_json=llama(), tokenizer_config_json=dict(chat_template=3)),
-        r"tokenizer_config.json: chat_template: must be text",
-    ),
+    "auto_map": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(auto_map=["x.Y", None])),
+        r"tokenizer_config.json: auto_map is \['x.Y', None\]: it names Python code"),
+    "an unknown role": (dict(tokenizer_json=llama(), tokenizer_config_json=dict(pad_token="[PAD]")),
+        r"tokenizer.json: pad_token is '\[PAD\]': not in the vocabulary"),
+    "a role that is a number": (dict(tokenizer_json=llama(),
+        tokenizer_config_json=dict(pad_token=3)),
+        r"tokenizer_config.json: pad_token is 3: must be text"),
+    "specials that are a number": (dict(tokenizer_json=llama(),
+        tokenizer_config_json=dict(additional_special_tokens=3)),
+        r"tokenizer_config.json: additional_special_tokens is 3: must be a list"),
+    "a role that is no text": (dict(tokenizer_json=llama(),
+        tokenizer_config_json=dict(pad_token="\ud800")),
+        r"tokenizer.json: pad_token: .*surrogates not allowed"),
+    "BERT: an unknown without text": (dict(vocab_txt="[UNK]", tokenizer_config_json=dict(
+        unk_token=[1])), r"vocab.txt: must have \[1\], the unk_token"),
+    "a sequence of nothing": (dict(tokenizer_json=llama() | dict(decoder=dict(type="Sequence",
+        decoders=[None]))), r"tokenizer.json: "),
+    "added under two ids": (dict(tokenizer_json=llama(),
+        tokenizer_config_json=dict(added_tokens_decoder={"7": {"content": "<s>"}})),
+        r"'<s>' has id 7: but id 1 is there"),
+    "two under one id": (dict(tokenizer_json=llama(), added_tokens_json={"<x>": 1}),
+        r"'<x>' has id 1: but '<s>' is"),
+    "an end beyond": (dict(tokenizer_json=llama(), generation_config_json=dict(eos_token_id=[2,
+        272])), r"generation_config.json: eos_token_id is 272: must be a number below 272"),
+    "a template that is a number": (dict(tokenizer_json=llama(),
+        tokenizer_config_json=dict(chat_template=3)),
+        r"tokenizer_config.json: chat_template: must be text"),
     "GPT-2: an id twice": (gpt2_files(zz=5), r"vocab.json: 'zz' and .* have id 5"),
     "GPT-2: a hole": (gpt2_files(zz=300), r"vocab.json: no token has id 269, but 'zz' 300"),
     "GPT-2: an id that is text": (gpt2_files(zz="300"), r"vocab.json: 'zz' has id '300'"),
@@ -638,13 +611,11 @@ HOSTILE = {
     "GPT-2: a merge to an unknown": (gpt2_files("h e\ne h"), r"line 2 names 'eh': not in vocab"),
     "GPT-2: a merge of three": (gpt2_files("h e l"), r"merges.txt: line 1 is 'h e l': must be two"),
     "GPT-2: no byte": (dict(vocab_json={"a": 0}, merges_txt=""), r"vocab.json: byte 0x21 has no"),
-    "GPT-2: another class": (
-        gpt2_files() | dict(tokenizer_config_json=dict(tokenizer_class="CLIPTokenizer")),
-        r"tokenizer_class is 'CLIPTokenizer': it does not say what vocab.json means",
-    ),
-    "BERT: a word twice": (
-        dict(vocab_txt="[UNK]\na\nb\na"), r"vocab.txt: line 4 is that of line 2",
-    ),
+    "GPT-2: another class": (gpt2_files() | dict(
+        tokenizer_config_json=dict(tokenizer_class="CLIPTokenizer")),
+        r"tokenizer_class is 'CLIPTokenizer': it does not say what vocab.json means"),
+    "BERT: a word twice": (dict(vocab_txt="[UNK]\na\nb\na"),
+        r"vocab.txt: line 4 is that of line 2"),
     "BERT: no unknown": (dict(vocab_txt="a\nb"), r"vocab.txt: must have '\[UNK\]'"),
 }  # fmt: skip
 
