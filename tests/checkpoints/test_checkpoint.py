@@ -497,14 +497,6 @@ def test_a_save_over_a_damaged_checkpoint_replaces_it(tmp_path, tree):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_best_and_the_last_stay(tmp_path):
-    for step, loss in enumerate([3.0, 1.0, 2.0, 1.0, None, 2.5, None], 1):
-        save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})
-        prune(tmp_path, 2)
-    assert best_step(tmp_path) == 2
-    assert saved_steps(tmp_path) == [2, 6, 7]
-
-
 def test_a_damaged_checkpoint_is_never_the_best(tmp_path):
     for step, loss in enumerate([2.0, 1.0], 1):
         save(tmp_path, step, {"a": np.zeros(1)}, {"val_loss": loss})

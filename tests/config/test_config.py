@@ -23,7 +23,6 @@ from transformer_jax.config import (
     Experts,
     Frames,
     Learned,
-    MeshConfig,
     ModelConfig,
     RecurrentConfig,
     Rope,
@@ -36,7 +35,7 @@ from transformer_jax.config import (
     train_preset,
 )
 from transformer_jax.config.optimizers import Lion
-from transformer_jax.config.tasks import TASKS, ChatTask, DigitsTask, RecallTask, TonesTask
+from transformer_jax.config.tasks import TASKS, ChatTask, DigitsTask, ReverseTask, TonesTask
 from transformer_jax.models.factory import num_params
 from transformer_jax.models.functional import activate
 
@@ -74,14 +73,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, {}, dict(vocab_size=0), "vocab_size", "0", "positive"),
     (ModelConfig, {}, dict(d_model=-4), "d_model", "-4", "positive"),
     (ModelConfig, {}, dict(num_layers=0), "num_layers", "0", "positive"),
-    (
-        ModelConfig,
-        dict(kind="encoder-decoder"),
-        dict(num_decoder_layers=0),
-        "num_decoder_layers",
-        "0",
-        "positive",
-    ),
+    (ModelConfig, dict(kind="encoder-decoder"), dict(num_decoder_layers=0), "num_decoder_layers",
+     "0", "positive"),
     (ModelConfig, {}, dict(num_heads=0), "num_heads", "0", "positive"),
     (ModelConfig, {}, dict(num_kv_heads=0), "num_kv_heads", "0", "positive"),
     (ModelConfig, {}, dict(head_dim=0), "head_dim", "0", "positive"),
@@ -111,22 +104,10 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     # fields that contradict each other
     (ModelConfig, {}, dict(embedding_dim=5), "embedding_dim", "5", "needs kind 'encoder'"),
     (ModelConfig, {}, dict(share_layers=True), "share_layers", "True", "needs kind 'encoder'"),
-    (
-        ModelConfig,
-        dict(kind="encoder", share_layers=True),
-        dict(window=(2, 3)),
-        "share_layers",
-        "True",
-        "layers that do not differ",
-    ),
-    (
-        ModelConfig,
-        dict(kind="encoder", share_layers=True),
-        dict(positions=Rope(pattern=(True, False))),
-        "share_layers",
-        "True",
-        "positions without a pattern",
-    ),
+    (ModelConfig, dict(kind="encoder", share_layers=True), dict(window=(2, 3)), "share_layers",
+     "True", "layers that do not differ"),
+    (ModelConfig, dict(kind="encoder", share_layers=True),
+     dict(positions=Rope(pattern=(True, False))), "share_layers", "True", "positions without a"),
     (Learned, {}, dict(offset=-1), "offset", "-1", "not be negative"),
     (Learned, {}, dict(buckets=5), "buckets", "5", "must be even"),
     (Learned, {}, dict(max_distance=5), "max_distance", "5", "needs buckets"),
@@ -136,48 +117,18 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (ModelConfig, dict(norm_order="post"), dict(first_norm=False), "first_norm", "False", "'pre'"),
     (ModelConfig, dict(scan_layers=True), dict(first_norm=False), "first_norm", "False", "looped"),
     (ModelConfig, dict(kind="encoder"), dict(classes_of="token"), "classes_of", "'token'", "needs"),
-    (
-        ModelConfig,
-        dict(kind="encoder"),
-        dict(pooler_reads="mean"),
-        "pooler_reads",
-        "'mean'",
-        "needs",
-    ),
-    (
-        ModelConfig,
-        dict(kind="encoder", num_classes=3),
-        dict(pooler_reads="each"),
-        "pooler_reads",
-        "'each'",
-        "needs classes_of 'token'",
-    ),
-    (
-        ModelConfig,
-        dict(kind="encoder", masked_token_head=True),
-        dict(pooler="transform"),
-        "pooler",
-        "'transform'",
-        "needs masked_token_head False",
-    ),
-    (
-        ModelConfig,
-        dict(kind="encoder", num_classes=3),
-        dict(classes_of="span"),
-        "num_classes",
-        "3",
-        "must be 2: classes_of is 'span'",
-    ),
+    (ModelConfig, dict(kind="encoder"), dict(pooler_reads="mean"), "pooler_reads", "'mean'",
+     "needs"),
+    (ModelConfig, dict(kind="encoder", num_classes=3), dict(pooler_reads="each"), "pooler_reads",
+     "'each'", "needs classes_of 'token'"),
+    (ModelConfig, dict(kind="encoder", masked_token_head=True), dict(pooler="transform"), "pooler",
+     "'transform'", "needs masked_token_head False"),
+    (ModelConfig, dict(kind="encoder", num_classes=3), dict(classes_of="span"), "num_classes", "3",
+     "must be 2: classes_of is 'span'"),
     (ModelConfig, {}, dict(glu_limit=7.0), "glu_limit", "7.0", "needs glu"),
     (ModelConfig, {}, dict(glu_unit_offset=True), "glu_unit_offset", "True", "needs glu"),
-    (
-        ModelConfig,
-        dict(scale_embeddings=True),
-        dict(embedding_scale=2.0),
-        "embedding_scale",
-        "2.0",
-        "needs scale_embeddings False",
-    ),
+    (ModelConfig, dict(scale_embeddings=True), dict(embedding_scale=2.0), "embedding_scale", "2.0",
+     "needs scale_embeddings False"),
     (ModelConfig, {}, dict(qk_norm_over="heads"), "qk_norm_over", "'heads'", "needs qk_norm"),
     (ModelConfig, {}, dict(qk_norm_kind="layernorm"), "qk_norm_kind", "'layernorm'", "qk_norm"),
     (ModelConfig, {}, dict(out_bias="no"), "out_bias", "'no'", "bool or None"),
@@ -188,58 +139,28 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Rope, {}, dict(window_base=1.0), "window_base", "1.0", "above 1"),
     (Rope, {}, dict(pattern=(False, False)), "pattern", "(False, False)", "a layer that turns"),
     (Rope, {}, dict(pattern=(1,)), "pattern", "(1,)", "a tuple (of type bool, ...) or None"),
-    (
-        ModelConfig,
-        ROPE | dict(num_layers=1),
-        dict(positions=Rope(pattern=(True, False))),
-        "positions.pattern",
-        "(True, False)",
-        "from 1 to 1 (num_layers) items",
-    ),
-    (
-        ModelConfig,
-        ROPE | dict(scan_layers=True),
-        dict(positions=Rope(pattern=(True, False))),
-        "positions.pattern",
-        "(True, False)",
-        "needs a looped stack",
-    ),
+    (ModelConfig, ROPE | dict(num_layers=1), dict(positions=Rope(pattern=(True, False))),
+     "positions.pattern", "(True, False)", "from 1 to 1 (num_layers) items"),
+    (ModelConfig, ROPE | dict(scan_layers=True), dict(positions=Rope(pattern=(True, False))),
+     "positions.pattern", "(True, False)", "needs a looped stack"),
     (ModelConfig, {}, dict(num_heads=3), "num_heads", "3", "does not divide d_model 128"),
     (ModelConfig, {}, dict(num_kv_heads=3), "num_kv_heads", "3", "does not divide num_heads 4"),
     (ModelConfig, {}, dict(num_kv_heads=8), "num_kv_heads", "8", "does not divide num_heads 4"),
-    (
-        ModelConfig,
-        dict(positions="sinusoidal", head_dim=4),
-        dict(d_model=127),
-        "d_model",
-        "127",
-        "even",
-    ),
+    (ModelConfig, dict(positions="sinusoidal", head_dim=4), dict(d_model=127), "d_model", "127",
+     "even"),
     (ModelConfig, ROPE, dict(head_dim=7), "positions.dims", "7", "at most head_dim 7"),
     (ModelConfig, ROPE, dict(positions=Rope(dims=34)), "positions.dims", "34", "head_dim 32"),
     (T5Buckets, {}, dict(buckets=7), "buckets", "7", "even and at least 2"),
-    (
-        ModelConfig,
-        dict(positions="t5", kind="encoder"),
-        dict(positions=T5Buckets(buckets=2)),
-        "positions.buckets",
-        "2",
-        "even and at least 4",
-    ),
+    (ModelConfig, dict(positions="t5", kind="encoder"), dict(positions=T5Buckets(buckets=2)),
+     "positions.buckets", "2", "even and at least 4"),
     (T5Buckets, {}, dict(max_distance=16), "max_distance", "16", "above buckets / 2 = 16"),
     (ModelConfig, {}, dict(num_decoder_layers=2), "num_decoder_layers", "2", "'encoder-decoder'"),
     (ModelConfig, {}, dict(num_classes=3), "num_classes", "3", "'encoder'"),
     (ModelConfig, {}, dict(pooler="tanh"), "pooler", "'tanh'", "'encoder'"),
     (ModelConfig, {}, dict(type_vocab_size=2), "type_vocab_size", "2", "'encoder'"),
     (ModelConfig, {}, dict(masked_token_head=True), "masked_token_head", "True", "'encoder'"),
-    (
-        ModelConfig,
-        dict(positions="shaw"),
-        dict(implementation="blockwise"),
-        "implementation",
-        "'blockwise'",
-        "'shaw'",
-    ),
+    (ModelConfig, dict(positions="shaw"), dict(implementation="blockwise"), "implementation",
+     "'blockwise'", "'shaw'"),
     # fields that nothing reads
     (Rope, {}, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
     (Rope, LINEAR, dict(original_len=64), "original_len", "64", "'yarn' or 'longrope'"),
@@ -250,14 +171,8 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Rope, DYNAMIC, dict(attention_factor=1.5), "attention_factor", "1.5", "or 'longrope'"),
     (Rope, {}, dict(short_factors=(1.0,)), "short_factors", "(1.0,)", "'longrope'"),
     (Rope, YARN, dict(long_factors=(1.0,)), "long_factors", "(1.0,)", "'longrope'"),
-    (
-        ModelConfig,
-        ROPE,
-        dict(positions=Rope(window_base=7.0)),
-        "positions.window_base",
-        "7.0",
-        "needs a window",
-    ),
+    (ModelConfig, ROPE, dict(positions=Rope(window_base=7.0)), "positions.window_base", "7.0",
+     "needs a window"),
     (Rope, LINEAR, dict(low_freq_factor=2.0), "low_freq_factor", "2.0", "'llama3'"),
     (Rope, YARN, dict(high_freq_factor=2.0), "high_freq_factor", "2.0", "'llama3'"),
     (Rope, {}, dict(beta_fast=31), "beta_fast", "31", "'yarn'"),
@@ -292,23 +207,11 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (Rope, dict(scaling="linear"), dict(factor=0.5), "factor", "0.5", "at least 1"),
     (Rope, dict(scaling="linear"), dict(factor=0.0), "factor", "0.0", "positive"),
     (Rope, {}, dict(factor=2.0), "factor", "2.0", "scaling is None"),
-    (
-        Rope,
-        dict(scaling="llama3", original_len=64),
-        dict(high_freq_factor=1.0),
-        "high_freq_factor",
-        "1.0",
-        "above low_freq_factor",
-    ),
+    (Rope, dict(scaling="llama3", original_len=64), dict(high_freq_factor=1.0), "high_freq_factor",
+     "1.0", "above low_freq_factor"),
     (Rope, {}, dict(low_freq_factor=0.0), "low_freq_factor", "0.0", "positive"),
-    (
-        Rope,
-        dict(scaling="yarn", original_len=64),
-        dict(beta_fast=0.5),
-        "beta_fast",
-        "0.5",
-        "above beta_slow",
-    ),
+    (Rope, dict(scaling="yarn", original_len=64), dict(beta_fast=0.5), "beta_fast", "0.5",
+     "above beta_slow"),
     (Rope, {}, dict(beta_slow=-1.0), "beta_slow", "-1.0", "positive"),
     (Rope, {}, dict(attention_factor=0.0), "attention_factor", "0.0", "positive"),
     (Rope, {}, dict(attention_factor=1.5), "attention_factor", "1.5", "'yarn'"),
@@ -346,10 +249,11 @@ BROKEN: list[tuple[type, dict, dict, str, str, str]] = [
     (TrainConfig, {}, dict(val_fraction=1.0), "val_fraction", "1.0", "between 0 and 1"),
     (DigitsTask, {}, dict(examples=0), "examples", "0", "must be positive"),  # a field of a base
     (TonesTask, {}, dict(examples=0), "examples", "0", "must be positive"),
+    (ReverseTask, {}, dict(examples=0), "examples", "0", "must be positive"),
     (TrainConfig, {}, dict(seed=2**70), "seed", str(2**70), "2**32"),
     (TrainConfig, {}, dict(seed=-1), "seed", "-1", "at least 0"),
     (TrainConfig, {}, dict(context=257), "context", "257", "max_len 256"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -443,12 +347,6 @@ def test_positions_print_what_differs_from_their_defaults():
 def model_of(**content) -> ModelConfig:
     """The model of a run folder's config.json with these keys."""
     return config_from_json(json.dumps({"model": content})).model
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_resolved_config_is_read_back_from_json(name):
-    config = train_preset(name)
-    assert config_from_json(config_to_json(config)) == config
 
 
 @pytest.mark.parametrize("positions", SHORT.values(), ids=SHORT)
@@ -575,27 +473,6 @@ def test_every_preset_has_a_training_recipe(name):
     assert recipe.sequence_len <= recipe.model.max_len
 
 
-def test_feed_forward_sizes_are_those_of_the_table():
-    """Model width and hidden width: Transformer base, BERT base, BERT large, GPT-2 small."""
-    sizes = {
-        name: (preset(name).d_model, preset(name).ff_dim)
-        for name in ("transformer-base", "bert-base", "bert-large", "gpt2")
-    }
-    assert sizes == {
-        "transformer-base": (512, 2048),
-        "bert-base": (768, 3072),
-        "bert-large": (1024, 4096),
-        "gpt2": (768, 3072),
-    }
-
-
-def test_the_limits_of_recalled_pairs_may_be_reached():
-    task = RecallTask(pairs=4, letters=4, queries=4)
-    assert (task.pairs, task.letters, task.queries) == (4, 4, 4)
-    with pytest.raises(ConfigError, match="pairs is 5: must not exceed letters 4"):
-        RecallTask(pairs=5, letters=4, queries=4)
-
-
 def test_only_the_first_transformer_scales_its_embeddings():
     """By sqrt(d_model), section 3.4 of Vaswani et al. (2017)."""
     assert [name for name in PRESETS if preset(name).scale_embeddings] == ["transformer-base"]
@@ -608,22 +485,24 @@ def test_dropout_of_presets_is_that_of_weights_too():
     assert found["transformer-base"] == (0.1, 0.0)
 
 
-def test_published_depths_heads_and_lengths():
+def test_published_sizes():
+    """Layers, width, hidden width, heads, key heads, width of a head, tokens and length."""
     found = {
-        name: (c.num_layers, c.num_heads, c.kv_heads, c.key_dim, c.vocab_size, c.max_len)
+        name: (c.num_layers, c.d_model, c.ff_dim, c.num_heads, c.kv_heads, c.key_dim, c.vocab_size,
+               c.max_len)
         for name in PRESETS
         for c in [preset(name)]
         if not name.startswith(("tiny", "shakespeare"))
-    }
+    }  # fmt: skip
     assert found == {
-        "transformer-base": (6, 8, 8, 64, 37000, 512),
-        "bert-base": (12, 12, 12, 64, 30522, 512),
-        "bert-large": (24, 16, 16, 64, 30522, 512),
-        "gpt2": (12, 12, 12, 64, 50257, 1024),
-        "gpt2-medium": (24, 16, 16, 64, 50257, 1024),
-        "gpt2-large": (36, 20, 20, 64, 50257, 1024),
-        "gpt2-xl": (48, 25, 25, 64, 50257, 1024),
-        "llama3-8b": (32, 32, 8, 128, 128256, 8192),
+        "transformer-base": (6, 512, 2048, 8, 8, 64, 37000, 512),
+        "bert-base": (12, 768, 3072, 12, 12, 64, 30522, 512),
+        "bert-large": (24, 1024, 4096, 16, 16, 64, 30522, 512),
+        "gpt2": (12, 768, 3072, 12, 12, 64, 50257, 1024),
+        "gpt2-medium": (24, 1024, 4096, 16, 16, 64, 50257, 1024),
+        "gpt2-large": (36, 1280, 5120, 20, 20, 64, 50257, 1024),
+        "gpt2-xl": (48, 1600, 6400, 25, 25, 64, 50257, 1024),
+        "llama3-8b": (32, 4096, 14336, 32, 8, 128, 128256, 8192),
     }
 
 
@@ -704,12 +583,3 @@ def test_a_warm_up_that_is_not_given_fits_the_steps():
     assert [TrainConfig(steps=steps).warmup for steps in (1, 40, 997, 2000)] == [0, 4, 99, 100]
     short = dataclasses.replace(TrainConfig(steps=2000), steps=40)
     assert short.warmup == 4 and dataclasses.replace(short, warmup_steps=7).warmup == 7
-
-
-def test_rows_are_split_over_two_axes_of_a_mesh_and_not_over_the_third():
-    mesh = MeshConfig(data=2, fsdp=3, tensor=5)
-    assert (mesh.row_shards, mesh.devices) == (6, 30)
-    assert TrainConfig(mesh=mesh, batch_size=18).batch_size == 18
-    for rows in (2, 3, 4, 5, 9, 10, 15):
-        with pytest.raises(ConfigError, match=f"batch_size is {rows}: must be a multiple of 6, ov"):
-            TrainConfig(mesh=mesh, batch_size=rows)

@@ -15,7 +15,7 @@ import transformer_jax as tj
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
 from transformer_jax.config import AnyModelConfig, ConfigError, TrainConfig, kinds, register
 from transformer_jax.config.presets import task_recipe
-from transformer_jax.config.tasks import DigitsTask, ReverseTask, Task, TonesTask
+from transformer_jax.config.tasks import ReverseTask, Task
 from transformer_jax.decoding.step import AppliedStep
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.tokenizers.trained import CharTokenizer
@@ -186,9 +186,3 @@ def test_a_task_without_examples_is_refused():
     register(Task, empty=EmptyTask)
     with pytest.raises(ConfigError, match=r"task is EmptyTask.*has no method load"):
         load_task(TrainConfig(task="empty"))
-
-
-@pytest.mark.parametrize("task", [DigitsTask, TonesTask, ReverseTask])
-def test_tasks_that_make_examples_make_at_least_one(task):
-    with pytest.raises(ConfigError, match="examples is 0: must be positive"):
-        task(examples=0)

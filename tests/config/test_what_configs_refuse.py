@@ -22,14 +22,17 @@ from transformer_jax.config.prepare import PrepareConfig
 from transformer_jax.config.tasks import (
     AdditionTask,
     ClassifyTask,
+    LanguageTask,
     MaskedTask,
     PreferenceTask,
     RecallTask,
     ReverseTask,
+    Seq2SeqTask,
 )
 
 MODEL = ModelConfig(d_model=8, num_heads=1, num_layers=1, max_len=9)
 ENCODER = replace(MODEL, kind="encoder")
+PAIRS = replace(MODEL, kind="encoder-decoder")
 TRAIN = TrainConfig(model=MODEL)
 FILES = PrepareConfig(data=("a.txt",))
 LORA = dict(init_from="x", tokenizer="pretrained")
@@ -57,8 +60,11 @@ BORDERS = [
     (TRAIN, dict(profile="1-2001"), dict(profile="2-2"), "profile is '1-2001': must be steps fro"),
     (TRAIN, dict(profile="3-2"), dict(profile="2-3"), "profile is '3-2': must be steps from 1 to"),
     (TRAIN, dict(profile="1-2-3"), dict(profile="1-3"), "profile is '1-2-3': must be a first and"),
+    (TRAIN, dict(profile="3"), dict(profile="3-3"), "profile is '3': must be "),
+    (TRAIN, dict(profile="a-b"), dict(profile="1-2"), "profile is 'a-b': must be "),
     (TRAIN, dict(data_weights=(1.0, 0.0)), dict(data_weights=(1.0, 0.1)), "data_weights is .*: m"),
     (TRAIN, dict(log=("wandb", "wandb")), dict(log=("wandb",)), "log is .*: must name some of"),
+    (TRAIN, dict(log=("tensorbord",)), dict(log=("tensorboard",)), "log is .*: must name some of"),
     (TRAIN, dict(init_from="x"), LORA, "tokenizer is 'char': must be 'pretrained' where init_from"),
     (TRAIN, dict(tokenizer="pretrained"), LORA, "tokenizer is 'pretrained': must be 'pretrained'"),
     (TRAIN, dict(lora=LoraConfig(), optimizer=Muon(), **LORA), dict(lora=LoraConfig(), **LORA),
@@ -67,6 +73,8 @@ BORDERS = [
      "lora is 'LoraConfig': is for transformers, the model is window"),
     (TRAIN, dict(lora=LoraConfig(), frozen=("embed",), **LORA), dict(lora=LoraConfig(), **LORA),
      "frozen is .*: with lora, lora.base and lora.trained"),
+    (TRAIN, dict(lora=LoraConfig(), param_dtype="bfloat16", **LORA), dict(param_dtype="bfloat16"),
+     "param_dtype is 'bfloat16': with lora, lora.base and lora.trained"),
     (TRAIN, dict(lora=LoraConfig(trained=("embed",)), task=PreferenceTask(), **LORA),
      dict(lora=LoraConfig(), task=PreferenceTask(), **LORA), "lora.trained is .*: task 'preferen"),
     (TRAIN, dict(mesh=MeshConfig(data=2), model=RecurrentConfig()), dict(mesh=MeshConfig(data=2)),
@@ -95,7 +103,22 @@ BORDERS = [
     (ReverseTask(), dict(letters=27), dict(letters=26), "letters is 27: must be at most 26"),
     (RecallTask(), dict(letters=27), dict(letters=26), "letters is 27: must be at most 26"),
     (RecallTask(pairs=3, queries=1), dict(queries=4), dict(queries=3), "queries is 4: must not e"),
+    (RecallTask(pairs=3, letters=4, queries=1), dict(pairs=5), dict(pairs=4, queries=4),
+     "pairs is 5: must not exceed letters 4"),
     (MaskedTask(), dict(rate=0.0), dict(rate=0.01), "rate is 0.0: must be above 0"),
+    (MaskedTask(), dict(replaced=0.8, random=0.3), dict(replaced=0.75, random=0.25),
+     "replaced is 0.8: must be at least 0, and"),
+    (ClassifyTask(), dict(labels=("a",)), dict(labels=("a", "b")), "labels is .'a',.: must be at"),
+    (ReverseTask(), dict(min_length=5, max_length=3), dict(min_length=3, max_length=3), "min_leng"),
+    (Seq2SeqTask(), dict(beams=0), dict(beams=1), "beams is 0: must be positive"),
+    (LanguageTask(), dict(packed=False), dict(packed=False, documents="lines"), "packed is False:"),
+    (TRAIN, dict(task=MaskedTask()), dict(task=MaskedTask(), model=ENCODER),
+     "task is 'masked': is learnt by an encoder"),
+    (TRAIN, dict(task=Seq2SeqTask()), dict(task=Seq2SeqTask(), model=PAIRS),
+     "task is 'seq2seq': is learnt by an encoder-decoder"),
+    (TRAIN, dict(task=ReverseTask(), model=PAIRS, data="x"), dict(task=ReverseTask(), model=PAIRS),
+     "data is 'x': task 'reverse' makes its own examples"),
+    (TRAIN, dict(word_count=2), dict(word_count=2, tokenizer="word"), "word_count is 2: needs tok"),
 ]  # fmt: skip
 
 
@@ -124,11 +147,8 @@ def test_what_follows_from_fields_is_theirs():
     assert replace(TRAIN, model=recurrent, task=ClassifyTask()).trained_whole == ("classifier",)
     assert TRAIN.trained_whole == ()
     mesh = MeshConfig(data=2, fsdp=3, tensor=5, expert=7)
-    assert (mesh.devices, mesh.row_shards, str(mesh)) == (
-        210,
-        42,
-        "data=2,fsdp=3,tensor=5,expert=7",
-    )
+    assert (mesh.devices, mesh.row_shards) == (210, 42)
+    assert str(mesh) == "data=2,fsdp=3,tensor=5,expert=7"
     assert str(MeshConfig()) == "data=1" and [*mesh.shape] == ["data", "fsdp", "tensor", "expert"]
     assert (
         LoraConfig(rank=4, alpha=8.0).scale == 2 == LoraConfig(rank=4, alpha=4.0, rslora=True).scale

@@ -105,15 +105,11 @@ def test_bpe_training_is_the_same_in_another_process():
 @pytest.mark.parametrize("unknown", ["a", "c", "f", "z", " ", "é"])
 def test_a_character_beside_any_known_one_is_unknown(unknown):
     tokenizer = CharTokenizer("bdegy")
-    with pytest.raises(DataError, match=rf"character 2 is U\+{ord(unknown):04X} '{unknown}'"):
+    rule = rf"character 2 is U\+{ord(unknown):04X} '{unknown}': not among the 5 characters"
+    with pytest.raises(DataError, match=rule):
         tokenizer.encode(f"ye{unknown}b")
-
-
-def test_an_unknown_character_is_named_with_its_place():
-    with pytest.raises(DataError, match=r"character 2 is U\+00E9 'é': not among the 3 characters"):
-        CharTokenizer("abc").encode("abéc")
     with pytest.raises(DataError, match=r"character 0 is U\+D800"):
-        CharTokenizer("abc").encode("\ud800")
+        tokenizer.encode("\ud800")
 
 
 @pytest.mark.parametrize(

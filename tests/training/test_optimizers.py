@@ -18,7 +18,6 @@ from transformer_jax.config import (
     Lion,
     ModelConfig,
     Muon,
-    RecurrentConfig,
     ScheduleFree,
     TrainConfig,
 )
@@ -332,13 +331,6 @@ def test_the_gradient_of_what_is_frozen_changes_no_update():
         found.append(updates)
     assert not np.any(found[1]["held"]) and np.all(found[0]["moved"])
     np.testing.assert_array_equal(found[0]["moved"], found[1]["moved"])
-
-
-def test_what_an_optimizer_needs_of_the_run_is_said():
-    with pytest.raises(ConfigError, match="schedule is 'cosine': optimizer 'schedulefree' needs"):
-        TrainConfig(optimizer=ScheduleFree())
-    with pytest.raises(ConfigError, match="optimizer is 'muon': is for the blocks of transformers"):
-        TrainConfig(optimizer=Muon(), model=RecurrentConfig())
 
 
 def linear_loss(params, batch, key):

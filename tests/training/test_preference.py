@@ -74,28 +74,6 @@ def test_the_loss_is_that_of_the_paper(rng, chunk):
 
 
 @pytest.mark.slow
-def test_no_pair_is_right_where_the_model_is_the_reference(rng):
-    """Both answers then have the reward 0: the chosen one has no larger one."""
-    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
-    params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
-    scores = jax.jit(preference_scores(config, BETA))(params, batch, params)
-    assert_near(scores, [3 * np.log(2), 3, 0], 1e-6)
-
-
-@pytest.mark.slow
-def test_rows_without_a_pair_count_nothing(rng):
-    config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
-    params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
-    batch = a_batch(rng)
-    more = Batch(*(jnp.concatenate([x, jnp.full_like(x[:2], fill)])
-                   for x, fill in ((batch.tokens, 0), (batch.labels, IGNORE))))  # fmt: skip
-    for function in (preference_loss, preference_scores):
-        given = (None, reference) if function is preference_loss else (reference,)
-        one, two = (function(config, BETA)(params, b, *given) for b in (batch, more))
-        assert_near(jnp.stack(one), jnp.stack(two), 1e-6)
-
-
-@pytest.mark.slow
 def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
@@ -307,7 +285,3 @@ def test_what_does_not_go_together_is_one_line(tmp_path, base_of_lines):
     config = a_run(tmp_path, base_of_lines)
     with pytest.raises(ConfigError, match="init_from is None: must name the model that task 'pref"):
         fit(dataclasses.replace(config, init_from=None, tokenizer="char"))
-    with pytest.raises(ConfigError, match=r"lora.trained is \('embed',\): task 'preference' comp"):
-        dataclasses.replace(config, lora=LoraConfig(trained=("embed",)))
-    with pytest.raises(ConfigError, match=r"z_loss is 0\.1: is of a cross-entropy"):
-        dataclasses.replace(config, z_loss=0.1)

@@ -36,12 +36,18 @@ from transformer_jax.training.loop import fit
 from transformer_jax.training.prepared import DocumentRows, Mixture, WindowRows, row_order
 from transformer_jax.training.rows import pack
 from transformer_jax.training.tasks import load_task
-from transformer_jax.training.tasks.prepared import PreparedText
 from transformer_jax.training.tasks.task import Tokenizers
 
 pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
 MODEL = ModelConfig(d_model=22, num_heads=2, num_layers=1, d_ff=29, max_len=13, use_bias=False)
+
+
+def prepared_lines(path, name, lines, **changes):
+    """Write `lines` to a text and prepare a folder of it, `name`, next to it."""
+    (path / f"{name}.txt").write_text("\n".join(lines))
+    usual = dict(documents="lines", tokenizer="byte", val_fraction=0.2)
+    return prepare(PrepareConfig(data=(str(path / f"{name}.txt"),), **usual | changes), path / name)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +56,7 @@ def folders(tmp_path_factory):
     path = tmp_path_factory.mktemp("prepared")
     for name, count in (("web", 211), ("books", 101)):
         lines = [f"{name} {i} " + name[0] * (i * 7 % 23) for i in range(count)]
-        (path / f"{name}.txt").write_text("\n".join(lines))
-        config = PrepareConfig(
-            data=(str(path / f"{name}.txt"),), documents="lines", tokenizer="byte", val_fraction=0.2
-        )
-        prepare(config, path / name)
+        prepared_lines(path, name, lines)
     return path
 
 
@@ -380,12 +382,7 @@ def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
 
 def test_the_loss_of_characters_counts_the_end_of_each_document(tmp_path):
     lines = [f"wörd {i} and word {i * i}" for i in range(200)]
-    (tmp_path / "text").write_text("\n".join(lines))
-    given = PrepareConfig(
-        data=(str(tmp_path / "text"),), documents="lines", tokenizer="bpe", bpe_vocab_size=300,
-        val_fraction=0.2,
-    )  # fmt: skip
-    corpus = prepare(given, tmp_path / "out")
+    corpus = prepared_lines(tmp_path, "out", lines, tokenizer="bpe", bpe_vocab_size=300)
     task = load_task(config(tmp_path, "out"))
     loss, unit = task.per_character(2.0)
     labels = corpus.val.tokens - 1
@@ -422,11 +419,7 @@ def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
 
 
 def test_a_damaged_folder_is_refused_before_anything_is_written(folders, tmp_path):
-    (tmp_path / "text").write_text("\n".join(f"line {i}" for i in range(300)))
-    given = PrepareConfig(
-        data=(str(tmp_path / "text"),), documents="lines", tokenizer="byte", val_fraction=0.2
-    )
-    out = prepare(given, tmp_path / "out").path
+    out = prepared_lines(tmp_path, "out", [f"line {i}" for i in range(300)]).path
     file = out / "train-00000.bin"
     content = bytearray(file.read_bytes())
     content[100] ^= 4
@@ -441,9 +434,7 @@ def test_a_damaged_folder_is_refused_before_anything_is_written(folders, tmp_pat
 
 
 def test_a_shard_cut_short_during_a_run_ends_it_with_one_line(folders, tmp_path):
-    (tmp_path / "text").write_text("\n".join(f"line {i}" for i in range(3000)))
-    given = PrepareConfig(data=(str(tmp_path / "text"),), documents="lines", tokenizer="byte")
-    prepare(given, tmp_path / "out")
+    prepared_lines(tmp_path, "out", [f"line {i}" for i in range(3000)], val_fraction=0.01)
     task = load_task(config(tmp_path, "out"))
     task.inputs(0)
     os.truncate(tmp_path / "out" / "train-00000.bin", 50)
@@ -453,12 +444,7 @@ def test_a_shard_cut_short_during_a_run_ends_it_with_one_line(folders, tmp_path)
 
 
 def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
-    lines = "\n".join(f"other {i}" for i in range(300))
-    (tmp_path / "text").write_text(lines)
-    given = PrepareConfig(
-        data=(str(tmp_path / "text"),), documents="lines", tokenizer="char", val_fraction=0.2
-    )
-    prepare(given, tmp_path / "other")
+    prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
     both = f"{folders / 'web'},{tmp_path / 'other'}"
     encoder = replace(MODEL, kind="encoder")
     cases = [
@@ -466,7 +452,7 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
         (ConfigError, "documents is 'lines'", {"task": LanguageTask(documents="lines")}),
         (ConfigError, "task is 'masked'", {"task": MaskedTask(), "model": encoder}),
         (ConfigError, "tokenizer is 'bpe'", {"tokenizer": "bpe"}),
-        (DataError, "val_data is .*text': must be a prepared", {"val_data": f"{tmp_path}/text"}),
+        (DataError, "val_data is .*txt': must be a prep", {"val_data": f"{tmp_path}/other.txt"}),
         (DataError, "'nowhere' is no prepared folder", {"data": f"{folders / 'web'},nowhere"}),
         (ConfigError, "vocab_size is 100", {"vocab": 100}),
         (DataError, r"books: train has \d+ tokens, a window of context 3000 needs 3001",
@@ -476,11 +462,11 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
         vocabulary = changes.pop("vocab", None)
         with pytest.raises(error, match=said):
             load_task(config(folders, **changes), vocab_size=vocabulary)
-    with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*text': no prepared"):
-        load_task(config(tmp_path, "text", task=documents()))
+    with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*txt': no prepared"):
+        load_task(config(tmp_path, "other.txt", task=documents()))
     weights = r"data_weights is .*: must be one for each of the prepared folders in data, "
     with pytest.raises(ConfigError, match=weights + "0"):
-        load_task(config(tmp_path, "text", data_weights=(1.0, 2.0)))
+        load_task(config(tmp_path, "other.txt", data_weights=(1.0, 2.0)))
     with pytest.raises(ConfigError, match=weights + "2"):
         load_task(config(folders, "web", "books", data_weights=(1.0,)))
     with pytest.raises(ConfigError, match=r"data_weights .*must be positive"):
@@ -512,11 +498,7 @@ def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folder
         data=str(folders / "books"), out=str(tmp_path / "second"),
     )  # fmt: skip
     assert fit(second).val_loss is not None
-    (tmp_path / "text").write_text("\n".join(f"other {i}" for i in range(300)))
-    given = PrepareConfig(
-        data=(str(tmp_path / "text"),), documents="lines", tokenizer="char", val_fraction=0.2
-    )
-    prepare(given, tmp_path / "other")
+    prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
     with pytest.raises(ConfigError, match=r"has another tokenizer than .*first: prepare it with"):
         fit(replace(second, data=str(tmp_path / "other"), out=str(tmp_path / "third")))
 
@@ -589,16 +571,9 @@ for data in sys.argv[1:]:
 @pytest.mark.long
 def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path):
     for name, size in (("small", 3), ("large", 40)):
-        (tmp_path / name).write_text("\n".join(f"{i:09999d}" for i in range(size * 100)))
-        given = PrepareConfig(data=(str(tmp_path / name),), documents="lines", tokenizer="byte")
-        prepare(given, tmp_path / f"{name}-out")
-    command = [
-        sys.executable,
-        "-c",
-        RESIDENT,
-        str(tmp_path / "small-out"),
-        str(tmp_path / "large-out"),
-    ]
+        lines = [f"{i:09999d}" for i in range(size * 100)]
+        prepared_lines(tmp_path, name, lines, val_fraction=0.01)
+    command = [sys.executable, "-c", RESIDENT, str(tmp_path / "small"), str(tmp_path / "large")]
     ended = subprocess.run(command, capture_output=True, text=True)
     (small, before), (large, after) = (map(int, line.split()) for line in ended.stdout.splitlines())
     assert large > 75e6 > 10 * small
@@ -611,7 +586,3 @@ def test_a_run_over_a_mesh_reads_what_one_device_reads(folders):
     one = config(folders, out=str(folders / "one"), steps=3)
     over = replace(one, out=str(folders / "over"), mesh=MeshConfig(data=1))
     assert fit(one).val_loss == pytest.approx(fit(over).val_loss, rel=1e-6)
-
-
-def test_prepared_text_is_what_load_task_gives(folders):
-    assert isinstance(load_task(config(folders)), PreparedText)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.tolerances import assert_near
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
-from transformer_jax.models.factory import init_params
+from transformer_jax.config import ModelConfig, TrainConfig
 from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.optimizers import (
-    is_frozen,
     learning_rate_schedule,
     make_optimizer,
     without_frozen,
@@ -75,20 +73,6 @@ def test_the_decay_of_wsd_is_a_tenth_of_the_steps_where_none_is_named():
 
 
 @pytest.mark.long
-def test_frozen_parameters_get_no_update_not_even_weight_decay():
-    model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
-    params = init_params(model, jax.random.key(0))
-    config = TrainConfig(frozen=("embed", "decoder/block_1/feed_forward"), warmup_steps=0)
-    optimizer = make_optimizer(config)
-    gradients = jax.tree.map(np.ones_like, params)
-    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-    for path, update in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        frozen = name.startswith(("embed/", "decoder/block_1/feed_forward/"))
-        assert np.any(np.asarray(update)) != frozen, name
-
-
-@pytest.mark.long
 def test_the_norm_of_a_step_is_of_what_is_trained_and_the_rest_is_not_computed(rng):
     """With all frozen but one block's feed-forward layer, it is the root of that one's squares."""
     model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
@@ -109,9 +93,3 @@ def test_the_norm_of_a_step_is_of_what_is_trained_and_the_rest_is_not_computed(r
     wanted = math.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in trained))
     assert norms[0] == pytest.approx(wanted, 1e-5) and norms[1] > 1.1 * wanted
     assert operations[0] < 0.8 * operations[1]
-
-
-def test_a_name_with_which_no_parameter_begins_is_refused():
-    params = {"embed": {"tokens": np.zeros((2, 2))}, "decoder": {"norm": np.zeros(2)}}
-    with pytest.raises(ConfigError, match="frozen has 'dec': no parameter begins so"):
-        is_frozen(("embed", "dec"), params)

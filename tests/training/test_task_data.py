@@ -364,43 +364,6 @@ def test_files_of_different_length_are_refused_by_both_lengths(tmp_path):
         load_task(run(Seq2SeqTask(targets="/nowhere"), one))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(task=MaskedTask(), model=ModelConfig()), "task is 'masked': is learnt by an encoder"),
-        (dict(task=Seq2SeqTask()), "task is 'seq2seq': is learnt by an encoder-decoder"),
-        (dict(task=ReverseTask(), data="x"), "data is 'x': task 'reverse' makes its own examples"),
-        (dict(decay_steps=3), "decay_steps is 3: needs schedule 'wsd'"),
-        (dict(schedule="wsd", decay_steps=9, steps=5), "decay_steps is 9: must not exceed steps 5"),
-        (dict(word_count=2), "word_count is 2: needs tokenizer 'word'"),
-    ],
-)
-def test_a_run_that_contradicts_itself_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("task", "fields", "message"),
-    [
-        (MaskedTask, dict(rate=0.0), "rate is 0.0: must be above 0"),
-        (MaskedTask, dict(replaced=0.8, random=0.3), "replaced is 0.8: must be at least 0, and"),
-        (ClassifyTask, dict(labels=("a",)), "labels is .'a',.: must be at least two different"),
-        (ReverseTask, dict(min_length=5, max_length=3), "min_length is 5: must not exceed"),
-        (ReverseTask, dict(letters=27), "letters is 27: must be at most 26"),
-        (Seq2SeqTask, dict(beams=0), "beams is 0: must be positive"),
-        (LanguageTask, dict(packed=False), "packed is False: needs documents"),
-    ],
-)
-def test_a_field_of_a_task_is_refused_by_name(task, fields, message):
-    with pytest.raises(ConfigError, match=message):
-        task(**fields)
-
-
-def test_masked_and_random_tokens_may_be_all_that_are_predicted():
-    assert MaskedTask(replaced=0.75, random=0.25).random == 0.25
-
-
 def test_models_that_cannot_learn_a_task_are_named_by_the_recipe():
     for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
         rule = f"model is '{architecture}': task '{name}' is learnt by another"

@@ -1,7 +1,6 @@
 """Training: the step against NumPy, and runs that stop, break and go on bit for bit."""
 
 import errno
-import json
 import os
 import resource
 import time
@@ -692,15 +691,6 @@ def test_a_lock_whose_process_is_gone_is_replaced(started):
     assert not lock.exists()
 
 
-@pytest.mark.slow
-def test_what_a_lost_run_measured_later_is_forgotten(started):
-    with open(Path(started.out) / "metrics.jsonl", "a") as log:
-        log.write(json.dumps({"step": 8, "loss": 0.0}) + "\n" + '{"step": 9, "lo')
-    fit(started, resume=True, stop=after(2))
-    assert [line["step"] for line in metrics(started)] == list(range(1, 10))
-    assert all(line["loss"] > 0 for line in metrics(started))
-
-
 class Told(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -748,27 +738,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(started):
     with pytest.raises(CheckpointError, match=r"left .*reaches step 7, step 5 was saved"):
         fit(started, resume=True)
     assert contents(started.out) == before
-
-
-@pytest.mark.slow
-def test_damaged_lines_of_the_metrics_are_left_out(started):
-    folder = RunFolder(Path(started.out))
-    good = metrics(started)
-    damaged = [
-        "\0\0\0",
-        "",
-        "5",
-        '{"a": 1}',
-        '{"step": 2.5}',
-        '{"step": 2, "loss": "x"}',
-        "[" * 99_999,
-    ]
-    first, *rest = folder.metrics_file.read_text().splitlines()
-    folder.metrics_file.write_text("\n".join([first, *damaged, *rest, ""]))
-    told = Told()
-    fit(started, resume=True, progress=told, stop=after(1))
-    assert f"{folder.metrics_file}: damaged lines left out: 7" in told.lines
-    assert metrics(started)[:-1] == good
 
 
 @pytest.mark.slow
