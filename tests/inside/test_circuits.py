@@ -48,16 +48,12 @@ def products(shape, circuit, *, fold=False, branch="attention", params=None):
 @pytest.mark.parametrize(
     ("shape", "circuit", "fold", "branch"),
     [
-        ("gpt2", "ov", True, "attention"),
-        ("gpt2", "qk", True, "attention"),
-        ("llama", "qk", False, "attention"),
-        ("gemma", "ov", True, "attention"),
-        ("t5", "qk", False, "cross_attention"),
-        ("t5", "ov", True, "encoder/attention"),
-        ("bert", "ov", False, "attention"),
-        ("gptj", "ov", True, "attention"),
+        ("gpt2", "ov", True, "attention"), ("gpt2", "qk", True, "attention"),
+        ("llama", "qk", False, "attention"), ("gemma", "ov", True, "attention"),
+        ("t5", "qk", False, "cross_attention"), ("t5", "ov", True, "encoder/attention"),
+        ("bert", "ov", False, "attention"), ("gptj", "ov", True, "attention"),
     ],
-)
+)  # fmt: skip
 def test_values_and_directions_are_those_of_the_explicit_products(
     shape, circuit, fold, branch, scanned
 ):

@@ -10,18 +10,9 @@ EDITS = ("add", "positions", "mean", "last", "missing")
 
 @pytest.mark.slow_except("capture-add")
 @pytest.mark.long_except(
-    "capture-add",
-    "capture-mean",
-    "chunks-positions",
-    "chunks-last",
-    "serve-add",
-    "serve-mean",
-    "speculate-positions",
-    "generate-last",
-    "generate-mean",
-    "generate-missing",
-    "left-mean",
-)
+    "capture-add", "capture-mean", "chunks-positions", "chunks-last", "serve-add", "serve-mean",
+    "speculate-positions", "generate-last", "generate-mean", "generate-missing", "left-mean",
+)  # fmt: skip
 @pytest.mark.parametrize("which", EDITS)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_edit_is_that_of_one_pass_over_the_sequence_or_refused_by_name(entry, which):

@@ -133,17 +133,14 @@ def test_the_parts_sum_to_the_logit_and_to_the_difference(shape):
 @pytest.mark.parametrize(
     ("shape", "arguments", "message"),
     [
-        (
-            "post",
-            {},
-            "norm_order is 'post': the last stream is the sum .* in pre-norm and parallel models",
-        ),
+        ("post", {},
+         "norm_order is 'post': the last stream is the sum .* in pre-norm and parallel models"),
         ("sandwich", {}, "norm_order is 'sandwich'"),
         ("gpt2", dict(target=VOCAB), r"token 31 at \[0, 0\]: must be in 0..30"),
         ("gpt2", dict(edit={"block_*/residual": jnp.sin}), "an edit of block_0/residual"),
         ("gpt2", dict(key=jax.random.key(3)), "takes no key"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_sum_is_refused_by_name(shape, arguments, message):
     model, params = model_of(shape)
 

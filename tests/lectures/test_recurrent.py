@@ -341,10 +341,9 @@ def test_a_row_alone_is_what_it_is_in_company(config):
 
 @pytest.mark.slow_except("dot rnn")
 @pytest.mark.parametrize(
-    "config",
-    [ADDITIVE, DOT, dataclasses.replace(DOT, cell="rnn")],
+    "config", [ADDITIVE, DOT, dataclasses.replace(DOT, cell="rnn")],
     ids=["additive", "dot", "dot rnn"],
-)
+)  # fmt: skip
 def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
     params, source = parameters(config), jnp.asarray(draw_source())
     prompt, valid = jnp.asarray(draw_tokens()[:, :1]), jnp.asarray(SOURCE_VALID)
@@ -358,10 +357,9 @@ def test_decoding_consumes_the_state_and_none_of_the_callers_arrays(config):
 @pytest.mark.slow_except("additive rnn")
 @pytest.mark.long_except("additive*")
 @pytest.mark.parametrize(
-    "config",
-    [ADDITIVE, dataclasses.replace(ADDITIVE, cell="rnn"), DOT],
+    "config", [ADDITIVE, dataclasses.replace(ADDITIVE, cell="rnn"), DOT],
     ids=["additive", "additive rnn", "dot"],
-)
+)  # fmt: skip
 def test_padding_of_a_source_is_invisible(config):
     """After, between or before its tokens; though its vectors are NaN; forward and backward."""
     params, tokens = parameters(config), draw_tokens()
@@ -386,22 +384,6 @@ def test_padding_of_a_source_is_invisible(config):
     assert np.asarray(slopes["encoder"]["tokens"])[5].any()
     row, _ = oracle_forward(config, params, tokens[1], [5, 6, 7, 8])
     assert_near(want[1], row, 3 * FORWARD_F32)
-
-
-@pytest.mark.slow
-def test_padding_of_a_target_has_no_gradient():
-    params, tokens, model = parameters(LSTM), draw_tokens(), build(LSTM)
-    valid = np.arange(TOKENS)[None] < LENGTHS[:, None]
-    tokens = np.where(valid, np.where(tokens == 1, 2, tokens), 1)
-    params["embed"]["tokens"][1] = np.nan
-
-    def loss(params):
-        logits, _ = model.apply({"params": params}, tokens, valid=valid)
-        return jnp.where(valid[:, :, None], logits, 0.0).sum()
-
-    slopes = jax.jit(jax.grad(loss))(params)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
-    assert not np.asarray(slopes["embed"]["tokens"])[1].any()
 
 
 @pytest.mark.slow
@@ -441,9 +423,8 @@ def test_models_map_over_parameters():
     model, tokens = build(DOT), draw_tokens()
 
     def logits(params):
-        return model.apply(
-            {"params": params}, tokens, source=draw_source(), source_valid=SOURCE_VALID
-        )[0]
+        given = dict(source=draw_source(), source_valid=SOURCE_VALID)
+        return model.apply({"params": params}, tokens, **given)[0]
 
     got = jax.jit(jax.vmap(logits))(stacked)
     for one, params in zip(got, many, strict=True):
@@ -549,13 +530,14 @@ def test_a_tagger_without_classes_has_no_head():
 
 
 @pytest.mark.slow
-def test_a_tagger_trains_on_padded_text_without_its_padding():
-    params, tokens = parameters(RNN_TAGGER), draw_tokens()
+@pytest.mark.parametrize("config", [LSTM, RNN_TAGGER], ids=["lstm", "rnn tagger"])
+def test_padding_of_a_target_has_no_gradient(config):
+    params, tokens = parameters(config), draw_tokens()
     tokens = np.where(PADDED, np.where(tokens == 1, 2, tokens), 1)
     params["embed"]["tokens"][1] = np.nan
 
     def loss(params):
-        logits, _ = build(RNN_TAGGER).apply({"params": params}, tokens, valid=PADDED)
+        logits, _ = build(config).apply({"params": params}, tokens, valid=PADDED)
         return jnp.where(PADDED[:, :, None], logits, 0.0).sum()
 
     slopes = jax.jit(jax.grad(loss))(params)
@@ -700,6 +682,9 @@ def test_equal_steps_share_their_programs():
     assert one == two and hash(one) == hash(two)
 
 
+SOURCED = dict(source_vocab_size=5)
+
+
 @pytest.mark.parametrize(
     ("start", "change", "said"),
     [
@@ -713,34 +698,18 @@ def test_equal_steps_share_their_programs():
         ({}, dict(attention="dot"), "attention is 'dot': needs a source_vocab_size"),
         ({}, dict(num_classes=2), "num_classes is 2: needs bidirectional, and no source_vocab"),
         (dict(bidirectional=True), dict(num_classes=0), "num_classes is 0: must be positive"),
-        (
-            dict(source_vocab_size=5),
-            dict(context="input"),
-            "context is 'input': needs an attention",
-        ),
-        (dict(source_vocab_size=5), dict(attention="luong"), "attention is 'luong': must be"),
-        (
-            dict(source_vocab_size=5, attention="dot"),
-            dict(d_attention=3),
-            "d_attention is 3: needs attention 'additive'",
-        ),
-        (
-            dict(source_vocab_size=5, attention="additive"),
-            dict(d_attention=0),
-            "d_attention is 0: must be positive",
-        ),
-        (
-            dict(source_vocab_size=5, bidirectional=True),
-            dict(attention="dot"),
-            "attention is 'dot': two directions are twice as wide",
-        ),
-        (
-            dict(d_embed=5),
-            dict(tie_embeddings=True),
-            "tie_embeddings is True: needs d_embed 5 to equal d_hidden 128",
-        ),
+        (SOURCED, dict(context="input"), "context is 'input': needs an attention"),
+        (SOURCED, dict(attention="luong"), "attention is 'luong': must be"),
+        (SOURCED | dict(attention="dot"), dict(d_attention=3),
+         "d_attention is 3: needs attention 'additive'"),
+        (SOURCED | dict(attention="additive"), dict(d_attention=0),
+         "d_attention is 0: must be positive"),
+        (SOURCED | dict(bidirectional=True), dict(attention="dot"),
+         "attention is 'dot': two directions are twice as wide"),
+        (dict(d_embed=5), dict(tie_embeddings=True),
+         "tie_embeddings is True: needs d_embed 5 to equal d_hidden 128"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_cannot_be_is_refused(start, change, said):
     valid = RecurrentConfig(**start)
     with pytest.raises(ConfigError, match=f"^{said}"):

@@ -149,9 +149,8 @@ def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
         return (mixture(experts, params, x_moved) * out).sum()
 
     wanted = (moved(1) - moved(-1)) / (2 * step)
-    slope = sum(
-        np.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (grads, directions)), strict=True)
-    )
+    pairs = zip(*map(jax.tree.leaves, (grads, directions)), strict=True)
+    slope = sum(np.vdot(a, b) for a, b in pairs)
     np.testing.assert_allclose(slope, wanted, rtol=1e-4)
 
 
@@ -161,14 +160,11 @@ def test_a_token_is_given_to_the_experts_that_its_router_chooses(kind):
 def test_rows_meet_their_expert_however_many_each_has(rows, used):
     rng = np.random.default_rng(rows)
     x, w = rng.normal(size=(rows, 3)), rng.normal(size=(6, 3, 4))
-    chosen = {
-        "all": rng.integers(0, 6, rows),
-        "one": np.full(rows, 4),
-        "two": rng.integers(1, 3, rows),
-    }
+    chosen = {"all": rng.integers(0, 6, rows), "one": np.full(rows, 4)}.get(used)
+    chosen = rng.integers(1, 3, rows) if chosen is None else chosen
     meet = jax.jit(partial(by_expert, lambda x, w, _: x @ w))
-    found = meet(x.astype(np.float32), chosen[used].astype(np.int32), w.astype(np.float32))
-    wanted = np.einsum("ND,NDF->NF", x, w[chosen[used]])
+    found = meet(x.astype(np.float32), chosen.astype(np.int32), w.astype(np.float32))
+    wanted = np.einsum("ND,NDF->NF", x, w[chosen])
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -309,20 +305,16 @@ def test_adapters_and_fewer_bits_are_those_of_each_expert(base):
     @jax.jit
     def fewer_bits(params):
         held = params if base == "float32" else quantize(params, base)
-        plain = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float32), held, is_leaf=lambda leaf: hasattr(leaf, "bits")
-        )
-        return held, plain
+        is_leaf = lambda leaf: hasattr(leaf, "bits")  # noqa: E731
+        return held, jax.tree.map(lambda x: x.astype(jnp.float32), held, is_leaf=is_leaf)
 
     held, plain = fewer_bits(params)
     if base != "float32":
         own = held["decoder"]["block_0"]["feed_forward"]
         assert own["up"]["kernel"].bits and isinstance(own["router"]["kernel"], jax.Array)
         for e in range(4):  # each expert has scales of its own
-            one, alone = (
-                tree["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]
-                for tree in (plain, params)
-            )
+            of = lambda tree: tree["decoder"]["block_0"]["feed_forward"]["up"]["kernel"][e]  # noqa: B023, E731
+            one, alone = of(plain), of(params)
             _, wanted = fewer_bits({"block": {"up": {"kernel": alone}}})
             np.testing.assert_array_equal(one, wanted["block"]["up"]["kernel"])
 
@@ -383,11 +375,9 @@ def test_choices_are_the_likeliest_first():
     chosen, weights = choose(Experts(count=3, top_k=2), logits)
     assert chosen.tolist() == [[1, 2], [0, 1]]
     np.testing.assert_allclose(weights, [[sigmoid(2.0), sigmoid(-2.0)], [0.5, 0.5]], rtol=1e-6)
-
-
-def test_sigmoids_that_round_to_one_are_still_in_order():
-    experts = Experts(count=4, top_k=2, score="sigmoid")
-    chosen, weights = choose(experts, [20.0, 30.0, 1000.0, 19.0])
+    # sigmoids that round to one are still in order
+    logits = [20.0, 30.0, 1000.0, 19.0]
+    chosen, weights = choose(Experts(count=4, top_k=2, score="sigmoid"), logits)
     assert chosen.tolist() == [2, 1]
     np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
 
@@ -447,16 +437,12 @@ def test_a_gradient_holds_no_copy_of_the_matrices_for_each_block():
         (dict(balance_loss=-1.0), "balance_loss is -1.0: must not be negative"),
         (dict(shared_gate=True), "shared_gate is True: needs shared_d_ff"),
         (dict(scale=0.0), "scale is 0.0: must be positive"),
+        (dict(d_ff=6), "d_ff is 20: experts.d_ff is 6, and nothing else reads"),
     ],
 )
 def test_what_no_mixture_can_be_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        Experts(**changes)
-
-
-def test_a_width_that_nothing_reads_is_refused():
-    with pytest.raises(ConfigError, match=r"d_ff is 20: experts.d_ff is 6, and nothing else reads"):
-        replace(CONFIG, experts=Experts(d_ff=6))
+        replace(CONFIG, experts=Experts(**changes))
 
 
 def test_parameters_of_another_feed_forward_are_refused():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models.test_transformer import INVARIANCE, MODEL_F32, names, shapes
 from tests.support import model_oracle as oracle
 from tests.support.tolerances import assert_near, assert_same_bits
 from transformer_jax.config import Frames, ModelConfig, Patches, Shaw, T5Buckets, Vectors
@@ -18,17 +19,12 @@ from transformer_jax.decoding.beams import beam_search
 from transformer_jax.decoding.generation import generate
 from transformer_jax.decoding.step import make_step
 from transformer_jax.models.attention_weights import attention_weights
-from transformer_jax.models.factory import build, cache_bytes, init_params, num_params
+from transformer_jax.models.factory import build, cache_bytes, num_params
 from transformer_jax.models.inputs import frame_positions, strided_windows
 from transformer_jax.models.stack import stack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-MODEL_F32 = 5e-6
-"""Error in f32 against float64, relative to the largest: as in test_transformer.py."""
-
-INVARIANCE = 1e-5
-"""Difference of the same sums in another order, or of other shapes, twice in f32."""
 
 SMALL = ModelConfig(
     kind="encoder", vocab_size=31, d_model=26, num_layers=1, num_heads=2, head_dim=6, d_ff=37,
@@ -63,11 +59,6 @@ def prepared(change: dict[str, Any], rng, seed_shape: int = LENGTH):
     row = config.inputs.row_shape(seed_shape)
     x = rng.standard_normal((2, *row)).astype(np.float32)
     return config, x, oracle.randomised(shapes(config), rng)
-
-
-def shapes(config: ModelConfig):
-    """Return the tree of the parameters' shapes; nothing is compiled."""
-    return jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
 
 def applied(config: ModelConfig, params, x, method: str, **arguments):
@@ -130,15 +121,6 @@ def test_a_class_token_replaces_no_patch(rng):
     changed = {**params, "inputs": {**params["inputs"], "class_token": np.zeros(26, np.float32)}}
     one, two = (applied(config, p, x, "classify") for p in (params, changed))
     assert np.abs(one - two).max() > 1e-3
-
-
-def names(tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by its path."""
-    found = {}
-    for name, value in tree.items():
-        inner = names(value, f"{prefix}{name}/") if isinstance(value, dict) else None
-        found |= {f"{prefix}{name}": value.shape} if inner is None else inner
-    return found
 
 
 @pytest.mark.slow
@@ -262,9 +244,8 @@ def test_texts_of_a_source_of_inputs_equal_the_oracle(case, rng):
     length = None if case == "patches" else LENGTH
     assert held == cache_bytes(config, 2, 5, source_length=length)
     start = np.full((2, 1), 1)
-    written = np.asarray(
-        generate(make_step(model), params, start, fork(state, 1), num_tokens=4).tokens
-    )
+    greedy = generate(make_step(model), params, start, fork(state, 1), num_tokens=4)
+    written = np.asarray(greedy.tokens)
     best = beam_search(make_step(model), params, start, state, num_tokens=4, num_beams=1)
     np.testing.assert_array_equal(best.tokens[:, 0], written)
     target = np.concatenate([start, written[:, :-1]], axis=1).astype(np.int32)
@@ -299,15 +280,12 @@ def test_a_scanned_and_recomputed_encoder_of_patches_is_the_looped_one(rng):
         (VECTORS, np.zeros((2, 3, 5), np.int32), r"int32\[2, 3, 5\]: must be floats"),
         (FRAMES, np.zeros((2, 3, 5), np.float32), r"float32\[2, 3, 5\]: .* of rows \[3, 7\]"),
         (FRAMES, np.zeros((2, 0, 7), np.float32), r"float32\[2, 0, 7\]: must be floats"),
-        (
-            PATCHES,
-            np.zeros((2, 6, 9), np.float32),
-            r"must be floats \[B, H, W, C\] of .*\[6, 9, 2\]",
-        ),
+        (PATCHES, np.zeros((2, 6, 9), np.float32),
+         r"must be floats \[B, H, W, C\] of .*\[6, 9, 2\]"),
         (PATCHES, np.zeros((2, 9, 6, 2), np.float32), r"float32\[2, 9, 6, 2\]: must be floats"),
         (VECTORS, [[[1.0]]], r"inputs are a list: must be floats"),
     ],
-)
+)  # fmt: skip
 def test_inputs_of_another_shape_or_dtype_are_refused(inputs, x, said):
     config = dataclasses.replace(SMALL, inputs=inputs)
     with pytest.raises(ValueError, match=said):
@@ -317,13 +295,14 @@ def test_inputs_of_another_shape_or_dtype_are_refused(inputs, x, said):
 @pytest.mark.slow
 def test_contradicting_arguments_are_refused(rng):
     config, x, params = prepared(dict(inputs=PATCHES), rng)
-    apply = partial(build(config).apply, {"params": params}, x)
-    with pytest.raises(ValueError, match=r"inputs is Patches\(.*there are no logits of tokens"):
-        apply()
-    with pytest.raises(ValueError, match="segments with Patches: give each of them a row"):
-        apply(method="encode", segments=np.zeros((2, 7), np.int32))
-    with pytest.raises(ValueError, match=r"positions \(2, 6\) and tokens \(2, 7\)"):
-        apply(method="encode", positions=np.zeros((2, 6), np.int32))
+    ids = np.zeros((2, 7), np.int32)
+    for more, said in (
+        ({}, r"inputs is Patches\(.*there are no logits of tokens"),
+        (dict(method="encode", segments=ids), "segments with Patches: give each of them a row"),
+        (dict(method="encode", positions=ids[:, 1:]), r"positions \(2, 6\) and tokens \(2, 7\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(config).apply({"params": params}, x, **more)
     config, x, params = prepared(dict(inputs=FRAMES), rng)
     with pytest.raises(ValueError, match=r"positions \(2, 4\) and tokens \(2, 13\)"):
         places = np.zeros((2, 4), np.int32)

@@ -104,17 +104,10 @@ def test_fresh_adapters_change_no_bit(params):
 @pytest.mark.slow
 def test_a_scanned_stack_draws_and_computes_what_a_looped_one_does(params):
     stacked = stack_layers(params)
-    jax.tree.map(
-        assert_same_bits,
-        init_lora(stacked, ALL, jax.random.key(1)),
-        stack_layers(init_lora(params, ALL, jax.random.key(1))),
-    )
     shapes = jax.eval_shape(lambda: stacked)
-    jax.tree.map(
-        assert_same_bits,
-        init_lora(shapes, ALL, jax.random.key(1)),
-        init_lora(stacked, ALL, jax.random.key(1)),
-    )
+    looped, *others = (init_lora(x, ALL, jax.random.key(1)) for x in (params, stacked, shapes))
+    for fresh in others:
+        jax.tree.map(assert_same_bits, fresh, stack_layers(looped))
     adapters = trained(params)
     adapted = apply_lora(stacked, stack_layers(adapters), ALL)
     jax.tree.map(assert_same_bits, adapted, stack_layers(apply_lora(params, adapters, ALL)))
@@ -190,9 +183,8 @@ def test_training_moves_adapters_and_no_bit_of_the_parameters(params, scan):
 @pytest.mark.slow
 def test_merged_parameters_have_the_dtypes_they_had_and_one_rounding(params):
     adapters = trained(params)
-    jax.tree.map(
-        assert_same_bits, merge_lora(params, adapters, ALL), apply_lora(params, adapters, ALL)
-    )
+    merged = merge_lora(params, adapters, ALL)
+    jax.tree.map(assert_same_bits, merged, apply_lora(params, adapters, ALL))
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     merged = merge_lora(low, adapters, ALL)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(merged)} == {"bfloat16"}
@@ -212,24 +204,17 @@ def test_targets_are_ends_of_paths(params):
 
     both = {f"decoder/block_{i}/attention/query" for i in range(2)}
     assert chosen("query") == chosen("attention/query") == both
-    assert (
-        chosen("query", layers=(1,))
-        == chosen("block_1/attention/query")
-        == both - chosen("decoder/block_0/attention/query")
-    )
+    second = both - chosen("decoder/block_0/attention/query")
+    assert chosen("query", layers=(1,)) == chosen("block_1/attention/query") == second
 
 
 CONFIG_ERRORS = [
-    (dict(rank=0), "rank is 0"),
-    (dict(rank=2.5), "rank is 2.5"),
-    (dict(alpha=-1.0), "alpha is -1.0"),
-    (dict(targets=()), "targets is ()"),
+    (dict(rank=0), "rank is 0"), (dict(rank=2.5), "rank is 2.5"),
+    (dict(alpha=-1.0), "alpha is -1.0"), (dict(targets=()), "targets is ()"),
     (dict(targets="query"), "targets is 'query'"),
-    (dict(targets=("query", "")), "targets is ('query', '')"),
-    (dict(layers=()), "layers is ()"),
-    (dict(layers=(1, 1)), "layers is (1, 1)"),
-    (dict(layers=(-1,)), "layers is (-1,)"),
-]
+    (dict(targets=("query", "")), "targets is ('query', '')"), (dict(layers=()), "layers is ()"),
+    (dict(layers=(1, 1)), "layers is (1, 1)"), (dict(layers=(-1,)), "layers is (-1,)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "message"), CONFIG_ERRORS, ids=lambda x: str(x))
@@ -260,14 +245,11 @@ def test_what_does_not_fit_the_parameters_is_refused(params):
 # The two files.
 
 THEIRS = {
-    "attention/query": "self_attn.q_proj",
-    "attention/key": "self_attn.k_proj",
-    "attention/value": "self_attn.v_proj",
-    "attention/out": "self_attn.o_proj",
-    "feed_forward/up": "mlp.up_proj",
-    "feed_forward/gate": "mlp.gate_proj",
+    "attention/query": "self_attn.q_proj", "attention/key": "self_attn.k_proj",
+    "attention/value": "self_attn.v_proj", "attention/out": "self_attn.o_proj",
+    "feed_forward/up": "mlp.up_proj", "feed_forward/gate": "mlp.gate_proj",
     "feed_forward/down": "mlp.down_proj",
-}
+}  # fmt: skip
 NAMES = {
     f"model.layers.{i}.{theirs}.weight": (f"decoder/block_{i}/{ours}/kernel",)
     for i in range(2)
@@ -346,11 +328,8 @@ def test_what_is_saved_is_loaded_bit_for_bit_looped_or_scanned(params, tmp_path,
     for path, adapter in flatten(adapters).items():
         jax.tree.map(assert_same_bits, looped.pop(path), adapter)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(looped))
-    jax.tree.map(
-        assert_same_bits,
-        apply_lora(stacked, again, config),
-        stack_layers(apply_lora(params, adapters, config)),
-    )
+    adapted = stack_layers(apply_lora(params, adapters, config))
+    jax.tree.map(assert_same_bits, apply_lora(stacked, again, config), adapted)
     save_lora(tmp_path / "again", stacked, again, config, NAMES)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -385,10 +364,8 @@ def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, 
     adapters = trained(params, config)
     written = save_lora(tmp_path, params, adapters, config, FUSED, fan_in_fan_out=True)
     assert written.rank == 4
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == [
-        "attn.c_attn",
-        "attn.c_proj",
-    ]
+    content = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert content["target_modules"] == ["attn.c_attn", "attn.c_proj"]
     loaded, again = load_lora(tmp_path, params, FUSED)
     assert loaded == written and loaded.targets == ("key", "out", "query", "value")
     wanted, given = deltas(params, adapters, config), deltas(params, again, loaded)
@@ -444,46 +421,37 @@ def saved(written, tmp_path):
     return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
-def load(folder, params):
-    return load_lora(folder, params, NAMES)
+def refused(folder, params):
+    """The message with which an adapter is not loaded."""
+    with pytest.raises(CheckpointError) as error:
+        load_lora(folder, params, NAMES)
+    return str(error.value)
+
+
+def changed(folder, **changes):
+    """Change keys of the config of an adapter; return its path."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return file
 
 
 KEYS = [
-    ("peft_type", "IA3"),
-    ("peft_type", None),
-    ("r", 0),
-    ("r", True),
-    ("r", "8"),
-    ("lora_alpha", -1),
-    ("lora_alpha", [1]),
-    ("use_rslora", 1),
-    ("bias", "all"),
-    ("fan_in_fan_out", "yes"),
-    ("init_lora_weights", "pissa_niter_4"),
-    ("init_lora_weights", []),
-    ("modules_to_save", ["lm_head"]),
-    ("use_dora", True),
-    ("rank_pattern", {"q_proj": 4}),
-    ("alpha_pattern", {"q_proj": 4}),
-    ("layers_pattern", "blocks"),
-    ("layer_replication", [[0, 1]]),
-    ("target_parameters", ["x"]),
-    ("trainable_token_indices", [1]),
-    ("lora_bias", True),
-    ("what_nobody_knows", 1),
-    ("target_modules", [1]),
-    ("layers_to_transform", ["0"]),
-    ("exclude_modules", {"a": 1}),
-]
+    ("peft_type", "IA3"), ("peft_type", None), ("r", 0), ("r", True), ("r", "8"),
+    ("lora_alpha", -1), ("lora_alpha", [1]), ("use_rslora", 1), ("bias", "all"),
+    ("fan_in_fan_out", "yes"), ("init_lora_weights", "pissa_niter_4"), ("init_lora_weights", []),
+    ("modules_to_save", ["lm_head"]), ("use_dora", True), ("rank_pattern", {"q_proj": 4}),
+    ("alpha_pattern", {"q_proj": 4}), ("layers_pattern", "blocks"),
+    ("layer_replication", [[0, 1]]), ("target_parameters", ["x"]),
+    ("trainable_token_indices", [1]), ("lora_bias", True), ("what_nobody_knows", 1),
+    ("target_modules", [1]), ("layers_to_transform", ["0"]), ("exclude_modules", {"a": 1}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS, ids=lambda x: str(x))
 def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, value):
-    file = saved / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(CheckpointError) as error:
-        load(saved, params)
-    assert str(error.value).startswith(f"{file}: {key}") and "\n" not in str(error.value)
+    file = changed(saved, **{key: value})
+    said = refused(saved, params)
+    assert said.startswith(f"{file}: {key}") and "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -498,48 +466,38 @@ def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, valu
     ids=lambda x: str(x),
 )
 def test_a_config_that_contradicts_the_tensors_is_refused(saved, params, changes, message):
-    file = saved / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(CheckpointError) as error:
-        load(saved, params)
-    assert message in str(error.value)
+    changed(saved, **changes)
+    assert message in refused(saved, params)
 
 
 def test_an_empty_key_a_pattern_and_either_fan_in_mean_what_they_did(saved, params):
-    expected = load(saved, params)
-    file = saved / "adapter_config.json"
-    changes = dict(
-        use_dora=False, rank_pattern={}, loftq_config={}, layers_to_transform=[0, 1],
+    expected = load_lora(saved, params, NAMES)
+    changed(
+        saved, use_dora=False, rank_pattern={}, loftq_config={}, layers_to_transform=[0, 1],
         modules_to_save=None, target_modules=".*[qv]_proj", fan_in_fan_out=True, lora_dropout=0.1,
     )  # fmt: skip
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    config, adapters = load(saved, params)
+    config, adapters = load_lora(saved, params, NAMES)
     assert config == expected[0]
     jax.tree.map(assert_same_bits, adapters, expected[1])
 
 
 GOOD = b'{"peft_type": "LORA", "r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]'
 TEXTS = {
-    "no JSON": b"{",
-    "no object": b"[1]",
-    "NaN": GOOD + b', "lora_dropout": NaN}',
-    "twice": GOOD + b', "r": 2}',
-    "deep": b"[" * 200_000,
-    "no UTF-8": GOOD + b', "revision": "\xff"}',
-    "long": GOOD + b"}" + b" " * 2**20,
+    "no JSON": b"{", "no object": b"[1]", "NaN": GOOD + b', "lora_dropout": NaN}',
+    "twice": GOOD + b', "r": 2}', "deep": b"[" * 200_000,
+    "no UTF-8": GOOD + b', "revision": "\xff"}', "long": GOOD + b"}" + b" " * 2**20,
     "a long number": GOOD + b', "lora_dropout": ' + b"9" * 10_000 + b"}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
 def test_a_damaged_config_is_refused(saved, params, text):
     file = saved / "adapter_config.json"
     file.write_bytes(GOOD + b"}")
-    load(saved, params)
+    load_lora(saved, params, NAMES)
     file.write_bytes(text)
-    with pytest.raises(CheckpointError) as error:
-        load(saved, params)
-    assert str(error.value).startswith(f"{file}: ") and len(str(error.value)) < 400
+    said = refused(saved, params)
+    assert said.startswith(f"{file}: ") and len(said) < 400
 
 
 @pytest.mark.slow
@@ -548,33 +506,29 @@ def test_damaged_tensors_are_refused_by_name(saved, params):
     whole, tensors = file.read_bytes(), safetensors.load_file(file)
     a, b = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 
-    def refused(message):
-        with pytest.raises(CheckpointError) as error:
-            load(saved, params)
-        assert str(error.value).startswith(f"{file}: ") and message in str(error.value)
+    def check(message, **changes):
+        if changes:
+            named = {"a": a, "b": b}
+            new = tensors | {named.get(name, name): value for name, value in changes.items()}
+            safetensors.save_file({n: x for n, x in new.items() if x is not None}, file)
+        said = refused(saved, params)
+        assert said.startswith(f"{file}: ") and message in said
 
-    def changed(**changes):
-        named = {"a": a, "b": b}
-        new = tensors | {named.get(name, name): value for name, value in changes.items()}
-        safetensors.save_file({n: x for n, x in new.items() if x is not None}, file)
-
-    changed(b=None)
-    refused(f"{b} is missing")
-    changed(a=tensors[a].T.copy())
-    refused(f"{a} is [14, 2]: rank 2 of these parameters wants [2, 14]")
-    changed(b=np.ones((24, 2), np.int32))
-    refused(f"{b} is I32: must be F32, F16 or BF16")
-    changed(**{"base_model.model.lm_head.lora_A.weight": np.ones((2, 14), np.float32)})
-    refused("base_model.model.lm_head.lora_A.weight: is the adapter of no known kernel")
+    check(f"{b} is missing", b=None)
+    said = f"{a} is [14, 2]: rank 2 of these parameters wants [2, 14]"
+    check(said, a=tensors[a].T.copy())
+    check(f"{b} is I32: must be F32, F16 or BF16", b=np.ones((24, 2), np.int32))
+    other = "base_model.model.lm_head.lora_A.weight"
+    check(f"{other}: is the adapter of no known kernel", **{other: np.ones((2, 14), np.float32)})
     safetensors.save_file({}, file)
-    refused("has no adapter")
+    check("has no adapter")
     for damaged in (whole[:-1], whole[:50], b"", (2**60).to_bytes(8, "little") + whole[8:]):
         file.write_bytes(damaged)
-        refused("cannot be read")
+        check("cannot be read")
     file.unlink()
-    refused("there is no such file")
+    check("there is no such file")
     (saved / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
-    refused("adapter_model.bin is a pickle")
+    check("adapter_model.bin is a pickle")
 
 
 @pytest.mark.slow

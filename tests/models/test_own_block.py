@@ -161,16 +161,12 @@ class Both(Plain, Gated):
         (lambda: replace(CONFIG, block=Plain(), qk_norm=True), "qk_norm is True: is not read"),
         (lambda: replace(CONFIG, block=Gated(), kind="encoder-decoder"), "needs kind 'decoder'"),
         (lambda: gone(as_text(Gated())), r"model.block.kind is .*test_gone:Gated.*import it first"),
-        (
-            lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),
-            "model.block.kind is 'os:getcwd': must be a class for model.block of your own",
-        ),
-        (
-            lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
-            r"block is Plain\(fault=''\): no published family has a block of your own",
-        ),
+        (lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),
+         "model.block.kind is 'os:getcwd': must be a class for model.block of your own"),
+        (lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
+         r"block is Plain\(fault=''\): no published family has a block of your own"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(call, message):
     with pytest.raises(ConfigError, match=message) as error:
         call()

@@ -28,15 +28,12 @@ SMALL = ModelConfig(
     max_len=17, positions="rope", init_std=0.3,
 )  # fmt: skip
 KINDS = {
-    "decoder": dict(),
-    "post-norm, GLU, T5": dict(norm_order="post", glu=True, positions="t5"),
-    "encoder": dict(kind="encoder"),
-    "encoder-decoder": dict(kind="encoder-decoder"),
+    "decoder": dict(), "post-norm, GLU, T5": dict(norm_order="post", glu=True, positions="t5"),
+    "encoder": dict(kind="encoder"), "encoder-decoder": dict(kind="encoder-decoder"),
     "sandwich, Shaw": dict(norm_order="sandwich", positions="shaw"),
-    "attention alone": dict(d_ff=0),
-    "parallel": dict(norm_order="parallel"),
+    "attention alone": dict(d_ff=0), "parallel": dict(norm_order="parallel"),
     "parallel, shared": dict(norm_order="parallel_shared", num_kv_heads=None),
-}
+}  # fmt: skip
 NEAR = 5 * FORWARD_F32
 
 
@@ -455,12 +452,9 @@ def test_what_generation_captures_is_what_the_full_pass_does():
 
 
 @pytest.mark.slow_except(
-    "asked2-capture is 'logits*",
-    "asked5-edit\\\\['logits'\\\\] is 3.0: must be a function",
-    "asked6-edit is a list: must be a dict",
-    "asked8-can be captured, not edited",
-    "*float64*",
-)
+    "asked2-capture is 'logits*", "asked5-edit\\\\['logits'\\\\] is 3.0: must be a function",
+    "asked6-edit is a list: must be a dict", "asked8-can be captured, not edited", "*float64*",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -471,21 +465,17 @@ def test_what_generation_captures_is_what_the_full_pass_does():
         (dict(edit={"block_0/residal": tilted}), "nearest: block_0/residual"),
         (dict(edit={"logits": 3.0}), r"edit\['logits'\] is 3.0: must be a function"),
         (dict(edit=[tilted]), "edit is a list: must be a dict"),
-        (
-            dict(edit={"block_*/residual": tilted, "block_1/residual": tilted}),
-            "block_1/residual twice",
-        ),
+        (dict(edit={"block_*/residual": tilted, "block_1/residual": tilted}),
+         "block_1/residual twice"),
         (dict(edit={"block_0/attention/key_positions": tilted}), "can be captured, not edited"),
-        (
-            dict(edit={"block_0/residual": lambda x: x[:, :3]}),
-            r"returns float32\[2, 3, 14\]: must be",
-        ),
+        (dict(edit={"block_0/residual": lambda x: x[:, :3]}),
+         r"returns float32\[2, 3, 14\]: must be"),
         (dict(edit={"logits": lambda x: x.astype(jnp.bfloat16)}), "returns bfloat16"),
         (dict(edit={"logits": lambda x: None}), r"edit of logits returns None: must be float32\["),
         (dict(capture=("encoder/embedding",)), "no place is named 'encoder/embedding'"),
         (dict(edit={"logits": np.zeros((2, 3))}), r"edit\['logits'\] is float64\[2,3\]: must be a"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_place_and_no_edit_is_refused_by_name(asked, message):
     with pytest.raises(ValueError, match=message):
         run("decoder", **asked)

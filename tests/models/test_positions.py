@@ -99,6 +99,15 @@ def rotated(x: np.ndarray, positions: np.ndarray, config: Rope) -> np.ndarray:
     return out
 
 
+def assert_frequencies_are_those_of_the_paper(config: Rope, width: int) -> None:
+    w, factor = pos.rope_frequencies(config, width)
+    dims = config.dims or width
+    expected = np.array([frequency(config, k, dims) for k in range(dims // 2)])
+    assert w.dtype == np.float32 and w.shape == expected.shape
+    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
+    assert factor == pytest.approx(magnitude(config), abs=1e-12)
+
+
 def inside_unit_circles(rng, *shape: int) -> np.ndarray:
     return rng.uniform(-1, 1, shape).astype(np.float32) / np.float32(math.sqrt(2))
 
@@ -148,16 +157,11 @@ def test_rotation_matches_its_paper(rng, name):
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dims", [None, 2, 6])
 def test_frequencies_match_their_paper(name, dims):
-    config = ROTATIONS[name]
+    config = dataclasses.replace(ROTATIONS[name], dims=dims)
     if dims == 2 and config.scaling in ("ntk", "dynamic"):
-        assert pos.rope_frequencies(dataclasses.replace(config, dims=2), H)[0] == [1.0]
-        return
-    config = dataclasses.replace(config, dims=dims)
-    w, factor = pos.rope_frequencies(config, 128)
-    expected = np.array([frequency(config, k, dims or 128) for k in range((dims or 128) // 2)])
-    assert w.dtype == np.float32 and w.shape == expected.shape
-    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
-    assert factor == pytest.approx(magnitude(config), abs=1e-12)
+        assert pos.rope_frequencies(config, H)[0] == [1.0]
+    else:
+        assert_frequencies_are_those_of_the_paper(config, 128)
 
 
 def test_published_numbers_of_the_scalings():
@@ -203,10 +207,7 @@ def test_longrope_divides_each_pair_by_a_factor_of_its_own(rng, length, given):
         scaling="longrope", dims=6, original_len=97, factor=5.0, length=length,
         short_factors=short, long_factors=long, attention_factor=given,
     )  # fmt: skip
-    w, factor = pos.rope_frequencies(config, H)
-    expected = np.array([frequency(config, k, 6) for k in range(3)])
-    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
-    assert factor == pytest.approx(magnitude(config), abs=1e-12)
+    assert_frequencies_are_those_of_the_paper(config, H)
     x = inside_unit_circles(rng, B, T, N, H)
     positions = rng.integers(-1, 512, (B, T)).astype(np.int32)
     actual = pos.apply_rope(jnp.asarray(x), jnp.asarray(positions), config)
@@ -258,57 +259,10 @@ RELEASED: dict[str, tuple[int, dict]] = {
 }  # fmt: skip
 
 
-def released_frequencies(width: int, config: Rope) -> tuple[np.ndarray, float]:
-    """float64, in the form of `transformers`' documented rope utilities: whole arrays, selected."""
-    plain = 1.0 / config.base ** (np.arange(0, width, 2, dtype=np.float64) / width)
-    stretched = plain / config.factor
-    assert config.original_len is not None
-    if config.scaling == "dynamic":
-        length = max(config.length, config.original_len)
-        base = config.base * (
-            (config.factor * length / config.original_len) - (config.factor - 1)
-        ) ** (width / (width - 2))
-        return 1.0 / base ** (np.arange(0, width, 2, dtype=np.float64) / width), 1.0
-    if config.scaling == "longrope":
-        beyond = config.length > config.original_len
-        factors = np.array(config.long_factors if beyond else config.short_factors)
-        magnitude = np.sqrt(1 + np.log(config.factor) / np.log(config.original_len))
-        exponents = np.arange(0, width, 2, dtype=np.float64) / width
-        return 1.0 / (factors * config.base**exponents), magnitude
-    if config.scaling == "llama3":
-        wavelength = 2 * np.pi / plain
-        longest = config.original_len / config.low_freq_factor
-        shortest = config.original_len / config.high_freq_factor
-        smooth = (config.original_len / wavelength - config.low_freq_factor) / (
-            config.high_freq_factor - config.low_freq_factor
-        )
-        blended = (1 - smooth) * stretched + smooth * plain
-        scaled = np.where(wavelength > longest, stretched, blended)
-        return np.where(wavelength < shortest, plain, scaled), 1.0
-    edges = [
-        width * np.log(config.original_len / (turns * 2 * np.pi)) / (2 * np.log(config.base))
-        for turns in (config.beta_fast, config.beta_slow)
-    ]
-    if config.truncate:
-        edges = [np.floor(edges[0]), np.ceil(edges[1])]
-    low, high = max(edges[0], 0), min(edges[1], width - 1)
-    high = high + 0.001 if low == high else high
-    ramp = np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
-    extrapolated = 1 - ramp
-    frequencies = stretched * (1 - extrapolated) + plain * extrapolated
-    magnitude = 0.1 * np.log(config.factor) + 1.0
-    return frequencies, config.attention_factor or magnitude
-
-
 @pytest.mark.parametrize("name", RELEASED)
 def test_frequencies_of_released_checkpoints(name):
     width, settings = RELEASED[name]
-    config = Rope(**settings)
-    w, factor = pos.rope_frequencies(config, width)
-    expected, magnitude = released_frequencies(width, config)
-    assert w.shape == expected.shape
-    assert (np.abs(w / expected - 1) <= 2.0**-24 * 1.001).all()
-    assert factor == pytest.approx(magnitude, abs=1e-12)
+    assert_frequencies_are_those_of_the_paper(Rope(**settings), width)
 
 
 @pytest.mark.slow
@@ -382,12 +336,16 @@ def test_a_name_of_no_positions_is_refused_with_the_names_and_how_to_give_a_valu
         ModelConfig(positions="rotary")
 
 
-def test_sinusoids_match_the_formula():
-    actual = np.asarray(jax.jit(lambda at: pos.sinusoidal(at, 34))(FAR))
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+def test_sinusoids_match_the_formula(layout):
+    """In Marian's halves column j of the interleaved table goes to j / 2, or after all sines."""
+    actual = np.asarray(jax.jit(lambda at: pos.sinusoidal(at, 34, layout=layout))(FAR))
     assert actual.shape == (len(FAR), 34) and actual.dtype == np.float32
     for row, position in enumerate(FAR.tolist()):
         angles = [position / 10_000 ** (2 * i / 34) for i in range(17)]
-        expected = [f(a) for a in angles for f in (math.sin, math.cos)]
+        sines, cosines = [*map(math.sin, angles)], [*map(math.cos, angles)]
+        pairs = [x for pair in zip(sines, cosines, strict=True) for x in pair]
+        expected = pairs if layout == "interleaved" else sines + cosines
         assert largest_error(actual[row], expected) <= 1e-6
     with pytest.raises(ValueError, match="dim is 5"):
         pos.sinusoidal(np.arange(3), 5)
@@ -423,25 +381,14 @@ def test_sinusoids_and_rotations_are_float64_under_x64(rng):
         assert (np.abs(turned[0, :, 0, i] - (u * cos - v * sin)) <= 8 * tolerance).all()
 
 
-def test_sinusoids_in_halves_match_the_formula():
-    """Marian's: column j of the interleaved table goes to j / 2, or after all sines."""
-    actual = np.asarray(jax.jit(lambda at: pos.sinusoidal(at, 34, layout="halves"))(FAR))
-    assert actual.shape == (len(FAR), 34) and actual.dtype == np.float32
-    for row, position in enumerate(FAR.tolist()):
-        angles = [position / 10_000 ** (2 * (j // 2) / 34) for j in range(34)]
-        expected = [*map(math.sin, angles[0::2]), *map(math.cos, angles[1::2])]
-        assert largest_error(actual[row], expected) <= 1e-6
-
-
 @pytest.mark.slow_except("2")
 @pytest.mark.parametrize("offset", [0, 2])
 def test_learned_positions_are_rows_and_padding_is_zero(rng, offset):
     table = rng.normal(size=(offset + 7, 3)).astype(np.float32)
     positions = np.array([[0, 6, -1], [-100, 2, 2]], np.int32)
-    read = jax.jit(
-        lambda table: jax.vjp(lambda table: pos.learned(table, positions, offset), table)
-    )
-    actual, pull = read(table)
+    actual, pull = jax.jit(
+        lambda table: jax.vjp(lambda x: pos.learned(x, positions, offset), table)
+    )(table)
     own = table[offset:]
     expected = np.where(positions[..., None] < 0, 0, own[np.maximum(positions, 0)])
     assert_same_bits(actual, expected)
@@ -548,10 +495,9 @@ def test_a_distance_at_the_start_of_a_bucket_is_in_it():
 @pytest.mark.parametrize("settings", [(7, 128), (2, 128), (32, 8)])
 def test_impossible_buckets_are_refused(settings):
     buckets, longest = settings
+    given = dict(bidirectional=True, num_buckets=buckets, max_distance=longest)
     with pytest.raises(ValueError, match=f"num_buckets {buckets}, max_distance {longest}"):
-        biases.relative_bucket(
-            jnp.arange(3), bidirectional=True, num_buckets=buckets, max_distance=longest
-        )
+        biases.relative_bucket(jnp.arange(3), **given)
 
 
 @pytest.mark.slow

@@ -34,13 +34,10 @@ SMALL = ModelConfig(
 KINDS = ("forward", "single_pass_rows", "bias")
 TPU = Target("tpu", True, blocks=tuple((kind, Blocks(16, 24)) for kind in KINDS))
 STACKS = {
-    "loop": dict(),
-    "window pattern": dict(window=(5, None, 11)),
-    "loop, remat": dict(remat="full"),
-    "scan": dict(scan_layers=True),
-    "scan, remat": dict(scan_layers=True, remat="full"),
+    "loop": dict(), "window pattern": dict(window=(5, None, 11)), "loop, remat": dict(remat="full"),
+    "scan": dict(scan_layers=True), "scan, remat": dict(scan_layers=True, remat="full"),
     "scan, remat of attention": dict(scan_layers=True, remat="attention"),
-}
+}  # fmt: skip
 
 
 def drawn(config, rng):

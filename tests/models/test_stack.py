@@ -34,15 +34,9 @@ POSITIONS = {
 
 @pytest.mark.slow
 @pytest.mark.long_except(
-    "post-learned",
-    "post-rope",
-    "pre-alibi",
-    "sandwich-sinusoidal",
-    "sandwich-t5buckets",
-    "parallel-rope",
-    "parallel_shared-alibi",
-    "output-rope",
-)
+    "post-learned", "post-rope", "pre-alibi", "sandwich-sinusoidal", "sandwich-t5buckets",
+    "parallel-rope", "parallel_shared-alibi", "output-rope",
+)  # fmt: skip
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize(
     "order", ["pre", "post", "sandwich", "output", "parallel", "parallel_shared"]

@@ -63,12 +63,9 @@ MORE = {
 
 
 @pytest.mark.slow_except(
-    "looped-qkv_bias",
-    "looped-kind",
-    "looped-num_layers*",
-    "looped-num_classes",
+    "looped-qkv_bias", "looped-kind", "looped-num_layers*", "looped-num_classes",
     "scanned-use_bias",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("case", MORE)
 @pytest.mark.parametrize("scanned", [False, True], ids=["looped", "scanned"])
 def test_a_parameter_without_a_place_is_refused_by_its_name_and_the_config_s_field(case, scanned):

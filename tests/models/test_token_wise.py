@@ -12,18 +12,14 @@ MATRIX = np.random.default_rng(0).standard_normal((H, H)).astype(np.float32)
 ROW = MATRIX[0].reshape(1, 1, 1, H)
 
 BY_TOKEN = {
-    "square": jnp.square,
-    "zeros": jnp.zeros_like,
-    "one head": lambda x: x.at[:, :, 2].set(0),
+    "square": jnp.square, "zeros": jnp.zeros_like, "one head": lambda x: x.at[:, :, 2].set(0),
     "some heads": lambda x: x.at[:, :, jnp.array([1, 2])].set(0),
     "swapped heads": lambda x: x[:, :, jnp.array([1, 0, 3, 2])],
-    "a feature": lambda x: x.at[..., 0].add(3.0),
-    "added": lambda x: x + ROW,
+    "a feature": lambda x: x.at[..., 0].add(3.0), "added": lambda x: x + ROW,
     "projected": lambda x: x @ MATRIX,
     "a direction removed": lambda x: x - (x @ MATRIX[0])[..., None] * ROW,
     "normalised": lambda x: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5),
-    "softmax": lambda x: jax.nn.softmax(x, -1),
-    "gelu": jax.nn.gelu,
+    "softmax": lambda x: jax.nn.softmax(x, -1), "gelu": jax.nn.gelu,
     "chosen": lambda x: jnp.where(x > 0, x, 0),
     "einsum": lambda x: jnp.einsum("btnh,hk->btnk", x, MATRIX),
     "reshaped": lambda x: (x.reshape(*x.shape[:2], -1)[..., ::-1]).reshape(x.shape),
@@ -33,7 +29,7 @@ BY_TOKEN = {
     "ramp": lambda x: x + jnp.arange(H, dtype=x.dtype).reshape(1, 1, 1, H),
     "half precision": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "jitted": jax.jit(lambda x: 2 * x),
-}
+}  # fmt: skip
 OF_SEVERAL = {
     "mean": lambda x: x - x.mean(1, keepdims=True),
     "first token": lambda x: x.at[:, 0].set(0),

@@ -235,15 +235,25 @@ CASES: dict[str, dict] = {
 INPUTS = ("positions_", "segments", "types", "source_positions")
 
 
+def small(**change) -> ModelConfig:
+    return dataclasses.replace(SMALL, **change)
+
+
 def random_tokens(rng, *shape: int) -> np.ndarray:
     return rng.integers(0, VOCAB, shape, dtype=np.int32)
+
+
+def made(rng, columns: int = TOKENS, rows: int = 2, **change):
+    """A config, random parameters of it, and random tokens [rows, columns]."""
+    config = small(**change)
+    return config, oracle.randomised(shapes(config), rng), random_tokens(rng, rows, columns)
 
 
 def prepared(case: str, rng):
     """The case's config, tokens, the arguments of both sides, and random parameters."""
     options = dict(CASES[case])
     inputs = {name: options.pop(name, None) for name in INPUTS}
-    config = dataclasses.replace(SMALL, **options)
+    config = small(**options)
     tokens = random_tokens(rng, 2, TOKENS)
     arguments: dict[str, np.ndarray] = {}
     if inputs["positions_"] is not None:
@@ -275,35 +285,13 @@ def shapes_under(config: ModelConfig, x64: bool):
 
 
 @pytest.mark.long_except(
-    "gpt2",
-    "padded-learned",
-    "packed-learned",
-    "mpnet-learned",
-    "attention-alone",
-    "llama",
-    "smollm3",
-    "cohere",
-    "rope-*",
-    "gemma",
-    "gemma3",
-    "sinusoidal-post-relu",
-    "none-sandwich-layernorm",
-    "shaw-all",
-    "t5-gqa-sinks-softcap-packed",
-    "alibi-odd-heads-window",
-    "rmsnorm-with-biases",
-    "bert",
-    "encoder-rope-window-packed",
-    "window-pattern-sink-tokens",
-    "sink-tokens-packed",
-    "bart",
-    "marian",
-    "t5-encoder-decoder",
-    "electra",
-    "albert",
-    "encoder-decoder-all",
-    "two-vocabularies",
-)
+    "gpt2", "padded-learned", "packed-learned", "mpnet-learned", "attention-alone", "llama",
+    "smollm3", "cohere", "rope-*", "gemma", "gemma3", "sinusoidal-post-relu", "shaw-all",
+    "none-sandwich-layernorm", "t5-gqa-sinks-softcap-packed", "alibi-odd-heads-window",
+    "rmsnorm-with-biases", "bert", "encoder-rope-window-packed", "window-pattern-sink-tokens",
+    "sink-tokens-packed", "bart", "marian", "t5-encoder-decoder", "electra", "albert",
+    "encoder-decoder-all", "two-vocabularies",
+)  # fmt: skip
 @pytest.mark.slow_except("packed-learned", "mpnet-learned", "llama", "attention-alone")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_oracle(case, rng):
@@ -377,7 +365,7 @@ STRETCHES = {
 
 
 def test_the_cases_cover_every_option():
-    seen = [dataclasses.replace(SMALL, **{k: v for k, v in c.items() if k not in INPUTS})
+    seen = [small(**{k: v for k, v in c.items() if k not in INPUTS})
             for c in CASES.values()]  # fmt: skip
     assert {type(c.positions) for c in seen} == {type(None), *position_kinds.KINDS.values()}
     for name in ("kind", "norm", "norm_order", "activation"):
@@ -415,37 +403,30 @@ def test_the_cases_cover_every_option():
 @pytest.mark.parametrize("kind", ["learned", "t5"])
 def test_parameters_may_be_numpy_arrays(kind, rng):
     """As read from a file: without jit, and closed over by one."""
-    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind])
-    params = oracle.randomised(shapes(config), rng)
-    tokens = random_tokens(rng, 2, TOKENS)
+    config, params, tokens = made(rng, num_layers=1, **KINDS[kind])
     apply = partial(build(config).apply, {"params": params})
     want = oracle.forward(config, params, tokens)
     assert_near(jax.jit(apply)(tokens)[0], want, MODEL_F32)
     assert_near(apply(tokens)[0], want, MODEL_F32)
 
 
-def by_method(method: str, config, rng):
-    """A pooled result and the oracle's; of one row the first real token is not the first."""
-    params = oracle.randomised(shapes(config), rng)
-    tokens = random_tokens(rng, 2, TOKENS)
-    arguments = dict(positions=PADDED.astype(np.int32), types=tokens % 2)
-    got = jax.jit(partial(build(config).apply, method=method))(
-        {"params": params}, tokens, **arguments
-    )
+def by_method(method: str, rng, **change):
+    """A pooled result, which is the oracle's; of one row the first real token is not the first."""
+    config, params, tokens = made(rng, kind="encoder", type_vocab_size=2, num_layers=1, **change)
+    more = dict(positions=PADDED.astype(np.int32), types=tokens % 2)
+    got = jax.jit(partial(build(config).apply, method=method))({"params": params}, tokens, **more)
     assert got.dtype == jnp.float32
-    want = getattr(oracle, method)(config, params, tokens, **arguments)
+    want = getattr(oracle, method)(config, params, tokens, **more)
     real = PADDED >= 0 if got.ndim == 3 else slice(None)
     assert_near(np.asarray(got)[real], want[real], MODEL_F32)
-    return got
+    return np.asarray(got), params
 
 
 @pytest.mark.slow_except("3-relu")
 @pytest.mark.parametrize(("classes", "pooler"), [(1, None), (3, "relu"), (2, "gelu")])
 def test_class_logits_equal_the_oracle(rng, classes, pooler):
-    config = dataclasses.replace(
-        SMALL, kind="encoder", num_classes=classes, pooler=pooler, type_vocab_size=2, num_layers=1
-    )
-    assert by_method("classify", config, rng).shape == (2, classes)
+    got, _ = by_method("classify", rng, num_classes=classes, pooler=pooler)
+    assert got.shape == (2, classes)
 
 
 @pytest.mark.slow_except("full")
@@ -474,29 +455,24 @@ def test_a_shared_block_passes_as_layers_with_equal_parameters(rng, remat):
 @pytest.mark.parametrize("reads", ["first", "mean", "each"])
 def test_classes_of_a_transform_equal_the_oracle(rng, reads):
     """Only the classifier has a bias, as in ModernBERT."""
-    config = dataclasses.replace(
-        SMALL, kind="encoder", num_classes=3, pooler="transform", pooler_reads=reads,
-        classes_of="token" if reads == "each" else "text", type_vocab_size=2, use_bias=False,
-        num_layers=1,
+    of = "token" if reads == "each" else "text"
+    _, params = by_method(
+        "classify", rng, num_classes=3, pooler="transform", pooler_reads=reads, classes_of=of,
+        use_bias=False,
     )  # fmt: skip
-    params = shapes(config)
     assert "bias" in params["classifier"] and "bias" not in params["head_dense"]
-    by_method("classify", config, rng)
 
 
 @pytest.mark.slow
 def test_what_is_pooled_equals_the_oracle(rng):
     """Without classes; part of it is 0."""
-    config = dataclasses.replace(
-        SMALL, kind="encoder", pooler="relu", type_vocab_size=2, num_layers=1
-    )
-    pooled = np.asarray(by_method("pool", config, rng))
+    pooled, _ = by_method("pool", rng, pooler="relu")
     assert pooled.shape == (2, 26)
     assert (pooled == 0).any() and pooled.max() > 0.5
 
 
 def test_an_encoder_without_such_a_head_says_so(rng):
-    config = dataclasses.replace(SMALL, kind="encoder")
+    config = small(kind="encoder")
     for method, name in (("classify", "num_classes"), ("pool", "pooler")):
         with pytest.raises(ValueError, match=f"{name} is None"):
             build(config).apply({"params": {}}, random_tokens(rng, 1, 3), method=method)
@@ -517,98 +493,78 @@ def grid(count: int = TOKENS):
 
 Q, K = grid()
 REACHES: dict[str, tuple[dict, dict, np.ndarray]] = {
-    "causal-learned": (dict(), dict(), K <= Q),
-    "window-rope": (dict(positions="rope", window=3), dict(), (K <= Q) & (Q - K < 3)),
+    "causal-learned": ({}, {}, K <= Q),
+    "window-rope": (dict(positions="rope", window=3), {}, (K <= Q) & (Q - K < 3)),
     "window-and-sink-tokens": (
-        dict(positions="rope", window=2, sink_tokens=3),
-        dict(),
-        (K <= Q) & ((Q - K < 2) | (K < 3)),
+        dict(positions="rope", window=2, sink_tokens=3), {}, (K <= Q) & ((Q - K < 2) | (K < 3)),
     ),
     "window-and-prefix": (
-        dict(window=3),
-        dict(mask=Causal() | Prefix(np.array([6]))),
+        dict(window=3), dict(mask=Causal() | Prefix(np.array([6]))),
         ((K <= Q) | (K < 6)) & (Q - K < 3),
     ),
-    "window-of-one": (dict(positions="alibi", window=1), dict(), K == Q),
+    "window-of-one": (dict(positions="alibi", window=1), {}, K == Q),
     "window-shaw-sinks": (
-        dict(positions=Shaw(max_distance=17), window=4, attention_sinks=True),
-        dict(),
+        dict(positions=Shaw(max_distance=17), window=4, attention_sinks=True), {},
         (K <= Q) & (Q - K < 4),
     ),
-    "segments-t5": (
-        T5,
-        dict(segments=PACKED[:1]),
-        (K <= Q) & (PACKED[0][Q] == PACKED[0][K]),
-    ),
+    "segments-t5": (T5, dict(segments=PACKED[:1]), (K <= Q) & (PACKED[0][Q] == PACKED[0][K])),
     "segments-window-sinusoidal": (
-        dict(positions="sinusoidal", window=2),
-        dict(segments=PACKED[1:]),
+        dict(positions="sinusoidal", window=2), dict(segments=PACKED[1:]),
         (K <= Q) & (Q - K < 2) & (PACKED[1][Q] == PACKED[1][K]),
     ),
-    "prefix": (dict(), dict(mask=Causal() | Prefix(np.array([5]))), (K <= Q) | (K < 5)),
+    "prefix": ({}, dict(mask=Causal() | Prefix(np.array([5]))), (K <= Q) | (K < 5)),
     "left-padding": (
-        dict(positions="rope"),
-        dict(positions=PADDED[1:]),
+        dict(positions="rope"), dict(positions=PADDED[1:]),
         (K <= Q) & (PADDED[1][K] >= 0) & (PADDED[1][Q] >= 0),
     ),
-    "encoder": (dict(kind="encoder"), dict(), K == K),
+    "encoder": (dict(kind="encoder"), {}, K == K),
     "encoder-window-segments": (
-        dict(kind="encoder", positions="rope", window=3),
-        dict(segments=PACKED[:1]),
+        dict(kind="encoder", positions="rope", window=3), dict(segments=PACKED[:1]),
         (abs(Q - K) < 3) & (PACKED[0][Q] == PACKED[0][K]),
     ),
-}
+}  # fmt: skip
 
 
-def dependence(config, arguments, rng) -> np.ndarray:
+def dependence(config, params, tokens, inputs, **arguments) -> np.ndarray:
     """[T, S] bool: whether the gradient of output t with respect to input s is anything but 0.
 
-    Tokens are distinct and the output has a matrix of its own, so the gradient of row
+    Inputs are distinct and the output has a matrix of its own, so the gradient of row
     embed.tokens[token s] is that of input s; the cotangents of the outputs are random.
     """
-    config = dataclasses.replace(config, tie_embeddings=False)
-    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
-    tokens = rng.permutation(VOCAB)[None, :TOKENS].astype(np.int32)
-    cotangents = np.zeros((TOKENS, 1, TOKENS, VOCAB), np.float32)
-    cotangents[np.arange(TOKENS), 0, np.arange(TOKENS)] = rng.standard_normal((TOKENS, VOCAB))
+    params, T = jax.tree.map(jnp.asarray, params), tokens.shape[1]
+    cotangents = np.zeros((T, 1, T, VOCAB), np.float32)
+    drawn = np.random.default_rng(5).standard_normal((T, VOCAB))
+    cotangents[np.arange(T), 0, np.arange(T)] = drawn
 
     @jax.jit
     def gradients(table, cotangents):
         def logits(table):
-            embed = {**params["embed"], "tokens": table}
-            out, _ = build(config).apply(
-                {"params": {**params, "embed": embed}}, tokens, **arguments
-            )
-            return out
+            own = {**params, "embed": {**params["embed"], "tokens": table}}
+            return build(config).apply({"params": own}, tokens, **arguments)[0]
 
         _, pull = jax.vjp(logits, table)
         return jax.vmap(lambda c: pull(c)[0])(cotangents)
 
-    slopes = np.asarray(gradients(params["embed"]["tokens"], cotangents))[:, tokens[0]]
+    slopes = np.asarray(gradients(params["embed"]["tokens"], cotangents))[:, inputs]
     assert np.isfinite(slopes).all()
     return (slopes != 0).any(-1)
 
 
 @pytest.mark.slow
 @pytest.mark.long_except(
-    "causal-learned",
-    "window-and-prefix",
-    "encoder",
-    "encoder-window-segments",
-    "left-padding",
-    "prefix",
-    "window-and-sink-tokens",
-    "window-shaw-sinks",
-)
+    "causal-learned", "window-and-prefix", "encoder", "encoder-window-segments", "left-padding",
+    "prefix", "window-and-sink-tokens", "window-shaw-sinks",
+)  # fmt: skip
 @pytest.mark.parametrize("case", REACHES)
 def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
     """The future, other documents, what two windows do not reach: 0, and not 0 within."""
     change, arguments, visible = REACHES[case]
-    config = dataclasses.replace(SMALL, **change)
+    config, params, _ = made(rng, tie_embeddings=False, **change)
+    tokens = rng.permutation(VOCAB)[None, :TOKENS].astype(np.int32)
     arguments = {
         k: v.astype(np.int32) if isinstance(v, np.ndarray) else v for k, v in arguments.items()
     }
-    got = dependence(config, arguments, rng)
+    got = dependence(config, params, tokens, tokens[0], **arguments)
     want = reach(visible, config.num_layers)
     if "positions" in arguments:  # padding has no input
         want[arguments["positions"][0] < 0] = False
@@ -617,48 +573,25 @@ def test_gradients_are_exactly_zero_outside_the_receptive_field(case, rng):
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_a_window_reaches_both_ways_in_an_encoder_and_back_in_a_decoder(kind, rng):
-    config = dataclasses.replace(ONE_LAYER, kind=kind, window=3)
-    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
+    config, params, _ = made(rng, num_layers=1, kind=kind, window=3)
+    params = jax.tree.map(jnp.asarray, params)
     tokens = np.tile(rng.integers(1, VOCAB, TOKENS, dtype=np.int32), (TOKENS + 1, 1))
     np.fill_diagonal(tokens[1:], 0)  # row j has another token j
     out = np.asarray(jax.jit(build(config).apply)({"params": params}, tokens)[0])
-    q, k = grid(TOKENS)
-    near = (abs(q - k) < 3) & ((k <= q) | (kind == "encoder"))
+    near = (abs(Q - K) < 3) & ((K <= Q) | (kind == "encoder"))
     np.testing.assert_array_equal((out[1:] != out[:1]).any(-1).T, near)
-
-
-def test_stacked_windows_see_their_sum():
-    """W keys in each of L layers: L (W - 1) + 1 tokens."""
-    q, k = grid(31)
-    field = reach((k <= q) & (q - k < 5), 3)
-    assert field[30].sum() == 3 * (5 - 1) + 1
 
 
 @pytest.mark.slow
 def test_a_target_sees_the_whole_source_and_its_own_past(rng):
     """Source and target share a table, so they take different tokens."""
-    config = dataclasses.replace(SMALL, kind="encoder-decoder", tie_embeddings=False, num_layers=1)
-    params = jax.tree.map(jnp.asarray, oracle.randomised(shapes(config), rng))
-    order = rng.permutation(VOCAB).astype(np.int32)
-    tokens, source = order[None, :5], order[None, 5:12]
+    config, params, _ = made(rng, kind="encoder-decoder", tie_embeddings=False, num_layers=1)
+    order = rng.permutation(VOCAB).astype(np.int32)[:12]
     places = np.array([[0, 1, 2, 3, 4, -1, -1]], np.int32)
-
-    @jax.jit
-    def gradient(table, cotangents):
-        def logits(table):
-            p = {**params, "embed": {**params["embed"], "tokens": table}}
-            return build(config).apply(
-                {"params": p}, tokens, source=source, source_positions=places
-            )[0]
-
-        return jax.vmap(lambda c: jax.vjp(logits, table)[1](c)[0])(cotangents)
-
-    cotangents = np.zeros((5, 1, 5, VOCAB), np.float32)
-    cotangents[np.arange(5), 0, np.arange(5)] = rng.standard_normal((5, VOCAB))
-    slopes = np.asarray(gradient(params["embed"]["tokens"], cotangents))
-    depends = (slopes != 0).any(-1)
-    np.testing.assert_array_equal(depends[:, order[:5]], np.tril(np.ones((5, 5), bool)))
-    np.testing.assert_array_equal(depends[:, order[5:12]], np.tile(places >= 0, (5, 1)))
+    more = dict(source=order[None, 5:], source_positions=places)
+    depends = dependence(config, params, order[None, :5], order, **more)
+    np.testing.assert_array_equal(depends[:, :5], np.tril(np.ones((5, 5), bool)))
+    np.testing.assert_array_equal(depends[:, 5:], np.tile(places >= 0, (5, 1)))
 
 
 # Padding, packing and other rows
@@ -701,10 +634,8 @@ def assert_gradients_near(got, want, tolerance: float) -> None:
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "rope", "t5", "alibi"])
 def test_packed_documents_equal_separate_ones(kind, rng):
     """Logits and gradients of three documents in one row, and of each in a row of its own."""
-    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind])
-    params = oracle.randomised(shapes(config), rng)
     documents, each = 3, 5
-    tokens = random_tokens(rng, documents, each)
+    config, params, tokens = made(rng, each, documents, num_layers=1, **KINDS[kind])
     weights = rng.standard_normal((documents, each, VOCAB)).astype(np.float32)
     ids = np.repeat(np.array([4, 2, 9], np.int32), each)[None]
     apart, slopes_apart = measure(config, params, tokens, weights, {})
@@ -736,8 +667,7 @@ def test_padding_changes_nothing(kind, rng):
     And nothing at all, bit for bit, when the embedding of the padding token is NaN.
     """
     change = KINDS.get(kind) or dict(kind="encoder", **T5, window=3, masked_token_head=True)
-    config = dataclasses.replace(SMALL, tie_embeddings=False, **change)
-    params = oracle.randomised(shapes(config), rng)
+    config, params, _ = made(rng, tie_embeddings=False, **change)
     fill = VOCAB - 1
     real = rng.integers(0, fill, 5, dtype=np.int32)
     tokens, places = padded_rows(real, fill)
@@ -767,9 +697,8 @@ def test_padding_changes_nothing(kind, rng):
 @pytest.mark.parametrize(("kind", "window"), [("learned", None), ("rope", 3), ("shaw", 3)])
 def test_padding_is_not_cached(kind, window, rng):
     """The padded rows prefill a cache; the next tokens continue each row as if never padded."""
-    config = dataclasses.replace(SMALL, window=window, **KINDS[kind])
-    params = oracle.randomised(shapes(config), rng)
-    real = random_tokens(rng, 7)
+    config, params, real = made(rng, 7, 1, window=window, **KINDS[kind])
+    real = real[0]
     tokens, places = padded_rows(real[:5], 3)
     apply = jax.jit(build(config).apply)
     whole, _ = apply({"params": params}, real[None])
@@ -786,8 +715,7 @@ def test_padding_is_not_cached(kind, window, rng):
 
 @pytest.mark.slow
 def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
-    params = oracle.randomised(shapes(SMALL), rng)
-    tokens = random_tokens(rng, 2, 5)
+    _, params, tokens = made(rng, 5)
     weights = rng.standard_normal((2, 5, VOCAB)).astype(np.float32)
     places = np.stack([np.arange(5), np.full(5, -1)]).astype(np.int32)
     logits, slopes = measure(SMALL, params, tokens, weights, dict(positions=places))
@@ -803,8 +731,7 @@ def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone(rng):
 @pytest.mark.parametrize("kind", ["rope", "shaw"])
 def test_rows_are_independent(kind, rng):
     """Alone as in a batch; and bit for bit the same beside other rows, also beside NaN."""
-    config = dataclasses.replace(SMALL, tie_embeddings=False, **KINDS[kind])
-    params = oracle.randomised(shapes(config), rng)
+    config, params, _ = made(rng, tie_embeddings=False, **KINDS[kind])
     tokens = rng.integers(0, VOCAB - 1, (3, 5), dtype=np.int32)
     weights = np.zeros((3, 5, VOCAB), np.float32)
     weights[1] = rng.standard_normal((5, VOCAB))
@@ -841,24 +768,14 @@ FORMS = {
     ("change", "forms"),
     [
         (dict(positions="rope", dropout=0.2, attention_dropout=0.3), tuple(FORMS)),
-        (
-            dict(
-                kind="encoder-decoder",
-                **T5,
-                num_layers=1,
-                num_decoder_layers=2,
-                dropout=0.2,
-            ),
-            ("loop", "scan-remat"),
-        ),
+        (dict(kind="encoder-decoder", **T5, num_layers=1, num_decoder_layers=2, dropout=0.2),
+         ("loop", "scan-remat")),
     ],
     ids=["decoder", "encoder-decoder"],
-)
+)  # fmt: skip
 def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
     """One key, one loss, one gradient, whether layers are looped, scanned or recomputed."""
-    base = dataclasses.replace(SMALL, **change)
-    params = oracle.randomised(shapes(base), rng)
-    tokens = random_tokens(rng, 2, 7)
+    base, params, tokens = made(rng, 7, **change)
     weights = rng.standard_normal((2, 7, VOCAB)).astype(np.float32)
     more = {} if base.kind == "decoder" else dict(source=random_tokens(rng, 2, 5))
     results = {}
@@ -880,17 +797,12 @@ def test_loop_scan_and_remat_agree_with_dropout_on(change, forms, rng):
 @pytest.mark.long_except("rope-{'attention_dropout': 0.5}", "rope-{'dropout': 0.5}")
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [
-        ("rope", dict(attention_dropout=0.5)),
-        ("shaw", dict(attention_dropout=0.5)),
-        ("rope", dict(dropout=0.5)),
-    ],
+    [("rope", dict(attention_dropout=0.5)), ("shaw", dict(attention_dropout=0.5)),
+     ("rope", dict(dropout=0.5))],
     ids=str,
-)
+)  # fmt: skip
 def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
-    config = dataclasses.replace(SMALL, num_layers=1, **KINDS[kind], **change)
-    params = oracle.randomised(shapes(config), rng)
-    tokens = random_tokens(rng, 2, 5)
+    config, params, tokens = made(rng, 5, num_layers=1, **KINDS[kind], **change)
     apply = jax.jit(build(config).apply)
     still = oracle.forward(config, params, tokens)
     assert_near(apply({"params": params}, tokens)[0], still, MODEL_F32)
@@ -904,7 +816,7 @@ def test_each_rate_of_dropout_acts_alone_and_needs_a_key(kind, change, rng):
 def test_each_kind_of_remat_keeps_less_for_the_backward_pass(scan, rng):
     """Counted in what the forward pass hands to the backward pass; no compilation needed."""
     tokens = random_tokens(rng, 2, 41)
-    base = dataclasses.replace(SMALL, num_layers=3, scan_layers=scan, implementation="xla")
+    base = small(num_layers=3, scan_layers=scan, implementation="xla")
 
     def kept(remat: str) -> int:
         config = dataclasses.replace(base, remat=remat)
@@ -929,7 +841,7 @@ def test_each_kind_of_remat_keeps_less_for_the_backward_pass(scan, rng):
 def test_stacking_layers_round_trips_bit_for_bit(rng):
     both = dict(kind="encoder-decoder", num_decoder_layers=3)
     for change in (dict(num_layers=11), dict(both, source_vocab_size=43), both):
-        config = dataclasses.replace(SMALL, **change)
+        config = small(**change)
         params = oracle.randomised(shapes(config), rng)
         stacked = stack_layers(params)
         expected = shapes(dataclasses.replace(config, scan_layers=True))
@@ -942,10 +854,8 @@ def test_stacking_layers_round_trips_bit_for_bit(rng):
 
 @pytest.mark.long
 def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
-    config = dataclasses.replace(SMALL, positions="rope", window=3)
-    params = oracle.randomised(shapes(config), rng)
+    config, params, tokens = made(rng, 7, positions="rope", window=3)
     twin = dataclasses.replace(config, scan_layers=True)
-    tokens = random_tokens(rng, 2, 7)
     want, _ = jax.jit(build(config).apply)({"params": params}, tokens)
     apply = jax.jit(build(twin).apply)
     stacked, cache, parts = stack_layers(params), init_cache(twin, 2, 3), []
@@ -968,14 +878,12 @@ def test_scanned_layers_decode_from_a_cache_whose_rows_move(rng):
 @pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
 def test_a_source_read_once_serves_all_targets(rng, scan):
     """The cached cross-attention equals recomputing it, and source padding changes nothing."""
-    base = dataclasses.replace(
-        SMALL, kind="encoder-decoder", **T5, num_layers=1, num_decoder_layers=2
+    base, params, tokens = made(
+        rng, 6, kind="encoder-decoder", **T5, num_layers=1, num_decoder_layers=2
     )
     config = dataclasses.replace(base, scan_layers=scan)
-    model = build(config)
-    params = oracle.randomised(shapes(base), rng)
+    model, source = build(config), random_tokens(rng, 2, SOURCE)
     params = stack_layers(params) if scan else params
-    tokens, source = random_tokens(rng, 2, 6), random_tokens(rng, 2, SOURCE)
     apply = jax.jit(model.apply)
     want, none = apply({"params": params}, tokens, source=source)
     assert none is None
@@ -997,18 +905,17 @@ def test_a_source_read_once_serves_all_targets(rng, scan):
 
 @pytest.mark.slow
 def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
-    config = dataclasses.replace(SMALL, kind="encoder-decoder")
-    tokens = random_tokens(rng, 2, 3)
-    with pytest.raises(ValueError, match="either source or cache"):
-        build(config).apply({"params": {}}, tokens)
-    params = shapes(config)
-    cache = jax.eval_shape(
-        partial(build(config).apply, method="init_cache", capacity=5), {"params": params}, tokens
-    )
-    with pytest.raises(ValueError, match="either source or cache"):
-        build(config).apply({"params": params}, tokens, source=tokens, cache=cache)
-    with pytest.raises(ValueError, match="source_positions without a source"):
-        build(config).apply({"params": params}, tokens, source_positions=tokens, cache=cache)
+    config, params, tokens = made(rng, 3, kind="encoder-decoder")
+    model = build(config)
+    read = partial(model.apply, method="init_cache", capacity=5)
+    cache = jax.eval_shape(read, {"params": params}, tokens)
+    for more, said in (
+        ({}, "either source or cache"),
+        (dict(source=tokens, cache=cache), "either source or cache"),
+        (dict(source_positions=tokens, cache=cache), "source_positions without a source"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.apply({"params": params}, tokens, **more)
 
 
 # Arguments
@@ -1016,47 +923,40 @@ def test_an_encoder_decoder_takes_a_source_or_a_cache_not_both(rng, key):
 
 @pytest.mark.parametrize(
     ("kind", "batch", "said"),
-    [
-        ("encoder", 2, "an encoder has no cache"),
-        ("encoder-decoder", 2, "init_cache"),
-        ("decoder", -1, "batch is -1"),
-    ],
-)
+    [("encoder", 2, "an encoder has no cache"), ("encoder-decoder", 2, "init_cache"),
+     ("decoder", -1, "batch is -1")],
+)  # fmt: skip
 def test_a_cache_that_makes_no_sense_is_refused(kind, batch, said):
     with pytest.raises(ValueError, match=said):
-        init_cache(dataclasses.replace(SMALL, kind=kind), batch, 5)
+        init_cache(small(kind=kind), batch, 5)
 
 
 @pytest.mark.slow
 def test_contradicting_arguments_are_refused(rng):
-    model, tokens = build(SMALL), random_tokens(rng, 2, 3)
-    params = oracle.randomised(shapes(SMALL), rng)
-    apply = partial(model.apply, {"params": params}, tokens)
+    _, params, tokens = made(rng, 3)
     ids = np.zeros((2, 3), np.int32)
-    with pytest.raises(ValueError, match=r"positions \(2, 2\) and tokens \(2, 3\)"):
-        apply(positions=ids[:, :2])
-    with pytest.raises(ValueError, match=r"segments \(1, 3\) and tokens \(2, 3\)"):
-        apply(segments=ids[:1])
-    said = "positions with segments: .* start at 0; leave positions out, or give each document"
-    with pytest.raises(ValueError, match=said):
-        apply(segments=ids, positions=ids)
-    with pytest.raises(ValueError, match="segments with a cache"):
-        apply(segments=ids, cache=init_cache(SMALL, 2, 5))
-    for at in (np.zeros((2, 1)), ids[:1], ids[0]):
-        with pytest.raises(ValueError, match=r"at is \w+\[.*\]: must be integers \[2, Q\]"):
-            apply(at=at)
-    with pytest.raises(ValueError, match=r"at is a list: must be an array \[B, Q\]"):
-        apply(at=[[1], [1]])
-    encoder = build(dataclasses.replace(SMALL, kind="encoder"))
+    for more, said in (
+        (dict(positions=ids[:, :2]), r"positions \(2, 2\) and tokens \(2, 3\)"),
+        (dict(segments=ids[:1]), r"segments \(1, 3\) and tokens \(2, 3\)"),
+        (dict(segments=ids, positions=ids), "positions with segments: .* start at 0; leave "
+         "positions out, or give each document"),
+        (dict(segments=ids, cache=init_cache(SMALL, 2, 5)), "segments with a cache"),
+        (dict(at=np.zeros((2, 1))), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
+        (dict(at=ids[:1]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
+        (dict(at=ids[0]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
+        (dict(at=[[1], [1]]), r"at is a list: must be an array \[B, Q\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            build(SMALL).apply({"params": params}, tokens, **more)
     with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
-        encoder.apply({"params": {}}, tokens, types=ids)
+        build(small(kind="encoder")).apply({"params": {}}, tokens, types=ids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder"])
 def test_a_dropout_key_in_rngs_is_refused_and_says_what_to_pass(kind, rng, key):
     """Nothing reads them: dropout would be off in silence."""
-    config = dataclasses.replace(SMALL, kind=kind, num_layers=1, dropout=0.5)
+    config = small(kind=kind, num_layers=1, dropout=0.5)
     model, tokens = build(config), random_tokens(rng, 2, 3)
     params = init_params(config, key)
     more = {"source": tokens} if kind == "encoder-decoder" else {}
@@ -1104,8 +1004,7 @@ def test_positions_of_any_integer_dtype_are_int32_inside():
 
 
 def test_a_position_past_the_learned_table_is_refused(rng):
-    params = oracle.randomised(shapes(ONE_LAYER), rng)
-    tokens = random_tokens(rng, 1, ONE_LAYER.max_len + 1)
+    _, params, tokens = made(rng, ONE_LAYER.max_len + 1, 1, num_layers=1)
     with pytest.raises(ValueError, match="41"):
         build(ONE_LAYER).apply({"params": params}, tokens)
     with pytest.raises(ValueError, match="41"):
@@ -1115,10 +1014,8 @@ def test_a_position_past_the_learned_table_is_refused(rng):
 @pytest.mark.slow
 def test_a_position_past_a_full_cache_raises_or_makes_its_row_nan(rng):
     """Known: a ValueError. Traced: NaN in that row alone, for good, and no slot overwritten."""
-    config = dataclasses.replace(SMALL, positions="rope")
-    params = oracle.randomised(shapes(config), rng)
+    config, params, tokens = made(rng, 3, positions="rope")
     model = build(config)
-    tokens = random_tokens(rng, 2, 3)
     cache = init_cache(config, 2, 5)
     places = np.array([[0, 1, 2], [0, -1, -1]], np.int32)
     apply = jax.jit(model.apply)
@@ -1161,34 +1058,18 @@ FULL = dataclasses.replace(
 )  # fmt: skip
 
 EMBED = {
-    "embed/tokens": (31, 26),
-    "embed/positions": (41, 26),
-    "embed/norm/scale": (26,),
-    "embed/norm/bias": (26,),
-    "embed/output": (31, 26),
-    "embed/bias": (31,),
-}
+    "embed/tokens": (31, 26), "embed/positions": (41, 26), "embed/norm/scale": (26,),
+    "embed/norm/bias": (26,), "embed/output": (31, 26), "embed/bias": (31,),
+}  # fmt: skip
 ATTENTION = {
-    "query/kernel": (26, 4, 6),
-    "query/bias": (4, 6),
-    "key/kernel": (26, 2, 6),
-    "key/bias": (2, 6),
-    "value/kernel": (26, 2, 5),
-    "value/bias": (2, 5),
-    "out/kernel": (4, 5, 26),
-    "out/bias": (26,),
-    "query_scale": (6,),
-    "key_scale": (6,),
-    "sinks": (4,),
-}
+    "query/kernel": (26, 4, 6), "query/bias": (4, 6), "key/kernel": (26, 2, 6), "key/bias": (2, 6),
+    "value/kernel": (26, 2, 5), "value/bias": (2, 5), "out/kernel": (4, 5, 26), "out/bias": (26,),
+    "query_scale": (6,), "key_scale": (6,), "sinks": (4,),
+}  # fmt: skip
 FEED_FORWARD = {
-    "up/kernel": (26, 37),
-    "up/bias": (37,),
-    "gate/kernel": (26, 37),
-    "gate/bias": (37,),
-    "down/kernel": (37, 26),
-    "down/bias": (26,),
-}
+    "up/kernel": (26, 37), "up/bias": (37,), "gate/kernel": (26, 37), "gate/bias": (37,),
+    "down/kernel": (37, 26), "down/bias": (26,),
+}  # fmt: skip
 NORM = {"scale": (26,), "bias": (26,)}
 
 
@@ -1244,7 +1125,7 @@ def test_parameters_are_plain_dicts_with_these_names():
 
 @pytest.mark.slow
 def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
-    shared = dataclasses.replace(SMALL, kind="encoder-decoder")
+    shared = small(kind="encoder-decoder")
     config = dataclasses.replace(shared, source_vocab_size=43)
     plain, own = names(shapes(shared)), names(shapes(config))
     assert own == {**plain, "embed/source_tokens": (43, 26)}
@@ -1262,10 +1143,10 @@ def test_a_source_vocabulary_adds_one_table_and_is_checked(rng):
 
 @pytest.mark.slow
 def test_each_kind_of_position_has_these_parameters_of_its_own():
-    plain = names(shapes(dataclasses.replace(SMALL, positions="none")))
+    plain = names(shapes(small(positions="none")))
 
     def own(**change) -> dict:
-        config = dataclasses.replace(SMALL, **change)
+        config = small(**change)
         return {k: v for k, v in names(shapes(config)).items() if k not in plain}
 
     assert own(positions="learned") == {"embed/positions": (41, 26)}
@@ -1279,7 +1160,7 @@ def test_each_kind_of_position_has_these_parameters_of_its_own():
         for part in ("key", "value")
     }
     assert own(positions="none", norm_order="post") == {}
-    assert "decoder/norm/scale" not in names(shapes(dataclasses.replace(SMALL, norm_order="post")))
+    assert "decoder/norm/scale" not in names(shapes(small(norm_order="post")))
 
 
 def test_no_bias_means_no_bias_anywhere():
@@ -1299,9 +1180,7 @@ def test_no_bias_means_no_bias_anywhere():
 @pytest.mark.slow
 def test_a_pooler_is_there_where_it_or_classes_are_asked_for():
     def own(**change) -> dict:
-        plain, more = (
-            names(shapes(dataclasses.replace(SMALL, kind="encoder", **c))) for c in ({}, change)
-        )
+        plain, more = (names(shapes(small(kind="encoder", **c))) for c in ({}, change))
         return {name: more[name] for name in more.keys() - plain}
 
     pooler = {"pooler/kernel": (26, 26), "pooler/bias": (26,)}
@@ -1434,10 +1313,8 @@ def test_scaled_embeddings_start_at_unit_variance_and_follow_the_key():
 @pytest.mark.long_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
-    config = dataclasses.replace(SMALL, positions="rope", dtype=dtype)
+    config, params, tokens = made(rng, positions="rope", dtype=dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes(config))} == {jnp.dtype("float32")}
-    params = oracle.randomised(shapes(config), rng)
-    tokens = random_tokens(rng, 2, TOKENS)
     apply = jax.jit(build(config).apply)
     got, _ = apply({"params": params}, tokens)
     assert got.dtype == jnp.float32
@@ -1454,19 +1331,18 @@ def test_low_precision_computes_low_and_answers_in_f32(rng, dtype):
 
 def test_models_are_hashable_and_equal_configs_give_equal_models():
     for kind in ("decoder", "encoder", "encoder-decoder"):
-        config = dataclasses.replace(SMALL, kind=kind)
-        same = dataclasses.replace(SMALL, kind=kind)
+        config = small(kind=kind)
+        same = small(kind=kind)
         assert build(config) == build(same) and hash(build(config)) == hash(build(same))
         assert isinstance(build(config), nn.Module)
-    assert build(SMALL) != build(dataclasses.replace(SMALL, d_ff=41))
+    assert build(SMALL) != build(small(d_ff=41))
 
 
 # Compilation and hygiene
 
 
 def test_repeated_calls_compile_once(rng):
-    config = dataclasses.replace(ONE_LAYER, d_ff=0)
-    params = oracle.randomised(shapes(config), rng)
+    config, params, _ = made(rng, num_layers=1, d_ff=0)
     traces = []
 
     @jax.jit
@@ -1496,18 +1372,13 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training_and_decoding_are_clean_under(setting, rng, key):
     """No leaked tracer, no NaN even where a row sees nothing, no implicit cast or transfer."""
-    config = dataclasses.replace(
-        SMALL,
-        positions="rope",
-        dropout=0.1,
-        attention_dropout=0.1,
-        remat="full",
-        window=3,
+    config, params, tokens = made(
+        rng, 5, positions="rope", dropout=0.1, attention_dropout=0.1, remat="full", window=3,
         num_layers=1,
-    )
+    )  # fmt: skip
     places = np.array([[-1, 0, 1, 2, 3], [-1] * 5], np.int32)
-    inputs = jax.device_put((random_tokens(rng, 2, 5), places))
-    params = jax.device_put(oracle.randomised(shapes(config), rng))
+    inputs = jax.device_put((tokens, places))
+    params = jax.device_put(params)
     cache = init_cache(config, 2, 3)
 
     def train(params, tokens, places, key):
