@@ -74,7 +74,9 @@ def published(pre: str) -> Tokenizer:
 
 def byte_level(pre: str) -> tuple[Tokenizer, dict[str, object]]:
     library = published(pre)
-    return library, byte_level_keys(library, pre, bos="<|endoftext|>", eos="<|im_end|>")
+    metadata = byte_level_keys(library, pre, bos="<|endoftext|>", eos="<|im_end|>")
+    kinds = "tokenizer.ggml.token_type"
+    return library, metadata | {kinds: np.array(metadata[kinds], np.int32)}  # as it is read
 
 
 def random_texts(seed: int, count: int) -> list[str]:
