@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from transformer_jax.kernels.sharding import no_mesh, vary
@@ -26,12 +26,19 @@ __all__ = [
     "Axis",
     "axis_names",
     "by_compiler",
+    "explicit_mesh",
     "gathered",
     "no_mesh",
     "split",
     "split_rows",
     "vary",
 ]
+
+
+def explicit_mesh(*trees: object) -> AbstractMesh | None:
+    """Return the mesh of explicit axes that an array is on; None if all are elsewhere."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
@@ -79,8 +86,7 @@ def by_compiler(
 
     `results` is a tree of PartitionSpecs, or a prefix of one: how the results are split.
     """
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments))
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    mesh = explicit_mesh(*arguments)
     if mesh is None:
         return function(*arguments)
 

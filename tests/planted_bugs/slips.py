@@ -617,7 +617,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/lora.py",
         (
             "adapters of a scanned stack lie before its layers",
-            "jnp.stack(leaves, axis=1 if scanned else 0)",
+            "jnp.stack(leaves, axis=int(_is_scanned(path_name(path))))",
             "jnp.stack(leaves, axis=0)",
             "models/test_adapters.py::test_each_row_of_a_batch_uses_its_own_adapter",
         ),
@@ -735,8 +735,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/streaming.py",
         (
             "a row of padding counts as beside its chunk",
-            "(first % chunk != 0) & (given >= 0).any(axis=1)",
-            "first % chunk != 0",
+            "(first % self.chunk != 0) & (places_of >= 0).any(axis=1)",
+            "first % self.chunk != 0",
             "models/test_streaming.py::test_a_row_of_padding_alone_is_at_no_place_in_a_chunk",
         ),
         (

@@ -161,6 +161,7 @@ def attribution_patching(
             logits, captured = apply(corrupted, edit=edit, capture=names)
             return metric(logits), captured
 
+        # the slope of a delta of zeros is the slope of the value at its place
         zeros = jax.tree.map(jnp.zeros_like, values)
         slopes, own = jax.grad(of, has_aux=True)(zeros)
 

@@ -113,7 +113,10 @@ def path_patching(
 
         def entry(edit: dict[str, Edit]) -> jax.Array:
             kept = {name: keep(name) for name in held}
-            joined = {name: _after(kept[name], edit[name]) for name in kept.keys() & edit.keys()}
+            joined: dict[str, Edit] = {
+                name: lambda value, name=name: edit[name](kept[name](value))
+                for name in kept.keys() & edit.keys()
+            }
             found = apply(corrupted, edit=kept | edit | joined, capture=tuple(reached))[1]
             put: dict[str, Edit] = {}
             for name, heads in reached.items():
@@ -123,8 +126,3 @@ def path_patching(
         return map_entries(entry, values, each, batch_size)
 
     return jax.jit(table)(params, clean, corrupted)
-
-
-def _after(first: Edit, then: Edit) -> Edit:
-    """Return an edit that does one after the other."""
-    return lambda value: then(first(value))

@@ -9,7 +9,6 @@ Sources: Alain & Bengio 2016 (arXiv:1610.01644); Hewitt & Liang 2019 (arXiv:1909
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -189,21 +188,9 @@ def _logistic(
         shrunk = ((own[0] / size.T) ** 2).sum()
         return (penalty / 2 * shrunk - (picked * counts).sum()) / total
 
-    start = jnp.zeros((x.shape[1], num_classes)), jnp.zeros(num_classes)
-    kernel, bias = _smallest(loss, start, steps)
-    kernel = kernel / size.T
-    return kernel, bias - (centre @ kernel)[0]
-
-
-def _smallest(
-    loss: Callable[[tuple[jax.Array, jax.Array]], jax.Array],
-    start: tuple[jax.Array, jax.Array],
-    steps: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Return where a convex function is smallest, by L-BFGS."""
     import optax  # not before it is asked for: it takes a while
 
-    solver = optax.lbfgs()
+    solver = optax.lbfgs()  # the loss is convex, so where it is smallest is found from anywhere
     slopes = optax.value_and_grad_from_state(loss)
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
@@ -212,5 +199,7 @@ def _smallest(
         moved, state = solver.update(slope, state, at, value=value, grad=slope, value_fn=loss)
         return (optax.apply_updates(at, moved), state), None
 
-    (at, _), _ = jax.lax.scan(step, (start, solver.init(start)), None, length=steps)
-    return at
+    start = jnp.zeros((x.shape[1], num_classes)), jnp.zeros(num_classes)
+    ((kernel, bias), _), _ = jax.lax.scan(step, (start, solver.init(start)), None, length=steps)
+    kernel = kernel / size.T
+    return kernel, bias - (centre @ kernel)[0]

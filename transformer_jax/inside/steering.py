@@ -77,6 +77,7 @@ def steering_vector(
             given = {**arguments, "positions": jnp.where(known, index, -1)}
             value = run(model, params, given, tokens, capture=names)[1][names[0]]
             used = index == counts[:, None] - 1 if over == "last" else known
+            # each text has the same share, however long it is
             share = used / used.sum(axis=1, keepdims=True) / len(tokens)
             return jnp.einsum("BT,BT...->...", share, value.astype(jnp.float32))
 

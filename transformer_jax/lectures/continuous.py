@@ -100,7 +100,10 @@ class Signals(RowsTask):
         lines = []
         for signal, text in zip(signals, self.answers(params, signals), strict=True):
             wanted = "" if text == signal.target else f"   (wanted: {signal.target})"
-            lines.append(f"{self._name(signal)} -> {text}{wanted}")
+            name = f"picture of {'an' if signal.target == 'eight' else 'a'} {signal.target}"
+            if isinstance(self.task.inputs, Frames):
+                name = f"tones of {signal.target}"
+            lines.append(f"{name} -> {text}{wanted}")
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
@@ -137,12 +140,6 @@ class Signals(RowsTask):
         return answer_signals(
             self.config, self.tokenizers, params, signals, longest + 1, report, self.model
         )  # with <eos>; a longer text would be wrong in any case
-
-    def _name(self, signal: Signal) -> str:
-        """Return a few words for a signal."""
-        if isinstance(self.task.inputs, Frames):
-            return f"tones of {signal.target}"
-        return f"picture of {'an' if signal.target == 'eight' else 'a'} {signal.target}"
 
 
 def answer_signals(

@@ -27,14 +27,14 @@ from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
     init_recent_tokens,
+    result_of,
     slide_window,
 )
 from transformer_jax.lectures.vocabulary import Vocabulary
-from transformer_jax.models.arguments import CheckedModule, gather_tokens
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
-from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 
 
@@ -105,6 +105,7 @@ class ConvolutionLM(CheckedModule):
         normal = nn.initializers.normal(cfg.init_std)
         self.begin = parameter(self, "begin", normal, (cfg.d_embed,))
         self.convolution = [
+            # a line has all the tokens that its first prediction sees, so nothing is padded
             nn.Conv(2 * cfg.d_hidden, (cfg.kernel_size,), padding="VALID")
             for _ in range(cfg.num_layers)
         ]
@@ -144,15 +145,11 @@ class ConvolutionLM(CheckedModule):
             ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
-        read, at = at, None if places.edit else at  # an edit is told all tokens
-        length = None if state is None else state.length
-        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
-        places = places.told(positions, whole=length is None, packed=segments is not None)
-        visit = places.visit(positions=positions)
         refuse_rngs(self, key)
-        whole = valid is None and segments is None and at is None and tokens.shape[1] > 0
-        windows, state = slide_window(cfg, tokens, state, valid, segments, at)  # [B, Q, C]
+        windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         count = windows.shape[1]
+        every = at is None or places.edit
+        whole = valid is None and segments is None and every and tokens.shape[1] > 0
         if whole:  # the windows overlap: each layer runs once along the text
             lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
         else:
@@ -168,9 +165,4 @@ class ConvolutionLM(CheckedModule):
         x = x if whole else rearrange(x, "(B Q) 1 D -> B Q D", Q=count)
         x = visit("read_out", dropout(x, cfg.dropout, keys[-1]))
         logits = visit("logits", self.embed.logits(x))
-        captured = places.in_order(visit.captured)
-        if places.edit and read is not None:
-            logits, captured = (
-                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
-            )
-        return (logits, state, captured) if capture else (logits, state)
+        return result_of(visit, places, logits, state, at)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: demonstration is {name!r}: {rule}", file=sys.stderr)
         return 2
     demonstration = importlib.import_module(f"transformer_jax.lectures.demos.{name}")
-    from transformer_jax.lectures.demos.shared import MEANINGS
+    from transformer_jax.lectures.demos.shared import MEANINGS, settings  # with Matplotlib
 
     own = []
     for option, (default, _) in demonstration.OPTIONS.items():
@@ -48,10 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # None, since the default with --quick is another.
         own.append((option, kind, dataclasses.field(default=None, metadata={"help": text})))
     options = dataclasses.make_dataclass("Demo", own, bases=(Drawn,), frozen=True, kw_only=True)
-    about, title = demonstration.__doc__, f"demo {name}"
-    return run(
-        options, rest, lambda given: _demonstrate(demonstration, given), name=title, about=about
-    )
+
+    def demonstrate(options: Any) -> None:
+        given = {name: getattr(options, name) for name in demonstration.OPTIONS}
+        given = {name: value for name, value in given.items() if value is not None}
+        found = settings(demonstration.OPTIONS, options.out, options.quick, **given)
+        found.format, found.dark = options.format, options.dark
+        if found.dark and found.format != "svg":
+            raise ConfigError("dark needs --format svg")
+        options.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
+        demonstration.demonstrate(found)
+
+    return run(options, rest, demonstrate, name=f"demo {name}", about=demonstration.__doc__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +74,3 @@ class Drawn:
     """An svg for dark pages too."""
     quick: bool = False
     """Small sizes, for a test."""
-
-
-def _demonstrate(demonstration: Any, options: Any) -> None:
-    from transformer_jax.lectures.demos.shared import settings
-
-    given = {name: getattr(options, name) for name in demonstration.OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    found = settings(demonstration.OPTIONS, options.out, options.quick, **given)
-    found.format, found.dark = options.format, options.dark
-    if found.dark and found.format != "svg":
-        raise ConfigError("dark needs --format svg")
-    options.out.mkdir(parents=True, exist_ok=True)  # before the work, which may take minutes
-    demonstration.demonstrate(found)

@@ -37,11 +37,11 @@ from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
     init_recent_tokens,
+    result_of,
     slide_window,
 )
-from transformer_jax.models.arguments import CheckedModule, check_tokens, gather_tokens
+from transformer_jax.models.arguments import CheckedModule, check_tokens
 from transformer_jax.models.layers import refuse_surplus
-from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 from transformer_jax.pytree import Params
 
@@ -113,7 +113,23 @@ def count_ngrams(
     Raises:
         ValueError: if there is no token, or one is outside the vocabulary.
     """
-    words, room = _lay_out(config, documents)
+    if getattr(documents, "ndim", None) == 1:
+        documents = [np.asarray(documents)]
+    # all tokens in a line, each document after the signs of its beginning, and the room to its end
+    begin = np.full(config.context, config.vocab_size, np.int64)
+    line, rooms = [], []
+    for document in documents:
+        tokens = np.asarray(document)
+        if tokens.ndim != 1:
+            raise ValueError(f"a document has shape {tokens.shape}: must be [T]")
+        if len(tokens) == 0:
+            continue
+        check_tokens(tokens[None], config.vocab_size)
+        line += [begin, tokens.astype(np.int64)]
+        rooms.append(np.arange(len(begin) + len(tokens), 0, -1))
+    if not line:
+        raise ValueError("documents have no tokens: there is nothing to count")
+    words, room = np.concatenate(line), np.concatenate(rooms)
     size = config.vocab_size + 1
     node = np.zeros(len(words), np.int64)  # of the k-gram that begins at each place
     keys, firsts, counts, nodes = [], [], [], [node]
@@ -138,28 +154,6 @@ def count_ngrams(
         params |= _smooth(k, kinds, count, size, parents)
         parents = len(kinds)
     return dataclasses.replace(config, nodes=tuple(len(kinds) for kinds in keys)), params
-
-
-def _lay_out(
-    config: NgramConfig, documents: np.ndarray | Sequence[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:  # i64[X], i64[X]
-    """Return all tokens in a line, each document after its beginning, and the room to its end."""
-    if getattr(documents, "ndim", None) == 1:
-        documents = [np.asarray(documents)]
-    begin = np.full(config.context, config.vocab_size, np.int64)
-    line, room = [], []
-    for document in documents:
-        tokens = np.asarray(document)
-        if tokens.ndim != 1:
-            raise ValueError(f"a document has shape {tokens.shape}: must be [T]")
-        if len(tokens) == 0:
-            continue
-        check_tokens(tokens[None], config.vocab_size)
-        line += [begin, tokens.astype(np.int64)]
-        room.append(np.arange(len(begin) + len(tokens), 0, -1))
-    if not line:
-        raise ValueError("documents have no tokens: there is nothing to count")
-    return np.concatenate(line), np.concatenate(room)
 
 
 def _smooth(
@@ -250,11 +244,7 @@ class NgramLM(CheckedModule):
             ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
-        read, at = at, None if places.edit else at  # an edit is told all tokens
-        length = None if state is None else state.length
-        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
-        places = places.told(positions, whole=length is None, packed=segments is not None)
-        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
+        windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
@@ -264,14 +254,8 @@ class NgramLM(CheckedModule):
         p = jnp.broadcast_to(p, (len(contexts), cfg.vocab_size))
         for k in range(1, cfg.order):
             p = self._interpolate(k, p, nodes[:, k - 1])
-        visit = places.visit(positions=positions)
         logits = visit("logits", jnp.where(unknown, jnp.nan, jnp.log(p)).reshape(shape))
-        captured = places.in_order(visit.captured)
-        if places.edit and read is not None:
-            logits, captured = (
-                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
-            )
-        return (logits, state, captured) if capture else (logits, state)
+        return result_of(visit, places, logits, state, at)
 
     def _walk(self, contexts: jax.Array) -> jax.Array:  # i32[X, C] -> i32[X, C]
         """Return the node of the last 1, 2, ... C tokens of each context; -1 where never counted.
@@ -280,24 +264,23 @@ class NgramLM(CheckedModule):
         """
         nodes = jnp.zeros_like(contexts)
         for depth in range(self.config.context):
-            tokens = contexts[:, depth:][:, ::-1]
-            below = self._child(depth, nodes[:, depth:], tokens)
+            token, words = contexts[:, depth:][:, ::-1], self.words[depth]
+
+            def halve(
+                _: jax.Array, bounds: tuple[jax.Array, jax.Array], token=token, words=words
+            ) -> tuple[jax.Array, jax.Array]:
+                low, high = bounds
+                middle = low + (high - low) // 2
+                after = (low < high) & (words[middle] < token)
+                return jnp.where(after, middle + 1, low), jnp.where(after, high, middle)
+
+            low, end = self._followers(depth, nodes[:, depth:])
+            # binary search: a node has at most V + 1 followers, one of them the beginning
+            steps = (self.config.vocab_size + 1).bit_length()
+            low, _ = jax.lax.fori_loop(0, steps, halve, (low, end))
+            below = jnp.where((low < end) & (words[low] == token), low, -1)
             nodes = nodes.at[:, depth:].set(below)
         return nodes
-
-    def _child(self, order: int, node: jax.Array, token: jax.Array) -> jax.Array:
-        """Return the nodes one token further, found by binary search; -1 where there is none."""
-        words, (low, end) = self.words[order], self._followers(order, node)
-
-        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = bounds
-            middle = low + (high - low) // 2
-            after = (low < high) & (words[middle] < token)
-            return jnp.where(after, middle + 1, low), jnp.where(after, high, middle)
-
-        steps = (self.config.vocab_size + 1).bit_length()
-        low, _ = jax.lax.fori_loop(0, steps, halve, (low, end))
-        return jnp.where((low < end) & (words[low] == token), low, -1)
 
     def _followers(self, order: int, node: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the first and the end of what follows these nodes; of -1, nothing."""

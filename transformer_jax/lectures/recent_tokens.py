@@ -14,13 +14,15 @@ import numpy as np
 
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.decoding.step import AppliedStep
-from transformer_jax.models.arguments import check_tokens
+from transformer_jax.models.arguments import check_tokens, gather_tokens
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
     last_document,
     number_documents,
+    sequence_positions,
 )
+from transformer_jax.models.places import Places, Visit
 from transformer_jax.values import value_class
 
 
@@ -87,16 +89,25 @@ def slide_window(
     valid: jax.Array | None,  # bool[B, T]
     segments: jax.Array | None,  # i32[B, T]
     at: jax.Array | None,  # i32[B, Q]
-) -> tuple[jax.Array, RecentTokens]:  # i32[B, T, C] or i32[B, Q, C], and the state
-    """Return the last C valid tokens at each token, itself among them, and the state after all.
+    places: Places,
+) -> tuple[jax.Array, RecentTokens, Visit]:  # i32[B, T, C] or i32[B, Q, C]
+    """Return the last C valid tokens at each token, the state after all, and a visit of the tokens.
+
+    A window contains its own token. With an edit, which is told all tokens, `at` is not read.
 
     Tokens before the beginning, or of another document, are -1. A token outside the vocabulary,
     which can be refused before tracing only, is V, and so are the windows of an index `at` that is
     not there. ValueError where arguments do not fit.
     """
-    size = config.vocab_size
+    size, positions = config.vocab_size, None
     check_tokens(tokens, size)
     check_segments(tokens, segments, state)
+    whole = state is None
+    if places.edit:
+        at, length = None, None if state is None else state.length
+        positions = sequence_positions(tokens, length, valid, segments)
+    places = places.told(positions, whole=whole, packed=segments is not None)
+    visit = places.visit(positions=positions)
     if state is None:
         state = init_recent_tokens(config, tokens.shape[0])
     check_recent_tokens(config, state, tokens.shape[0])
@@ -123,8 +134,27 @@ def slide_window(
     if segments is not None:
         length = (known & (number_documents(segments) == last_seen)).sum(axis=1, dtype=jnp.int32)
     if at is not None:
-        windows = _gather_windows(windows, at, size)
-    return windows, RecentTokens(last, length)
+        if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or len(at) != len(windows):
+            rule = f"must be integers [{len(windows)}, Q]"
+            raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
+        # a negative index would count from the end
+        index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
+        windows = jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=size)
+    return windows, RecentTokens(last, length), visit
+
+
+def result_of(
+    visit: Visit,
+    places: Places,
+    logits: jax.Array,  # f32[B, Q, V]
+    state: RecentTokens,
+    at: jax.Array | None,  # i32[B, Q]
+) -> Any:
+    """Return what a model returns: logits, of `at` alone, the state, and what is captured."""
+    captured = places.in_order(visit.captured)
+    if places.edit and at is not None:  # the edit was told all tokens
+        logits, captured = jax.tree.map(lambda x: gather_tokens(x, at), (logits, captured))
+    return (logits, state, captured) if places.capture else (logits, state)
 
 
 def _windows(
@@ -139,15 +169,6 @@ def _windows(
     rows = jnp.arange(line.shape[0])[:, None, None]
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
     return jnp.where(same, line[rows, index], -1)
-
-
-def _gather_windows(windows: jax.Array, at: jax.Array, fill: int) -> jax.Array:
-    """Return the windows [B, Q, C] of these indices; `fill` where there is no such token."""
-    if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != windows.shape[0]:
-        rule = f"must be integers [{len(windows)}, Q]"
-        raise ValueError(f"at is {at.dtype}{list(at.shape)}: {rule}")
-    index = jnp.where(at < 0, windows.shape[1], at)[:, :, None]
-    return jnp.take_along_axis(windows, index, axis=1, mode="fill", fill_value=fill)
 
 
 @value_class

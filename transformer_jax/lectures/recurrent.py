@@ -291,6 +291,7 @@ class RecurrentEncoder(Module):
                 ends = jnp.concatenate(jax.tree.leaves((last, first)), axis=-1)
                 parts, tree = jax.tree.flatten(last)
                 bridge = nn.Dense(len(parts) * cfg.d_hidden, name=f"bridge_{i}")
+                # the encoder's two ends are twice as wide as the decoder's state
                 start = jnp.split(jnp.tanh(bridge(ends)), len(parts), axis=-1)
                 last = jax.tree.unflatten(tree, start)
             carry.append(last)
@@ -391,6 +392,7 @@ class RecurrentDecoder(Module):
             new.append((visit.token(f"layer_{i}/cell", layer[0]), x) if cfg.cell == "lstm" else x)
         if cfg.context_use == "output":
             context, weights = self._attend(x, memory, visit)
+        # padding changes no bit of a row's state, whatever is computed from it
         after = _keep(valid, (tuple(new), weights), before)
         return after, (x, context, visit.captured)
 
@@ -415,6 +417,7 @@ class RecurrentDecoder(Module):
             context, weights = state_attention(query, memory.states, w=w, mask=mask)
         context, weights = context[:, 0], visit.token("attention/weights", weights[:, 0])
         if "attention/weights" in visit.edits:
+            # the context that attention returned is that of the weights before the edit
             context = jnp.einsum("BS,BSM->BM", weights, memory.states)
         return visit.token("attention/context", context), weights
 
@@ -548,6 +551,7 @@ def _encoder_layer(
     zero, first = zero_carry(config, x.shape[0])[0], None
     last, out = _run(_cell(config, f"cell_{index}"), zero, x, valid, starts)
     if config.bidirectional:
+        # `valid` skips the padding at the end, so each row is read from its own last token
         back_cell = _cell(config, f"back_{index}")
         first, back = _run(back_cell, zero, x, valid, ends, reverse=True)
         out = jnp.concatenate([out, back], axis=-1)

@@ -78,8 +78,15 @@ def make_signals(task: Any, seed: int) -> list[Signal]:
     random = np.random.Generator(np.random.Philox(seed))
     if not isinstance(task.inputs, Patches):
         return [_tones(task, random) for _ in range(task.examples)]
-    if task.source == "scikit-learn":
-        return _handwritten(task, random)
+    if task.source == "scikit-learn":  # Alpaydin and Kaynak 1998
+        if importlib.util.find_spec("sklearn") is None:
+            raise DataError("source is 'scikit-learn': it is not installed; glyphs need nothing")
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        pictures = (found.images / 16).astype(np.float32)[:, :, :, None]  # pixels from 0 to 16
+        order = random.permutation(len(pictures))[: task.examples]
+        return [Signal(pictures[i], DIGITS[int(found.target[i])]) for i in order]
     return [_glyph(task, random) for _ in range(task.examples)]
 
 
@@ -98,11 +105,29 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     Raises:
         DataError: for what is missing or wrong, with the file, the array and the rule.
     """
-    arrays = _arrays(path)
-    inputs = _inputs(task, path, arrays)
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+    except Exception:  # NumPy, zipfile and zlib each raise their own for a damaged file
+        arrays = {}
+    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
+        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
+    if "inputs" not in arrays:
+        raise DataError(f"{path}: has no array inputs, only {sorted(arrays)}")
+    inputs, picture = arrays["inputs"], isinstance(task.inputs, Patches)
+    shape = task.inputs.row_shape(inputs.shape[1] if inputs.ndim > 1 else 1)
+    if picture and inputs.shape[1:] == shape[:2]:
+        inputs = inputs[..., None]
+    if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
+        wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
+        raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
+    with np.errstate(over="ignore"):  # too large is not finite, and said so
+        inputs = inputs.astype(np.float32)
     count = len(inputs)
     lengths = arrays.get("lengths", np.full(count, inputs.shape[1]))
-    if isinstance(task.inputs, Patches) and "lengths" in arrays:
+    if picture and "lengths" in arrays:
         raise DataError(f"{path}: lengths: a picture has none")
     if lengths.shape != (count,) or not np.issubdtype(lengths.dtype, np.integer):
         raise DataError(f"{path}: lengths is {_described(lengths)}: must be integers [{count}]")
@@ -113,59 +138,25 @@ def read_signals(task: Any, path: str, *, targets: bool = True) -> list[Signal]:
     for number, (row, length) in enumerate(zip(inputs, lengths, strict=True)):
         if not np.isfinite(row[:length]).all():
             raise DataError(f"{path}: inputs[{number}] has a number that is not finite")
-    written = _targets(task, path, arrays, count) if targets else [""] * count
-    if isinstance(task.inputs, Patches):
+    written = [""] * count
+    if targets:
+        if "targets" not in arrays:
+            raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
+        found = arrays["targets"]
+        if found.shape != (count,) or found.dtype.kind != "U":
+            raise DataError(f"{path}: targets is {_described(found)}: must be texts [{count}]")
+        letters = {chr(97 + i) for i in range(getattr(task, "letters", 0))}
+        for number, target in enumerate(found.tolist()):
+            right = target in DIGITS if picture else target and set(target) <= letters
+            if not right:
+                rule = f"must be letters from a to {max(letters, default='')}"
+                rule = f"must be one of {', '.join(DIGITS)}" if picture else rule
+                raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
+        written = [str(target) for target in found]
+    if picture:
         return [Signal(*pair) for pair in zip(inputs, written, strict=True)]
     rows = zip(inputs, lengths, written, strict=True)
     return [Signal(row[:length], target) for row, length, target in rows]
-
-
-def _arrays(path: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a .npz file; DataError where it is none, or damaged."""
-    arrays = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-    except Exception:  # NumPy, zipfile and zlib each raise their own for a damaged file
-        arrays = {}
-    if not arrays or not all(isinstance(array, np.ndarray) for array in arrays.values()):
-        raise DataError(f"{path}: must be a .npz file of arrays, without Python objects")
-    return arrays
-
-
-def _inputs(task: Any, path: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the inputs of a file as f32[N, ...]; DataError where they are not the task's."""
-    if "inputs" not in arrays:
-        raise DataError(f"{path}: has no array inputs, only {sorted(arrays)}")
-    inputs = arrays["inputs"]
-    picture = isinstance(task.inputs, Patches)
-    shape = task.inputs.row_shape(inputs.shape[1] if inputs.ndim > 1 else 1)
-    if picture and inputs.shape[1:] == shape[:2]:
-        inputs = inputs[..., None]
-    if inputs.dtype.kind not in "fiu" or not inputs.size or inputs.shape[1:] != shape:
-        wanted = ", ".join(map(str, shape if picture else ("T", *shape[1:])))
-        raise DataError(f"{path}: inputs is {_described(inputs)}: must be numbers [N, {wanted}]")
-    with np.errstate(over="ignore"):  # too large is not finite, and said so
-        return inputs.astype(np.float32)
-
-
-def _targets(task: Any, path: str, arrays: dict[str, np.ndarray], count: int) -> list[str]:
-    """Return the targets of a file; DataError where one is not what the task writes."""
-    if "targets" not in arrays:
-        raise DataError(f"{path}: has no array targets, only {sorted(arrays)}")
-    found = arrays["targets"]
-    if found.shape != (count,) or found.dtype.kind != "U":
-        raise DataError(f"{path}: targets is {_described(found)}: must be texts [{count}]")
-    for number, target in enumerate(found.tolist()):
-        if isinstance(task.inputs, Patches) and target not in DIGITS:
-            rule = f"must be one of {', '.join(DIGITS)}"
-            raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
-        letters = {chr(97 + i) for i in range(getattr(task, "letters", 0))}
-        if not isinstance(task.inputs, Patches) and (not target or not set(target) <= letters):
-            rule = f"must be letters from a to {max(letters)}"
-            raise DataError(f"{path}: targets[{number}] is {target!r}: {rule}")
-    return [str(target) for target in found]
 
 
 def _described(array: np.ndarray) -> str:
@@ -182,18 +173,6 @@ def _glyph(task: Any, random: np.random.Generator) -> Signal:
     brightness = random.uniform(0.5, 1.0)
     picture[top : top + bitmap.shape[0], left : left + bitmap.shape[1]] += brightness * bitmap
     return Signal(picture.astype(np.float32)[:, :, None], DIGITS[digit])
-
-
-def _handwritten(task: Any, random: np.random.Generator) -> list[Signal]:
-    """Return scikit-learn's digits (Alpaydin and Kaynak 1998), with pixels from 0 to 1."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise DataError("source is 'scikit-learn': it is not installed; glyphs need nothing")
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
-    pictures = (found.images / 16).astype(np.float32)[:, :, :, None]
-    order = random.permutation(len(pictures))[: task.examples]
-    return [Signal(pictures[i], DIGITS[int(found.target[i])]) for i in order]
 
 
 def _tones(task: Any, random: np.random.Generator) -> Signal:
@@ -217,6 +196,7 @@ def log_energies(sound: np.ndarray) -> np.ndarray:  # f64[samples] -> f32[T, 16]
     The equation is that of the module; T is 1 + floor((samples - 128) / 64).
     """
     windows = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
+    # frequency 0 is the mean of the samples, which says nothing of a tone
     spectrum = np.fft.rfft(windows * np.hanning(WINDOW))[:, 1:]
     power = rearrange(np.abs(spectrum) ** 2 / WINDOW, "T (D k) -> T D k", k=BINS)
     return np.log(1e-3 + power.mean(axis=2)).astype(np.float32)

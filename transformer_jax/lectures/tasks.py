@@ -341,6 +341,7 @@ def generate_pairs(task: _GeneratedTask, seed: int) -> list[tuple[str, str]]:
     """Return up to `task.examples` different pairs of source and target, in random order."""
     random = np.random.Generator(np.random.Philox(seed))
     found, missed = dict[str, str](), 0
+    # a task with fewer examples than are asked for would draw the same ones for ever
     while len(found) < task.examples and missed < TRIES[0] + TRIES[1] * len(found):
         source, target = task.draw(random)
         missed = missed + 1 if source in found else 0

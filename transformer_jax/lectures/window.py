@@ -27,14 +27,14 @@ from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
     RecentTokensStep,
     init_recent_tokens,
+    result_of,
     slide_window,
 )
 from transformer_jax.lectures.vocabulary import Vocabulary
-from transformer_jax.models.arguments import CheckedModule, gather_tokens
+from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.functional import dropout, split_key
 from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
 from transformer_jax.models.ops import lookup
-from transformer_jax.models.packing import sequence_positions
 from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
 
 
@@ -144,14 +144,8 @@ class WindowLM(CheckedModule):
             ValueError: if arguments do not fit.
         """
         cfg, places = self.config, Places.of(self, capture, edit)
-        read, at = at, None if places.edit else at  # an edit is told all tokens
         refuse_rngs(self, key)
-        before = state
-        windows, state = slide_window(cfg, tokens, state, valid, segments, at)
-        length = None if before is None else before.length
-        positions = sequence_positions(tokens, length, valid, segments) if places.edit else None
-        places = places.told(positions, whole=length is None, packed=segments is not None)
-        visit = places.visit(positions=positions)
+        windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         keys = split_key(key, cfg.num_layers + 1)
         begins = (windows < 0)[..., None]
         vectors = lookup(self.embed.tokens, jnp.where(windows < 0, 0, windows))
@@ -165,9 +159,4 @@ class WindowLM(CheckedModule):
         if cfg.direct:
             logits = logits + jnp.einsum("BQX,XV->BQV", x, self.direct)
         logits = visit("logits", logits)
-        captured = places.in_order(visit.captured)
-        if places.edit and read is not None:
-            logits, captured = (
-                jax.tree.map(lambda x: gather_tokens(x, read), y) for y in (logits, captured)
-            )
-        return (logits, state, captured) if capture else (logits, state)
+        return result_of(visit, places, logits, state, at)

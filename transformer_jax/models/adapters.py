@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,31 +61,28 @@ def product(
         return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
+        # modules that share a key draw different bits; Python's `hash` of a text differs by process
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         x = dropout(x, kernel.dropout, key)
     rows = kernel.rows
     if rows is not None and rows.shape != x.shape[:1]:
         rule = f"must be one for each of the {x.shape[0]} rows of the batch"
         raise ValueError(f"rows has shape {list(rows.shape)}: {rule}")
+    contracted, outputs = x.shape[x.ndim - contract :], kernel.shape[contract:]
+
+    def low_rank(
+        x: jax.Array, a: jax.Array, b: jax.Array, rows: jax.Array | None
+    ) -> jax.Array:  # [..., *outputs]
+        x = x.reshape(*x.shape[: x.ndim - contract], math.prod(contracted))
+        if rows is None:
+            y = (x @ a) @ b
+        else:
+            # -1 must not count from the end; a number past the last adapter gives NaN
+            a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
+            y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
+            y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)
+        return y.reshape(*x.shape[:-1], *outputs)
+
     arrays = [x, kernel.a.astype(x.dtype), kernel.b.astype(x.dtype), rows]
-    added = by_compiler(partial(_low_rank, contract, kernel.shape[contract:]), arrays, split(y))
+    added = by_compiler(low_rank, arrays, split(y))
     return y + jnp.asarray(kernel.scale, y.dtype) * added
-
-
-def _low_rank(
-    contract: int,
-    outputs: tuple[int, ...],
-    x: jax.Array,  # [..., *inputs]
-    a: jax.Array,
-    b: jax.Array,
-    rows: jax.Array | None,
-) -> jax.Array:  # [..., *outputs]
-    lead = x.shape[: x.ndim - contract]
-    x = x.reshape(*lead, math.prod(x.shape[x.ndim - contract :]))
-    if rows is None:
-        y = (x @ a) @ b
-    else:
-        a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
-        y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
-        y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)
-    return y.reshape(*lead, *outputs)

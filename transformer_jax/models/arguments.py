@@ -209,11 +209,13 @@ def positions_and_masks(
     and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
     """
     positions = check_positions(shape, positions)
+    # with segments each document begins at 0, so a row may be longer than the table
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if known_sizes(shape[1]) and shape[1] > config.max_len:
             raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
     if mask is not None and positions is None:
         check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
+    # [T] where all rows count alike: angles and tables are then made once, not for each row
     token_positions = jnp.arange(shape[1]) if positions is None else positions
     sinks: Mask | None = None
     if config.sink_tokens:
@@ -297,6 +299,7 @@ def refuse_unread(
     """
     if not _looks_ahead(mask):
         return tokens
+    # in a trace jnp makes tracers of known arrays too, and nothing could be raised
     with at_once(mask, cache.length, positions):
         end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
         unread = end[:, None] + jnp.arange(cache.capacity)[None]
@@ -309,6 +312,7 @@ def refuse_unread(
             f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} "
             "on, which this call does not read; read them in one call, without `chunk`"
         )
+    # -1 is outside the vocabulary: the logits of the row become NaN
     return jnp.where(ahead[:, None], -1, tokens)
 
 

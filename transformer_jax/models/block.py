@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -21,7 +21,7 @@ from transformer_jax.attention.masks import Mask
 from transformer_jax.cache import kv_cache as kv
 from transformer_jax.cache import paged_cache
 from transformer_jax.cache.paged_cache import PagedCache
-from transformer_jax.config import ModelConfig, OwnBlock, OwnPositions, Rope, Shaw
+from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
@@ -152,6 +152,7 @@ class Attention(Module):
         self.own = order if isinstance(order, OwnPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
+            # a vector for each distance from -max to max, to which others are clipped
             rows, std = 2 * self.shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
@@ -164,27 +165,28 @@ class Attention(Module):
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
         """Project keys, normalised and rotated as they are cached, and values."""
-        k, v = self.key(x, key), self.value(x, key)
-        if self.config.qk_norm:
-            k = self._normalised(k, self.key_scale)
-        return self._rotated(k, token_positions), v
+        return self._compared(self.key(x, key), "key", token_positions), self.value(x, key)
 
-    def _normalised(self, x: jax.Array, scale: jax.Array) -> jax.Array:  # [B, T, N, H]
-        """Return queries or keys after `qk_norm`, of each head or of all together."""
+    def _compared(
+        self,
+        x: jax.Array,  # [B, T, N, H]
+        name: Literal["query", "key"],
+        positions: jax.Array | None,  # i32[B, T] or [T]
+    ) -> jax.Array:  # [B, T, N, H]
+        """Return queries or keys as they are compared: after `qk_norm`, and rotated."""
         cfg = self.config
-        norm = partial(
-            layer_norm if cfg.qk_norm_kind == "layernorm" else rms_norm, eps=cfg.norm_eps
-        )
-        if cfg.qk_norm_over == "head":
-            return norm(x, scale)
-        if cfg.qk_norm_over == "own_head":
-            # each head has its own scale, and a norm multiplies by one
-            return (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
-        flat = rearrange(x, "B T N H -> B T (N H)")
-        return norm(flat, scale).reshape(x.shape)
-
-    def _rotated(self, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        """Return queries or keys as the config's positions rotate them, which may be one's own."""
+        if cfg.qk_norm:
+            scale = self.query_scale if name == "query" else self.key_scale
+            kind = layer_norm if cfg.qk_norm_kind == "layernorm" else rms_norm
+            norm = partial(kind, eps=cfg.norm_eps)
+            if cfg.qk_norm_over == "head":
+                x = norm(x, scale)
+            elif cfg.qk_norm_over == "own_head":
+                # a norm multiplies by one scale, and each head has its own (Cohere)
+                x = (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
+            else:
+                # OLMo 2 normalises all heads together, before they are split
+                x = norm(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
         if self.rope is not None:
             assert positions is not None
             return pos.apply_rope(x, positions, self.rope)
@@ -218,17 +220,16 @@ class Attention(Module):
         cfg = self.config
         visit = Visit() if visit is None else visit
         at = "cross_attention" if self.cross else "attention"
+        # weights are only computed if somebody asks: the kernels never hold them in memory
         asked, edited = f"{at}/weights" in visit.asked, f"{at}/weights" in visit.edits
 
         q = self.query(x, key) if projected is None else projected[0]
-        if cfg.qk_norm:
-            q = self._normalised(q, self.query_scale)
-        q = self._rotated(q, given.token_positions)
+        q = self._compared(q, "query", given.token_positions)
         if cross_cache is None:
             if projected is None:
                 k, v = self.keys_values(x, given.token_positions, key)
             else:
-                k, v = self._rotated(projected[1], given.token_positions), projected[2]
+                k, v = self._compared(projected[1], "key", given.token_positions), projected[2]
             heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
         else:
             k, v = cross_cache.k, cross_cache.v
@@ -255,9 +256,11 @@ class Attention(Module):
             wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
             weights = jnp.where(wrong.any(axis=-1, keepdims=True), jnp.nan, weights)
         if edited:
+            # an edit must not change which weights dropout removes
             drop = _drop_as_kernels if self.shaw is None else dropout
             out = self._average(drop(weights, cfg.attention_dropout, key), heads)
         else:
+            # "attention" recomputes the scores alone: queries, keys and values are kept
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
             out = attend(heads, key)
         out = visit(f"{at}/heads", out)
@@ -272,6 +275,7 @@ class Attention(Module):
         """
         cfg, dtype = self.config, heads.k.dtype
         assert heads.q_positions is not None
+        # Shaw's scores and weights that are captured are computed from plain arrays
         as_stored = as_stored and self.shaw is None
         seen: LayerCache
         block_table = None
@@ -359,6 +363,7 @@ class Attention(Module):
         q_positions, k_positions = heads.q_positions, heads.k_positions
         if self.shaw is not None:
             q_positions, k_positions = heads.known_positions()
+            # Shaw's term is scaled as q.k is, q (k + a) / sqrt(H); a bias is added unscaled
             scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
             shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
             bias = scale * shaw  # type: ignore[assignment]
@@ -464,7 +469,20 @@ class Block(Module):
     def setup(self) -> None:
         cfg = self.config
         if cfg.block is not None:
-            self.own = self._own_parameters(cfg.block)
+            init = partial(cfg.block.init, cfg)
+            wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
+            own: Any = {}
+            if self.has_variable("params", "own"):
+                self._state.children["own"] = "params"  # as `parameter` does
+                own = self.get_variable("params", "own")
+            elif wanted:
+                in_f32 = lambda key: jax.tree.map(lambda x: x.astype(F32), init(key))  # noqa: E731
+                own = self.param("own", in_f32)
+            self.own: Params = unfreeze(own)
+            there = jax.tree.map(jnp.shape, self.own)
+            if wanted != there:
+                path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
+                raise ValueError(f"{path} is {there}: {kind}.init has {wanted}")
         if cfg.block is not None and cfg.block.is_whole:
             self.attention = Attention(
                 cfg, depth=self.depth, window=self.window, number=self.number
@@ -481,6 +499,7 @@ class Block(Module):
             feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
             self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
+            # GPT-J and Cohere: one norm of one name, and so one set of parameters
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":
             # ModernBERT: the embedding's norm takes the place of the first block's
@@ -543,28 +562,12 @@ class Block(Module):
                 y = self.feed_forward(y, keys[4], visit)
             if cfg.norm_order in ("sandwich", "output"):
                 y = self.out_norm[branch](y)
+            # Granite multiplies what each branch adds
             y = y if cfg.residual_scale is None else y * cfg.residual_scale
             x = x + dropout(y, cfg.dropout, drop[branch])
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured
-
-    def _own_parameters(self, block: OwnBlock) -> Params:
-        """Declare the parameters of a block of the user's own; of those there are, check shapes."""
-        init = partial(block.init, self.config)
-        wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
-        own: Any = {}
-        if self.has_variable("params", "own"):
-            self._state.children["own"] = "params"  # as `parameter` does
-            own = self.get_variable("params", "own")
-        elif wanted:
-            own = self.param("own", lambda key: jax.tree.map(lambda x: x.astype(F32), init(key)))
-        own = unfreeze(own)
-        there = jax.tree.map(jnp.shape, own)
-        if wanted != there:
-            path = "/".join((*self.path, "own"))
-            raise ValueError(f"{path} is {there}: {type(block).__name__}.init has {wanted}")
-        return own
 
     def _edited(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
         """Return a visit on which a block's own edits come before those of the call."""

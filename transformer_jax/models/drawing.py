@@ -47,11 +47,15 @@ def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
     Results that are made by one loop, as those of a scanned stack, are made by one program.
     """
     found: dict[int, jax.Array] = {}
-    quick = _is_on_cpu(key)
+    # on a CPU without a chosen place, where JAX makes Threefry's bits of a number's index
+    platforms = {device.platform for device in key.devices()}
+    quick = not key.committed and platforms == {"cpu"} and _counts_numbers()
+    quick = quick and str(jax.random.key_impl(key)) == "threefry2x32"
     for part, arguments, places in _parts(traced, key):
         results = _quickly(part, arguments) if quick else None
         if results is None:
-            results = _program(part)(*map(_on_device, arguments))
+            placed = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in arguments]
+            results = _program(part)(*placed)
         found |= zip(places, results, strict=True)
     return [found[place] for place in range(len(found))]
 
@@ -64,7 +68,14 @@ def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Ar
     jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
     values |= zip(jaxpr.invars, (key,), strict=True)
-    equations = [_with_number_as_argument(equation, values) for equation in jaxpr.eqns]
+    equations = list(jaxpr.eqns)
+    for i, equation in enumerate(equations):
+        if equation.primitive.name == "random_fold_in":
+            folded, number = equation.invars
+            if isinstance(number, Literal):
+                argument = Var(number.aval)
+                values[argument] = np.asarray(number.val, np.uint32)
+                equations[i] = equation.replace(invars=[folded, argument])
     makers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
     loops: dict[Hashable, list[int]] = {}
     for place, out in enumerate(jaxpr.outvars):
@@ -85,18 +96,6 @@ def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Ar
         yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], places
 
 
-def _with_number_as_argument(equation: JaxprEqn, values: dict[Var, Array]) -> JaxprEqn:
-    """Return an equation that reads what it folds a key with, whose value `values` then has."""
-    if equation.primitive.name != "random_fold_in":
-        return equation
-    key, number = equation.invars
-    if not isinstance(number, Literal):
-        return equation
-    argument = Var(number.aval)
-    values[argument] = np.asarray(number.val, np.uint32)
-    return equation.replace(invars=[key, argument])
-
-
 def _needed(
     outs: Sequence[Var | Literal], equations: list[JaxprEqn], makers: dict[Var, int]
 ) -> list[int]:
@@ -111,21 +110,9 @@ def _needed(
     return sorted(needed)
 
 
-def _on_device(x: jax.Array | np.ndarray) -> jax.Array:
-    """Return an array as it is, where it is; a NumPy array on the usual device."""
-    return x if isinstance(x, jax.Array) else jax.device_put(x)
-
-
 @lru_cache(maxsize=1024)
 def _program(part: _Part) -> Callable[..., list[jax.Array]]:
     return jax.jit(jaxpr_as_fun(part.traced))
-
-
-def _is_on_cpu(key: jax.Array) -> bool:
-    """Return whether results need no place but a CPU, and bits are those of Threefry by index."""
-    if key.committed or {device.platform for device in key.devices()} != {"cpu"}:
-        return False
-    return str(jax.random.key_impl(key)) == "threefry2x32" and _counts_numbers()
 
 
 def _counts_numbers() -> bool:

@@ -132,11 +132,16 @@ def apply_edit(
     tokens = jnp.arange(count)[None] if positions is None else positions
     tokens = jnp.broadcast_to(tokens, (rows, count))
     if told.first:
+        # `at` counts from the first token of the sequence, whether it is in sight or not
         tokens = jnp.where(tokens < 0, tokens, tokens + told.first)
     if told.part or alone:
         call = replace(call, whole=False)
+    try:
+        taken = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin may have no signature
+        taken = set()
     given = {"positions": tokens, "call": call}
-    given = {name: x for name, x in given.items() if name in _parameters(function)}
+    given = {name: x for name, x in given.items() if name in taken}
     needs = getattr(function, "needs", None)
     declared = needs is not None
     if needs is None:
@@ -180,13 +185,6 @@ def apply_edit(
         changed = jnp.where(wrong.reshape(-1, *(1,) * (value.ndim - 1)), jnp.nan, changed)
         changed = changed.astype(value.dtype)
     return changed
-
-
-def _parameters(function: Edit) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin may have no signature
-        return frozenset()
 
 
 def _needs(

@@ -58,12 +58,14 @@ def route(
     if bias is not None:
         own = bias.astype(F32).reshape(*(1,) * (logits.ndim - 1), -1)
         ranked = _probabilities(experts, logits) + own
+    # the choice has no gradient: the router learns by the weights of those that are chosen
     chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), experts.top_k)[1]
     if experts.score == "softmax" and experts.normalize:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))
     else:
         weights = jnp.take_along_axis(_probabilities(experts, logits), chosen, axis=-1)
         if experts.normalize:
+            # as in DeepSeek-V3's code: all sigmoids that are chosen may round to 0
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     unknown = jnp.isnan(logits).any(axis=-1, keepdims=True)  # top_k may pass over NaN
     return chosen, jnp.where(unknown, jnp.nan, experts.scale * weights)
@@ -87,7 +89,9 @@ def router_losses(
         logits: jax.Array, valid: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
         chosen, _ = route(experts, logits)
+        # f_e and P_e of the Switch Transformer (Fedus et al. 2021, 2.2), with k choices of a token
         taken = jax.nn.one_hot(chosen, experts.count, dtype=F32).sum(axis=-2)  # [B, T, E]
+        # the z loss keeps logits small, whose differences bfloat16 would lose (Zoph et al. 2022)
         probabilities, z = jax.nn.softmax(logits), jax.nn.logsumexp(logits, axis=-1) ** 2
         if valid is None:
             used, mean, z = taken.mean((0, 1)), probabilities.mean((0, 1)), z.mean()

@@ -289,7 +289,21 @@ def init_decode_state(
     """
     model: Any = build(config)
     own: AnyModelConfig = model.config
-    reads = _check_state_arguments(own, batch, source, source_valid, dtype)
+    reads = own.kind == "encoder-decoder"
+    if own.kind == "encoder" and own.supports("cache"):
+        raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
+    if dtype is not None and not own.supports("cache"):
+        rule = f"a {type(own).__name__} has no cache"
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        raise ValueError(f"dtype is {name}: {rule}")
+    if source is None and reads:
+        raise ValueError("source is None: this model reads a source first")
+    if source is not None and not reads:
+        raise ValueError(f"source is of shape {np.shape(source)}: this model reads none")
+    if source is None and source_valid is not None:
+        raise ValueError("source_valid is given without a source")
+    if source is not None and len(source) != batch:
+        raise ValueError(f"source has {len(source)} rows: batch is {batch}")
     if not reads:
         if isinstance(own, ModelConfig):
             return init_cache(own, batch, capacity, dtype)
@@ -307,32 +321,6 @@ def init_decode_state(
     given = dict(capacity=capacity, dtype=dtype, positions=positions)
     state = model.apply({"params": params}, source, **given, method="init_cache")
     return state
-
-
-def _check_state_arguments(
-    config: AnyModelConfig,
-    batch: int,
-    source: Array | None,
-    source_valid: Array | None,
-    dtype: jax.typing.DTypeLike | None,
-) -> bool:
-    """Return whether the model reads a source; ValueError where the arguments do not fit it."""
-    reads = config.kind == "encoder-decoder"
-    if config.kind == "encoder" and config.supports("cache"):
-        raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
-    if dtype is not None and not config.supports("cache"):
-        rule = f"a {type(config).__name__} has no cache"
-        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-        raise ValueError(f"dtype is {name}: {rule}")
-    if source is None and reads:
-        raise ValueError("source is None: this model reads a source first")
-    if source is not None and not reads:
-        raise ValueError(f"source is of shape {np.shape(source)}: this model reads none")
-    if source is None and source_valid is not None:
-        raise ValueError("source_valid is given without a source")
-    if source is not None and len(source) != batch:
-        raise ValueError(f"source has {len(source)} rows: batch is {batch}")
-    return reads
 
 
 def merged(fresh: Params, given: Params) -> tuple[Params, list[str]]:

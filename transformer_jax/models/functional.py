@@ -43,6 +43,7 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
         case "silu":
             return jax.nn.silu(x)
         case "gelu":
+            # the default of JAX is the approximation by tanh
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)

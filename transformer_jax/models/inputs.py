@@ -85,16 +85,39 @@ class InputLayer(Module):
         positions: jax.Array | None = None,  # i32[B, T]; of patches, of those and the class token
     ) -> jax.Array:  # [B, T', D]
         """Return one vector for each token; what padding holds reaches none of the others."""
-        inputs = self.config.inputs
+        inputs, cfg = self.config.inputs, self.config
         assert inputs is not None
         if isinstance(inputs, Patches):
-            x = self._patches(inputs, x, positions)
+            positions = check_positions((x.shape[0], inputs.num_tokens()), positions)
+            x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
+            if positions is not None:
+                x = _without_padding(x, positions[:, int(inputs.class_token) :])
+            x = self._linear(x, "projection", contract=3)
+            if inputs.class_token:
+                normal = nn.initializers.normal(cfg.init_std)
+                first = parameter(self, "class_token", normal, (cfg.d_model,)).astype(x.dtype)
+
+                def put_first(first: jax.Array, x: jax.Array) -> jax.Array:  # [B, 1 + T, D]
+                    rows = jnp.broadcast_to(first, (x.shape[0], 1, len(first)))
+                    return jnp.concatenate([rows, x], axis=1)
+
+                x = by_compiler(put_first, [first, x], split(x))
+        elif isinstance(inputs, Frames):
+            positions, counts = check_positions(x.shape[:2], positions), None
+            if positions is not None:
+                x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
+            for i in range(inputs.layers):
+                if counts is not None:
+                    # a convolution with a bias and GELU makes numbers of padding, which the next
+                    # one must not read
+                    index = jnp.arange(x.shape[1])[None]
+                    x = _without_padding(x, jnp.where(index < counts[:, None], index, -1))
+                    counts = -(-counts // inputs.stride)
+                windows = strided_windows(x, inputs.kernel, inputs.stride)
+                x = activate(self._linear(windows, f"conv_{i}", contract=2), "gelu")
         else:
             positions = check_positions(x.shape[:2], positions)
-            if isinstance(inputs, Frames):
-                x = self._frames(inputs, x, positions)
-            else:
-                x = self._linear(_without_padding(x, positions), "projection")
+            x = self._linear(_without_padding(x, positions), "projection")
         refuse_surplus(self)
         return x
 
@@ -104,41 +127,10 @@ class InputLayer(Module):
         std = math.prod(x.shape[x.ndim - contract :]) ** -0.5
         return Linear(cfg, (cfg.d_model,), contract=contract, std=std, name=name)(x)
 
-    def _patches(self, inputs: Patches, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        shape = x.shape[0], inputs.num_tokens()
-        positions = check_positions(shape, positions)
-        x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
-        if positions is not None:
-            x = _without_padding(x, positions[:, int(inputs.class_token) :])
-        x = self._linear(x, "projection", contract=3)
-        if not inputs.class_token:
-            return x
-        normal = nn.initializers.normal(self.config.init_std)
-        first = parameter(self, "class_token", normal, (self.config.d_model,)).astype(x.dtype)
-        return by_compiler(_put_first, [first, x], split(x))
-
-    def _frames(self, inputs: Frames, x: jax.Array, positions: jax.Array | None) -> jax.Array:
-        counts = None
-        if positions is not None:
-            x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
-        for i in range(inputs.layers):
-            if counts is not None:
-                index = jnp.arange(x.shape[1])[None]
-                x = _without_padding(x, jnp.where(index < counts[:, None], index, -1))
-                counts = -(-counts // inputs.stride)
-            windows = strided_windows(x, inputs.kernel, inputs.stride)
-            x = activate(self._linear(windows, f"conv_{i}", contract=2), "gelu")
-        return x
-
 
 def _cut(size: int, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H W / P^2, P, P, C]
     """Cut images into square patches of `size` P, in row-major order."""
     return rearrange(x, "B (Y P) (X Q) C -> B (Y X) P Q C", P=size, Q=size)
-
-
-def _put_first(first: jax.Array, x: jax.Array) -> jax.Array:  # [D], [B, T, D] -> [B, 1 + T, D]
-    """Put one vector before the vectors of each row."""
-    return jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, len(first))), x], axis=1)
 
 
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:

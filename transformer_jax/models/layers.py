@@ -134,6 +134,7 @@ class Norm(Module):
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
     """Declare a norm's scale, at first 1; return what the norm multiplies by, f32[shape]."""
     if config.norm_unit_offset:
+        # Gemma's weights are what is added to 1
         return 1.0 + parameter(module, name, nn.initializers.zeros, shape).astype(F32)
     return parameter(module, name, nn.initializers.ones, shape).astype(F32)
 
@@ -223,6 +224,7 @@ class Embed(Module):
     def setup(self) -> None:
         cfg = self.config
         width = cfg.embedding_width
+        # `__call__` multiplies by sqrt(width): the vectors begin with unit variance
         std = width**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         if cfg.kind != "encoder" or cfg.inputs is None:

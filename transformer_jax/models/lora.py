@@ -101,6 +101,7 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
         if isinstance(kernel, QuantizedKernel):
             raise ValueError(f"{path}: is quantised: adapters are added to what it was made of")
         _check_adapter(path, kernel, part, config.rank)
+        # by default a TPU multiplies float32 in bfloat16
         delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
         return kernel + delta.reshape(kernel.shape)
 
@@ -134,7 +135,11 @@ def with_adapters(
     if isinstance(adapters, Mapping):
         tree: Params = adapters
     else:
-        tree = jax.tree_util.tree_map_with_path(_side_by_side, *adapters)
+        # the adapters of one kernel side by side: [n, ...], and in a scanned stack [L, n, ...]
+        def stacked(path: KeyPath, *leaves: jax.Array) -> jax.Array:
+            return jnp.stack(leaves, axis=int(_is_scanned(path_name(path))))
+
+        tree = jax.tree_util.tree_map_with_path(stacked, *adapters)
 
     def beside(path: str, kernel: Kernel, part: Adapter) -> AdaptedKernel:
         own = rows
@@ -142,7 +147,9 @@ def with_adapters(
             raise ValueError(f"adapters have {path}: only kernels of blocks have adapters beside")
         first: Mapping[str, Parameter] = part
         if several:
-            first = {name: _one(part[name], 1 if _is_scanned(path) else 0) for name in "ab"}
+            at = int(_is_scanned(path))
+            shapes = {name: (*part[name].shape[:at], *part[name].shape[at + 1 :]) for name in "ab"}
+            first = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
         _check_adapter(path, kernel, first, config.rank)
         if several and len(_matrix(path, tuple(kernel.shape))) > 2 + _is_scanned(path):
             raise ValueError(f"adapters have {path}: experts have one adapter each, not several")
@@ -385,18 +392,6 @@ def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_scanned(path: str) -> bool:
     return "blocks" in path.split("/")
-
-
-def _one(stacked: jax.Array, axis: int) -> jax.ShapeDtypeStruct:
-    """Return the shape of one of the adapters that are stacked along an axis."""
-    shape = (*stacked.shape[:axis], *stacked.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, stacked.dtype)
-
-
-def _side_by_side(path: KeyPath, *leaves: jax.Array) -> jax.Array:
-    """Stack the adapters of one kernel: [n, ...], and in a scanned stack [L, n, ...]."""
-    scanned = any(getattr(part, "key", None) == "blocks" for part in path)
-    return jnp.stack(leaves, axis=1 if scanned else 0)
 
 
 def _with_kernels(

@@ -1,8 +1,9 @@
 """Compute norms, products, look-ups and argmax, as each kind of device is fast at them.
 
-On a mesh of explicit axes the result is split as its rows are. On a CPU up to 16 rows, as in
-decoding, are left to the compiled kernels, and products that XLA is slow at are written in another
-way: the numbers are those of the formula, summed in another order.
+On a mesh of explicit axes the result is split as its rows are: a function hands itself to the
+compiler, for which no axis is explicit. On a CPU up to 16 rows, as in decoding, are left to the
+compiled kernels, and products that XLA is slow at are written in another way: the numbers are those
+of the formula, summed in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from transformer_jax.checks import check_array
 from transformer_jax.kernels import platform
 from transformer_jax.kernels.cpu import norms, products
-from transformer_jax.sharding import by_compiler, gathered, split
+from transformer_jax.sharding import by_compiler, explicit_mesh, gathered, split
 from transformer_jax.tracing import known_sizes
 
 F32 = jnp.float32
@@ -83,21 +84,22 @@ def _norm(
 
     def plain(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
         y = x.astype(F32)
+        # E[x^2] - E[x]^2 would lose all digits of a small variance around a large mean
         y = y - y.mean(axis=-1, keepdims=True) if centred else y
         y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
         y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
         y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
         return y.astype(x.dtype)
 
-    def run(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-        rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-        if not norms.takes(rows, width, eps, scale, bias):
-            return plain(x, scale, bias)
-        y = x.astype(F32).reshape(rows, width)
-        y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
-        return y.reshape(x.shape).astype(x.dtype)
-
-    return by_compiler(run, [x, scale, bias], split(x))
+    if explicit_mesh(x, scale, bias) is not None:
+        again = partial(_norm, eps=eps, centred=centred)
+        return by_compiler(again, [x, scale, bias], split(x))
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    if not norms.takes(rows, width, eps, scale, bias):
+        return plain(x, scale, bias)
+    y = x.astype(F32).reshape(rows, width)
+    y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
+    return y.reshape(x.shape).astype(x.dtype)
 
 
 def project(
@@ -106,21 +108,21 @@ def project(
     bias: jax.Array | None = None,  # [*outputs]
     contract: int = 1,
 ) -> jax.Array:  # [..., *outputs]
-    """Return x W + b over the last `contract` axes of x, in the dtype of x."""
-    axes = slice(x.ndim - contract)
-    kernel = _readable(kernel, math.prod(x.shape[axes]), x.dtype)
-    arrays = [x, gathered(kernel, x, axes), gathered(bias, x, axes)]
-    result = split(x, axes, split(kernel, slice(contract, None)))
-    return by_compiler(partial(_project, contract), arrays, result)
+    """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-
-def _project(contract: int, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Multiply two matrices: over a batch of them, XLA's CPU backend is slower in the gradient.
-
-    It computes that of W from a transposed copy, which takes a third of a training step.
+    It multiplies two matrices: over a batch of them XLA's CPU backend is slower in the gradient,
+    where it makes a transposed copy of W, a third of a training step.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
+    # the compiled kernel reads bfloat16 as it is stored, half the bytes
+    if not (kernel.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, kernel)):
+        kernel = kernel.astype(x.dtype)
+    if explicit_mesh(x, kernel, bias) is not None:
+        axes = slice(len(lead))
+        arrays = [x, gathered(kernel, x, axes), gathered(bias, x, axes)]
+        result = split(x, axes, split(kernel, slice(contract, None)))
+        return by_compiler(partial(project, contract=contract), arrays, result)
     x, kernel = x.reshape(rows, inputs), kernel.reshape(inputs, width)
     on_cpu = platform() == "cpu"
     if products.takes(rows, x.dtype, kernel):
@@ -149,37 +151,32 @@ def logits(
     bias: jax.Array | None,  # [V]
 ) -> jax.Array:  # f32[B, T, V]
     """Return x E^T + b, with sums in f32."""
-    table = gathered(_readable(table, math.prod(x.shape[:2]), x.dtype), x, slice(2))
-    return by_compiler(_logits, [x, table, bias], split(x, slice(2), split(table, slice(1))))
-
-
-def _logits(x: jax.Array, table: jax.Array, bias: jax.Array | None) -> jax.Array:
-    rows = x.reshape(math.prod(x.shape[:2]), x.shape[2])
-    if products.takes(rows.shape[0], x.dtype, table):
-        y = products.product(rows, table, bias=bias, turned=True)
+    rows = math.prod(x.shape[:2])
+    if not (table.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, table)):
+        table = table.astype(x.dtype)
+    if explicit_mesh(x, table, bias) is not None:
+        arrays = [x, gathered(table, x, slice(2)), bias]
+        return by_compiler(logits, arrays, split(x, slice(2), split(table, slice(1))))
+    flat = x.reshape(rows, x.shape[2])
+    if products.takes(rows, x.dtype, table):
+        y = products.product(flat, table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
-    if known_sizes(rows.shape[0]) and 1 < rows.shape[0] <= 16 and platform() == "cpu":
+    if known_sizes(rows) and 1 < rows <= 16 and platform() == "cpu":
         # (E x^T)^T, which XLA may not turn back: E, the large one, is then read as it lies, up to
         # half as fast again (benchmarks/NOTES.md)
-        y = jnp.einsum("VD,XD->VX", table, rows, preferred_element_type=F32)
+        y = jnp.einsum("VD,XD->VX", table, flat, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T
     else:
-        y = jnp.einsum("XD,VD->XV", rows, table, preferred_element_type=F32)
+        y = jnp.einsum("XD,VD->XV", flat, table, preferred_element_type=F32)
     y = y.reshape(*x.shape[:2], len(table))
     return y if bias is None else y + bias[None, None]
-
-
-def _readable(weights: jax.Array, rows: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Return weights in the dtype of x, or bfloat16 as it is stored where the kernel reads that."""
-    if weights.dtype == jnp.bfloat16 and products.takes(rows, dtype, weights):
-        return weights
-    return weights.astype(dtype)
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
     """Look up rows of a table; an id outside it gives NaN, never another row."""
     if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
         ids = ids.astype(jnp.int32)
+    # a negative index would count from the end, in the mode "fill" too
     ids = jnp.where(ids < 0, table.shape[0], ids)
     take = partial(jnp.take, axis=0, mode="fill")
     return by_compiler(take, [gathered(table, ids, slice(None)), ids], split(ids))

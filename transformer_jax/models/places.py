@@ -220,6 +220,7 @@ class Places:
         The edits of a model come before those of the call.
         """
         own: Edits = model.edits if isinstance(model, nn.Module) else ()
+        # the usual call: no list of names is made, and the program is the one without places
         if not capture and not edit and not own:
             return NOWHERE
         if isinstance(capture, str):
@@ -321,6 +322,7 @@ class Places:
         `captured` has names in a block.
         """
         places = {name: _BLOCK.match(name) for name in kept}
+        # each step hands the value on, and the block that is asked for writes it
         carried = {
             name: jnp.where(layer == int(at[1]), captured[at[2]], kept[name])
             for name, at in places.items()

@@ -218,9 +218,11 @@ def apply_rope(
         raise ValueError(f"positions have shape {positions.shape}: {rule}")
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
+    # bfloat16 is rotated in float32 and rounded once, at the end
     wide = np.promote_types(x.dtype, np.float32)
     angles = _angles(positions, frequencies, wide)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
+    # YaRN and LongRoPE multiply queries and keys, so scores grow by the square of the factor
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)  # [B or 1, T, 1, dims/2]
     rotated = x[..., :dims].astype(wide)
     if config.pairing == "half":
@@ -263,6 +265,7 @@ def _angles(
         angles = signed.astype(dtype) * (2 * math.pi / 2.0**64)
         return jnp.where((positions < 0)[..., None], -angles, angles)
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
+    # products of 16-bit halves: without x64 JAX has no 64-bit integers
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
     signed = phase.astype(jnp.int32)  # the same bits; ONNX has no bitcast before opset 26

@@ -166,18 +166,19 @@ def _walk(tree: Params, path: str, kind: Kind, embeddings: bool) -> Params:
         at = f"{path}/{name}" if path else name
         if isinstance(part, Mapping):
             found[name] = _walk(part, at, kind, embeddings)
-        elif name == "kernel" and _is_quantized(path.split("/")):
+        elif (
+            name == "kernel"
+            and any(module.startswith("block") for module in path.split("/"))
+            and path.rpartition("/")[2] not in WHOLE
+        ):
             found[name] = _quantized(at, part, 8 if kind == "int8" else 4)
         elif embeddings and at in [f"embed/{table}" for table in TABLES]:
-            found[name] = _quantized_table(at, part)
+            values, scale = _rounded(_checked(at, part).T[None], 8)
+            _check_scale(at, scale, 8)
+            found[name] = QuantizedTable(values=values.T, scale=scale[0])
         else:
             found[name] = part
     return found
-
-
-def _is_quantized(module: list[str]) -> bool:
-    """Return whether the kernel of a module is one of a block; routers choose experts by theirs."""
-    return any(name.startswith("block") for name in module) and module[-1] not in WHOLE
 
 
 def _checked(path: str, weights: Parameter) -> jax.Array:
@@ -194,12 +195,6 @@ def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
     most = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
         raise ConfigError(f"{path} has weights at the end of float32: cannot be quantised")
-
-
-def _quantized_table(path: str, table: Parameter) -> QuantizedTable:
-    values, scale = _rounded(_checked(path, table).T[None], 8)
-    _check_scale(path, scale, 8)
-    return QuantizedTable(values=values.T, scale=scale[0])
 
 
 def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
@@ -225,10 +220,12 @@ def _rounded(
     most = 2 ** (bits - 1) - 1
     grouped = grouped.astype(jnp.float32)
     scale = largest(jnp.abs(grouped), axis=-2) / most
+    # an output whose weights are all 0 has the scale 0
     divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
     values = jnp.clip(jnp.round(grouped / divisor), -most, most).astype(jnp.int8)
     values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
     if bits == 4:
+        # -7..7 become 1..15, four bits without a sign
         pairs = (values + 8).astype(jnp.uint8)
         pairs = pairs.reshape(*pairs.shape[:-2], -1, 2, pairs.shape[-1])
         values = pairs[..., 0, :] | pairs[..., 1, :] << 4
@@ -256,6 +253,7 @@ def quantized_project(
 @partial(jax.checkpoint, static_argnums=0)
 def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
     """Return x W', which is made when x is there."""
+    # XLA could make W' of all layers before the first product, since W' does not depend on x
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
     return ops.project(x, kernel.astype(x.dtype), None, contract)
 

@@ -55,6 +55,7 @@ class Stack(Module):
             self.blocks = nn.scan(
                 block,
                 methods={
+                    # gathered as [B, L, ...]: every leaf of a result leads with its rows
                     "scan_step": dict(
                         lifted, in_axes=(0, 0, nn.broadcast, nn.broadcast), out_axes=1
                     ),
@@ -64,8 +65,10 @@ class Stack(Module):
         else:
             self.block = [
                 block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
+                # ALBERT has one block, which every layer runs (Lan et al. 2020)
                 for i in range(1 if cfg.share_layers else self.depth)
             ]
+        # one table of biases for all layers, as in T5 (Raffel et al. 2020, 2.1)
         if (distances := distance_buckets(cfg.positions)) is not None:
             normal = nn.initializers.normal(cfg.init_std)
             shape = distances.buckets, cfg.num_heads
@@ -135,6 +138,7 @@ class Stack(Module):
         cross = None if cache is None else cache.cross
         if cfg.scan_layers:
             own = replace(given, mask=masks[0], bias=bias)
+            # the split of the loop below: looped and scanned draw the same numbers
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
             kept: Captured = {}

@@ -112,7 +112,26 @@ class StreamingEncoder(CheckedModule):
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        _check_encoder(self.config, self.frame_dim, self.chunk)
+        config, chunk = self.config, self.chunk
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"config is a {type(config).__name__}: must be a ModelConfig")
+        window = _window(config)
+        if config.kind != "decoder":
+            rule = "a StreamingEncoder is a causal stack, 'decoder'"
+            raise ValueError(f"kind is {config.kind!r}: {rule}")
+        if isinstance(config.positions, Learned):
+            rule = "a table ends; use 'rope', 'alibi', 't5', ..."
+            raise ValueError(f"positions is {config.positions!r}: {rule}")
+        scales = "scale_embeddings", "embedding_scale", "logit_scale"
+        for name in (*scales, "logit_bias", "logit_softcap"):
+            if getattr(config, name):
+                rule = "frames have no token table"
+                raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")
+        check_count("frame_dim", self.frame_dim, 1)
+        if chunk is not None:
+            check_count("chunk", chunk, 1)
+        if chunk is not None and chunk > window:
+            raise ValueError(f"chunk is {chunk}: must be from 1 to window, {window}")
         super().__post_init__()
 
     def setup(self) -> None:
@@ -154,7 +173,18 @@ class StreamingEncoder(CheckedModule):
         """
         cfg = self.config
         refuse_rngs(self, key)
-        _check_frames(frames, self.frame_dim, positions, cache)
+        if cache is not None:
+            check_is_cache(cache)
+        shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
+        if shape is None or dtype is None:
+            raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        if len(shape) != 3 or shape[2] != self.frame_dim or not floating:
+            rule = f"must be floating [B, T, {self.frame_dim}]"
+            raise ValueError(f"frames are {dtype}{list(shape)}: {rule}")
+        _check_positions("frames", shape, positions)
+        if cache is not None and cache.length.shape[0] != shape[0]:
+            raise ValueError(f"frames have {shape[0]} rows, the cache {cache.length.shape[0]}")
         positions = as_int32("positions", positions)
         places, refused = frames[:, :, 0], None
         if cache is not None:
@@ -164,10 +194,24 @@ class StreamingEncoder(CheckedModule):
                 raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
             positions, refused = check_cache_room(cfg, cache, places, positions)
         if self.chunk is not None and positions is not None:
-            astray = _astray(positions, self.chunk)
+            # rows whose first position is no multiple of the chunk: known ones raise, traced ones
+            # give NaN, since a chunk that begins elsewhere would see frames of the next
+            known = known_value(positions)
+            numpy: ModuleType = jnp if known is None else np
+            places_of: Array = positions if known is None else known
+            last = np.iinfo(np.int32).max
+            first = numpy.where(places_of < 0, last, places_of).min(axis=1, initial=last)
+            astray = (first % self.chunk != 0) & (places_of >= 0).any(axis=1)
+            if known is not None and astray.any():
+                row = int(np.argmax(astray))
+                rule = f"must be a multiple of chunk {self.chunk}"
+                raise ValueError(f"row {row} starts at position {int(first[row])}: {rule}")
             refused = astray if refused is None else refused | astray
+        mask: Mask = Causal()
+        if self.chunk is not None:
+            mask = chunk_mask(self.chunk, _window(cfg) - self.chunk, cfg.sink_tokens)
         token_positions, masks = positions_and_masks(
-            cfg, places.shape, positions, None, self._mask(), causal=True
+            cfg, places.shape, positions, None, mask, causal=True
         )
         input_key, stack_key = split_key(key, 2)
         x = self._embed(frames, token_positions, input_key)
@@ -178,12 +222,6 @@ class StreamingEncoder(CheckedModule):
         if refused is not None:
             x = jnp.where(refused[:, None, None], jnp.nan, x)
         return (x, cache, seam.in_order(visit.captured)) if capture else (x, cache)
-
-    def _mask(self) -> Mask:
-        if self.chunk is None:
-            return Causal()
-        cfg = self.config
-        return chunk_mask(self.chunk, _window(cfg) - self.chunk, cfg.sink_tokens)
 
     def _embed(
         self, frames: jax.Array, token_positions: jax.Array, key: jax.Array | None
@@ -238,7 +276,25 @@ def stream_attention(
     Returns:
         The result [B, T, N, Hv] and the new state, None where none was given.
     """
-    rows, count = _check_attention(state, query, window, positions, bias)
+    if len(query.shape) != 4:
+        raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
+    _check_positions("queries", query.shape, positions)
+    check_not_consumed(state)
+    if state is None and window is None:
+        raise ValueError("window is None without a state: give one of them")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: must be at least 1")
+    if state is not None:
+        if window is not None and state.capacity - state.sinks < window:
+            beside = f" beside {state.sinks} sinks" if state.sinks else ""
+            given = f"capacity is {state.capacity - state.sinks}{beside}"
+            raise ValueError(f"{given}: must be at least window, {window}")
+        if state.length.shape[0] != query.shape[0]:
+            raise ValueError(f"query has {query.shape[0]} rows, the state {state.length.shape[0]}")
+    if bias is not None and not isinstance(bias, Bias):
+        kind = type(bias).__name__
+        raise ValueError(f"bias is a {kind}: must be a value such as ALiBi or RelativeBias")
+    rows, count = query.shape[:2]
     positions = as_int32("positions", positions)
     refused, placed = None, positions
     if state is None:
@@ -293,6 +349,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
     if state.sinks:
         raise ValueError(f"sinks is {state.sinks}: sinks stay where they are")
     check_count("multiple", multiple, 1)
+    # position p is in slot p % S of a ring: a key stays in its slot if S divides the shift
     step = math.lcm(state.capacity, multiple)
     shift = jnp.maximum(state.length - state.capacity, 0) // step * step  # [B]
     k = state.k
@@ -357,51 +414,6 @@ def _window(config: ModelConfig) -> int:
     return config.window
 
 
-def _check_encoder(config: ModelConfig, frame_dim: int, chunk: int | None) -> None:
-    if not isinstance(config, ModelConfig):
-        raise ValueError(f"config is a {type(config).__name__}: must be a ModelConfig")
-    window = _window(config)
-    if config.kind != "decoder":
-        raise ValueError(
-            f"kind is {config.kind!r}: a StreamingEncoder is a causal stack, 'decoder'"
-        )
-    if isinstance(config.positions, Learned):
-        rule = "a table ends; use 'rope', 'alibi', 't5', ..."
-        raise ValueError(f"positions is {config.positions!r}: {rule}")
-    for name in (
-        "scale_embeddings",
-        "embedding_scale",
-        "logit_scale",
-        "logit_bias",
-        "logit_softcap",
-    ):
-        if getattr(config, name):
-            rule = "frames have no token table"
-            raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")
-    check_count("frame_dim", frame_dim, 1)
-    if chunk is not None:
-        check_count("chunk", chunk, 1)
-    if chunk is not None and chunk > window:
-        raise ValueError(f"chunk is {chunk}: must be from 1 to window, {window}")
-
-
-def _check_frames(
-    frames: jax.Array, frame_dim: int, positions: jax.Array | None, cache: ModelCache | None
-) -> None:
-    if cache is not None:
-        check_is_cache(cache)
-    shape, dtype = getattr(frames, "shape", None), getattr(frames, "dtype", None)
-    if shape is None or dtype is None:
-        raise ValueError(f"frames are a {type(frames).__name__}: must be an array [B, T, D_in]")
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    if len(shape) != 3 or shape[2] != frame_dim or not floating:
-        rule = f"must be floating [B, T, {frame_dim}]"
-        raise ValueError(f"frames are {dtype}{list(shape)}: {rule}")
-    _check_positions("frames", shape, positions)
-    if cache is not None and cache.length.shape[0] != shape[0]:
-        raise ValueError(f"frames have {shape[0]} rows, the cache {cache.length.shape[0]}")
-
-
 def _check_positions(name: str, shape: tuple[int, ...], positions: jax.Array | None) -> None:
     if positions is None:
         return
@@ -409,47 +421,3 @@ def _check_positions(name: str, shape: tuple[int, ...], positions: jax.Array | N
         given = f"{positions.dtype}{list(positions.shape)}"
         rule = f"must be integers {list(shape[:2])}, as {name} are"
         raise ValueError(f"positions are {given}: {rule}")
-
-
-def _check_attention(
-    state: kv.KVCache | None,
-    query: jax.Array,
-    window: int | None,
-    positions: jax.Array | None,
-    bias: Bias | None,
-) -> tuple[int, int]:
-    if len(query.shape) != 4:
-        raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
-    _check_positions("queries", query.shape, positions)
-    check_not_consumed(state)
-    if state is None and window is None:
-        raise ValueError("window is None without a state: give one of them")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: must be at least 1")
-    if state is not None:
-        if window is not None and state.capacity - state.sinks < window:
-            beside = f" beside {state.sinks} sinks" if state.sinks else ""
-            given = f"capacity is {state.capacity - state.sinks}{beside}"
-            raise ValueError(f"{given}: must be at least window, {window}")
-        if state.length.shape[0] != query.shape[0]:
-            raise ValueError(f"query has {query.shape[0]} rows, the state {state.length.shape[0]}")
-    if bias is not None and not isinstance(bias, Bias):
-        kind = type(bias).__name__
-        raise ValueError(f"bias is a {kind}: must be a value such as ALiBi or RelativeBias")
-    return query.shape[0], query.shape[1]
-
-
-def _astray(positions: jax.Array, chunk: int) -> jax.Array:  # bool[B]
-    """Rows whose first position is no multiple of `chunk`; known ones raise."""
-    known = known_value(positions)
-    numpy: ModuleType = jnp if known is None else np
-    given: Array = positions if known is None else known
-    last = np.iinfo(np.int32).max
-    first = numpy.where(given < 0, last, given).min(axis=1, initial=last)
-    astray = (first % chunk != 0) & (given >= 0).any(axis=1)
-    if known is not None and astray.any():
-        row = int(np.argmax(astray))
-        raise ValueError(
-            f"row {row} starts at position {int(first[row])}: must be a multiple of chunk {chunk}"
-        )
-    return astray

@@ -166,6 +166,7 @@ class Encoder(CheckedModule):
             key=key,
         )  # fmt: skip
         if self.is_initializing():
+            # flax declares the parameters of a layer when it is called, so `init` calls every head
             if self.config.pooling is not None:
                 self._pool(x, None)
             if self.config.num_classes is not None:
@@ -239,9 +240,11 @@ class Encoder(CheckedModule):
         positions = input_positions(cfg.inputs, positions)
         valid = jnp.ones(x.shape[:2], bool) if positions is None else positions >= 0
         if cfg.pooler_reads == "mean":
+            # 0 for padding, and a divisor of at least 1: a row of padding alone has the mean 0
             total = jnp.where(valid[:, :, None], x.astype(jnp.float32), 0.0).sum(axis=1)
             x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
         elif cfg.pooler_reads == "first":
+            # the first True, which is not column 0 where a row is padded on its left
             at = jnp.argmax(valid, axis=1)[:, None, None]
             x = jnp.take_along_axis(x, at, axis=1)[:, 0]
         if cfg.pooling == "transform":
@@ -378,6 +381,7 @@ def run_encoder(
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
+        # from here on they are those of the vectors that convolutions made of frames
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
     places = places.told(token_positions, packed=segments is not None)
