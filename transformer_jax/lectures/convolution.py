@@ -13,8 +13,6 @@ stands one learned vector, `begin`. The state is the last tokens, from which a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -25,17 +23,14 @@ from transformer_jax.config.fields import Fraction, Positive, Size, check_types
 from transformer_jax.config.keywords import config_class
 from transformer_jax.lectures.recent_tokens import (
     RecentTokens,
-    RecentTokensStep,
+    RecentTokensLM,
     init_recent_tokens,
-    result_of,
-    slide_window,
 )
 from transformer_jax.lectures.vocabulary import Vocabulary
-from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.models.functional import dropout, split_key
-from transformer_jax.models.layers import parameter, refuse_rngs, refuse_surplus
+from transformer_jax.models.layers import parameter, refuse_surplus
 from transformer_jax.models.ops import lookup
-from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places
+from transformer_jax.models.places import Visit
 
 
 @config_class
@@ -85,7 +80,7 @@ class ConvolutionConfig(AnyModelConfig):
         return {"read_out": ("B", "T", self.d_hidden)} | super().places()
 
 
-class ConvolutionLM(CheckedModule):
+class ConvolutionLM(RecentTokensLM):
     """Predict each token by convolutions over those before it (Dauphin et al. 2017).
 
     Attributes:
@@ -93,11 +88,6 @@ class ConvolutionLM(CheckedModule):
     """
 
     config: ConvolutionConfig
-
-    @nn.nowrap
-    def as_step(self) -> RecentTokensStep:
-        """Return the step of `make_step`."""
-        return RecentTokensStep(self)
 
     def setup(self) -> None:
         cfg = self.config
@@ -111,45 +101,16 @@ class ConvolutionLM(CheckedModule):
         ]
         refuse_surplus(self)
 
-    def __call__(
+    def predict(
         self,
-        tokens: jax.Array,  # i32[B, T]
-        *,
-        state: RecentTokens | None = None,
-        valid: jax.Array | None = None,  # bool[B, T]
-        segments: jax.Array | None = None,  # i32[B, T]
-        at: jax.Array | None = None,  # i32[B, Q]
-        key: jax.Array | None = None,
-        capture: Sequence[str] = (),
-        edit: Mapping[str, Edit] = NO_EDIT,
-    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
-        """Return logits of the next token, and the state after these.
-
-        Args:
-            tokens: i32[B, T].
-            state: of the tokens before; None is the beginning.
-            valid: bool[B, T], False is padding; None has none.
-            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
-                that of the last one. Not with a state.
-            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
-                for others; None is every token.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
-
-        Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
-            name.
-
-        Raises:
-            ValueError: if arguments do not fit.
-        """
-        cfg, places = self.config, Places.of(self, capture, edit)
-        refuse_rngs(self, key)
-        windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
+        windows: jax.Array,  # i32[B, Q, C]
+        key: jax.Array | None,
+        visit: Visit,
+        whole: bool,
+    ) -> jax.Array:  # f32[B, Q, V]
+        """Return the logits of the token after each window."""
+        cfg = self.config
         count = windows.shape[1]
-        every = at is None or places.edit
-        whole = valid is None and segments is None and every and tokens.shape[1] > 0
         if whole:  # the windows overlap: each layer runs once along the text
             lines = jnp.concatenate([windows[:, 0, :-1], windows[:, :, -1]], axis=1)
         else:
@@ -164,5 +125,4 @@ class ConvolutionLM(CheckedModule):
             x = x[:, cfg.kernel_size - 1 :] + value * jax.nn.sigmoid(gate)
         x = x if whole else rearrange(x, "(B Q) 1 D -> B Q D", Q=count)
         x = visit("read_out", dropout(x, cfg.dropout, keys[-1]))
-        logits = visit("logits", self.embed.logits(x))
-        return result_of(visit, places, logits, state, at)
+        return self.embed.logits(x)

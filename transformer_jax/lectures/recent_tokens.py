@@ -6,15 +6,18 @@ training pass gathers all windows at once; decoding moves the window by one toke
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.decoding.step import AppliedStep
-from transformer_jax.models.arguments import check_tokens, gather_tokens
+from transformer_jax.models.arguments import CheckedModule, check_tokens, gather_tokens
+from transformer_jax.models.layers import refuse_rngs
 from transformer_jax.models.packing import (
     check_segments,
     check_valid,
@@ -22,7 +25,7 @@ from transformer_jax.models.packing import (
     number_documents,
     sequence_positions,
 )
-from transformer_jax.models.places import Places, Visit
+from transformer_jax.models.places import NO_EDIT, Captured, Edit, Places, Visit
 from transformer_jax.values import value_class
 
 
@@ -169,6 +172,70 @@ def _windows(
     rows = jnp.arange(line.shape[0])[:, None, None]
     same = owner[rows, index] == jnp.maximum(document, 0)[:, :, None]
     return jnp.where(same, line[rows, index], -1)
+
+
+class RecentTokensLM(CheckedModule):
+    """Model that predicts each token from the window of the last ones."""
+
+    config: Any
+
+    @nn.nowrap
+    def as_step(self) -> RecentTokensStep:
+        """Return the step of `make_step`."""
+        return RecentTokensStep(self)
+
+    def __call__(
+        self,
+        tokens: jax.Array,  # i32[B, T]
+        *,
+        state: RecentTokens | None = None,
+        valid: jax.Array | None = None,  # bool[B, T]
+        segments: jax.Array | None = None,  # i32[B, T]
+        at: jax.Array | None = None,  # i32[B, Q]
+        key: jax.Array | None = None,
+        capture: Sequence[str] = (),
+        edit: Mapping[str, Edit] = NO_EDIT,
+    ) -> tuple[jax.Array, RecentTokens] | tuple[jax.Array, RecentTokens, Captured]:
+        """Return logits of the next token, and the state after these.
+
+        Args:
+            tokens: i32[B, T].
+            state: of the tokens before; None is the beginning.
+            valid: bool[B, T], False is padding; None has none.
+            segments: i32[B, T], ids of packed documents, none of which sees another; the state is
+                that of the last one. Not with a state.
+            at: i32[B, Q], indices of the tokens whose logits are asked for, and nothing is computed
+                for others; None is every token.
+            key: a single key, which turns dropout on.
+            capture: names of places (`transformer_jax.places`), whose values are returned.
+            edit: functions by the names of places, which change the values there.
+
+        Returns:
+            Logits f32[B, T, V], of `at` [B, Q, V], and the state; with `capture` also the values by
+            name.
+
+        Raises:
+            ValueError: if arguments do not fit.
+        """
+        places = Places.of(self, capture, edit)
+        refuse_rngs(self, key)
+        every = at is None or bool(places.edit)
+        whole = valid is None and segments is None and every and tokens.shape[1] > 0
+        windows, state, visit = slide_window(
+            self.config, tokens, state, valid, segments, at, places
+        )
+        logits = self.predict(windows, key, visit, whole)
+        return result_of(visit, places, visit("logits", logits), state, at)
+
+    def predict(
+        self,
+        windows: jax.Array,  # i32[B, Q, C]; -1 before the beginning
+        key: jax.Array | None,
+        visit: Visit,
+        whole: bool,
+    ) -> jax.Array:  # f32[B, Q, V]
+        """Return the logits after each window; if `whole`, each begins a token after the last."""
+        raise NotImplementedError
 
 
 @value_class

@@ -478,21 +478,19 @@ class Block(Module):
             elif wanted:
                 in_f32 = lambda key: jax.tree.map(lambda x: x.astype(F32), init(key))  # noqa: E731
                 own = self.param("own", in_f32)
-            self.own: Params = unfreeze(own)
-            there = jax.tree.map(jnp.shape, self.own)
+            own = unfreeze(own)
+            there = jax.tree.map(jnp.shape, own)  # of `own`: flax freezes a dict of a module
+            self.own: Params = own
             if wanted != there:
                 path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
                 raise ValueError(f"{path} is {there}: {kind}.init has {wanted}")
+        self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if cfg.block is not None and cfg.block.is_whole:
-            self.attention = Attention(
-                cfg, depth=self.depth, window=self.window, number=self.number
-            )
             refuse_surplus(self)
             return
         branches = ["attention", *(["cross_attention"] if self.cross else [])]
         branches += ["feed_forward"] if cfg.ff_dim else []
         self.branches = branches
-        self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if self.cross:
             self.cross_attention = Attention(cfg, cross=True, depth=self.depth)
         if cfg.ff_dim:

@@ -72,6 +72,7 @@ def _norm(
     eps: float,
     *,
     centred: bool,
+    native: bool = True,
 ) -> jax.Array:
     check_array("x", x, "[..., D]")
     for name, value in (("scale", scale), ("bias", bias)):
@@ -82,24 +83,21 @@ def _norm(
             rule = f"must be {x.shape[-1:]}, [D] of x, or one number"
             raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
-    def plain(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-        y = x.astype(F32)
-        # E[x^2] - E[x]^2 would lose all digits of a small variance around a large mean
-        y = y - y.mean(axis=-1, keepdims=True) if centred else y
-        y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
-        y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
-        y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
-        return y.astype(x.dtype)
-
     if explicit_mesh(x, scale, bias) is not None:
         again = partial(_norm, eps=eps, centred=centred)
         return by_compiler(again, [x, scale, bias], split(x))
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    if not norms.takes(rows, width, eps, scale, bias):
-        return plain(x, scale, bias)
-    y = x.astype(F32).reshape(rows, width)
-    y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=plain)
-    return y.reshape(x.shape).astype(x.dtype)
+    y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
+    if native and norms.takes(rows, width, eps, scale, bias):
+        elsewhere = partial(_norm, eps=eps, centred=centred, native=False)
+        y = y.reshape(rows, width)
+        y = norms.norm(y, scale, bias, eps, centred=centred, elsewhere=elsewhere)
+        return y.reshape(x.shape).astype(x.dtype)
+    # E[x^2] - E[x]^2 would lose all digits of a small variance around a large mean
+    y = y - y.mean(axis=-1, keepdims=True) if centred else y
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + eps)
+    y = y if scale is None else y * scale.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
+    y = y if bias is None else y + bias.astype(F32).reshape(*(1,) * (y.ndim - 1), -1)
+    return y.astype(x.dtype)
 
 
 def project(
@@ -178,8 +176,9 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -
         ids = ids.astype(jnp.int32)
     # a negative index would count from the end, in the mode "fill" too
     ids = jnp.where(ids < 0, table.shape[0], ids)
-    take = partial(jnp.take, axis=0, mode="fill")
-    return by_compiler(take, [gathered(table, ids, slice(None)), ids], split(ids))
+    if explicit_mesh(table, ids) is not None:
+        return by_compiler(lookup, [gathered(table, ids, slice(None)), ids], split(ids))
+    return jnp.take(table, ids, axis=0, mode="fill")
 
 
 def argmax(
