@@ -604,7 +604,9 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
 )  # fmt: skip
 def test_a_config_or_a_size_that_cannot_stream_is_refused(change, sizes, said):
     with pytest.raises(ValueError) as caught:
-        StreamingEncoder(settings("none", **change), *sizes)
+        StreamingEncoder(
+            ModelConfig(**SIZES | dict(window=WINDOW, positions="none") | change), *sizes
+        )
     assert str(caught.value).startswith(said)
 
 
