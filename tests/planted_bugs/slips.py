@@ -888,7 +888,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a token after a broken character starts where that one does",
-            "self.start = self.length + _is_broken(begun, piece[:1])",
+            "self.start = self.length + broken",
             "self.start = self.length",
             "decoding/test_completion.py::test_a_token_starts_at_its_first_character",
         ),

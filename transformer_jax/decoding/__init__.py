@@ -38,11 +38,7 @@ from transformer_jax.decoding.samplers import (
 )
 from transformer_jax.decoding.slots import Slots, admit, advance_slots, init_slots, release
 from transformer_jax.decoding.speculative import Speculation, speculate
-from transformer_jax.decoding.step import (
-    ModelStep,
-    Step,
-    make_step,
-)
+from transformer_jax.decoding.step import ModelStep, Step, make_step
 
 __getattr__ = later(
     __name__,
@@ -53,55 +49,12 @@ __getattr__ = later(
 )
 
 __all__ = [
-    "Ban",
-    "BanSequences",
-    "Beams",
-    "Completion",
-    "Constraint",
-    "Draft",
-    "Force",
-    "ForceLast",
-    "FrequencyPenalty",
-    "GNMTPenalty",
-    "Generation",
-    "Greedy",
-    "History",
-    "HistoryProcessor",
-    "LengthPenalty",
-    "Likeliest",
-    "MinLength",
-    "MinP",
-    "ModelStep",
-    "NoRepeatNGram",
-    "PresencePenalty",
-    "PromptLookup",
-    "Proposal",
-    "Proposer",
-    "RecentTokensStep",
-    "RecurrentStep",
-    "RepetitionPenalty",
-    "Request",
-    "RowSampling",
-    "Sample",
-    "Sampler",
-    "Slots",
-    "Speculation",
-    "Step",
-    "Temperature",
-    "TopK",
-    "TopP",
-    "Typical",
-    "admit",
-    "advance_slots",
-    "beam_search",
-    "bucket",
-    "fork",
-    "generate",
-    "init_slots",
-    "make_step",
-    "prefill",
-    "release",
-    "serve_requests",
-    "speculate",
-    "stream",
-]
+    "Ban", "BanSequences", "Beams", "Completion", "Constraint", "Draft", "Force", "ForceLast",
+    "FrequencyPenalty", "GNMTPenalty", "Generation", "Greedy", "History", "HistoryProcessor",
+    "LengthPenalty", "Likeliest", "MinLength", "MinP", "ModelStep", "NoRepeatNGram",
+    "PresencePenalty", "PromptLookup", "Proposal", "Proposer", "RecentTokensStep", "RecurrentStep",
+    "RepetitionPenalty", "Request", "RowSampling", "Sample", "Sampler", "Slots", "Speculation",
+    "Step", "Temperature", "TopK", "TopP", "Typical", "admit", "advance_slots", "beam_search",
+    "bucket", "fork", "generate", "init_slots", "make_step", "prefill", "release", "serve_requests",
+    "speculate", "stream",
+]  # fmt: skip

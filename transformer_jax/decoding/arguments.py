@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from types import ModuleType
 from typing import Generic, NamedTuple, TypeAlias, cast
 
@@ -21,15 +20,7 @@ from transformer_jax.decoding.logit_processors import (
     check_processors,
 )
 from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
-from transformer_jax.decoding.step import (
-    AppliedStep,
-    Params,
-    Step,
-    StepLike,
-    as_step,
-    check_given,
-    count_vocab,
-)
+from transformer_jax.decoding.step import AppliedStep, Params, Step, StepLike, as_step, count_vocab
 from transformer_jax.tracing import traced
 from transformer_jax.values import short_repr
 
@@ -88,6 +79,7 @@ class CheckedArguments(NamedTuple, Generic[State]):
 
 def bucket(length: int) -> int:
     """Return the smallest power of two from 16 on that holds `length` tokens."""
+    # Powers of two: few programs serve all lengths, and no long prompt is padded to twice its own.
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -111,11 +103,11 @@ def check_arguments(
 
     The prompts come back padded to their bucket, the state fit to be donated.
     """
-    name, step = type(step).__name__, as_step(step)
-    check_given(params, state)
+    name, step = type(step).__name__, as_step(step, params, state)
     check_count("num_tokens", num_tokens, 1, INT32.max)
     if chunk is not None:
         check_count("chunk", chunk, 1)
+    # A string is a sequence of names of one letter each: it stays whole, for the error below.
     capture = capture if isinstance(capture, str) else tuple(capture)
     if capture and not step.offers("look"):
         raise ValueError(f"capture is {capture!r}: {name} has no `look`")
@@ -131,12 +123,14 @@ def check_arguments(
     if key is None and not isinstance(sampler, Greedy):
         raise ValueError(f"key is None: {sampler!r} draws random numbers")
     keys = row_keys(key, rows)
+    # If no row can end early, the program has no masks of the rows that have ended.
     ends = bool(stop) or limits is not None
     options = DecodeOptions(sampler, processors, stop, ends, tuple(capture), chunk=chunk)
     limits = check_limits(limits, rows, num_tokens)
     state = make_donatable(state)
     tokens = check_with_step(step, tokens, lengths, limits, state)
     if stop:
+        # Only a stop token needs the size of the vocabulary, which takes a trace of the step.
         check_stop(stop, step, params, rows, state)
     step, tokens, lengths = fill_prompts(step, tokens, lengths)
     prompts = Prompts(tokens, lengths, keys, jnp.asarray(limits, jnp.int32))
@@ -156,6 +150,7 @@ def check_with_step(
     not reach, and this is traced, the row's tokens become -1, which makes its logits NaN.
     """
     numpy: ModuleType = jnp if traced(lengths, limits) else np
+    # A row with limit 0 still reads its whole prompt: its state is what the caller wants.
     total = lengths + numpy.maximum(limits, 1) - 1
     if not traced(prompt, total):
         step.check(np.asarray(prompt), state, total)
@@ -186,6 +181,7 @@ def fill_prompts(
     if known and len(set(np.asarray(lengths).tolist())) > 1:
         step = step.told(padded=True)
     if step.reads_exactly:
+        # Such an edit would see the padding and act on it: each length gets a program of its own.
         width = int(np.max(lengths, initial=1)) if known else prompt.shape[1]
     numpy: ModuleType = jnp if traced(prompt) else np
     fill = max(0, width - prompt.shape[1])
@@ -200,11 +196,12 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
     dtype or a known value is wrong; traced values are not checked.
     """
     try:
-        tokens = _on_host(prompt)
+        tokens = prompt if isinstance(prompt, jax.core.Tracer) else np.asarray(prompt)
     except ValueError:
         raise ValueError(
             "prompt has rows of several lengths: fill them up to one, and give `lengths`"
         ) from None
+    # NumPy makes an array of a string, too, and a text is a likely mistake.
     if tokens.dtype.kind in "SU":
         raise ValueError("prompt is text: must be token ids; load(FOLDER).generate takes a text")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
@@ -215,7 +212,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
     rows, columns = tokens.shape
     if lengths is None:
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
-    counts = _on_host(lengths)
+    counts = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
     if counts.shape not in ((rows,), tokens.shape):
         rule = f"must be ({rows},), or a mask {tokens.shape} of the tokens"
         raise ValueError(f"lengths have shape {counts.shape}: {rule}")
@@ -227,6 +224,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         valid = counts != 0
         if not traced(counts) and (wrong := counts[valid & (counts != 1)]).size:
             raise ValueError(f"lengths is a mask with {wrong[0]}: must be 0 and 1, or bool")
+        # A stable sort keeps the tokens in order, whichever side the padding is on.
         order = numpy.argsort(~valid, axis=1, stable=True)
         tokens = numpy.take_along_axis(tokens, order, axis=1)
         counts = valid.sum(axis=1, dtype=np.int32)
@@ -234,13 +232,15 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
         return jnp.where(jnp.arange(columns)[None] < counts[:, None], tokens, 0), counts
     if rows and not 1 <= counts.min() <= counts.max() <= columns:
         raise ValueError(f"lengths are {counts.tolist()}: must be from 1 to {columns}")
+    # What stands after a row's end may be any number; 0 is a token of every vocabulary.
     tokens = np.where(np.arange(columns)[None] < counts[:, None], tokens, 0)
     return as_int32("prompt", tokens), counts
 
 
-def _on_host(values: TokenRows | PerRow) -> Array:
-    """Return known values as NumPy's array, traced ones as they are."""
-    return values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+_fold_rows = jax.jit(
+    lambda key, rows: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows)),
+    static_argnums=1,
+)
 
 
 def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry's
@@ -256,17 +256,13 @@ def row_keys(key: jax.Array | None, rows: int) -> jax.Array:  # key[B], Threefry
         check_key("key", key)
     dtype, shape = key.dtype, key.shape
     typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # Raw keys of older JAX have an axis of words more than typed ones.
     if shape == (rows,) if typed else dtype == jnp.uint32 and len(key.shape) == 2:
         if shape[0] != rows:
             raise ValueError(f"key is {dtype}{tuple(shape)}: must be one key, or one for each row")
         return as_threefry(key)
     check_key("key", key)
     return _fold_rows(as_threefry(key), rows)
-
-
-@partial(jax.jit, static_argnames="rows")
-def _fold_rows(key: jax.Array, rows: int) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
 def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -289,6 +285,7 @@ def make_donatable(state: State) -> State:
     ValueError where the state was consumed before.
     """
     check_not_consumed(state)
+    # XLA refuses to donate one buffer twice, and a state may contain an array twice.
     leaves, tree = jax.tree.flatten(state)
     seen: set[int] = set()
     for i, x in enumerate(leaves):
@@ -306,7 +303,7 @@ def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  #
     """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
-    given = _on_host(limits)
+    given = limits if isinstance(limits, jax.core.Tracer) else np.asarray(limits)
     if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"limits are {given.dtype}{list(given.shape)}: must be integers [{rows}]")
     if traced(given):
@@ -324,6 +321,7 @@ def check_sampler(sampler: Sampler) -> None:
     if not callable(sampler):
         raise ValueError(f"sampler is {sampler!r}: must be called with (key, logits)")
     try:
+        # A processor such as TopK(40) is a value and can be called, too, but with logits alone.
         inspect.signature(sampler).bind(None, None)
     except TypeError:
         rule = f"must be called with (key, logits); a processor goes into Sample({sampler!r})"

@@ -47,6 +47,7 @@ def gather_rows(state: State, rows: jax.Array) -> State:  # i32[R] -> a state of
     check_not_consumed(state)
 
     def gather(state: State, rows: jax.Array) -> State:
+        # JAX's default fills with NaN what is out of range, which a float cache would keep.
         return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), state)
 
     return by_compiler(gather, [state, rows], jax.tree.map(split, state))
@@ -75,6 +76,8 @@ def fork(state: State, copies: int) -> State:
         refuse_pages(state, "fork into several rows")
 
     def repeat(state: State) -> State:
+        # `repeat` of one copy returns its argument: a donated result would take the caller's
+        # memory.
         return jax.tree.map(lambda x: jnp.array(jnp.repeat(x, copies, axis=0), copy=True), state)
 
     return by_compiler(repeat, [state], jax.tree.map(split, state))
@@ -89,6 +92,7 @@ def select_rows(
     refuse_pages(old, "select_rows")
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
+        # `where` broadcasts from the last axis, and the rows are the first.
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
 
     return jax.tree.map(select, new, old)

@@ -34,14 +34,14 @@ from transformer_jax.decoding.arguments import (
     stop_tokens,
 )
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, gather_rows
-from transformer_jax.decoding.generation import prefill
+from transformer_jax.decoding.generation import read_prompts
 from transformer_jax.decoding.logit_processors import (
     History,
     HistoryProcessor,
     apply_processors,
     check_processors,
 )
-from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.values import value_class
@@ -180,8 +180,7 @@ def beam_search(
     Raises:
         ValueError: if an argument is wrong, before anything is compiled or consumed.
     """
-    step = as_step(step)
-    check_given(params, state)
+    step = as_step(step, params, state)
     counts = dict(num_tokens=num_tokens, num_beams=num_beams, num_results=num_results)
     counts["groups"] = groups
     for name, value in counts.items():
@@ -193,6 +192,7 @@ def beam_search(
     if chunk is not None:
         check_count("chunk", chunk, 1)
     options = _BeamOptions(
+        # Sorted and without doubles, so that equal sets of stop tokens share a program.
         stop=tuple(sorted(set(stop_tokens(stop)))),
         processors=check_processors(processors),
         chunk=chunk,
@@ -250,6 +250,7 @@ class _Scoring:
         Lengths go from n + 1 to the row's limit; after its last token it has that length only.
         """
         length, limits = 1 + jnp.arange(len(self.factors))[None], limits[:, None]
+        # A score is log p times a factor, and log p is at most 0: the least factor bounds it.
         ahead = (length >= jnp.minimum(n + 1, limits)) & (length <= limits)
         return jnp.where(ahead, self.factors[None], jnp.inf).min(axis=1)
 
@@ -281,6 +282,9 @@ class _BeamPrompts(NamedTuple):
     limits: jax.Array  # i32[B]
 
 
+_Carry: TypeAlias = tuple[_SearchState, State, History | None]
+
+
 @program(static=("options", "step"), donate=("state",))
 def _search(
     options: _BeamOptions,
@@ -291,80 +295,73 @@ def _search(
     scoring: _Scoring,
 ) -> tuple[Beams, State]:
     """Return the result; and the state after the prompt, which takes the given one's memory."""
+    M, N, R = options.num_beams, options.num_tokens, options.num_results
+
+    def run(
+        params: Params, prompts: _BeamPrompts, state: State, scoring: _Scoring
+    ) -> tuple[Beams, State]:
+        prompt, lengths, limits = prompts
+        logits, after_prompt = read_prompts(step, params, prompt, lengths, state, options.chunk)
+        if options.stop and options.stop[-1] >= logits.shape[-1]:
+            raise ValueError(f"stop has {options.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")
+        rows = len(limits)
+        history = History.of(prompt, lengths, N) if options.processors else None
+        logits, state, history = fork((logits, after_prompt, history), M)
+        # All beams of a group would be the same text: one of them lives, the others have ended.
+        # A row with limit 0 has no living beam, so none of its texts is a result.
+        first = (jnp.arange(M) % (M // options.groups) == 0)[None] & (limits > 0)[:, None]
+        search = _SearchState(
+            n=jnp.int32(0),
+            limits=limits,
+            tokens=jnp.full((rows, M, N), -1, jnp.int32),
+            log_probs=jnp.where(first, 0.0, -jnp.inf).astype(jnp.float32),
+            hypotheses=Beams(
+                tokens=jnp.full((rows, R, N), -1, jnp.int32),
+                lengths=jnp.zeros((rows, R), jnp.int32),
+                scores=jnp.full((rows, R), -jnp.inf, jnp.float32),
+                log_probs=jnp.full((rows, R), -jnp.inf, jnp.float32),
+            ),
+            nonfinite=jnp.zeros((rows,), bool),
+        )
+        search, history, _ = _extend_beams(options, scoring, search, logits, history)
+
+        def any_alive(carry: _Carry[State]) -> jax.Array:
+            search = carry[0]
+            return (search.extended[:, None] & (search.log_probs > -jnp.inf)).any()
+
+        def search_step(carry: _Carry[State]) -> _Carry[State]:
+            search, state, history = carry
+            last = jnp.take(search.tokens, search.n - 1, axis=2, mode="clip")
+            valid = jnp.repeat(search.extended, M)[:, None]
+            beams = step.told(part=True, apart=True)
+            logits, new = beams(params, last.reshape(-1, 1), state, valid=valid)
+            search, history, parents = _extend_beams(
+                options, scoring, search, logits[:, 0], history
+            )
+
+            def follow(before: jax.Array, after: jax.Array) -> jax.Array:
+                # The keys of a source, for example, are alike in all beams of a row. The test is
+                # for the same tracer: a leaf that the step returned as it was given.
+                return after if after is before else gather_rows(after, parents)
+
+            return search, jax.tree.map(follow, state, new), history
+
+        if N > 1:
+            search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
+        factor = jnp.take(scoring.factors, limits - 1, mode="clip")
+        best = _keep_best(
+            options, search.hypotheses, search.tokens, limits, search.log_probs, factor
+        )
+        nonfinite = search.nonfinite[:, None]
+        return Beams(
+            tokens=jnp.where(nonfinite[..., None], -1, best.tokens),
+            lengths=jnp.where(nonfinite, 0, best.lengths),
+            scores=jnp.where(nonfinite, jnp.nan, best.scores),
+            log_probs=jnp.where(nonfinite, jnp.nan, best.log_probs),
+        ), after_prompt
+
     results = split_rows(state), jax.tree.map(split, state)
-    run = partial(_search_rows, options, step)
     return by_compiler(run, [params, prompts, state, scoring], results)
-
-
-_Carry: TypeAlias = tuple[_SearchState, State, History | None]
-
-
-def _search_rows(
-    options: _BeamOptions,
-    step: Step[State],
-    params: Params,
-    prompts: _BeamPrompts,
-    state: State,
-    scoring: _Scoring,
-) -> tuple[Beams, State]:
-    prompt, lengths, limits = prompts
-    logits, after_prompt = prefill(step, params, prompt, state, lengths, options.chunk)
-    if options.stop and options.stop[-1] >= logits.shape[-1]:
-        raise ValueError(f"stop has {options.stop[-1]}: must be in 0..{logits.shape[-1] - 1}")
-    history = History.of(prompt, lengths, options.num_tokens) if options.processors else None
-    logits, state, history = fork((logits, after_prompt, history), options.num_beams)
-    search = _init_search(options, limits)
-    search, history, _ = _extend_beams(options, scoring, search, logits, history)
-
-    def any_alive(carry: _Carry[State]) -> jax.Array:
-        search = carry[0]
-        return (search.extended[:, None] & (search.log_probs > -jnp.inf)).any()
-
-    def search_step(carry: _Carry[State]) -> _Carry[State]:
-        search, state, history = carry
-        last = jnp.take(search.tokens, search.n - 1, axis=2, mode="clip")
-        valid = jnp.repeat(search.extended, options.num_beams)[:, None]
-        beams = step.told(part=True, apart=True)
-        logits, new = beams(params, last.reshape(-1, 1), state, valid=valid)
-        search, history, parents = _extend_beams(options, scoring, search, logits[:, 0], history)
-        return search, _follow_parents(state, new, parents), history
-
-    if options.num_tokens > 1:
-        search, _, _ = jax.lax.while_loop(any_alive, search_step, (search, state, history))
-    factor = jnp.take(scoring.factors, limits - 1, mode="clip")
-    best = _keep_best(options, search.hypotheses, search.tokens, limits, search.log_probs, factor)
-    nonfinite = search.nonfinite[:, None]
-    return Beams(
-        tokens=jnp.where(nonfinite[..., None], -1, best.tokens),
-        lengths=jnp.where(nonfinite, 0, best.lengths),
-        scores=jnp.where(nonfinite, jnp.nan, best.scores),
-        log_probs=jnp.where(nonfinite, jnp.nan, best.log_probs),
-    ), after_prompt
-
-
-def _init_search(
-    options: _BeamOptions,
-    limits: jax.Array,  # i32[B]
-) -> _SearchState:
-    """Return one living beam of each group, the empty text; its copies have ended.
-
-    Where the limit is 0, none lives: no text is a result.
-    """
-    rows, M, N, R = len(limits), options.num_beams, options.num_tokens, options.num_results
-    first = (jnp.arange(M) % (M // options.groups) == 0)[None] & (limits > 0)[:, None]
-    return _SearchState(
-        n=jnp.int32(0),
-        limits=limits,
-        tokens=jnp.full((rows, M, N), -1, jnp.int32),
-        log_probs=jnp.where(first, 0.0, -jnp.inf).astype(jnp.float32),
-        hypotheses=Beams(
-            tokens=jnp.full((rows, R, N), -1, jnp.int32),
-            lengths=jnp.zeros((rows, R), jnp.int32),
-            scores=jnp.full((rows, R), -jnp.inf, jnp.float32),
-            log_probs=jnp.full((rows, R), -jnp.inf, jnp.float32),
-        ),
-        nonfinite=jnp.zeros((rows,), bool),
-    )
 
 
 def _extend_beams(
@@ -377,7 +374,15 @@ def _extend_beams(
     """Extend the beams by a token; return also the parent of each, i32[B * M], a row of B * M."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
-    step_log_probs, usable = _log_probs(options.processors, history, logits)
+    logits = logits.astype(jnp.float32)
+    processed = apply_processors(options.processors, history, logits)
+    # As for a sampler, the largest logit of a row must be finite. But processors may exclude every
+    # token: then all of the row is -inf, and the beam ends without a hypothesis.
+    excluded = (processed == -jnp.inf).all(axis=-1)
+    usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
+    finite = has_finite_maximum(processed)[:, None]
+    step_log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
+    step_log_probs = jnp.where(finite, step_log_probs, -jnp.inf)
     living = extended & (search.log_probs > -jnp.inf)
     nonfinite = search.nonfinite | (living & ~usable.reshape(rows, M)).any(axis=1)
     totals = search.log_probs[..., None] + step_log_probs.reshape(rows, M, logits.shape[-1])
@@ -385,14 +390,17 @@ def _extend_beams(
     alive, ended = _best_extensions(options, totals, scoring.diversity)
 
     def texts(extensions: _Extensions) -> jax.Array:  # i32[B, M, num_tokens]
+        # Texts follow their parents as a whole: a beam may continue any other of its row.
         tokens = _gather_beams(search.tokens, extensions.parent)
         return tokens.at[:, :, search.n].set(extensions.token, mode="promise_in_bounds")
 
+    # Those that end are compared at once; those that live are compared after the last step.
     n, hypotheses, log_probs = search.n + 1, search.hypotheses, alive.log_prob
     if options.stop:
         length, factor = jnp.full(rows, n), jnp.full(rows, scoring.factors[search.n])
         hypotheses = _keep_best(options, hypotheses, texts(ended), length, ended.log_prob, factor)
     bound = log_probs.max(axis=1) * scoring.best_factors(n, search.limits)
+    # The last of the kept hypotheses is the worst: no living beam can push it out any more.
     decided = scoring.early_exit & (bound <= hypotheses.scores[:, -1])
     log_probs = jnp.where(decided[:, None], -jnp.inf, log_probs)
     log_probs = jnp.where(extended, log_probs, search.log_probs)
@@ -402,25 +410,6 @@ def _extend_beams(
         history = gather_rows(history, parents).append(alive.token.reshape(-1), jnp.bool_(True))
     search = _SearchState(n, search.limits, tokens, log_probs, hypotheses, nonfinite)
     return search, history, parents
-
-
-def _log_probs(
-    processors: tuple[HistoryProcessor, ...],
-    history: History | None,
-    logits: jax.Array,  # [R, V]
-) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
-    """Return log_softmax of the processed logits, and which rows are finite.
-
-    As for a sampler, the largest logit of a row must be finite. But processors may exclude every
-    token: then all of the row is -inf.
-    """
-    logits = logits.astype(jnp.float32)
-    processed = apply_processors(processors, history, logits)
-    excluded = (processed == -jnp.inf).all(axis=-1)
-    usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
-    finite = has_finite_maximum(processed)[:, None]
-    log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
-    return jnp.where(finite, log_probs, -jnp.inf), usable
 
 
 @value_class(pytree=True)
@@ -457,12 +446,11 @@ def _best_extensions(
         others = _Extensions(parent, token, jnp.where(stops, -jnp.inf, total))
         alive.append(jax.tree.map(partial(_gather_beams, index=order), others))
         lives = alive[-1].log_prob > -jnp.inf
+        # Beams that have ended have a token, too, but took none.
         taken = taken.at[jnp.arange(rows)[:, None], alive[-1].token].add(lives.astype(taken.dtype))
 
-    def join_groups(*groups: jax.Array) -> jax.Array:
-        return jnp.concatenate(groups, axis=1)
-
-    return jax.tree.map(join_groups, *alive), jax.tree.map(join_groups, *ended)
+    join = lambda *groups: jnp.concatenate(groups, axis=1)  # noqa: E731
+    return jax.tree.map(join, *alive), jax.tree.map(join, *ended)
 
 
 def _keep_best(
@@ -474,6 +462,7 @@ def _keep_best(
     factor: jax.Array,  # f32[B]
 ) -> Beams:
     """Return the best of the hypotheses and of new ones, which are of one length in a row."""
+    # Groups search by themselves and may find the same text, which is returned once.
     if options.groups > 1:
         same = (tokens[:, :, None] == tokens[:, None]).all(axis=-1)  # [B, M, M]
         before = np.tril(np.ones(same.shape[1:], bool), -1)[None]
@@ -483,6 +472,7 @@ def _keep_best(
     lengths = jnp.broadcast_to(length.astype(jnp.int32)[:, None], scores.shape)
     new = Beams(tokens, lengths, scores, log_probs)
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), hypotheses, new)
+    # Of equal scores `top_k` takes the lower index first: what ended earlier.
     best = jax.lax.top_k(both.scores, options.num_results)[1]
     return jax.tree.map(partial(_gather_beams, index=best), both)
 
@@ -496,22 +486,6 @@ def _gather_beams(
     return jnp.take_along_axis(leaf, index, axis=1, mode="promise_in_bounds")
 
 
-def _follow_parents(
-    old: State,  # B * M rows
-    new: State,
-    parents: jax.Array,  # i32[B * M]
-) -> State:
-    """Return the new state, row i of which is that of row `parents[i]`.
-
-    A leaf that `step` returned untouched is alike in all beams of a row, and is not copied.
-    """
-
-    def follow(before: jax.Array, after: jax.Array) -> jax.Array:
-        return after if after is before else gather_rows(after, parents)
-
-    return jax.tree.map(follow, old, new)
-
-
 def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[count]
     """Return the divisor of every length from 1 on.
 
@@ -523,6 +497,7 @@ def _length_divisors(penalty: Penalty | None, count: int) -> np.ndarray:  # f64[
     if isinstance(penalty, type) or not callable(penalty):
         rule = "must be a value, such as LengthPenalty(1.0)"
         raise ValueError(f"length_penalty is {penalty!r}: {rule}")
+    # A penalty of your own may overflow: the check below says so in one line.
     with np.errstate(all="ignore"):
         divisors = np.asarray(penalty(lengths), np.float64)
     if divisors.shape != (count,):

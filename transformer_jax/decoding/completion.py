@@ -53,6 +53,8 @@ class FirstIds:
     count: int
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # f32[B, V] -> f32[B, V]
+        # Vocabularies are padded for the hardware: rows past the tokenizer's ids were never
+        # trained.
         ids = jnp.arange(logits.shape[-1])[None]
         return jnp.where(ids < self.count, logits, -jnp.inf)
 
@@ -137,6 +139,7 @@ class TextGenerator:
                 ids[n].append(token)
             return [self._text(row) for row in ids]
         tokens = jnp.asarray(read)
+        # Processors need the prompt's tokens in their history, so then every row reads it.
         if columns > 1 and not self.processors:
             lengths = jnp.full((1,), columns - 1)
             empty = _prefill(step, self.params, tokens[:, :-1], empty, lengths, None)[1]
@@ -167,17 +170,10 @@ class TextGenerator:
             length_penalty: alpha of log p / length^alpha.
         """
         found = beam_search(
-            self._step(),
-            self.params,
-            jnp.asarray(self._read(prompt)[None]),
-            self._empty(),
-            num_tokens=num_tokens,
-            num_beams=beams,
-            num_results=results,
-            stop=self.stop_ids,
-            processors=self.search_processors(),
-            length_penalty=LengthPenalty(length_penalty),
-        )
+            self._step(), self.params, jnp.asarray(self._read(prompt)[None]), self._empty(),
+            num_tokens=num_tokens, num_beams=beams, num_results=results, stop=self.stop_ids,
+            processors=self.search_processors(), length_penalty=LengthPenalty(length_penalty),
+        )  # fmt: skip
         return scored_texts(
             found, lambda ids: "".join(pieces(self.tokenizer, ids, (), self.stop_ids))
         )
@@ -194,23 +190,17 @@ class TextGenerator:
         """
         config = as_transformer(self.config)
         space: dict[str, Any] = dict(batch=1, capacity=config.max_len, dtype=self.cache_dtype)
+        # A ring overwrites its oldest key: rejected tokens may be taken back only if it has room.
         if isinstance(config.window, int):
             space["capacity"] += num_draft
         elif config.window is not None:
             space["slack"] = num_draft
         out = speculate(
-            self._step(),
-            self.params,
-            jnp.asarray(self._read(prompt)[None]),
-            init_cache(config, **space),
-            proposer=PromptLookup(),
-            num_tokens=num_tokens,
-            num_draft=num_draft,
-            sampler=self.known_sampler(),
-            key=self.key,
-            processors=self.processors,
-            stop=self.stop_ids,
-        )
+            self._step(), self.params, jnp.asarray(self._read(prompt)[None]),
+            init_cache(config, **space), proposer=PromptLookup(), num_tokens=num_tokens,
+            num_draft=num_draft, sampler=self.known_sampler(), key=self.key,
+            processors=self.processors, stop=self.stop_ids,
+        )  # fmt: skip
         return self._text(out.rows()[0].tolist()), out
 
     def answer(
@@ -235,28 +225,20 @@ class TextGenerator:
         read = [self._read(prompt) for prompt in prompts]
         requests = [
             Request(
-                ids,
-                num_tokens,
-                key=first_key(jax.random.fold_in(self.key, n)),
-                id=n,
+                ids, num_tokens, key=first_key(jax.random.fold_in(self.key, n)), id=n,
                 constraint=None if self.grammar is None else self.grammar.start(),
             )
             for n, ids in zip(range(len(read)) if numbers is None else numbers, read, strict=True)
-        ]
+        ]  # fmt: skip
         longest = longest_text(self.config)
+        # A recurrent model reads any length, but a history of any length has no memory.
         if self.config.max_len is None:  # processors see a history of as many tokens
             longest = bucket(max((len(ids) for ids in read), default=1) + num_tokens)
         done = serve_requests(
-            self._step(),
-            self.params,
-            requests,
-            self._empty(longest),
-            slots=slots,
-            capacity=longest,
-            sampler=self.known_sampler(),
-            processors=self.processors,
+            self._step(), self.params, requests, self._empty(longest), slots=slots,
+            capacity=longest, sampler=self.known_sampler(), processors=self.processors,
             stop=self.stop_ids,
-        )
+        )  # fmt: skip
         for completion in done:
             if completion.error is not None:
                 raise ValueError(f"prompt {completion.id}: {completion.error}")
@@ -303,13 +285,19 @@ class TextGenerator:
         length, own = longest_text(self.config), self._step()
         part, written, given, first = 0, 0, len(history), 0
         while num_tokens > 0:
+            # Half: a longer part would soon be full again, and a shorter one would see less of the
+            # text.
             read = history if len(history) <= length else history[-max(1, length // 2) :]
             first += len(history) - len(read)
             step = own.told(part=True, first=first) if first else own
             count = min(num_tokens, length - len(read) + 1)
             given = max(0, given - (len(history) - len(read)))  # of what is read, the prompt's
+            # Tokens that were written and are out of sight; counts such as MinLength go on from
+            # them.
             gone = written - (len(read) - given)
+            # Tokens are numbered from 0 in each part: with one key, two parts would draw alike.
             key, processors = jax.random.fold_in(self.key, part), tuple(self.processors)
+            # In the first part prompt and text are told apart by the history itself.
             if part:
                 processors = tuple(_Resumed(_unsaid(one, gone), given) for one in processors)
             tokens: Iterator[int]
@@ -437,6 +425,7 @@ def read_prompt(
     if isinstance(own := plain(tokenizer), PretrainedTokenizer):
         text = own.encode(prompt, special_tokens=False)
         ids = np.concatenate([frame(own).first, text]).astype(np.int32)
+        # Many models, such as GPT-2's, begin a text with the token that ends one.
         starts = [own.special_ids[r] for r in ("bos", "eos") if r in own.special_ids]
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
@@ -449,6 +438,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, .
 
     A published tokenizer may have tokens that its model has not: ids are compared, not counts.
     """
+    # Added tokens of a published folder may lie past the rows of its model.
     published = isinstance(tokenizer, PretrainedTokenizer)
     if tokenizer.vocab_size > config.vocab_size and not published:
         rule = f"the model has {config.vocab_size}"
@@ -458,6 +448,7 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, .
 
 
 def _first_prompt(tokenizer: Tokenizer) -> np.ndarray:  # i32[P]
+    # A tokenizer of characters may not know the newline.
     with contextlib.suppress(ValueError):
         if len(ids := tokenizer.encode("\n")):
             return ids

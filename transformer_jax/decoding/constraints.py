@@ -28,14 +28,13 @@ class Constraint(Protocol):
         """Go on with a token that was allowed; ValueError where the text cannot."""
 
 
-def allowed_tokens(
-    constraints: Sequence[Constraint | None],
-) -> np.ndarray | None:  # bool[B, V]
+def allowed_tokens(constraints: Sequence[Constraint | None]) -> np.ndarray | None:  # bool[B, V]
     """Return which tokens may come next in each row: all where there is no constraint.
 
     None where no row has one.
     """
     found = [None if one is None else one.allowed for one in constraints]
+    # No mask at all keeps the program of free requests, which is compiled already.
     known = next((allowed for allowed in found if allowed is not None), None)
     if known is None:
         return None

@@ -241,6 +241,7 @@ class Batcher(Generic[State]):
             row = min(
                 (n for n, held in enumerate(self.rows) if held is None), key=self._taken.__getitem__
             )
+            # A wrong request must not end the others: its error is its completion.
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             try:
                 prompts, state, shared = self._read(request)
@@ -255,6 +256,7 @@ class Batcher(Generic[State]):
             self._taken[row] = max(self._taken) + 1
             if self.shares:
                 self._texts[row] = np.asarray(request.prompt).tolist()
+            # Explicit transfers work under `jax.transfer_guard("disallow")`.
             at, allowed = jax.device_put((np.array([row], np.int32), allowed_tokens([constraint])))
             self.slots, output = admit_rows(
                 self.slots, self.params, at, prompts._replace(allowed=allowed), state, self.chunk,
@@ -266,12 +268,14 @@ class Batcher(Generic[State]):
                 yield from self._emit(row, jax.device_get(output))
         if not any(self.rows):
             return
+        # With a free slot no request waits, so there is nothing to pause for.
         waiting = self.more and None not in self.rows and self.pause()
         allowed = allowed_tokens(
             [None if held is None else held.request.constraint for held in self.rows]
         )
         # a constraint is queried on the host before each token
         steps = self.steps if allowed is None else 1
+        # One program serves all rows: it returns as many as the most curious request wants.
         top = max(held.request.top for held in self.rows if held is not None)
         pause, allowed = jax.device_put((np.bool_(waiting), allowed))
         self.slots, output = advance_rows(self.slots, self.params, pause, steps, top, allowed)
@@ -307,6 +311,8 @@ class Batcher(Generic[State]):
         ids = np.asarray(request.prompt)
         state, shared = (self.empty if request.state is None else request.state), 0
         if self.shares and request.state is None:
+            # The newest token of a slot was not read, and of a prompt one token must be left to
+            # read.
             lengths = [_common(text[:-1], ids[:-1]) for text in self._texts]
             best = int(np.argmax(lengths))
             if lengths[best] >= LEAST_SHARED:
@@ -328,6 +334,8 @@ class Batcher(Generic[State]):
         constraint = held.request.constraint
         end: End | None = None
         error = None
+        # The end is decided here a second time: the program knows stops and limits, but no
+        # constraints.
         held.left -= len(tokens)
         if held.left == 0:
             end = "length"
@@ -340,6 +348,7 @@ class Batcher(Generic[State]):
                 end = "stop" if constraint.ended else end
             except ValueError as cause:
                 end, error = "refused", str(cause)
+        # Token -1 has log-probability NaN if the logits were not finite, and 0 after a row's end.
         if np.isnan(log_prob[~real]).any():
             end, error = "nonfinite", NO_TOKEN
         if self.shares:

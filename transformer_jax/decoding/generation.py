@@ -35,7 +35,7 @@ from transformer_jax.decoding.arguments import (
 from transformer_jax.decoding.batch_rows import State, select_rows
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, apply_processors
 from transformer_jax.decoding.samplers import RowSampling, Sampler
-from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given, count_vocab
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
 from transformer_jax.programs import program
 from transformer_jax.pytree import PyTree
 from transformer_jax.sharding import by_compiler, split, split_rows, vary
@@ -77,15 +77,27 @@ def prefill(
     """
     if chunk is not None:
         check_count("chunk", chunk, 1)
-    step = as_step(step)
-    check_given(params, state)
+    step = as_step(step, params, state)
     given = check_prompt(prompt, lengths)
     check_with_step(step, *given, 1, state)
     if not traced(given[1]) and (given[1] < given[0].shape[1]).any():
         step = step.told(padded=True)
-    prompt, lengths = map(jnp.asarray, given)
+    return read_prompts(step, params, *map(jnp.asarray, given), state, chunk)
+
+
+def read_prompts(
+    step: Step[State],
+    params: Params,
+    prompt: jax.Array,  # i32[B, P]
+    lengths: jax.Array,  # i32[B]
+    state: State,
+    chunk: int | None,
+) -> tuple[jax.Array, State]:  # f32[B, V], state
+    """Do what `prefill` does, with arguments that were checked."""
+    prompt = jnp.where(jnp.arange(prompt.shape[1])[None] < lengths[:, None], prompt, 0)
     state = vary(state, (params, prompt))
     rows, columns = prompt.shape
+    # Without `read`, a step computes logits of all tokens; a chunk bounds how many exist at once.
     whole = chunk is None  # then the length may be an export's open size
     if chunk is None or (step.reads_exactly and chunk > columns):
         chunk = columns
@@ -104,6 +116,8 @@ def prefill(
         here = (offset >= 0) & (offset < chunk)
         at = jnp.clip(offset, 0, chunk - 1)[:, None]
         logits, state = step.read(params, tokens, state, at, valid=valid)
+        # Rows whose last token is in another chunk get logits of a wrong token, which `here` rules
+        # out.
         return here[:, None], logits[:, 0].astype(jnp.float32), state
 
     if whole or columns + padded == chunk:
@@ -116,6 +130,7 @@ def prefill(
         here, logits, state = read_chunk(carry[1], start)
         return (jnp.where(here, logits, carry[0]), state), None
 
+    # The carry of a scan has a fixed shape, so the width of the logits is needed before any exist.
     vocab = count_vocab(step, params, rows, state)
     first = vary((jnp.full((rows, vocab), -jnp.inf, jnp.float32), state))
     return jax.lax.scan(read_next, first, jnp.arange(0, columns + padded, chunk))[0]
@@ -195,14 +210,15 @@ def start_decoding(
     """Read the prompts and choose each row's first token; `room` is the most tokens it may get."""
     tokens, lengths, keys, limits, sampling, allowed = prompts
     history = History.of(tokens, lengths, room) if options.processors else None
+    # `lengths` stands in for the token, which is chosen below: both are i32[B].
     decode_state = DecodeState(
         lengths, limits > 0, jnp.zeros_like(lengths), limits, keys, state, history, sampling
     )
     if not options.capture:
-        logits, state = prefill(step, params, tokens, state, lengths, options.chunk)
+        logits, state = read_prompts(step, params, tokens, lengths, state, options.chunk)
         return _choose_tokens(options, replace(decode_state, state=state), logits, None, allowed)
     step = step.told(part=True)  # the last token, at which values are captured, is read by itself
-    _, state = prefill(step, params, tokens, state, lengths - 1, options.chunk)
+    _, state = read_prompts(step, params, tokens, lengths - 1, state, options.chunk)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     logits, state, seen = step.look(params, last, state, options.capture)
     return _choose_tokens(options, replace(decode_state, state=state), logits[:, 0], seen, allowed)
@@ -217,8 +233,10 @@ def decode_step(
 ) -> tuple[DecodeState[State], StepOutput]:
     """Read the newest token of every active row and choose its next, of the allowed ones."""
     step = step.told(part=True)
+    # `told` lets an edit that needs a whole sequence refuse: a step reads one token of it.
     token, valid = decode_state.token, None
     if options.ends:
+        # A row that has ended reads nothing. Its last token may be -1, whose embedding is NaN.
         token, valid = jnp.where(decode_state.active, token, 0), decode_state.active[:, None]
     given, seen = (params, token[:, None], decode_state.state), None
     if options.capture:
@@ -249,13 +267,17 @@ def _choose_tokens(
     if decode_state.sampling is not None:
         processed = decode_state.sampling(processed)
     if options.ends:
+        # Values of rows that have ended are those of a token 0 that was never written.
         seen = select_rows(active, seen, jax.tree.map(jnp.zeros_like, seen))
     keys = jax.vmap(jax.random.fold_in)(decode_state.keys, decode_state.count)
+    # Each row is drawn by itself, as a batch of one: with a key for all, a draw would depend on the
+    # row's place in the batch.
     token = jax.vmap(lambda key, row: options.sampler(key, row[None])[0])(keys, processed)
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     if options.top:
         likeliest = jax.lax.top_k(log_probs, min(options.top, log_probs.shape[-1]))
         seen = Likeliest(likeliest[1], likeliest[0])
+    # Token -1 would take the last of the vocabulary; it has no log-probability, but NaN.
     log_prob = jnp.take_along_axis(log_probs, jnp.clip(token, 0)[:, None], axis=1)[:, 0]
     log_prob = jnp.where(token < 0, jnp.nan, log_prob)
     output = StepOutput(
@@ -263,6 +285,7 @@ def _choose_tokens(
         jnp.where(active, log_prob, 0.0) if options.ends else log_prob,
         seen,
     )
+    # Counts are of the rows that were active before this token: a stop token counts.
     count = decode_state.count + active.astype(jnp.int32)
     if history is not None:
         history = history.append(token, active)
@@ -367,6 +390,8 @@ def _generate_tokens(
         def write_next(carry: _Carry[State]) -> _Carry[State]:
             n, rows, outputs = carry
             rows, output = decode_step(options, step, params, rows)
+            # A while loop has no outputs but its carry, so each token is written into its place
+            # there.
             return n + 1, rows, jax.tree.map(lambda all, x: all.at[n].set(x), outputs, output)
 
         rows, first = start_decoding(options, step, params, prompts, state, num_tokens)
@@ -392,6 +417,7 @@ def _generate_tokens(
         return Generation(token, rows.count, log_prob, rows.state, seen)
 
     rows: Any = split_rows(state)  # in place of arrays
+    # On explicit axes of a mesh, results are split as the rows of the state are.
     seen = rows if options.capture else None
     results = Generation(rows, rows, rows, jax.tree.map(split, state), seen)
     return by_compiler(run, [params, prompts, state], results)
@@ -450,9 +476,7 @@ def stream(
 
 
 def _stream_tokens(
-    arguments: CheckedArguments[State],
-    params: Params,
-    num_tokens: int,
+    arguments: CheckedArguments[State], params: Params, num_tokens: int
 ) -> Iterator[np.ndarray]:
     step, options, prompts, state = arguments
     decode_state, token = _first_token(options, step, params, prompts, state, num_tokens)

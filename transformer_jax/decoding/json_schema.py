@@ -85,6 +85,7 @@ def checked_schema(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     for one in () if stays else seen.get(_UNIONS, ()):
         if "anyOf" not in one and _are_apart(one["oneOf"], found):
             one["anyOf"] = one.pop("oneOf")  # the parser does not compare what is behind $ref
+    # If schemas meet, the parser combines their multiples and bounds, wherever they stand.
     limits = seen.get(_LIMITS, [])
     if _MEETING in seen:
         _check_excluded(seen, name)
@@ -116,6 +117,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
                 raise ValueError(f"{at} is {value!r:.80}: must be an object")
             found[key] = _plain(value, at, 0)
             continue
+        # llguidance ignores these silently, and the text would not be what was asked for.
         if key in _INSTEAD:
             raise ValueError(f"{at}: {_INSTEAD[key]}")
         if key not in _KNOWN and not key.startswith("x-"):
@@ -131,6 +133,7 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
             for own in value:
                 if not isinstance(own, str):
                     raise ValueError(f"{at} has the key {own!r:.80}: must be a text")
+            # The names of patternProperties are regular expressions.
             names = {own: own for own in value}
             if key == "patternProperties":
                 names = {own: with_unicode_classes(own, at) for own in value}
@@ -245,6 +248,7 @@ def _are_apart(schemas: Sequence[Any], root: Any) -> bool:
 
 def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
     """Return the strings that each required property of an object allows, if they are listed."""
+    # References may point at each other in a circle.
     for _ in range(DEPTH_LIMIT):
         if not isinstance(schema, Mapping) or not schema.get("$ref", "").startswith("#/"):
             break

@@ -52,6 +52,7 @@ class History:
         at = jnp.arange(prompt.shape[1])[None]
         tokens = jnp.where(at < lengths[:, None], prompt, -1).astype(jnp.int32)
         lengths = lengths.astype(jnp.int32)
+        # -1 is no token: what follows a row's end equals nothing that is looked for.
         return cls(jnp.pad(tokens, ((0, 0), (0, room)), constant_values=-1), lengths, lengths)
 
     def append(self, token: jax.Array, active: jax.Array) -> History:  # i32[B], bool[B]
@@ -81,6 +82,7 @@ class History:
         counted = at < self.length[:, None]
         if not prompt:
             counted = counted & (at >= self.prompt[:, None])
+        # One past the vocabulary, where a scatter drops it. A nonfinite row has tokens -1.
         ids = jnp.where(counted & (self.tokens >= 0), self.tokens, vocab_size)
         zeros = jnp.zeros((rows, vocab_size), jnp.int32)
         return zeros.at[jnp.arange(rows)[:, None], ids].add(1, mode="drop")
@@ -186,6 +188,7 @@ class NoRepeatNGram:
         tokens, length = history.tokens, history.length
         rows, columns = tokens.shape
         vocab, before = logits.shape[-1], self.n - 1
+        # A history shorter than an n-gram cannot repeat one.
         if columns < self.n:
             return logits
         at = jnp.arange(before, columns)[None]  # where an n-gram may end
@@ -193,6 +196,7 @@ class NoRepeatNGram:
         for i in range(before):
             last = jnp.take_along_axis(tokens, jnp.clip(length - before + i, 0)[:, None], axis=1)
             again = again & (tokens[:, i : columns - before + i] == last)
+        # A scatter of as many updates as the text has tokens, whatever the vocabulary's size.
         banned = jnp.where(again, tokens[:, before:], vocab)
         return logits.at[jnp.arange(rows)[:, None], banned].set(-jnp.inf, mode="drop")
 
@@ -240,6 +244,7 @@ class BanSequences:
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         rows, vocab = logits.shape
         _check_vocab(self, [max(sequence) for sequence in self.sequences], vocab)
+        # Sequences of one length are one array; one comparison serves all of them.
         for size in sorted({len(sequence) for sequence in self.sequences}):
             banned = jnp.asarray([s for s in self.sequences if len(s) == size])  # [M, size]
             at = history.length[:, None] + jnp.arange(1 - size, 0)[None]
@@ -270,6 +275,7 @@ class Force:
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         vocab, count = logits.shape[-1], len(self.tokens)
         _check_vocab(self, self.tokens, vocab)
+        # Each row is at a place of its own: rows of continuous batching begin at different times.
         wanted = jnp.asarray(self.tokens)[jnp.clip(history.new, 0, count - 1)][:, None]
         alone = jnp.where(jnp.arange(vocab)[None] == wanted, 0.0, -jnp.inf)
         return jnp.where((history.new < count)[:, None], alone, logits)
@@ -350,6 +356,7 @@ def apply_processors(
         processed = processor(history, processed)
     if not processors:
         return logits
+    # Looked at before the processors: a ban of the NaN would hide that a row is broken.
     return jnp.where(has_finite_maximum(logits)[:, None], processed, jnp.nan)
 
 
@@ -362,6 +369,7 @@ def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryPro
         raise ValueError(f"processors is {processors!r}: must be a tuple of values")
     for processor in processors:
         rule = "must be called with (history, logits)"
+        # A class can be called, too: Ban for Ban(3) is an easy slip.
         if isinstance(processor, type) or not callable(processor):
             raise ValueError(f"processor is {processor!r}: {rule}")
         try:
@@ -373,6 +381,7 @@ def check_processors(processors: Sequence[HistoryProcessor]) -> tuple[HistoryPro
         except ValueError:  # a builtin may have no signature
             pass
         try:
+            # Processors are static arguments of compiled programs.
             hash(processor)
         except TypeError:
             raise ValueError(f"processor is {processor!r}: must be hashable") from None

@@ -23,6 +23,7 @@ def with_unicode_classes(regex: str, name: str) -> str:
     ValueError if the expression contains an unknown class, which the parser reads as letters, or
     ends with a backslash, which the parser ignores. `name` is its name in errors.
     """
+    # POSIX classes are classes only within brackets: [:alpha:] alone is a set of letters.
     depth = 0
 
     def replaced(match: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from transformer_jax.checks import check_count, check_not_consumed
 from transformer_jax.decoding.arguments import Array
 from transformer_jax.decoding.batch_rows import State
-from transformer_jax.decoding.generation import prefill
+from transformer_jax.decoding.generation import read_prompts
 from transformer_jax.decoding.logit_processors import History
 from transformer_jax.decoding.samplers import Greedy, Sample, Sampler
 from transformer_jax.decoding.step import Params, Step, StepLike, as_step, count_vocab
@@ -161,11 +161,13 @@ class PromptLookup(Proposer):
         if columns <= self.ngram:
             return Proposal(jnp.full((rows, turn.num_draft), -1, jnp.int32)), proposer_state
         ends = jnp.arange(self.ngram, columns)[None]  # one past an n-gram
+        # The n-gram at the very end is the one that is looked for, and does not count.
         same = ends < length[:, None]
         for i in range(self.ngram):
             at = jnp.clip(length - self.ngram + i, 0)[:, None]
             same &= tokens[:, i : columns - self.ngram + i] == gather_columns(tokens, at)
         start = jnp.where(same, ends, 0).max(axis=1)[:, None]
+        # From the end on, copying repeats what lies between the two occurrences.
         period = jnp.maximum(length[:, None] - start, 1)
         copied = gather_columns(tokens, start + jnp.arange(turn.num_draft)[None] % period)
         return Proposal(jnp.where(start > 0, copied, -1)), proposer_state
@@ -239,7 +241,8 @@ class Draft(Proposer, Generic[State]):
             lengths: i32[B]: the first `lengths[b]` tokens of row b count.
             chunk: how many tokens are read at a time; None reads all at once.
         """
-        _, state = prefill(self.step, self.params, prompt, self.state, lengths, chunk)
+        step = as_step(self.step)
+        _, state = read_prompts(step, self.params, prompt, lengths, self.state, chunk)
         return _DraftState(state, jnp.zeros(lengths.shape, bool))
 
     def propose(self, proposer_state: ProposerState, turn: Turn) -> tuple[Proposal, ProposerState]:
@@ -269,10 +272,12 @@ class Draft(Proposer, Generic[State]):
             carry, seen = read(state, token[:, None], (j < turn.room)[:, None], j)
             return carry, (*seen, token)
 
+        # If all proposals of a turn were accepted, the draft has not read the last of them.
         at = jnp.clip(history.length[:, None] + jnp.array([[-2, -1]]), 0)
         valid = jnp.stack([pending & turn.active, turn.active], axis=1)
         newest = gather_columns(history.tokens, at)
         carry, (tokens, valid, logits) = read(before, newest, valid, 0)
+        # The last proposal is not read here: it may be rejected, and `settle` knows.
         (last, after), later = jax.lax.scan(read_own, carry, jnp.arange(1, turn.num_draft))
         later_tokens, later_valid, later_logits, proposed = (x.swapaxes(0, 1) for x in later)
         proposal = Proposal(jnp.concatenate([proposed, last[:, None]], axis=1))
@@ -295,6 +300,7 @@ class Draft(Proposer, Generic[State]):
         """
         before, after, pending, tokens, valid = proposer_state
         wanted, read = gained + (pending & (gained > 0)), valid.sum(axis=1, dtype=jnp.int32)
+        # The draft has not read its own last proposal, which may have been kept.
         kept = jnp.minimum(wanted, read)
         step = as_step(self.step).told(part=True)
         state = keep_read(step, self.params, before, after, tokens, valid, kept)
@@ -326,6 +332,7 @@ def keep_read(
     """Return the state after the first `count[b]` of the valid tokens."""
     if step.offers("rewind"):
         return step.rewind(after, before, count)
+    # A step without `rewind` reads the tokens that are kept again, from the state before them.
     kept = valid & (jnp.cumsum(valid, axis=1) <= count[:, None])
     return step(params, jnp.where(kept, tokens, 0), before, valid=kept)[1]
 

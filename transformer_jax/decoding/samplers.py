@@ -91,7 +91,11 @@ class Temperature:
             return (x * first - top * first) * 2.0 ** min(0, 64 - e) / m
         difference = (x - top) * 2.0 ** min(-e, 100)
         if e < -40:  # then differences count that are too small for a subtraction
-            large = _times_two_to_the_hundred(x)
+            # x 2^100, also of numbers below 2^-126, which a device may take for zero
+            bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+            small = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0 ** (100 - 149)
+            normal = (bits & 0x7F800000) != 0
+            large = jnp.where(normal, x * 2.0**100, jnp.where(bits < 0, -small, small))
             best = jnp.max(large, axis=-1, keepdims=True)
             near = (jnp.abs(x) < 1) & (jnp.abs(top) < 1)
             difference = jnp.where(near, (large - best) * 2.0 ** (-100 - e), difference)
@@ -176,12 +180,14 @@ class RowSampling:
         top = jnp.max(x, axis=-1, keepdims=True)
         assert self.rest is not None
         t, p, rest = self.temperature[:, None], self.top_p[:, None], self.rest[:, None]
+        # As in `Temperature`: powers of two are exact, and only m, from 1/2 to 1, divides.
         m, e = jnp.frexp(jnp.where(t > 0, t, 1.0))
         x = jnp.where(t > 0, jnp.ldexp(x - top, -e) / m, _keep_best(x, top, 1))
 
         def cut(x: jax.Array) -> jax.Array:
             return jnp.where(p < 1, _keep_share(x, p, rest), x)
 
+        # A sort of the vocabulary is slow, and needed only if a row is cut.
         return jax.lax.cond((p < 1).any(), cut, lambda x: x, x)
 
 
@@ -203,6 +209,7 @@ class MinP:
 
     def __call__(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         x = _rows_of(logits)
+        # Compared in logs: probabilities below 1e-38 would be 0 in float32.
         least = math.log(self.p) if self.p else -math.inf
         return jnp.where(x - jnp.max(x, axis=-1, keepdims=True) >= least, x, -jnp.inf)
 
@@ -258,7 +265,6 @@ class Greedy:
         Raises:
             ValueError: if the largest logit of a row is known and not finite.
         """
-        _check_order(key, logits)
         x = _as_float32(logits)
         top = largest(x)
         return jnp.where(jnp.isfinite(top), ops.argmax(x, top), -1).astype(jnp.int32)
@@ -303,28 +309,22 @@ class Sample:
             ValueError: if `key` is not a single key, or the largest logit of a row is known and not
                 finite.
         """
-        _check_order(key, logits)
+        processed = self.distribution(logits)  # names swapped arguments before `key` is refused
         check_key("key", key)
-        processed = self.distribution(logits)
-        return _mark_nonfinite(_draw_token(as_threefry(key), processed), processed)
+        token = _draw_token(as_threefry(key), processed)
+        return jnp.where(has_finite_maximum(processed), token, -1).astype(jnp.int32)
 
     def distribution(self, logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
         """Return the processed logits, whose softmax a token is drawn from.
 
         A row whose largest logit is not finite is NaN.
         """
+        # Looked for before the processors, which may exclude what is wrong.
         given = processed = _as_float32(logits)
         for processor in self.processors:
             processed = processor(processed)
         finite = has_finite_maximum(given)[..., None]
         return jnp.where(finite, _as_float32(processed), jnp.nan)
-
-
-def _check_order(key: object, logits: object) -> None:
-    """Raise ValueError where a sampler's two arguments stand in the other order."""
-    dtype = getattr(logits, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise ValueError(f"logits is {dtype}: a sampler is called with (key, logits)")
 
 
 def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
@@ -343,6 +343,7 @@ def as_threefry(key: jax.Array) -> jax.Array:  # key[...]
 def _threefry_of_words(key: jax.Array) -> jax.Array:  # u32[..., n] -> key[...]
     lead, words = key.shape[:-1], key.reshape(-1, key.shape[-1])
     keys = jax.random.wrap_key_data(words[:, :2], impl=_THREEFRY)
+    # Keys of "rbg" have four words, and each of them must count.
     for i in range(2, words.shape[1]):
         keys = jax.vmap(jax.random.fold_in)(keys, words[:, i])
     return keys.reshape(lead)
@@ -363,6 +364,7 @@ def _draw_token(key: jax.Array, x: jax.Array) -> jax.Array:  # f32[..., V] -> i3
     x = x.reshape(*x.shape[:-1], blocks, size)
     shape = (*x.shape[:-2], blocks + size)
     noise = jax.random.gumbel(key, shape, jnp.float32, mode="high")
+    # A block of excluded tokens has a sum of -inf, which no noise can make the largest.
     sums = jax.nn.logsumexp(x, axis=-1)
     block = jnp.argmax(sums + noise[..., :blocks], axis=-1)[..., None]
     x = jnp.take_along_axis(x, block[..., None], axis=-2, mode="clip")[..., 0, :]
@@ -400,14 +402,6 @@ def _count_to_reach(
     return 1 + jnp.sum(short, axis=-1, keepdims=True)
 
 
-def _times_two_to_the_hundred(x: jax.Array) -> jax.Array:
-    """Return x 2^100, also of numbers below 2^-126, which a device may take for zero."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    small = (bits & 0x7FFFFF).astype(jnp.float32) * 2.0 ** (100 - 149)
-    normal = (bits & 0x7F800000) != 0
-    return jnp.where(normal, x * 2.0**100, jnp.where(bits < 0, -small, small))
-
-
 def _check_between(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, Real) or not low <= value <= min(high, sys.float_info.max):
         span = f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite, at least {low:g}"
@@ -416,9 +410,13 @@ def _check_between(name: str, value: float, low: float, high: float) -> None:
 
 def _as_float32(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     """Return the logits in float32; ValueError where the largest of a row is not finite."""
+    dtype = getattr(logits, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(f"logits is {dtype}: a sampler is called with (key, logits)")
     x = jnp.asarray(logits).astype(jnp.float32)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"logits have shape {x.shape}: must be [..., V] with V at least 1")
+    # Known logits are checked even inside a `jit`, where they are constants.
     known = known_value(logits)  # asked first: inside a trace x is traced
     if known is not None:
         top = known.max(axis=-1)
@@ -435,11 +433,6 @@ def _rows_of(logits: jax.Array) -> jax.Array:  # [..., V] -> f32[..., V]
     """
     x = _as_float32(logits)
     return jnp.where(has_finite_maximum(x)[..., None], x, jnp.nan)
-
-
-def _mark_nonfinite(tokens: jax.Array, logits: jax.Array) -> jax.Array:  # i32[...]
-    """Return the tokens, -1 where the largest logit is not finite."""
-    return jnp.where(has_finite_maximum(logits), tokens, -1).astype(jnp.int32)
 
 
 def _keep_best(

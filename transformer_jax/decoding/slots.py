@@ -38,15 +38,10 @@ from transformer_jax.decoding.arguments import (
     stop_tokens,
 )
 from transformer_jax.decoding.batch_rows import State, count_rows, fork, write_rows
-from transformer_jax.decoding.generation import (
-    DecodeState,
-    StepOutput,
-    decode_step,
-    start_decoding,
-)
+from transformer_jax.decoding.generation import DecodeState, StepOutput, decode_step, start_decoding
 from transformer_jax.decoding.logit_processors import History, HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler
-from transformer_jax.decoding.step import Params, Step, StepLike, as_step, check_given
+from transformer_jax.decoding.step import Params, Step, StepLike, as_step
 from transformer_jax.programs import program
 from transformer_jax.sharding import by_compiler, split, split_rows
 from transformer_jax.tracing import traced
@@ -105,8 +100,8 @@ def init_slots(
     Raises:
         ValueError: if an argument is wrong.
     """
-    step = as_step(step).told(apart=True)
-    check_given(params, state)
+    # Rows are of different requests: an edit that takes rows together is refused.
+    step = as_step(step, params, state).told(apart=True)
     check_count("slots", slots, 1)
     check_count("capacity", capacity, 1)
     if sampler is not None:
@@ -190,6 +185,7 @@ def admit(
     check_slots(slots)
     places = check_slot_rows(slots, rows)
     if not traced(slots.active, places):
+        # This waits for the device; the `Batcher` knows its rows and skips it.
         taken = places[jax.device_get(slots.active)[places]].tolist()
         if taken:
             raise ValueError(f"rows {taken} are taken: release them, or wait for their end")
@@ -217,11 +213,13 @@ def admit_rows(
 ) -> tuple[Slots[State], StepOutput]:  # [R]
     """Do what `admit` does, with arguments that were checked."""
     options = slots.options._replace(top=top, chunk=chunk)
+    # A history is as wide as a slot, in every bucket: rows of all of them are one array.
     room = slots.capacity - prompts.tokens.shape[1]
 
     def fill(
         slots: Slots[State], params: Params, rows: jax.Array, prompts: Prompts, state: State
     ) -> tuple[Slots[State], StepOutput]:
+        # Of several prompts some may be shorter, which an edit has to know.
         step = slots.step if len(prompts.lengths) == 1 else slots.step.told(padded=True)
         new, output = start_decoding(options, step, params, prompts, state, room)
         decode_state = write_rows(slots.decode_state, rows, _end_nonfinite(new, output))
@@ -293,6 +291,7 @@ def advance_rows(
         def unfinished(carry: _Carry[State]) -> jax.Array:
             n, decode_state, _ = carry
             active = decode_state.active
+            # `pause` is an argument of the program, not a static one: it changes from call to call.
             return (n < steps) & active.any() & (active.all() | ~pause)
 
         def write_next(carry: _Carry[State]) -> _Carry[State]:
@@ -306,6 +305,7 @@ def advance_rows(
             params, slots.decode_state,
         )  # fmt: skip
         nothing = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), output)
+        # Steps that are not taken, because the loop has ended, leave token -1.
         nothing = nothing._replace(token=nothing.token - 1)
         carry = jnp.int32(0), slots.decode_state, nothing
         _, decode_state, outputs = jax.lax.while_loop(unfinished, write_next, carry)
@@ -393,6 +393,7 @@ def check_prompts(
         raise ValueError(f"key is None: {slots.options.sampler!r} draws random numbers")
     keys = row_keys(key, rows)
     check_not_consumed(state)
+    # A state of another shape would be broadcast into the row, or fail deep in a program.
     mine, one = jax.tree_util.tree_flatten_with_path(slots.decode_state.state)
     theirs, other = jax.tree_util.tree_flatten_with_path(state)
     if one != other:  # type: ignore[operator]

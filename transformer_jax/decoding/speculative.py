@@ -165,11 +165,13 @@ def speculate(
         rows, counts, most = jax.device_get((rows, counts, most))
         total = np.asarray(counts) + np.maximum(most, 1) - 1
     proposer.check(rows, total, num_draft, vocab)
+    # A draft may be the model itself, but its state must be memory of its own.
     theirs = {id(leaf) for leaf in jax.tree.leaves(proposer)}
     if any(id(leaf) in theirs for leaf in jax.tree.leaves(state)):
         raise ValueError(
             "state is also the proposer's: it is consumed, so give it a fork(state, 1)"
         )
+    # Rows always end at different turns here, whether or not there is a stop token.
     options, sizes = options._replace(ends=True), _Sizes(num_tokens, num_draft, vocab)
     return _speculate(options, step, params, proposer, prompts, state, sizes)
 
@@ -215,48 +217,72 @@ def _speculate(
             decode_state, proposer_state, written = carry
             active, count, history = decode_state.active, decode_state.count, decode_state.history
             assert history is not None
+            # One less than what is left: a turn always adds a token of the model's own.
             room = jnp.where(active, jnp.minimum(num_draft, decode_state.limits - count - 1), 0)
+            # Numbers of their own: the proof needs proposals that are independent of the model's
+            # draws.
             keys = fold_keys(decode_state.keys, _PROPOSE)
             turn = Turn(history, active, room, keys, num_draft, options.sampler)
             proposal, proposer_state = proposer.propose(proposer_state, turn)
 
-            usable = _usable(proposal, room, vocab)
+            # Proposals end before the first that is no token, has no distribution or no room.
+            usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
+            usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
+            if proposal.logits is not None:
+                usable &= has_finite_maximum(proposal.logits)
+            usable = jnp.cumprod(usable, axis=1).astype(bool)
             valid = jnp.concatenate([active[:, None], usable], axis=1)
+            # The newest token was chosen by the model, which has not read it: it comes first.
             tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
             tokens = jnp.where(valid, tokens, 0)
             logits, after = later(params, tokens, decode_state.state, valid=valid)
 
             proposal = proposal._replace(tokens=tokens[:, 1:])
-            processed = _process_logits(options, history, tokens, logits)
+            logits = processed = logits.astype(jnp.float32)
+            if options.processors:  # each position's see the tokens up to it in the history
+                seen, positions = history, []
+                for j in range(tokens.shape[1]):
+                    if j:
+                        seen = seen.append(tokens[:, j], jnp.ones(len(tokens), bool))
+                    positions.append(apply_processors(options.processors, seen, logits[:, j]))
+                processed = jnp.stack(positions, axis=1)
             accepted, token = _verify(options, decode_state, processed, proposal, usable)
-            new = _new_tokens(options, proposal.tokens, accepted, token, active)
 
-            state = keep_read(later, params, decode_state.state, after, tokens, valid, new.gained)
-            kept = _write_tokens(history.tokens, history.length, new.tokens, new.gained)
-            history = History(kept, history.prompt, history.length + new.gained)
-            proposer_state = proposer.settle(proposer_state, history, new.gained)
-            log_probs = _log_probs(logits, new.tokens)
+            # The accepted tokens and the one after them, cut after the first stop token.
+            index = jnp.arange(tokens.shape[1])[None]
+            new = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+            new = jnp.where(index < accepted[:, None], new, token[:, None])
+            stops = jnp.isin(new, jnp.asarray(options.stop, jnp.int32))
+            stops &= index <= accepted[:, None]
+            stopped = stops.any(axis=1)
+            gained = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted) + 1
+            gained = jnp.where(active, gained, 0)
+
+            state = keep_read(later, params, decode_state.state, after, tokens, valid, gained)
+            kept = _write_tokens(history.tokens, history.length, new, gained)
+            history = History(kept, history.prompt, history.length + gained)
+            proposer_state = proposer.settle(proposer_state, history, gained)
+            log_probs = _gather_vocab(jax.nn.log_softmax(logits, axis=-1), jnp.clip(new, 0))
+            log_probs = jnp.where(new < 0, jnp.nan, log_probs)  # as in `generate`: no token, NaN
             written = _Written(
-                _write_tokens(written.tokens, count, new.tokens, new.gained),
-                _write_tokens(written.log_probs, count, log_probs, new.gained),
+                _write_tokens(written.tokens, count, new, gained),
+                _write_tokens(written.log_probs, count, log_probs, gained),
                 written.proposed + usable.sum(axis=1, dtype=jnp.int32),
-                written.accepted + jnp.minimum(accepted, new.gained),
+                written.accepted + jnp.minimum(accepted, gained),
                 written.turns + 1,
             )
-            count = count + new.gained
-            newest = gather_columns(new.tokens, jnp.clip(new.gained - 1, 0)[:, None])[:, 0]
+            count = count + gained
+            newest = gather_columns(new, jnp.clip(gained - 1, 0)[:, None])[:, 0]
             decode_state = replace(
-                decode_state,
-                token=jnp.where(active, newest, decode_state.token),
-                active=active & (count < decode_state.limits) & ~new.stopped,
-                count=count,
-                state=state,
+                decode_state, token=jnp.where(active, newest, decode_state.token),
+                active=active & (count < decode_state.limits) & ~stopped, count=count, state=state,
                 history=history,
-            )
+            )  # fmt: skip
             return decode_state, proposer_state, written
 
         tokens, lengths, limits = prompts.tokens, prompts.lengths, prompts.limits
         decode_state, first = start_decoding(options, step, params, prompts, state, num_tokens)
+        # Proposers look at the text, so there is a history even without processors.
         if decode_state.history is None:
             history = History.of(tokens, lengths, num_tokens).append(first.token, limits > 0)
             decode_state = replace(decode_state, history=history)
@@ -264,11 +290,10 @@ def _speculate(
         zeros = jnp.zeros((rows,), jnp.int32)
         written = _Written(
             jnp.full((rows, num_tokens), -1, jnp.int32).at[:, 0].set(first.token),
-            jnp.zeros((rows, num_tokens), jnp.float32).at[:, 0].set(first.log_prob),
-            zeros,
-            zeros,
+            jnp.zeros((rows, num_tokens), jnp.float32).at[:, 0].set(first.log_prob), zeros, zeros,
             jnp.int32(0),
-        )
+        )  # fmt: skip
+        # The first token of each row is the model's, before anything is proposed.
         carry = decode_state, proposer.start(tokens, lengths, options.chunk), written
         if num_tokens > 1:
             carry = jax.lax.while_loop(lambda carry: carry[0].active.any(), take_turn, carry)
@@ -307,6 +332,7 @@ def _verify(
     sampler: Any = options.sampler
     num_draft = usable.shape[1]
     keys, count = decode_state.keys, decode_state.count
+    # The sampler's own distribution: temperature and cuts change p in p / q.
     wanted = sampler.distribution(logits)
     p = jax.nn.softmax(wanted, axis=-1)
     if proposal.logits is None:
@@ -321,44 +347,15 @@ def _verify(
         _gather_vocab(p[:, :-1], proposal.tokens), _gather_vocab(q, proposal.tokens)
     )
     stays = usable & (uniform < chance)
+    # The run ends at the first rejection, whatever comes after it.
     accepted = jnp.cumprod(stays, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
+    # Where all were accepted there is no q to subtract: the value is not used then.
     last = jnp.minimum(accepted, num_draft - 1)
     rest = residual(_gather_position(p, accepted), _gather_position(q, last))
     rejected = accepted < usable.sum(axis=1, dtype=jnp.int32)
     drawn_from = jnp.where(rejected[:, None], jnp.log(rest), _gather_position(wanted, accepted))
     return accepted, draw(sampler, fold_keys(keys, count + accepted), drawn_from)
-
-
-class _NewTokens(NamedTuple):
-    """Tokens that a turn adds to each row."""
-
-    tokens: jax.Array  # i32[B, num_draft + 1]; the first gained[b] are added
-    gained: jax.Array  # i32[B]; 0 in a row that had ended
-    stopped: jax.Array  # bool[B]; one of them is a stop token, the last
-
-
-def _new_tokens(
-    options: DecodeOptions,
-    proposals: jax.Array,  # i32[B, num_draft]
-    accepted: jax.Array,  # i32[B]
-    token: jax.Array,  # i32[B]; drawn after the accepted ones
-    active: jax.Array,  # bool[B]
-) -> _NewTokens:
-    """Return the accepted tokens and the one after them, cut after the first stop token."""
-    index = jnp.arange(proposals.shape[1] + 1)[None]
-    tokens = jnp.pad(proposals, ((0, 0), (0, 1)))
-    tokens = jnp.where(index < accepted[:, None], tokens, token[:, None])
-    stops = jnp.isin(tokens, jnp.asarray(options.stop, jnp.int32)) & (index <= accepted[:, None])
-    stopped = stops.any(axis=1)
-    count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted) + 1
-    return _NewTokens(tokens, jnp.where(active, count, 0), stopped)
-
-
-def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:  # [B, T, V], i32[B, T] -> [B, T]
-    """Return log_softmax(logits)[token]; NaN where a row has no token."""
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return jnp.where(tokens < 0, jnp.nan, _gather_vocab(log_probs, jnp.clip(tokens, 0)))
 
 
 def acceptance(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -381,34 +378,6 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)
 
 
-def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bool[B, num_draft]
-    """Mark the proposals up to the first that is no token, has no distribution, or has no room."""
-    tokens = proposal.tokens
-    usable = (tokens >= 0) & (tokens < vocab)
-    usable &= jnp.arange(tokens.shape[1])[None] < room[:, None]
-    if proposal.logits is not None:
-        usable &= has_finite_maximum(proposal.logits)
-    return jnp.cumprod(usable, axis=1).astype(bool)
-
-
-def _process_logits(
-    options: DecodeOptions,
-    history: History,
-    tokens: jax.Array,  # i32[B, T]; the first is the newest of the history
-    logits: jax.Array,  # [B, T, V]
-) -> jax.Array:  # f32[B, T, V]
-    """Apply the processors to each position's logits, with the tokens up to it in the history."""
-    logits = logits.astype(jnp.float32)
-    if not options.processors:
-        return logits
-    processed = []
-    for j in range(tokens.shape[1]):
-        if j:
-            history = history.append(tokens[:, j], jnp.ones(tokens.shape[:1], bool))
-        processed.append(apply_processors(options.processors, history, logits[:, j]))
-    return jnp.stack(processed, axis=1)
-
-
 def _gather_vocab(x: jax.Array, ids: jax.Array) -> jax.Array:  # [B, J, V], i32[B, J] -> [B, J]
     return jnp.take_along_axis(x, ids[..., None], axis=-1)[..., 0]
 
@@ -425,6 +394,7 @@ def _write_tokens(
 ) -> jax.Array:  # [B, C]
     """Write the first `count[b]` values of row b from column `start[b]` on."""
     index = jnp.arange(values.shape[1])[None]
+    # An index past the end is dropped, so rows may write different numbers of tokens.
     at = jnp.where(index < count[:, None], start[:, None] + index, out.shape[1])
     return out.at[jnp.arange(len(out))[:, None], at].set(values, mode="drop")
 

@@ -28,7 +28,6 @@ from transformer_jax.models.places import (
     OF_SOURCE,
     Captured,
     Edit,
-    Edits,
     Places,
     named_edits,
     places,
@@ -90,6 +89,7 @@ class Step(Generic[State]):
             Logits f32[B, Q, V] and the new state.
         """
         logits, state = self(params, tokens, state, valid=valid)
+        # A plain call computes the logits of all tokens; a step that can do less overrides this.
         return jnp.take_along_axis(logits, at[:, :, None], axis=1), state
 
     def check(
@@ -126,6 +126,7 @@ class Step(Generic[State]):
 
     def offers(self, name: str) -> bool:
         """Return whether the step has a `rewind`, an `attend` or a `look`: this class has none."""
+        # The class is asked, not the instance: a field of a dataclass may have the same name.
         return getattr(type(self), name) is not getattr(Step, name)
 
     def rewind(
@@ -221,19 +222,17 @@ class AppliedStep(Step[State]):
 
     def told(self, **known: Any) -> Self:
         """Return the step whose edits know what its calls read."""
+        # An unedited model returns itself, so that its programs are found again.
         model = self.model.told(**known)
         return self if model is self.model else replace(self, model=model)
-
-    @property
-    def edits(self) -> Edits:
-        """The edits of what the step runs: those of an encoder are for what reads its source."""
-        return tuple(one for one in self.model.edits if not one[0].startswith("encoder/"))
 
     @property
     def reads_exactly(self) -> bool:
         """Whether an edit is a function that does not say what it needs: it would see padding."""
         # Functions of `inside` declare their needs and skip padding; another might read it.
-        return any(not hasattr(told.function, "needs") for _, told in self.edits)
+        # An encoder has read its source before, so its edits do not count.
+        edits = [told for name, told in self.model.edits if not name.startswith("encoder/")]
+        return any(not hasattr(told.function, "needs") for told in edits)
 
     def check(self, prompt: np.ndarray, state: State, total: np.ndarray) -> None:
         """Raise ValueError if an edit names a token that a row does not reach."""
@@ -245,37 +244,32 @@ class AppliedStep(Step[State]):
         ValueError if there is one; None if there is none. `total`, i32[B], is how many tokens each
         row reads from now on; it, the state and the edit's tokens may be traced.
         """
-        if not self.edits:  # then nothing is fetched from the device
+        if not self.model.edits:  # then nothing is fetched from the device
             return None
         length = state.length  # type: ignore[attr-defined]
         length = length if traced(length) else np.asarray(length)
         found: jax.Array | None = None
-        for name, told in self.edits:
+        for name, told in self.model.edits:
             # tokens of the source are counted by themselves, and checked where the source is read
             check = getattr(told.function, "check_parts", None)
-            if check and not name.endswith(OF_SOURCE):
+            if check and not name.startswith("encoder/") and not name.endswith(OF_SOURCE):
                 rows = check(told.first + length + total)
                 if rows is not None:
                     found = rows if found is None else found | rows
         return found
 
-    def _apply(
+    def __call__(
         self,
         params: Params,
         tokens: jax.Array,
         state: State,
-        valid: jax.Array | None,
+        *,
+        valid: jax.Array | None = None,
         **more: object,
-    ) -> Any:  # logits, the new state, and what else the model's method returns
+    ) -> Any:  # logits, the new state, and what `more` makes the model return
         check_not_consumed(state)
         given = self.arguments(tokens, state, valid) | more
         return self.model.apply({"params": params}, tokens, **given)
-
-    def __call__(
-        self, params: Params, tokens: jax.Array, state: State, *, valid: jax.Array | None = None
-    ) -> tuple[jax.Array, State]:
-        found: tuple[jax.Array, State] = self._apply(params, tokens, state, valid)
-        return found
 
     def read(
         self,
@@ -287,7 +281,7 @@ class AppliedStep(Step[State]):
         valid: jax.Array | None = None,
     ) -> tuple[jax.Array, State]:
         """Read the tokens and return the logits after the tokens `at` alone."""
-        found: tuple[jax.Array, State] = self._apply(params, tokens, state, valid, at=at)
+        found: tuple[jax.Array, State] = self(params, tokens, state, valid=valid, at=at)
         return found
 
     def look(
@@ -301,7 +295,8 @@ class AppliedStep(Step[State]):
     ) -> tuple[jax.Array, State, Captured]:
         """Read one token a row; return, too, the captured values without their axis of tokens."""
         check_one(tokens)
-        logits, state, captured = self._apply(params, tokens, state, valid, capture=capture)
+        logits, state, captured = self(params, tokens, state, valid=valid, capture=capture)
+        # One token was read: its axis has length 1. Not every place has an axis of tokens.
         shapes = places(self.model.config)
         return logits, state, {
             name: jnp.squeeze(x, shapes[name].index("T")) if "T" in shapes[name] else x
@@ -330,6 +325,7 @@ class ModelStep(AppliedStep[ModelCache]):
     ) -> dict[str, object]:
         """Return the cache, and the positions after what it holds."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid
+        # Padding gets position -1, which the cache neither stores nor sees.
         return dict(positions=next_positions(state.length, valid), cache=state)
 
     def check(self, prompt: np.ndarray, state: ModelCache, total: np.ndarray) -> None:
@@ -345,10 +341,12 @@ class ModelStep(AppliedStep[ModelCache]):
         rows = state.length.shape[0]
         if len(prompt) != rows:
             raise ValueError(f"prompt has {len(prompt)} rows, the cache {rows}")
-        super().check(prompt, state, total)
+        self.lacking(state, total)
         limit = room_of(config, state)
+        # A ring has no limit of its own, but a table of learned positions ends.
         if isinstance(config.positions, Learned):
             limit = config.max_len if limit is None else min(limit, config.max_len)
+        # Under a trace a row that outgrows its cache becomes NaN instead.
         if limit is None or isinstance(state.length, jax.core.Tracer):
             return
         longest = int((np.asarray(state.length) + total).max(initial=0))
@@ -373,6 +371,7 @@ class ModelStep(AppliedStep[ModelCache]):
             return  # pages keep every position
         config, layers = self.model.config, state.layers
         limit = room_of(config, state)
+        # Layers may differ: one with a window may be a ring next to one that keeps everything.
         for i, window in enumerate(config.windows):
             layer = layers if isinstance(layers, KVCache) else layers[i]
             assert isinstance(layer, KVCache)
@@ -389,35 +388,40 @@ class ModelStep(AppliedStep[ModelCache]):
 
 def count_vocab(step: Step[State], params: Params, rows: int, state: State) -> int:
     """Return V, the number of logits that the step gives; nothing is computed or compiled."""
+    # Only shapes are traced: nothing is computed or compiled.
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
     if brings_code(step):  # or `eval_shape` would recall what its code read before
         return jax.eval_shape(lambda *args: step(*args), params, tokens, state)[0].shape[-1]
     return jax.eval_shape(step, params, tokens, state)[0].shape[-1]
 
 
-def as_step(step: StepLike[State]) -> Step[State]:
-    """Return a step as it is, or of a function; ValueError where this is a model or a config."""
+def as_step(step: StepLike[State], params: object = None, state: object = None) -> Step[State]:
+    """Return a step as it is, or made of a function.
+
+    ValueError if the step is a model or a config, or one of them is passed as the step's
+    parameters or state.
+    """
     name = type(step).__name__
+    found: Step[State]
     if isinstance(step, nn.Module):
         raise ValueError(f"step is the model {name}: must be a step, make_step(model)")
     if isinstance(step, Step):
-        return step
-    if hasattr(step, "vocab_size"):
+        found = step
+    elif hasattr(step, "vocab_size"):
         raise ValueError(f"step is a {name}: must be a step, make_step(build(config))")
-    if isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
+    elif isinstance(getattr(step, "__self__", None), nn.Module) and step.__name__ == "apply":
         raise ValueError("step is the model's apply: must be a step, make_step(model)")
-    if isinstance(step, type) or not callable(step):
+    elif isinstance(step, type) or not callable(step):
         rule = "must be called with (params, tokens, state, valid=...), as make_step(model) is"
         raise ValueError(f"step is {_named(step)}: {rule}")
-    for more in ("read", "check", "rewind", "look"):
-        if callable(getattr(type(step), more, None)):  # a method; a field may have any name
-            rule = "make it a subclass of transformer_jax.decoding.Step"
-            raise ValueError(f"step is a {name} with `{more}`, which a function has not: {rule}")
-    return FunctionStep(step)
-
-
-def check_given(params: object, state: object) -> None:
-    """Raise ValueError where a model or a config stands in the place of parameters or a state."""
+    else:
+        for more in ("read", "check", "rewind", "look"):
+            if callable(getattr(type(step), more, None)):  # a method; a field may have any name
+                rule = "make it a subclass of transformer_jax.decoding.Step"
+                raise ValueError(
+                    f"step is a {name} with `{more}`, which a function has not: {rule}"
+                )
+        found = FunctionStep(step)
     if isinstance(params, Mapping) and list(params) == ["params"]:
         raise ValueError("params is {'params': ...}: must be what is in it, variables['params']")
     if isinstance(params, nn.Module) or hasattr(params, "vocab_size") or isinstance(params, str):
@@ -427,6 +431,7 @@ def check_given(params: object, state: object) -> None:
         rule = "must be a state, as init_cache(config, rows, capacity) makes one"
         raise ValueError(f"state is {_named(state)}: {rule}")
     check_not_consumed(state)
+    return found
 
 
 def _named(value: object) -> str:

@@ -91,6 +91,7 @@ class Grammar:
             raise ValueError(f"{self.name}: is no JSON: {error}") from None
         known: Any = tokenizer
         tokens, self.texts = _tokens(known, vocab_size, stop_ids)
+        # Tokens that spell a character as \uXXXX although JSON has a shorter way: see `_look`.
         self.respelled = [
             i for i, text in enumerate(self.texts) if b"\\u" in text and _respells(text)
         ]
@@ -100,6 +101,7 @@ class Grammar:
         try:
             self.start()
         except ValueError:
+            # A form that bytes can write, but these tokens cannot, is an error of another kind.
             of_bytes, _ = _tokens(ByteTokenizer(), 256, ())
             with_bytes = LLMatcher(of_bytes, definition, log_level=0)
             with_bytes.compute_bitmask()
@@ -128,6 +130,7 @@ class Grammar:
             return {"name": "text", "lark_grammar": content}
         from llguidance import LLMatcher
 
+        # llguidance compiles a regular expression to a grammar, which can be joined with the head.
         regex = with_unicode_classes(content, self.name)
         (only,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
         return {"name": "text", "lark_grammar": only["lark_grammar"]}
@@ -150,6 +153,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        # Compiled once: each text starts from a copy of the parser's state.
         self._own = grammar._own.deep_copy()
         self._escape = b""  # an unfinished escape at the end of the text
         self._look()
@@ -162,7 +166,12 @@ class Matcher:
         self._own.consume_token(int(token))
         begun = self._escape + self.grammar.texts[int(token)]
         self._escape = next(
-            (e[0] for e in _ESCAPE.finditer(begun) if e.end() == len(begun) and not _is_whole(e)),
+            (
+                e[0]
+                for e in _ESCAPE.finditer(begun)
+                # a whole escape has 2 bytes, or 6 with a code
+                if e.end() == len(begun) and len(e[0]) != (2 if e[1] is None else 6)
+            ),
             b"",
         )
         self._look()
@@ -175,6 +184,7 @@ class Matcher:
             reason = _in_a_line(self._own.get_error())
             raise ValueError(stuck + (no_token if reason.startswith("NoExtension") else reason))
         vocab_size, stop = self.grammar.vocab_size, self.grammar.stop_ids
+        # The table has one token more than the model, which ends texts: see `_tokens`.
         found = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").astype(bool)
         self.allowed, may_end = found[:-1], found[-1]
         self.ended = bool(may_end and not self.allowed.any())
@@ -208,6 +218,7 @@ def _tokens(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> tuple
     from llguidance import LLTokenizer, TokenizerWrapper
 
     own = plain(tokenizer)
+    # A special token must not be written as text, even if its letters fit the form.
     special = {*stop_ids, *special_ids(tokenizer).values()}
     if isinstance(own, PretrainedTokenizer):
         special |= own.special
@@ -229,10 +240,6 @@ def _respells(text: bytes) -> bool:
     """Whether a text contains the code of a character that has a shorter spelling in JSON."""
     codes = [escape[1] for escape in _ESCAPE.finditer(text)]
     return any(code is not None and code not in _CODES for code in codes)
-
-
-def _is_whole(escape: re.Match[bytes]) -> bool:
-    return len(escape[0]) == (2 if escape[1] is None else 6)
 
 
 def _in_a_line(error: str) -> str:

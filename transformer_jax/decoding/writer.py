@@ -14,10 +14,7 @@ from transformer_jax.tokenizers.trained import Tokenizer
 
 
 def pieces(
-    tokenizer: Tokenizer,
-    ids: Iterable[int],
-    stop: Sequence[str] = (),
-    stop_ids: Sequence[int] = (),
+    tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
 ) -> Iterator[str]:
     """Yield text as soon as it is decided; what is no UTF-8 shows as U+FFFD.
 
@@ -41,6 +38,7 @@ class TextWriter:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), stop_ids: Sequence[int] = ()
     ) -> None:
         self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        # Tokens may end within a character: its bytes are kept until the rest comes.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.matcher = StopStrings(stop)
         self.length = 0
@@ -56,7 +54,14 @@ class TextWriter:
         if token in self.stop_ids:
             return self.finish()
         piece, begun = self.tokenizer.to_bytes([token]), self.decoder.getstate()[0]
-        self.start = self.length + _is_broken(begun, piece[:1])
+        # A byte that does not continue the character before it turns what is begun into a U+FFFD,
+        # which this token's own character follows.
+        broken = False
+        try:
+            (begun + piece[:1]).decode("utf-8")
+        except UnicodeDecodeError as error:
+            broken = 0 < error.end <= len(begun) and bool(piece)
+        self.start = self.length + broken
         decoded = self.decoder.decode(piece)
         self.length += len(decoded)
         text, self.ended = self.matcher.feed(decoded)
@@ -67,15 +72,6 @@ class TextWriter:
         text, found = self.matcher.feed(self.decoder.decode(b"", final=True))
         self.ended = True
         return text if found else text + self.matcher.held
-
-
-def _is_broken(begun: bytes, after: bytes) -> bool:
-    """Return whether a byte does not go on with a character: what is begun becomes a U+FFFD."""
-    try:
-        (begun + after).decode("utf-8")
-    except UnicodeDecodeError as error:
-        return 0 < error.end <= len(begun) and bool(after)
-    return False
 
 
 class StopStrings:
@@ -91,6 +87,8 @@ class StopStrings:
         out: list[str] = []
         for character in text:
             self.held += character
+            # Characters are looked at one by one, so the result does not depend on where tokens
+            # end.
             found = [stop for stop in self.stop if self.held.endswith(stop)]
             if found:
                 return "".join(out) + self.held[: -max(map(len, found))], True
