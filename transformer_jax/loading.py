@@ -209,10 +209,7 @@ def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
 
 
 def load_text_model(
-    path_or_id: str | Path,
-    *,
-    dtype: DType | None = None,
-    max_len: int | None = None,
+    path_or_id: str | Path, *, dtype: DType | None = None, max_len: int | None = None
 ) -> TextModel:
     """Load a published model and its tokenizer.
 
@@ -254,6 +251,7 @@ def with_targets(
     It knows what its model never writes, too.
     ConfigError where the folder does not say it.
     """
+    # A decoder continues its prompt; only a target begins with a token of its own.
     if config.kind != "encoder-decoder":
         return tokenizer
     generation = _generation(folder)
@@ -318,6 +316,7 @@ def _ids(
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
+        # `bool` is an `int`, and true is no token.
         if type(i) is not int or not 0 <= i < config.vocab_size:
             rule = f"must be ids below vocab_size {config.vocab_size}"
             raise ConfigError(f"{folder.path}: {name} is {value!r:.80}: {rule}")
@@ -341,5 +340,6 @@ def _banned(
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
+    # Transformers allows the end, too: a text could not end otherwise.
     words = [word for word in words if word not in {(end,) for end in stop}]
     return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

@@ -6,7 +6,7 @@ context share it: it is read once, into a cache, and each of them goes on from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,21 +128,35 @@ def score_requests(
     if built.edits:  # it may be of one row, and of tokens that are counted from the beginning
         batch_size, together = 1, []
     else:
-        together = [
-            ns for ns in by_context.values() if _pays(model, [given[n] for n in ns], batch_size)
-        ]
+        together = []
+        for ns in by_context.values() if model.config.supports("cache") else ():
+            # A context is read once if it is longer than what follows it, and if all logits of the
+            # continuations of a batch, which exist at once then, are not too many.
+            width = max(len(given[n].continuation) for n in ns)
+            logits = batch_size * bucket(width) * model.config.vocab_size
+            if len(ns) > 1 and len(given[ns[0]].context) >= width and logits <= ON_ACCELERATORS:
+                together.append(ns)
     shared = {n for ns in together for n in ns}
+    # The longest first: if a batch does not fit into memory, it is the first one.
     alone = sorted({*range(len(given))} - shared, key=lambda n: -len(given[n]))
     found: dict[int, Continuation] = {}
     for start in range(0, len(alone), batch_size):
         part = alone[start : start + batch_size]
+        # Powers of two, so that a few programs serve all numbers of requests.
         rows = min(batch_size, _power(len(alone)))
+        # An edit that names a token counts from the beginning, which may have been cut off.
         first = len(requests[part[0]]) - len(given[part[0]])
         told = built.told(part=True, first=first) if first else built
         scores = _score_rows(model, [given[n] for n in part], rows, told)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
-    parts = [*_groups(given, together, batch_size)]
+    # Rows of one context are next to each other, at most `batch_size` in a part.
+    parts: list[list[int]] = []
+    pieces = [ns[i : i + batch_size] for ns in together for i in range(0, len(ns), batch_size)]
+    for ns in sorted(pieces, key=lambda ns: -len(given[ns[0]].context)):
+        if not parts or len(parts[-1]) + len(ns) > batch_size:
+            parts.append([])
+        parts[-1] += ns
     rows = _power(max(map(len, parts), default=1))
     contexts = _power(max((len({given[n].context for n in part}) for part in parts), default=1))
     for part in parts:
@@ -152,18 +166,6 @@ def score_requests(
     return [found[n] for n in range(len(given))]
 
 
-def _pays(model: Reader, requests: Sequence[ScoringRequest], batch_size: int) -> bool:
-    """Say whether a context that these share is read once: it is long, and they are short.
-
-    All logits of the continuations of a batch exist at once then.
-    """
-    if not model.config.supports("cache") or len(requests) < 2:
-        return False
-    width = max(len(request.continuation) for request in requests)
-    logits = batch_size * bucket(width) * model.config.vocab_size
-    return len(requests[0].context) >= width and logits <= ON_ACCELERATORS
-
-
 def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
     """Return a request whose context has lost its first tokens, so that the model can read it."""
     if len(request.continuation) > longest:
@@ -171,21 +173,6 @@ def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
         raise DataError(f"{have}: must be at most max_len {longest}")
     excess = len(request) - longest
     return ScoringRequest(request.context[excess:], request.continuation) if excess > 0 else request
-
-
-def _groups(
-    given: Sequence[ScoringRequest], together: list[list[int]], batch_size: int
-) -> Iterator[list[int]]:
-    """Yield requests of at most `batch_size` rows, those of one context next to each other."""
-    part: list[int] = []
-    parts = [ns[i : i + batch_size] for ns in together for i in range(0, len(ns), batch_size)]
-    for ns in sorted(parts, key=lambda ns: -len(given[ns[0]].context)):
-        if part and len(part) + len(ns) > batch_size:
-            yield part
-            part = []
-        part = part + ns
-    if part:
-        yield part
 
 
 def _score_rows(
@@ -225,6 +212,7 @@ def _score_shared(
     for n, request in enumerate(part):
         of[n], counts[n] = numbers[request.context], len(request.continuation)
         labels[n, : counts[n]] = request.continuation
+    # A cache of max_len for each context would be mostly empty.
     config = shortened(model.config, length + width)
     given = map(jnp.asarray, (prompts, lengths, of, labels, counts))
     log_probs, likeliest = _shared_program(config, model.params, *given)
@@ -259,6 +247,7 @@ def _rows_program(
     """Return log p of each label after token `at`, and whether it is the likeliest one."""
     config = model.config
     given = {"params": params}
+    # An edit may be of the logits; otherwise they are made in chunks, and never all at once.
     if model.edits or not config.supports("output_layer"):
         logits = model.apply(given, tokens)[0]
         return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
@@ -288,6 +277,7 @@ def _shared_program(
     first, state = step.read(params, prompts, state, (lengths - 1)[:, None], valid=valid)
     state, first = gather_rows(state, of), first[of]
     valid = jnp.arange(1, labels.shape[1])[None] < counts[:, None]
+    # The last label is not read: nothing is asked of the model after it.
     rest, _ = step(params, labels[:, :-1], state, valid=valid)
     return _judged(jnp.concatenate([first, rest], axis=1), labels)
 

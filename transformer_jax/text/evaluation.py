@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -153,21 +154,16 @@ def _published(
     if asked is not None and (asked != "chat" or not decoder):
         rule = "must be chat, of a decoder" if decoder else "a masked encoder is judged on text"
         raise ConfigError(f"task is {asked!r}: {rule}")
-    if asked is None and _holds_messages(data):
+    line: object = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        # Not JSON: a text. No file: the reader says so, below.
+        with open(data, "rb") as file:
+            line = json.loads(file.readline(2**20))
+    if asked is None and isinstance(line, dict) and "messages" in line:  # as `ChatTask` reads them
         rule = "task chat judges a decoder's answers; any other model needs a text"
         raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
     run = published_run(cast(ModelConfig, model.config), model.name, data, context)
     return run if asked is None else dataclasses.replace(run, task=ChatTask())
-
-
-def _holds_messages(path: str) -> bool:
-    """Return whether the first line of a file is a conversation, as `ChatTask` reads them."""
-    try:
-        with open(path, "rb") as file:
-            line = json.loads(file.readline(2**20))
-    except (OSError, ValueError, RecursionError):  # a text; or no file, of which the reader speaks
-        return False
-    return isinstance(line, dict) and "messages" in line
 
 
 def judge_file(
@@ -192,6 +188,7 @@ def judge_file(
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
+    # A task adds the special tokens that it needs, as for training.
     if isinstance(own := task.tokenizers.tokenizer, SpecialTokens):
         check_has(tokenizers.tokenizer, *own.names)  # a token that is added now is not trained
     return judge(task, params, report, model)
@@ -205,6 +202,7 @@ def judge(
 ) -> dict[str, float]:
     """Return the loss and the measures of a task's held-out part."""
     if model is not None:
+        # The caller's task keeps its own model.
         task = copy(task)
         task.model = model
     step = make_eval_step(batch_scores(task.model), task.prepare)

@@ -521,7 +521,21 @@ class Inspect:
         model = self.model
         config, prompt, given = _read(model, "attribution", text)
         ids, at, said = _answers(model, prompt, given, answer, other_answer)
-        start = _baseline(model, baseline)
+        # The token that stands for no token: a mask or padding if there is one, else a space.
+        size, named_ids = config.vocab_size, special_ids(model.tokenizer)
+        if isinstance(plain(model.tokenizer), WordTokenizer):
+            named_ids = {"unk": 0, **named_ids}
+        usual = (named_ids.get(name, size) for name in ("mask", "pad", "unk", "eos"))
+        start = next((i for i in usual if i < size), None)
+        if baseline is not None or start is None:
+            try:
+                text = " " if baseline is None else baseline
+                start = token_id(model.tokenizer, "baseline", text, size)
+            except DataError:
+                if baseline is not None:
+                    raise
+                rule = "the tokenizer has no mask, padding or space: give a text of one token"
+                raise DataError(f"baseline is None: {rule}") from None
         found = programs.attributed(
             model.module, model.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
         )
@@ -641,12 +655,7 @@ def _masks(model: Reader, prompt: WholeText) -> list[int]:
 
 
 def _answer(
-    model: Reader,
-    word: str | None,
-    prompt: WholeText,
-    given: Given,
-    at: int,
-    name: str,
+    model: Reader, word: str | None, prompt: WholeText, given: Given, at: int, name: str
 ) -> int:
     """Return the id of a word; without one, of the likeliest token that stands for text."""
     if word is not None:
@@ -656,11 +665,7 @@ def _answer(
 
 
 def _answers(
-    model: Reader,
-    prompt: WholeText,
-    given: Given,
-    answer: str | None,
-    other: str | None,
+    model: Reader, prompt: WholeText, given: Given, answer: str | None, other: str | None
 ) -> tuple[np.ndarray, int, tuple[str, str | None]]:
     """Return the ids of one or two answers, i32[1] or i32[2], their place, and their texts."""
     at = _place_of_answer(model, prompt)
@@ -671,23 +676,6 @@ def _answers(
             raise DataError(f"answer and other_answer are {other!r}: must differ")
     said = token_texts(model.tokenizer, ids)
     return np.array(ids, np.int32), at, (said[0], said[1] if other is not None else None)
-
-
-def _baseline(model: Reader, text: str | None) -> int:
-    known = model.config.vocab_size
-    if text is not None:
-        return token_id(model.tokenizer, "baseline", text, known)
-    named = special_ids(model.tokenizer)
-    if isinstance(plain(model.tokenizer), WordTokenizer):
-        named = {"unk": 0, **named}
-    for name in ("mask", "pad", "unk", "eos"):
-        if named.get(name, known) < known:
-            return named[name]
-    try:
-        return token_id(model.tokenizer, "baseline", " ", known)
-    except DataError:
-        rule = "the tokenizer has no mask, padding or space: give a text of one token"
-        raise DataError(f"baseline is None: {rule}") from None
 
 
 def _marked(tokens: list[str]) -> list[str]:

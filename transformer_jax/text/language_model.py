@@ -101,6 +101,7 @@ def load(
         rule = "must be a folder, or the id of a repository of the hub"
         raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
     try:
+        # A name that is no path, such as ORG/NAME, is looked up on the hub, below.
         of_run = is_run(str(path_or_id))
         files = Path(path_or_id) / "metrics.jsonl", Path(path_or_id) / "lock"
         began = any(file.exists() for file in files)  # a run that has saved nothing yet
@@ -216,6 +217,7 @@ class LanguageModel(Reader):
             raise ConfigError(f"generate: {self.instead()}")
         self.warn_of_unknown(texts)
         given.check_one_prompt(len(texts) if is_list else None)
+        # Only such a model writes in pieces, by a grammar, or past its longest text.
         if self.kind == "text" and given.beams is None:
             return self._continue([self.read(text) for text in texts], is_list, given)
         does = "a beam search finds" if given.beams is not None else "it writes"
@@ -247,6 +249,7 @@ class LanguageModel(Reader):
             if given.sampler is None and given.samples is None:
                 found = targets.answer(texts, count)
             else:
+                # A text of a list is drawn as it would be alone with `fold_in(key, n)`.
                 keys = [jax.random.fold_in(key, n) for n in range(len(texts))] if is_list else [key]
                 drawn = [
                     targets.draw(text, count, given.samples or 1, sampler, own)
@@ -254,6 +257,7 @@ class LanguageModel(Reader):
                 ]
                 found = drawn[0] if given.samples is not None else [one[0] for one in drawn]
                 is_list = is_list or given.samples is not None
+        # These texts are written whole, so stop strings are looked for afterwards.
         found = [cut_at_stop(text, given.stop) for text in found]
         if given.stream:
             return iter([text for text in found if text])
@@ -306,17 +310,21 @@ class LanguageModel(Reader):
         given = GenerateOptions.of(self.chat, CHATS, num_tokens, options)
         many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
         many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
+        # A conversation is a list of messages, and so is a list of conversations: its items tell.
         talks: Sequence[Any] = messages if many else [messages]  # checked one by one, below
         given.check_one_prompt(len(talks) if many else None)
         given.drawing()
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
+            # A text that is too long is cut at its beginning; half a conversation would mean
+            # another.
             if len(prompt) > (length := longest_text(self.config)):
                 rule = f"0 fit after the prompt (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
         found = self._continue(ids, many, given)
         if given.form is not None:
             return found
+        # The first word of an answer may bring a space, which is no part of it.
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
         return found.removeprefix(" ") if isinstance(found, str) else _without_first_space(found)
@@ -435,6 +443,7 @@ class LanguageModel(Reader):
         """Continue prompts: one in pieces, one in many ways, or many side by side."""
         generator, samples = self._generator(given), given.samples
         count = NUM_TOKENS if given.num_tokens is None else given.num_tokens
+        # Samples share one cache and are not continued past it.
         if samples is not None and given.num_tokens is None:
             count = max(1, min(count, self.room(prompts[0])))
         if not is_list:
@@ -448,10 +457,12 @@ class LanguageModel(Reader):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
+            # A text that outgrows the model is written alone, with the key that it has in the list.
             own = replace(generator, key=jax.random.fold_in(generator.key, n))
             found[n] = "".join(own.sized([prompt], count).complete(prompt, count))
         if fitting:
             parts = [prompts[n] for n in fitting]
+            # More slots than texts would cost their share of every step.
             at_once = min(given.slots, bucket(len(parts)))
             answers = generator.sized(parts, count).answer(
                 parts, count, slots=at_once, numbers=fitting
@@ -508,6 +519,7 @@ class LanguageModel(Reader):
         for name, value in dict(window=window, stride=stride, batch_size=batch_size).items():
             if value is not None:
                 check_count(name, value, 1)
+        # An empty list could be of texts or of messages; neither can be scored.
         if isinstance(text, list) and not text:
             raise ValueError("text is an empty list: must have a text")
         read = Windows(window, stride, batch_size)
@@ -618,6 +630,7 @@ class LanguageModel(Reader):
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         for one in texts:
+            # A batch is filled up with padding: a text without tokens would be padding alone.
             self.check_tokens(one)
         self.warn_of_unknown(texts)
         found = label_texts(self.run, self.tokenizers, self.params, texts, self.module)

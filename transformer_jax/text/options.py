@@ -117,6 +117,7 @@ class GenerateOptions:
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]}: give one of them")
+        # Normal forms: equal options are equal values, and one stop string is a tuple of one.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
 
@@ -150,6 +151,7 @@ class GenerateOptions:
         """Raise ConfigError if one of these options was given to a model that cannot use it."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # Greedy() is what no sampler means; an array has no `==` that gives a bool.
             unset = value is None or isinstance(value, Greedy)
             if not isinstance(value, jax.Array):
                 unset = unset or value == field.default
@@ -171,6 +173,7 @@ class GenerateOptions:
             if self.samples is not None:
                 rule = "needs a sampler that draws, such as Sample(), and a key"
                 raise ValueError(f"samples is {self.samples}: {rule}")
+            # A text writer draws always; at temperature 0 the likeliest token has probability 1.
             return Sample(Temperature(0.0)), jax.random.key(0)
         if self.key is None:
             raise ValueError(f"key is None: {self.sampler!r} draws random numbers")

@@ -116,6 +116,7 @@ class Reader:
         masks: fill its masks; labels: name its class. `signals` are no texts, and an encoder that
         has a head for none of these gives `vectors`.
         """
+        # The task of a run decides; only a published model is known by its config.
         if self.task is not None and self.task.reads_numbers:
             return "signals"
         match self.task:
@@ -154,6 +155,7 @@ class Reader:
         """Return the tokens that a prompt is read as: after those that begin every text."""
         ids = np.zeros(0, np.int32)
         if isinstance(self.task, PreferenceTask):
+            # A run on preferences has read its prompts in this way.
             ids = prompt_ids(self.tokenizer, prompt)  # in which a special token is text
         if not prompt or not len(ids):
             ids = completion.read_prompt(self.tokenizer, prompt, self.model.begin_id)
@@ -179,6 +181,8 @@ class Reader:
             unknown_words(self.tokenizer, target),
         )
         for line in filter(None, found):
+            # `stacklevel` counts frames, and how many of this package there are depends on the
+            # method.
             frame, level = sys._getframe(), 1
             while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
                 "transformer_jax."
@@ -194,6 +198,7 @@ class Reader:
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
         """Return ids; DataError for one that the model does not have."""
         size = self.config.vocab_size
+        # An id past the table would make all logits after it NaN.
         if len(ids) and ids.max() >= size:
             raise DataError(f"{what} has id {ids.max()}: the model has {size} tokens")
         return ids

@@ -22,13 +22,7 @@ from transformer_jax.pretrained.save import check_tokenizer, save_pretrained
 from transformer_jax.pytree import Params
 from transformer_jax.tokenizers.hf_files import around
 from transformer_jax.tokenizers.pretrained import ROLES, TARGET_IDS, PretrainedTokenizer
-from transformer_jax.tokenizers.special import (
-    SpecialTokens,
-    encoder_frame,
-    frame,
-    plain,
-    target_of,
-)
+from transformer_jax.tokenizers.special import SpecialTokens, encoder_frame, frame, plain, target_of
 from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from transformer_jax.tokenizers.utf8 import byte_letters
 from transformer_jax.untrusted_files import JsonObject
@@ -39,6 +33,7 @@ def save_published(
 ) -> list[str]:
     """Save a published model anew, with the tokenizer of its folder; see `save_run`."""
     files, keys = dict[str, bytes](), JsonObject()
+    # GGUF stores a tokenizer as metadata of the one file: it is written anew.
     if isinstance(folder, GgufModel):  # in which no file of a tokenizer can be copied
         tokenizer = published_tokenizer(folder)
         files, _ = tokenizer_files(tokenizer, config.vocab_size)
@@ -93,6 +88,8 @@ def written_as(
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
     all_layers = replace(config, use_bias=True)
     reason: ConfigError | None = None
+    # Some families always have biases, some everywhere but in the feed-forward network: zeros
+    # change no number.
     for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
             name = written_family(tried, family)
@@ -137,6 +134,7 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
         begins = target.start, target.forced_bos, target.forced_eos
         found |= dict(zip(TARGET_IDS, begins, strict=True))
     found = {n: None if i is None or i >= vocab_size else i for n, i in found.items()}
+    # A tokenizer may have more ids than the model has rows.
     stop = tuple(i for i in stop if i < vocab_size)
     found["eos_token_id"] = None if not stop else stop[0] if len(stop) == 1 else list(stop)
     return found
@@ -174,7 +172,16 @@ def tokenizer_files(
         case CharTokenizer() as own:
             if any("\ud800" <= character <= "\udfff" for character in own.characters):
                 raise ConfigError(_SURROGATE)
-            definition = _char_definition(own.characters, vocab_size)
+            from tokenizers import Regex, decoders, models, pre_tokenizers
+            from tokenizers import Tokenizer as Library
+
+            # Characters that were never met share an id past the vocabulary.
+            known = {character: i for i, character in enumerate(own.characters)}
+            known |= {"<unk>": vocab_size}
+            library: Any = Library(models.BPE(vocab=known, merges=[], unk_token="<unk>"))
+            library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{1,64}"), "isolated")
+            library.decoder = decoders.Fuse()
+            definition = json.loads(library.to_str())
             note = (
                 f"tokenizer.json: the run's {own.vocab_size} characters, as a BPE without "
                 f"merges; another one gets the id {vocab_size}, which the model does not have"
@@ -186,7 +193,7 @@ def tokenizer_files(
     if classifies and (wanted := encoder_frame(tokenizer)) != frame(tokenizer):
         from tokenizers import Tokenizer as Library
 
-        library: Any = Library.from_str(json.dumps(definition))
+        library = Library.from_str(json.dumps(definition))
         tokens = [tuple(map(library.id_to_token, part)) for part in wanted]
         ids = dict(zip(sum(tokens, ()), sum(wanted, ()), strict=True))
         definition["post_processor"] = around(ids, *tokens)
@@ -208,6 +215,7 @@ def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, s
     roles = {}
     for name, i in tokenizer.special_ids.items():
         text = f"<{name}>"
+        # A text of the vocabulary must not become a special token.
         while text in taken:
             text = f"<{text}>"
         if isinstance(vocabulary, dict):  # where the library keeps an id as it is
@@ -224,16 +232,6 @@ def _byte_definition() -> JsonObject:
     library = Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
-    return json.loads(library.to_str())
-
-
-def _char_definition(characters: str, unknown: int) -> JsonObject:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {character: i for i, character in enumerate(characters)} | {"<unk>": unknown}
-    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{1,64}"), "isolated")
-    library.decoder = decoders.Fuse()
     return json.loads(library.to_str())
 
 

@@ -27,12 +27,7 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.training.tasks.chat import check_messages
 from transformer_jax.training.tasks.pairs import Pair, pair_example
 from transformer_jax.training.tasks.task import located
-from transformer_jax.training.tasks.turns import (
-    Turn,
-    message_turn,
-    text_turn,
-    tokenizer_of_talks,
-)
+from transformer_jax.training.tasks.turns import Turn, message_turn, text_turn, tokenizer_of_talks
 
 Scored: TypeAlias = str | tuple[str, str] | Sequence[Message]
 
@@ -64,6 +59,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """Return exp(nats / n)."""
+        # exp overflows above 709, and an untrained model may be that surprised.
         return math.exp(min(self.nats / self.num_tokens, 700.0))
 
     @property
@@ -94,9 +90,29 @@ class Windows(NamedTuple):
 def score_text(model: Reader, text: Scored, read: Windows) -> Score:
     """Return the score of what `LanguageModel.score` takes."""
     if model.kind == "targets":
-        return _score_pair(model, text, read)
+        for name, value in (("window", read.size), ("stride", read.stride)):
+            if value is not None:
+                raise ConfigError(f"{name} is {value}: of pairs, a target is scored whole")
+        if not is_pair(text):
+            rule = "must be (source, target), of which it scores one"
+            raise DataError(f"text is {text!r:.80}: {rule}")
+        example = pair_example(model.run, model.tokenizers, Pair(*text, "text"))
+        row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
+        labels = np.asarray(example.labels)  # the target's tokens and its end
+        tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
+        nats = _nats(model, row, model.module)
+        return Score(len(utf8(text[1])), tuple(tokens), tuple(nats))
     if isinstance(text, str) and model.kind == "text":
-        return _score_plain(model, text, read)
+        own, begin = encode_text(model.tokenizer, text), model.model.begin_id
+        first = frame(model.tokenizer).first if begin is None else (begin,)
+        ids = model.known(np.concatenate([first, own]).astype(np.int32), "the text")
+        size = len(utf8(text))
+        if not first and len(own):  # nothing is before its first token, which has no probability
+            size -= _bytes_of_first(model, own, text)
+        if len(own) < (1 if first else 2):
+            least = "one token" if first else "two tokens, of which the second is scored"
+            raise DataError(f"text is {text!r:.40}: must have at least {least}")
+        return _score_ids(model, ids, len(first) or 1, size, read)
     turn, said = _turn(model, text)
     ids = model.known(np.append(turn.prompt, turn.answer), "the text")
     if not len(turn.prompt):  # nothing is before the first token of the answer
@@ -130,24 +146,11 @@ def _turn(model: Reader, text: Scored) -> tuple[Turn, str]:
     raise DataError(f"text is {text!r:.80}: must be {rule}")
 
 
-def _score_plain(model: Reader, text: str, read: Windows) -> Score:
-    """Score a text after what begins every text; where that is nothing, all but its first token."""
-    own, begin = encode_text(model.tokenizer, text), model.model.begin_id
-    first = frame(model.tokenizer).first if begin is None else (begin,)
-    ids = model.known(np.concatenate([first, own]).astype(np.int32), "the text")
-    size = len(utf8(text))
-    if not first and len(own):
-        size -= _bytes_of_first(model, own, text)
-    if len(own) < (1 if first else 2):
-        least = "one token" if first else "two tokens, of which the second is scored"
-        raise DataError(f"text is {text!r:.40}: must have at least {least}")
-    return _score_ids(model, ids, len(first) or 1, size, read)
-
-
 def _bytes_of_first(model: Reader, ids: np.ndarray, text: str) -> int:
     """Return how many bytes of a text its first token stands for."""
     tokenizer = plain(model.tokenizer)
     if isinstance(tokenizer, WordTokenizer):  # its tokens do not tell which spaces stood there
+        # Token 1 is the newline; words are told apart by blanks, which have no tokens.
         word = "\n" if ids[0] == 1 else text.split()[0]
         return len(utf8(text[: text.index(word) + len(word)]))
     first = tokenizer.to_bytes([int(ids[0])])
@@ -165,10 +168,12 @@ def _score_ids(
     longest = most if read.size is None else read.size
     if longest > most:
         raise ValueError(f"window is {longest}: must be at most max_len {most}")
+    # Half a window: each token but the first ones follows at least half a window of others.
     stride = max(1, longest // 2) if read.stride is None else read.stride
     if stride > longest:
         name = "max_len" if read.size is None else "window"
         raise ValueError(f"stride is {stride}: must be at most {name} {longest}")
+    # A function that takes rows together would mix windows, and one that takes means, padding.
     edited = bool(model.module.edits)
     rows, nats, count = windows(ids, first, longest, stride, exactly=edited), list[float](), 0
     if edited:  # it sees one row, no padding, and how many tokens come before a window
@@ -179,6 +184,7 @@ def _score_ids(
                 told = told.told(part=True, first=before * stride)
             nats = _nats(model, row, told) + nats
     while part := [*islice(rows, read.batch_size)]:
+        # The last batch is filled up to the size of the first: one program serves all.
         count = count or len(part)
         nats += _nats(model, _stacked(part, count), model.module)
     return Score(size, tuple(token_texts(model.tokenizer, ids[first:])), tuple(nats))
@@ -214,6 +220,7 @@ def windows(
     """
     tokens, labels = ids[:-1], ids[1:].copy()
     labels[: first - 1] = IGNORE
+    # Rows of one length share a program, whatever the text's length is.
     length, done = min(longest, bucket(len(tokens))), 0
     for start in range(0, len(tokens), stride):
         end = min(start + longest, len(tokens))
@@ -230,18 +237,3 @@ def windows(
 def is_pair(text: Scored) -> TypeGuard[tuple[str, str]]:
     """Say whether this is two texts."""
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(x, str) for x in text)
-
-
-def _score_pair(model: Reader, text: Scored, read: Windows) -> Score:
-    """Score the target of a source, and its end."""
-    for name, value in (("window", read.size), ("stride", read.stride)):
-        if value is not None:
-            raise ConfigError(f"{name} is {value}: of pairs, a target is scored whole")
-    if not is_pair(text):
-        raise DataError(f"text is {text!r:.80}: must be (source, target), of which it scores one")
-    example = pair_example(model.run, model.tokenizers, Pair(*text, "text"))
-    row = jax.tree.map(lambda leaf: np.asarray(leaf)[None], example)
-    labels = np.asarray(example.labels)
-    tokens = token_texts(model.tokenizer, labels[labels != IGNORE])
-    nats = _nats(model, row, model.module)
-    return Score(len(utf8(text[1])), tuple(tokens), tuple(nats))
