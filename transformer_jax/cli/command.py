@@ -108,6 +108,7 @@ def read_tokenizer(path: str) -> Tokenizer:
     file = Path(path, "tokenizer.json")
     if file.is_file():
         text = file.read_text("utf-8", "surrogatepass")
+        # A published tokenizer.json has no such key in front.
         if text.startswith('{\n "kind"'):  # as `to_json` writes it
             return tokenizer_from_json(text)
     return published_tokenizer(open_weights(path))
@@ -128,6 +129,7 @@ def run(
     of `more` flags. The status is what it returns, or 0; 1: something cannot be
     read; 2: usage; 130: interrupted.
     """
+    # A terminal may have no character for what a model writes.
     print_anything()
     name = name or options.__name__.lower()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -144,6 +146,7 @@ def run(
             names = flags.names | names
         arguments = parser.parse_args(spelled(argv, names))
         with warnings.catch_warnings():
+            # Python would print the line of this package's code with each warning.
             warnings.filterwarnings("ignore", "unknown words: ", UserWarning)  # `say_unknown` does
             return work(own.options(arguments), *(flags.given(arguments) for flags in more)) or 0
     except BrokenPipeError:  # the reader had enough

@@ -46,6 +46,7 @@ def convert(options: Convert) -> list[str]:
     from transformer_jax.loading import is_run
     from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
 
+    # Checked before anything large is loaded.
     of_run = is_run(options.model)
     for name in ("family", "checkpoint", "init_from", "adapter"):
         if not of_run and (value := getattr(options, name)) not in (None, False):
@@ -62,6 +63,7 @@ def convert(options: Convert) -> list[str]:
         shard_bytes = max(int(gigabytes * 10**9), 1)
     check_new_folder("to", options.to)
     target = Path(options.to)
+    # `lexists`: a link that leads nowhere would be written through.
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: exists already: must be new or empty")
     if options.adapter:

@@ -66,11 +66,9 @@ class Evaluate(ModelOptions):
 
 
 READS = {
-    "data": ("targets", "examples", "beams", "context", "task"),
-    "prompt": ("target",),
-    "text": ("window", "stride", "batch_size"),
-    "choices": ("batch_size",),
-}
+    "data": ("targets", "examples", "beams", "context", "task"), "prompt": ("target",),
+    "text": ("window", "stride", "batch_size"), "choices": ("batch_size",),
+}  # fmt: skip
 """The options that say what a model is judged on, and the other options that each of them reads."""
 
 
@@ -130,6 +128,7 @@ def evaluate(options: Evaluate) -> None:
 
         print(json_text(dict(found), indent=1))
         return
+    # Aligned for a person; `--json` is for programs.
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:{width}}  {value if isinstance(value, str) else f'{value:.6g}'}")

@@ -46,15 +46,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(
-            prog=command,
-            usage=f"{command} [--FLAG VALUE ...]",
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            add_help=False,
-            argument_default=argparse.SUPPRESS,
-        )
+            prog=command, usage=f"{command} [--FLAG VALUE ...]", description=description,
+            epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+            add_help=False, argument_default=argparse.SUPPRESS,
+        )  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -73,6 +68,7 @@ def spelled(
     for word in argv:
         name = word.partition("=")[0]
         if name.startswith("--") and " " not in name:
+            # Fields have underscores in Python, and flags have dashes in a shell.
             known = name.replace("_", "-")
             if known not in names:
                 meant = {flag for flag in names.values() if flag.endswith(f".{known[2:]}")}
@@ -122,12 +118,7 @@ class ConfigFlags:
     """Flags of a dataclass and of every dataclass within it."""
 
     def __init__(
-        self,
-        config: type,
-        without: Collection[Path] = (),
-        *,
-        whole: str = "run",
-        none: bool = True,
+        self, config: type, without: Collection[Path] = (), *, whole: str = "run", none: bool = True
     ) -> None:
         """Collect the fields; those `without` a flag are set by the command itself.
 
@@ -184,7 +175,16 @@ class ConfigFlags:
             for path, alike in inside.items():
                 options: dict[str, Any] = {"dest": ".".join(path)}
                 if name in shown:
-                    kinds = "" if ".".join(path) in shown else _fields_of(alike[0].hint)
+                    kinds = ""
+                    if ".".join(path) not in shown:  # then its fields have no lines of their own
+                        names = {
+                            _kind_name(kind): [one.name for one in fields(kind)]
+                            for kind in _kinds(alike[0].hint)
+                        }
+                        listed = [
+                            f"{kind} ({', '.join(one)})" for kind, one in names.items() if one
+                        ]
+                        kinds = f"Fields: {', '.join(listed)}." if listed else ""
                     lines = (field.help(defaults, len(owners) > 1, kinds) for field in alike)
                     text = " ".join(lines).replace("%", "%%")
                 spellings = dict.fromkeys(_spell(field.hint) for field in alike)
@@ -224,6 +224,7 @@ class ConfigFlags:
         """
         changes: dict[Path, FieldValue] = {}
         given = self._spread(given)
+        # `--positions.base` may come before `--positions rope`.
         for path in sorted(given, key=len):  # a kind is known before its fields are read
             holder = _at(base, changes, path[:-1])
             own = [field for field in self.fields[path] if field.owner is type(holder)]
@@ -326,6 +327,7 @@ def _chosen(value: FieldValue, changes: Mapping[Path, FieldValue], path: Path) -
     change = changes.get(path, value)
     if not isinstance(change, type):
         return change
+    # A kind that is there already keeps its fields: `--positions rope` on a rope changes nothing.
     return value if type(value) is change else change()
 
 
@@ -360,13 +362,6 @@ def _kinds(hint: Hint) -> list[type]:
     return [kind for kind in _options(hint) if isinstance(kind, type) and is_dataclass(kind)]
 
 
-def _fields_of(hint: Hint) -> str:
-    """Return the names of the fields of every kind of a union, for the help."""
-    named = {_kind_name(kind): [field.name for field in fields(kind)] for kind in _kinds(hint)}
-    listed = [f"{kind} ({', '.join(own)})" for kind, own in named.items() if own]
-    return f"Fields: {', '.join(listed)}." if listed else ""
-
-
 def _kind_name(kind: type) -> str:
     return "None" if kind is NoneType else kind_name(kind)
 
@@ -379,6 +374,7 @@ def _read(name: str, hint: Hint, text: Text) -> FieldValue:
     if isinstance(text, list):
         return tuple(_read(name, get_args(hint)[0], word) for word in text)
     options = _options(hint)
+    # A beginning is enough only for kinds: values of a Literal are checked exactly.
     begun = [kind for kind in _kinds(hint) if text and _kind_name(kind).startswith(text.lower())]
     for option in options:
         if option is NoneType:

@@ -108,6 +108,7 @@ def generate(options: Generate) -> None:
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise ConfigError(f"seed is {options.seed}: must be at least 0 and below 2**32")
     # the functions below check the rest: these are options of other functions than those they meet
+    # Each way of writing is a method of its own, and they do not combine.
     excluded = {"lookup": ("prompts", "beams", "samples", *FORMS), "beams": FORMS}
     excluded["prompts"] = ("prompt",) if options.beams else ("prompt", "samples")
     for way, names in excluded.items():
@@ -117,6 +118,7 @@ def generate(options: Generate) -> None:
     if options.prompts is None and options.slots is not None:
         raise ConfigError(f"slots is {options.slots}: needs prompts")
     drawn = [name for name in DRAWN if getattr(options, name) is not None]
+    # A search would ignore them silently.
     if options.beams is not None and (drawn or options.stop):
         raise ConfigError(f"{[*drawn, 'stop'][0]} with beams: a beam search takes none")
     from transformer_jax.text.options import GENERATES, SEARCHES, GenerateOptions
@@ -127,6 +129,7 @@ def generate(options: Generate) -> None:
     if options.samples is not None:
         given["samples" if options.beams is None else "results"] = options.samples
     try:
+        # The option of the command has another name than that of the method.
         GenerateOptions(**given)  # before a large model is read
     except ValueError as error:
         raise ConfigError(str(error).replace("results", "samples")) from None
@@ -139,9 +142,20 @@ def generate(options: Generate) -> None:
             raise ConfigError(f"languages is {options.languages!r}: {rule}")
         model = model.with_languages(*pair)
     named = model.name if model.task is None else f"a run of task {model.task.kind!r}"
-    _check_read(options, model, named)
+    usual = "prompt", "prompts", "checkpoint"
+    kinds = {"masks": (*usual, "samples"), "labels": usual, "signals": ("prompts", "checkpoint")}
+    known = kinds.get(model.kind)
+    loads = "model", "init_from", "dtype", "weights", "max_len"
+    for name in (one.name for one in fields(options)) if known is not None else ():
+        value = getattr(options, name)
+        if name not in (*loads, *known) and value not in (None, False, ()):
+            raise ConfigError(f"{name} is {value!r}: {named} reads {', '.join(known)}")
     if model.kind == "signals":
-        _hear_or_see(options, model, named)
+        task: Any = model.task  # that `ReadsNumbers`
+        if options.prompts is None:
+            raise ConfigError(f"prompts is None: {named} reads numbers: give a .npz file")
+        file = options.prompts
+        print("\n".join(task.answer_file(model.run, model.tokenizers, model.params, file)))
         return
     texts = [options.prompt or ""]
     if options.prompts is not None:
@@ -150,6 +164,7 @@ def generate(options: Generate) -> None:
         raise ConfigError(f"prompt is '': {named} needs one, or prompts")
     say_unknown("generate", model.tokenizers.of_source, texts, model.masks)
     given["processors"] = _processors(options, model)
+    # A run on pairs writes as its task judges it; a published translator draws or searches.
     of_pairs = model.kind == "targets" and model.task is not None
     if of_pairs and not (drawn or options.samples):  # its task takes the likeliest, or searches
         given = {name: value for name, value in given.items() if name not in ("sampler", "key")}
@@ -165,6 +180,7 @@ def generate(options: Generate) -> None:
         text, out = model.look_up(read, count, options.lookup, **chosen)
         print(f"{before[0]}{text.removeprefix(' ') if chats else text}")
         print(
+            # On stderr, so that the text alone can be piped.
             f"{int(out.accepted.sum())} of {int(out.proposed.sum())} proposed tokens accepted, "
             f"{int(out.calls)} calls of the model for {int(out.lengths.sum())} tokens",
             file=sys.stderr,
@@ -213,19 +229,6 @@ def generate(options: Generate) -> None:
             print(f"--- {number + 1}\n{start}{text}", flush=True)
 
 
-def _check_read(options: Generate, model: LanguageModel, named: str) -> None:
-    """Raise ConfigError for an option that a model of masks, classes or signals does not read."""
-    texts = "prompt", "prompts", "checkpoint"
-    kinds = {"masks": (*texts, "samples"), "labels": texts, "signals": ("prompts", "checkpoint")}
-    if (reads := kinds.get(model.kind)) is None:
-        return
-    for name in (one.name for one in fields(options)):
-        value = getattr(options, name)
-        loads = "model", "init_from", "dtype", "weights", "max_len"
-        if name not in (*loads, *reads) and value not in (None, False, ()):
-            raise ConfigError(f"{name} is {value!r}: {named} reads {', '.join(reads)}")
-
-
 def _form(options: Generate) -> dict[str, Any]:
     """Return the form that a text is to have, read from its file."""
     from transformer_jax.decoding.structured import check_installed
@@ -249,14 +252,6 @@ def _form(options: Generate) -> dict[str, Any]:
                 else Untrusted(DataError).json(content, given, decimals=True)
             )
     return found
-
-
-def _hear_or_see(options: Generate, model: LanguageModel, named: str) -> None:
-    """Print a line for each picture or sound of a file."""
-    task: Any = model.task  # that `ReadsNumbers`
-    if options.prompts is None:
-        raise ConfigError(f"prompts is None: {named} reads numbers: give a .npz file")
-    print("\n".join(task.answer_file(model.run, model.tokenizers, model.params, options.prompts)))
 
 
 def _prompts(path: str, every_line: bool = False) -> list[str]:

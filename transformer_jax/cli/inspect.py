@@ -62,12 +62,10 @@ class Inspect(ModelOptions):
 
 
 READS = {
-    "attention": ("part", "layer", "head"),
-    "lens": (),
-    "patch": ("other", "answer", "other_answer"),
-    "heads": ("answer", "other_answer"),
+    "attention": ("part", "layer", "head"), "lens": (),
+    "patch": ("other", "answer", "other_answer"), "heads": ("answer", "other_answer"),
     "attribution": ("answer", "other_answer", "baseline"),
-}
+}  # fmt: skip
 """The values of --what, with the options that each reads besides the prompt."""
 
 LENS_TOKENS = 40

@@ -72,6 +72,7 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     from transformer_jax.training.planning.plan import plan_decoding, plan_training
 
     start, name = Start(preset=own.preset), own.model
+    # --model means a kind in train.py and a folder in other commands: a kind goes first.
     if name in names_of(AnyModelConfig):
         start = Start(preset=own.preset, model=name)
     elif name is not None:
@@ -125,12 +126,10 @@ def _print(found: Plan) -> None:
     chip = "this machine" if hardware.chip is None else f"a chip ({hardware.chip.name})"
     unknown = not found.compiled
     kinds = [
-        ("parameters", memory.parameters),
-        ("optimizer", memory.optimizer),
-        ("cache", found.cache),
+        ("parameters", memory.parameters), ("optimizer", memory.optimizer), ("cache", found.cache),
         ("inputs", memory.inputs),
         ("gradients" if unknown else "gradients and activations", memory.working),
-    ]
+    ]  # fmt: skip
     if found.cache:
         kinds[-1] = "activations", memory.working
     print(f"memory of {chip}, GiB")

@@ -175,17 +175,14 @@ def table(curves: Sequence[Curves]) -> str:
         best = min(held_out, key=lambda point: point[1], default=None)
         rows.append(
             [
-                one.name,
-                f"{step:,}",
-                "-" if one.counted else f"{step * one.tokens_per_step:,}",
+                one.name, f"{step:,}", "-" if one.counted else f"{step * one.tokens_per_step:,}",
                 f"{statistics.fmean(training[-20:]):.4f}" if training else "-",
                 f"{held_out[-1][1]:.4f}" if held_out else "-",
                 f"{best[1]:.4f}, {best[0]:,.0f}" if best else "-",
                 one.perplexity(best[1]) if best else "-",
-                f"{statistics.median(rates):,.0f}" if rates else "-",
-                one.label,
+                f"{statistics.median(rates):,.0f}" if rates else "-", one.label,
             ]
-        )
+        )  # fmt: skip
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join(
         "  ".join(
@@ -233,10 +230,8 @@ def draw(curves: Sequence[Curves], axis: Axis, out: Path) -> None:
     panels["loss"].set_ylabel("loss (nats per label)", color=INK)
     panels["loss"].set_title(
         "held out (dots; n-grams dashed), training (faint); in brackets exp(loss), the perplexity",
-        loc="left",
-        color=INK,
-        fontsize=10,
-    )
+        loc="left", color=INK, fontsize=10,
+    )  # fmt: skip
     panels["rate"].set_title("learning rate", loc="left", color=INK, fontsize=9)
     panels["speed"].set_title("tokens per second", loc="left", color=INK, fontsize=9)
     panels["speed"].set_ylim(bottom=0)
@@ -254,6 +249,7 @@ def _zoom(panel: Axes, curves: Sequence[Curves], axis: Axis) -> None:
     """Leave out the first fall of the losses, in the first tenth of the longest run."""
     every = [one.points(name, axis) for one in curves for name in ("loss", "val_loss")]
     longest = max((points[-1][0] for points in every if points), default=0.0)
+    # The first steps fall from ln V and would leave no room for what differs.
     later = [value for points in every for x, value in points if x >= longest / 10]
     later += [value for one in curves if one.counted for _, value in one.points("val_loss", axis)]
     if later:
@@ -272,6 +268,7 @@ def _label_ends(panel: Axes, ends: Sequence[tuple[float, float, str, str, str]])
     cut = [name if len(name) <= 24 else f"{name[:23]}…" for _, _, name, *_ in known]
     names, fonts = spelled(cut)
     for (x, y, _, perplexity, colour), name in zip(known, names, strict=True):
+        # Curves may end close to each other: a label moves up until it has room.
         place = max(y, place + room)
         panel.annotate(
             f" {name}  {y:.3f} ({perplexity})", (x, y),

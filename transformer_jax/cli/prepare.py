@@ -94,6 +94,7 @@ class ProgressLine:
         if progress.phase != self._phase:
             self._phase, self._next = progress.phase, 0.0
             self._began, self._before = now, progress.done
+        # The last line of a phase is always shown, however soon it follows.
         whole = progress.total > 0 and progress.done == progress.total
         if now < self._next and not whole:
             return
@@ -120,4 +121,5 @@ class ProgressLine:
 
 def _processors() -> int:
     """Return how many processors this process may use."""
+    # A container may have fewer processors than the machine, which `cpu_count` counts.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

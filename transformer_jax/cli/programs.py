@@ -33,6 +33,7 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
     Where the folder cannot be used, a line on stderr says so, and programs are compiled as ever.
     """
     config: Any = jax.config  # whose settings have no annotations
+    # The user's own settings of JAX come before ours.
     if environment.get(SWITCH) == "0" or not config.jax_enable_compilation_cache:
         return
     if config.jax_compilation_cache_dir is not None:
@@ -44,6 +45,7 @@ def keep_programs(environment: Mapping[str, str] = os.environ) -> None:
         print(f"compiled programs are not kept: {error}", file=sys.stderr)
         return
     config.update("jax_compilation_cache_dir", str(folder))
+    # JAX keeps only what takes a second by default; a command has many smaller programs.
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environment:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     _say_errors_once(folder)
@@ -74,10 +76,12 @@ def _prepared(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is another user's")  # whose programs would run as ours
+    # The only sure test of a folder that can be written is to write.
     with tempfile.TemporaryFile(dir=folder):
         pass
     entries = [(entry, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
     size = sum(found.st_size for _, found in entries)
+    # Times of access are not kept on all file systems.
     for entry, found in sorted(entries, key=lambda each: max(each[1].st_atime, each[1].st_mtime)):
         if size <= MOST_BYTES:
             return

@@ -220,6 +220,7 @@ def configure(flags: RunFlags) -> tuple[TrainConfig, int | None]:
             # whose gradients vanish where nothing scales the loss
             base = dataclasses.replace(base, model=dataclasses.replace(model, dtype="float32"))
     given = FLAGS.read(flags.fields, base)
+    # --dropout 0 means none at all: a preset's dropout of attention is a field of its own.
     if given.get(("model", "dropout")) == 0 and hasattr(base.model, "attention_dropout"):
         given.setdefault(("model", "attention_dropout"), 0.0)
     return changed(base, given), given.get(("model", "vocab_size"))

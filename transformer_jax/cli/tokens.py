@@ -54,6 +54,7 @@ def tokens(options: Tokens) -> None:
     tokenizer = _tokenizer(options)
     found = pieces(tokenizer, text)
     print(f"{plain(tokenizer)!r}: the text is {len(found)}")
+    # Unknown words share token 0: what they were is known only from the text.
     words = iter(text.split()) if isinstance(plain(tokenizer), WordTokenizer) else None
     width = len(str(max((i for i, _ in found), default=0)))
     for i, piece in found:
@@ -63,6 +64,7 @@ def tokens(options: Tokens) -> None:
             line += f"  {marked(word)}: not among the words of the training text" * (i == 0)
         print(line)
     steps = [ids for ids in merge_steps(tokenizer, text) if len(ids) > 1]
+    # A word that occurs often is merged in the same way each time.
     for n, merged in enumerate({tuple(ids[-1]): ids for ids in steps}.values()):
         print("\nmerges:" if not n else "")
         for ids in merged:

@@ -75,12 +75,9 @@ def _train(argv: Sequence[str], command: str) -> int:
     progress = progress_for_output()
     with interrupts() as received:
         result = fit(
-            config,
-            resume=flags.start.resume,
-            vocab_size=vocab_size,
-            progress=progress,
+            config, resume=flags.start.resume, vocab_size=vocab_size, progress=progress,
             stop=lambda: bool(received),
-        )
+        )  # fmt: skip
     if not is_first():  # which says it all
         return 128 + (received or [signal.SIGTERM])[0] if result.interrupted else 0
     if result.interrupted:

@@ -57,6 +57,7 @@ def make_app(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
+    # The API has a date of the model; this is when the server started.
     created = int(time.time())
 
     class Stream(StreamingResponse):
@@ -101,6 +102,7 @@ def make_app(
             try:
                 async with asyncio.timeout_at(until):
                     body = await _body(request, most_bytes)
+                    # Reading a long prompt or compiling a grammar must not hold up other clients.
                     asked, ids, count, matcher = await asyncio.to_thread(
                         _read, engine, endpoint, body, name
                     )
@@ -114,9 +116,11 @@ def make_app(
             loop = asyncio.get_running_loop()
 
             def deliver(part: Part) -> None:
+                # An asyncio queue is not safe for the engine's thread.
                 loop.call_soon_threadsafe(parts.put_nowait, part)
 
             ticket = engine.submit(asked, ids, count, deliver, matcher)
+            # Headers are sent with the first event: errors up to here still have their status.
             if asked.stream:
                 return Stream(engine, ticket, _events(ticket, parts, stamp, until))
             try:
@@ -167,13 +171,12 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        # It waits for the engine's thread, and the loop must still deliver the last parts.
         await asyncio.to_thread(engine.stop)
 
     return Starlette(
         routes=[
-            Route("/health", health),
-            Route("/openapi.json", openapi),
-            Route("/v1/models", models),
+            Route("/health", health), Route("/openapi.json", openapi), Route("/v1/models", models),
             Route("/v1/models/{model:path}", one_model),
             Route("/v1/completions", answering("completion"), methods=["POST"]),
             Route("/v1/chat/completions", answering("chat"), methods=["POST"]),
@@ -181,7 +184,7 @@ def make_app(
         ],
         exception_handlers={RequestError: refuse, HTTPException: refuse_http, Exception: fail},
         lifespan=lifespan,
-    )
+    )  # fmt: skip
 
 
 def check_installed() -> None:
@@ -205,6 +208,7 @@ async def _body(request: Request, most: int) -> bytes:
     if kind != "application/json":
         message = f"content-type is {kind[:80]!r}: must be application/json"
         raise RequestError(message, 415)
+    # A client may give no length, or a wrong one: bytes are counted as they come.
     found = bytearray()
     async for piece in request.stream():
         found += piece
@@ -231,6 +235,7 @@ async def _whole(request: Request, parts: asyncio.Queue[Part], until: float) -> 
         return protocol.join_parts(found)
 
     async def gone() -> None:
+        # Only `receive` tells that a client has gone.
         while (await request.receive())["type"] != "http.disconnect":
             pass
 

@@ -57,6 +57,7 @@ class Embedder:
 
     def start(self) -> None:
         """Compile the program of one short text."""
+        # The first client would wait for the compiler otherwise.
         self.encoder.encode_ids([np.zeros(1, np.int32)], batch_size=self.slots)
 
     def stop(self) -> None:
@@ -88,6 +89,7 @@ class Embedder:
         finally:
             with self._counting:
                 self._present -= 1
+        # JSON has no NaN, and a client would not expect one.
         if not np.isfinite(vectors).all():
             raise RequestError("the model's vectors are not finite", 500)
         return vectors, sum(map(len, ids))

@@ -23,12 +23,7 @@ import numpy as np
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
-from transformer_jax.decoding.completion import (
-    WithoutHistory,
-    first_key,
-    known_ids,
-    longest_text,
-)
+from transformer_jax.decoding.completion import WithoutHistory, first_key, known_ids, longest_text
 from transformer_jax.decoding.continuous_batching import Batcher, Completion, Request
 from transformer_jax.decoding.samplers import RowSampling, Sample
 from transformer_jax.decoding.slots import init_slots
@@ -120,6 +115,7 @@ class Engine:
         if context > longest:
             raise ConfigError(f"context is {context}: must be at most max_len {longest}")
         own = plain(model.tokenizer)
+        # A published model answers messages if its folder says how they are written.
         templates = isinstance(own, PretrainedTokenizer) and bool(own.chat_templates)
         self.model, self.slots, self.context, self.queue = model, slots, context, queue
         self.answers_chats = model.kind == "chat" or templates
@@ -132,6 +128,7 @@ class Engine:
         # A ring forgets what a prefix needs, processors must see it, and int8 would round it twice.
         whole = model.config.supports("cache") and model.config.window is None
         self._shares = whole and cache_dtype is None and not model.model.processors
+        # Only the engine's thread changes it; the queue is changed by its callers, too.
         self._running: list[Ticket] = []
         self.batcher = self._new_batcher()
         self._waiting: deque[Ticket] = deque()
@@ -159,7 +156,9 @@ class Engine:
         self._thread.start()
         done = threading.Event()
         asked = TextRequest("completion", (), temperature=0.0)
+        # A request of its own: the first client would wait for the compiler otherwise.
         ids = np.zeros(1, np.int32)
+        # Two tokens: the first comes with the prompt, the second from the decoding program.
         count = min(2, self.context)
 
         def deliver(part: Part) -> None:
@@ -251,6 +250,7 @@ class Engine:
         """Give up a request, whether it waits, is decoded or has ended; its slot is freed."""
         with self._changed:
             ticket.cancelled = True
+            # It may have been taken from the queue a moment ago: then the thread frees its slot.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ticket)
             self._changed.notify()
@@ -279,7 +279,9 @@ class Engine:
                 yield None
                 continue
             asked = ticket.asked
+            # Without a seed, equal requests must not get equal answers.
             seed = secrets.randbits(32) if asked.seed is None else asked.seed
+            # 1 - p in Python's float64: float32 would lose digits of a p near 1.
             how = [[asked.temperature], [asked.top_p], [1 - asked.top_p]]
             yield Request(
                 ticket.ids, ticket.num_tokens, key=first_key(jax.random.key(seed)), id=ticket,
@@ -295,6 +297,7 @@ class Engine:
                 if self._closing:
                     break
             try:
+                # Only this thread touches the batcher: a client's `cancel` sets a flag.
                 for ticket in [ticket for ticket in self._running if ticket.cancelled]:
                     self._free(ticket)
                 for new in self.batcher.turn():
@@ -308,6 +311,7 @@ class Engine:
             _deliver(self._waiting.popleft(), Part(end="failed", error="the server is stopping"))
 
     def _fail(self, why: str) -> None:
+        # Clients wait for the end of their answers, so each gets one.
         while self._running:
             ticket = self._running.pop()
             _deliver(ticket, Part(count=ticket.count, end="failed", error=why))
@@ -337,9 +341,11 @@ class Engine:
             return
         if end is not None and not writer.ended:
             text += writer.finish()
+        # The first word of an answer may bring a space, as in `LanguageModel.chat`.
         begins = not ticket.decided
         ticket.decided += len(text)
         whole = end is not None and not asked.stop
+        # Tokens are shown with their text, which may wait: it could be part of a stop string.
         tokens = tuple(t for t in ticket.held if whole or t.offset < ticket.decided)
         ticket.held = ticket.held[len(tokens) :]
         if begins and asked.endpoint == "chat" and ticket.matcher is None:

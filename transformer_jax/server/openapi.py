@@ -17,14 +17,12 @@ _ERROR: Schema = {
             "type": "object",
             "required": ["message", "type", "param", "code"],
             "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+                "message": {"type": "string"}, "type": {"type": "string"},
+                "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
             },
         }
     },
-}
+}  # fmt: skip
 
 _USAGE: Schema = {
     "type": "object",
@@ -39,12 +37,10 @@ _MODEL: Schema = {
     "type": "object",
     "required": ["id", "object", "created", "owned_by"],
     "properties": {
-        "id": {"type": "string"},
-        "object": {"type": "string", "enum": ["model"]},
-        "created": {"type": "integer"},
-        "owned_by": {"type": "string"},
+        "id": {"type": "string"}, "object": {"type": "string", "enum": ["model"]},
+        "created": {"type": "integer"}, "owned_by": {"type": "string"},
     },
-}
+}  # fmt: skip
 
 _MODELS: Schema = {
     "type": "object",

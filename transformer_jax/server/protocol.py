@@ -36,12 +36,10 @@ class RequestError(ValueError):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
-                "message": str(self),
-                "type": kinds.get(self.status, kind),
-                "param": self.param,
+                "message": str(self), "type": kinds.get(self.status, kind), "param": self.param,
                 "code": self.code,
             }
-        }
+        }  # fmt: skip
 
 
 class AnswerForm(NamedTuple):
@@ -118,18 +116,15 @@ def read_request(endpoint: Endpoint, body: bytes, model: str) -> TextRequest:
         raise RequestError("stream_options: needs stream true", param="stream_options")
     stop = asked.get("stop", ())
     return TextRequest(
-        endpoint,
-        _messages(asked["messages"]) if endpoint == "chat" else _prompt(asked["prompt"]),
+        endpoint, _messages(asked["messages"]) if endpoint == "chat" else _prompt(asked["prompt"]),
         num_tokens=None if count is None else int(count),
-        temperature=float(asked.get("temperature", 1.0)),
-        top_p=float(asked.get("top_p", 1.0)),
+        temperature=float(asked.get("temperature", 1.0)), top_p=float(asked.get("top_p", 1.0)),
         seed=int(asked["seed"]) if "seed" in asked else None,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        top=None if top is None else int(top),
-        stream=asked.get("stream", False),
+        top=None if top is None else int(top), stream=asked.get("stream", False),
         include_usage=bool(asked.get("stream_options", {}).get("include_usage")),
         form=_form(body, asked),
-    )
+    )  # fmt: skip
 
 
 def _checked(given: Json, schema: Schema, model: str) -> dict[str, Any]:
@@ -414,6 +409,8 @@ def _by_name(top: Sequence[tuple[bytes, float]]) -> JsonObject:
     """Return log-probabilities by the texts of tokens, numbered where several share a text."""
     found: JsonObject = {}
     for piece, log_prob in top:
+        # JSON keys are unique, but several tokens may have the same text, such as parts of
+        # characters.
         name, n = _named(piece), 1
         while name in found:
             n += 1

@@ -75,10 +75,8 @@ _COMMON: dict[str, Schema] = {
                 "type": ["object", "null"],
                 "required": ["schema"],
                 "properties": {
-                    "name": {"type": "string"},
-                    "description": {"type": ["string", "null"]},
-                    "strict": _FLAG,
-                    "schema": {"type": "object"},
+                    "name": {"type": "string"}, "description": {"type": ["string", "null"]},
+                    "strict": _FLAG, "schema": {"type": "object"},
                 },
                 "additionalProperties": False,
             },
@@ -114,7 +112,7 @@ _COMMON: dict[str, Schema] = {
     "tools": _unsupported("are", []),
     "verbosity": _unsupported("is"),
     "web_search_options": _unsupported("are"),
-}
+}  # fmt: skip
 
 COMPLETION: Schema = {
     "type": "object",
@@ -144,18 +142,14 @@ _PART: Schema = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {
-        "type": {"type": "string", "enum": ["text"]},
-        "text": {"type": "string"},
-        "annotations": _unsupported("are", []),
-        "file": _unsupported("is"),
-        "image_url": _unsupported("is"),
-        "input_audio": _unsupported("is"),
-        "prompt_cache_breakpoint": _unsupported("is"),
-        "refusal": _unsupported("is"),
+        "type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"},
+        "annotations": _unsupported("are", []), "file": _unsupported("is"),
+        "image_url": _unsupported("is"), "input_audio": _unsupported("is"),
+        "prompt_cache_breakpoint": _unsupported("is"), "refusal": _unsupported("is"),
         "video_url": _unsupported("is"),
     },
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 CHAT: Schema = {
     "type": "object",
@@ -253,6 +247,7 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         if not fits_kind:
             raise refuse(_says(schema))
         fits = [kind for kind in schema["anyOf"] if _is_kind(value, kind)]
+        # A list of texts and a list of ids are told apart by their first items.
         if isinstance(value, list) and value:  # an error is then one of the list that was meant
             fits = [kind for kind in fits if _is_kind(value[0], kind["items"])] or fits
         for kind in fits:
@@ -279,25 +274,22 @@ def check(value: Json, schema: Schema, name: str = "") -> None:
         for n, item in enumerate(value if "items" in schema else ()):
             check(item, schema["items"], f"{name}[{n}]")
     else:
-        _check_object(value, schema, name)
-
-
-def _check_object(value: dict[str, Json], schema: Schema, name: str) -> None:
-    known, before = schema.get("properties", {}), f"{name}." if name else ""
-    for key in value if schema.get("additionalProperties") is False else ():
-        if key not in known:
-            hint = nearest(key, known) if known else ""
-            message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
-            raise Misfit(before + key[:80], message)
-    for key in value:
-        if "x-unsupported" in known.get(key, {}):  # a call of tools lacks the content that is due
-            check(value[key], known[key], before + key)
-    for key in schema.get("required", ()):
-        if key not in value:
-            raise Misfit(before + key, f"{before}{key}: is missing")
-    for key, item in value.items():
-        if key in known:
-            check(item, known[key], before + key)
+        known, before = schema.get("properties", {}), f"{name}." if name else ""
+        # Unknown parameters are refused: one that is ignored would change the answer silently.
+        for key in value if schema.get("additionalProperties") is False else ():
+            if key not in known:
+                hint = nearest(key, known) if known else ""
+                message = f"{before}{shown(key)[1:-1]}: is not a parameter of this server{hint}"
+                raise Misfit(before + key[:80], message)
+        for key in value:
+            if "x-unsupported" in known.get(key, {}):  # a call of tools lacks content that is due
+                check(value[key], known[key], before + key)
+        for key in schema.get("required", ()):
+            if key not in value:
+                raise Misfit(before + key, f"{before}{key}: is missing")
+        for key, item in value.items():
+            if key in known:
+                check(item, known[key], before + key)
 
 
 def _types(schema: Schema) -> list[str]:
