@@ -99,10 +99,18 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
     except ConfigError as error:
         raise ConfigError(f"a {family.name} cannot say this config: {error}") from None
     for field in dataclasses.fields(ModelConfig):
-        one, two = _meaning(config, field.name), _meaning(back, field.name)
-        if field.name not in RUNTIME_FIELDS and one != two:
-            name, one, two = _difference(field.name, one, two)
-            raise ConfigError(f"{name} is {one!r}: a {family.name} has {two!r}")
+        name = field.name
+        one, two = _meaning(config, name), _meaning(back, name)
+        if name in RUNTIME_FIELDS or one == two:
+            continue
+        if type(one) is type(two) and dataclasses.is_dataclass(one):  # name the field inside it
+            inner = next(
+                x.name
+                for x in dataclasses.fields(one)
+                if getattr(one, x.name) != getattr(two, x.name)
+            )
+            name, one, two = f"{name}.{inner}", getattr(one, inner), getattr(two, inner)
+        raise ConfigError(f"{name} is {one!r}: a {family.name} has {two!r}")
     return content
 
 
@@ -112,12 +120,26 @@ def written_family(config: ModelConfig, name: str | None = None) -> str:
     ConfigError says why the config cannot be saved as that family, or as any: the family cannot
     express it, or transformers would compute other numbers.
     """
-    if name is None:
-        return _first_family(config).name
-    if name not in FAMILIES:
+    if name is not None and name not in FAMILIES:
         raise ConfigError(f"family is {name!r}: must be one of {', '.join(FAMILIES)}")
-    _check_written(FAMILIES[name], config)
-    return name
+    refused = []
+    for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
+        try:
+            if (rule := _unrotated(family, config)) is not None:
+                raise ConfigError(f"positions.dims must be None: {rule}")
+            write_config(family, config)
+            if family.divides_width and config.d_model % config.num_heads:
+                rule = f"must be divisible by num_heads={config.num_heads}"
+                raise ConfigError(
+                    f"d_model={config.d_model} {rule}, or transformers refuses a {family.name}"
+                )
+            return family.name
+        except ConfigError as error:
+            if name is not None:
+                raise
+            refused.append(f"{family.name}: {error}")
+    own = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
+    raise ConfigError(f"no family can say this config: {'; '.join(refused)}; {own}")
 
 
 def check_tables(name: str, config: ModelConfig) -> None:
@@ -133,29 +155,6 @@ def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
     return frozenset(mapping.tensor for mapping in family.table(config))
 
 
-def _first_family(config: ModelConfig) -> Family:
-    refused = []
-    for family in FAMILIES.values():
-        try:
-            _check_written(family, config)
-            return family
-        except ConfigError as error:
-            refused.append(f"{family.name}: {error}")
-    own = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
-    raise ConfigError(f"no family can say this config: {'; '.join(refused)}; {own}")
-
-
-def _check_written(family: Family, config: ModelConfig) -> None:
-    """Check that a folder of this family means the config, here and in transformers."""
-    if (rule := _unrotated(family, config)) is not None:
-        raise ConfigError(f"positions.dims must be None: {rule}")
-    write_config(family, config)
-    heads = config.num_heads
-    if family.divides_width and config.d_model % heads:
-        rule = f"must be divisible by num_heads={heads}, or transformers refuses a {family.name}"
-        raise ConfigError(f"d_model={config.d_model} {rule}")
-
-
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
     """Return the reason if the config rotates a part of each head and transformers does not."""
     rope, width = config.positions, config.key_dim
@@ -168,27 +167,14 @@ def _unrotated(family: Family, config: ModelConfig) -> str | None:
     )
 
 
-def _difference(name: str, one: object, two: object) -> tuple[str, object, object]:
-    """Return the path of what differs and both its values, inside values of the same kind too."""
-    if (
-        dataclasses.is_dataclass(one)
-        and dataclasses.is_dataclass(two)
-        and not isinstance(one, type)
-        and type(one) is type(two)
-    ):
-        for field in dataclasses.fields(one):
-            inner = getattr(one, field.name), getattr(two, field.name)
-            if inner[0] != inner[1]:
-                return f"{name}.{field.name}", *inner
-    return name, one, two
-
-
 def _meaning(config: ModelConfig, name: str) -> object:
     """Return a field's value; None is replaced by the value that it stands for."""
     match name:
         case "attention_scale":
+            # Some families write its inverse square, and a root of that differs in the last bits.
             return float(np.float32(meant(config, name)))
         case "window":
+            # (5,), (5, 5) and 5 mean the same.
             return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
         case "positions" if isinstance(config.positions, Rope):
             pattern = config.positions.pattern or (True,)

@@ -27,6 +27,7 @@ import numpy as np
 
 from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.families import ConfigKeys
+from transformer_jax.pretrained.families.decoder_keys import rotated_part
 from transformer_jax.pretrained.gguf_file import GgufFile, GgufTensor, Value, open_gguf
 from transformer_jax.pretrained.safetensors_folder import (
     CheckpointError,
@@ -78,6 +79,7 @@ class GgufModel(WeightFolder):
         ]
         if not source.turns:
             return name, tensors[0]
+        # The columns of gate and up take turns in the folder's tensor.
         return name, np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
 
 
@@ -98,21 +100,17 @@ def open_gguf_model(path: str | Path) -> GgufModel:
     CheckpointError names a tensor, and ConfigError a key, that its architecture does not have.
     """
     file = open_gguf(path)
-    architecture = _ARCHITECTURES.get(file.architecture)
-    if architecture is None:
-        known = ", ".join(_ARCHITECTURES)
-        rule = f"must be one of {known}"
-        raise ConfigError(f"{path}: general.architecture is {shown(file.architecture)}: {rule}")
     split = _Keys(file, "split.")
     if (parts := split.take("count", 1)) not in (0, 1):
         rule = "one file of several: merge them by llama-gguf-split --merge"
         split.fail("count", parts, rule)
     keys = _Keys(file, f"{file.architecture}.")
-    config, names = architecture(keys)
+    config, names = _read_architecture(keys)
     keys.check_all_read()
     sources: dict[str, _Source] = {}
     infos: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
+        # Numbers of the rotation: they were read with the config, and are no parameters.
         if name in keys.factors_read:
             continue
         for to, source, info in _placed(file, name, tensor, names, config):
@@ -137,12 +135,28 @@ def _placed(
         raise CheckpointError(f"{file.path}: {shown(name)}: {rule}")
     if layer:
         to = f"{names.block}.{int(layer)}.{to}"
-    if base in names.plain:
-        yield from _placed_plainly(file, name, tensor, to + "_bias" * (end == "bias"))
+    if base in names.plain:  # gpt-oss: experts' matrices, their biases, and the sinks
+        if "_up_" in name:  # read with that of the gate, as the folder has them in one tensor
+            return
+        change: Change | None = None
+        shape, turns = tensor.shape, tuple[str, ...]()
+        if len(shape) == 3:
+            change, shape = partial(np.swapaxes, axis1=1, axis2=2), (shape[0], shape[2], shape[1])
+        if "_gate_" in name:
+            turns = (name.replace("_gate_", "_up_"),)
+            other = file.tensors.get(turns[0])
+            if other is None or other.shape != tensor.shape:
+                said = "is missing" if other is None else f"is {list(other.shape)}"
+                rule = f"must be {list(tensor.shape)}, as {name}"
+                raise CheckpointError(f"{file.path}: {turns[0]} {said}: {rule}")
+            shape = (*shape[:-1], 2 * shape[-1])
+        source = _Source(name, None, change, turns)
+        yield to + "_bias" * (end == "bias"), source, TensorInfo("", "float32", shape)
         return
     kind = tensor.kind
     dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
     if "{e}" in to:
+        # The folder has a tensor of each expert, which is read as a slice of the file's.
         for part in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
             expert = to.replace("{e}", str(part))
             source = _Source(name, part)
@@ -151,54 +165,27 @@ def _placed(
             rule = "must have an axis of experts, one of outputs and one of inputs"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(tensor.shape)}: {rule}")
         return
-    change: Change | None = None
-    shape = tensor.shape
+    change, shape = None, tensor.shape
     if base in names.rotated:
         heads = config["num_key_value_heads" if base == "attn_k" else "num_attention_heads"]
         if shape[0] % (2 * heads):
             rule = f"{heads} heads do not have an even share of its rows"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
-        # ggml rotates the pairs (2i, 2i + 1), and the folder (i, i + H/2): the converter lets the
-        # rows of a head's halves take turns, which is undone.
-        change = partial(_untwisted, heads=heads)
+
+        def untwisted(rows: np.ndarray, heads: int = heads) -> np.ndarray:
+            # ggml rotates the pairs (2i, 2i + 1), and the folder (i, i + H/2): the converter lets
+            # the rows of a head's halves take turns, which is undone.
+            pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+            return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+        change = untwisted
     elif names.offset_norms and base.endswith("norm"):
-        change = _less_one
+        change = lambda scale: scale - scale.dtype.type(1)  # noqa: E731
     elif base in names.transposed and end == "weight":
         change, shape = np.transpose, shape[::-1]
     elif base in names.rows:
         change, shape = partial(np.expand_dims, axis=0), (1, *shape)
     yield f"{to}.{end}", _Source(name, None, change), TensorInfo("", dtype, shape)
-
-
-def _placed_plainly(
-    file: GgufFile, name: str, tensor: GgufTensor, to: str
-) -> Iterator[tuple[str, _Source, TensorInfo]]:
-    """Yield gpt-oss's tensors without an ending: experts' matrices, their biases, and the sinks."""
-    if "_up_" in name:  # read with that of the gate, as the folder has them in one tensor
-        return
-    change: Change | None = None
-    shape, turns = tensor.shape, tuple[str, ...]()
-    if len(shape) == 3:
-        change = partial(np.swapaxes, axis1=1, axis2=2)
-        shape = shape[0], shape[2], shape[1]
-    if "_gate_" in name:
-        turns = (name.replace("_gate_", "_up_"),)
-        other = file.tensors.get(turns[0])
-        if other is None or other.shape != tensor.shape:
-            found = "is missing" if other is None else f"is {list(other.shape)}"
-            rule = f"must be {list(tensor.shape)}, as {name}"
-            raise CheckpointError(f"{file.path}: {turns[0]} {found}: {rule}")
-        shape = (*shape[:-1], 2 * shape[-1])
-    yield to, _Source(name, None, change, turns), TensorInfo("", "float32", shape)
-
-
-def _untwisted(tensor: np.ndarray, heads: int) -> np.ndarray:
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _less_one(tensor: np.ndarray) -> np.ndarray:
-    return tensor - tensor.dtype.type(1)
 
 
 class _Keys(ConfigKeys):
@@ -242,6 +229,8 @@ class _Keys(ConfigKeys):
 
     def vocab_size(self) -> int:
         """Return the rows of the embeddings, after comparing their columns with the key."""
+        # The table itself says how many tokens there are; the key is taken so that it is not
+        # unknown.
         self.take("vocab_size", None)
         found = self.file.tensors.get("token_embd.weight")
         if found is None:
@@ -296,15 +285,6 @@ _SANDWICH = {
 }  # fmt: skip
 
 
-def _experts(module: str, gate: str, up: str, down: str) -> dict[str, str]:
-    expert = f"{module}.experts.{{e}}"
-    return {
-        "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": f"{module}.gate",
-        "ffn_gate_exps": f"{expert}.{gate}", "ffn_up_exps": f"{expert}.{up}",
-        "ffn_down_exps": f"{expert}.{down}",
-    }  # fmt: skip
-
-
 def _common(keys: _Keys, model_type: str) -> JsonObject:
     """Read sizes and the rotation, as config.json has them."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
@@ -325,42 +305,34 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
         tie_word_embeddings="output.weight" not in keys.file.tensors,
         rope_theta=keys.number("rope.freq_base", 10_000.0),
     )
+    # config.json leaves out the usual width of a head.
     if head_dim * heads != hidden:
         config["head_dim"] = head_dim
     rotated = keys.integer("rope.dimension_count", head_dim)
     if rotated != head_dim:
-        part = rotated / head_dim
-        config["partial_rotary_factor"] = (
-            part if int(head_dim * part) == rotated else math.nextafter(part, 1.0)
-        )
+        config["partial_rotary_factor"] = rotated_part(rotated, head_dim)
     keys.take("rope.scaling.finetuned", None)
-    if (scaling := _scaling(keys, config, head_dim)) is not None:
-        config["rope_scaling"] = scaling
-    return config
-
-
-def _scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject | None:
-    """Read how the rotation is stretched; None where it is not."""
     kind = keys.take("rope.scaling.type", "none")
     if "rope_freqs.weight" in keys.file.tensors:
         if kind != "none":
             keys.fail("rope.scaling.type", kind, "rope_freqs.weight says it already")
-        return _llama3_scaling(keys, config, head_dim)
-    if kind == "none":
+        config["rope_scaling"] = _llama3_scaling(keys, config, head_dim)
+    elif kind == "none":
         keys.take("rope.scaling.factor", None)
-        return None
-    if kind not in ("linear", "yarn"):
+    elif kind not in ("linear", "yarn"):
         keys.fail("rope.scaling.type", kind, "must be 'none', 'linear' or 'yarn'")
-    scaling: JsonObject = dict(rope_type=kind, factor=keys.number("rope.scaling.factor"))
-    if kind == "yarn":
-        trained = keys.integer("rope.scaling.original_context_length")
-        scaling["original_max_position_embeddings"] = trained
-        for theirs, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-            if f"rope.scaling.{theirs}" in keys.content:
-                scaling[name] = keys.number(f"rope.scaling.{theirs}")
-        for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-            keys.require(f"rope.scaling.{name}", 1.0)
-    return scaling
+    else:
+        scaling: JsonObject = dict(rope_type=kind, factor=keys.number("rope.scaling.factor"))
+        config["rope_scaling"] = scaling
+        if kind == "yarn":
+            trained = keys.integer("rope.scaling.original_context_length")
+            scaling["original_max_position_embeddings"] = trained
+            for name in ("beta_fast", "beta_slow"):
+                if f"rope.scaling.yarn_{name}" in keys.content:
+                    scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
+            for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+                keys.require(f"rope.scaling.{name}", 1.0)
+    return config
 
 
 def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject:
@@ -375,6 +347,7 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
     wavelengths = 2 * np.pi * float(config["rope_theta"]) ** exponents
     factor = float(factors.max()) if factors.size else math.nan
     share = np.clip((trained / wavelengths - low) / (high - low), 0.0, 1.0)
+    # A factor that is NaN or below 1 makes NaN, which is equal to nothing.
     want = 1 / ((1 - share) / factor + share) if factor >= 1 else factors * math.nan
     if want.shape != factors.shape or not np.allclose(want, factors, rtol=1e-4):
         rule = f"is no stretch of Llama 3.1 with low {low}, high {high} and {trained} positions"
@@ -385,184 +358,171 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
     )  # fmt: skip
 
 
-def _llama(keys: _Keys) -> tuple[JsonObject, _Names]:
-    """Read a Llama, a Mistral (which llama.cpp calls so, too), or a Mixtral, which has experts."""
-    keys.require("rope.scaling.attn_factor", 1.0)
-    keys.take("expert_used_count", None)  # 0, as expert_count is, in a file without experts
-    if keys.take("expert_count", 0) != 0:
-        config = _common(keys, "mixtral")
-        config["num_local_experts"] = keys.integer("expert_count")
-        config["num_experts_per_tok"] = keys.integer("expert_used_count")
-        feed_forward = _experts("block_sparse_moe", "w1", "w3", "w2")
-    else:
-        config, feed_forward = _common(keys, "llama"), _GATED
-        config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in keys.file.tensors
-    if "partial_rotary_factor" in config:
-        said = keys.take("rope.dimension_count")
-        keys.fail("rope.dimension_count", said, "must be the size of a head")
-    return config, _Names(_ATTENTION | feed_forward, rotated=("attn_q", "attn_k"))
+_ARCHITECTURES = (
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
+    "gpt-oss",
+)  # fmt: skip
+"""The values of `general.architecture` that are read."""
 
 
-def _qwen2(keys: _Keys) -> tuple[JsonObject, _Names]:
-    return _common(keys, "qwen2"), _Names(_ATTENTION | _GATED)
+def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
+    """Return what config.json would say, and the names of tensors, of a file's architecture."""
 
+    def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
+        expert = f"{module}.experts.{{e}}"
+        return {
+            "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": f"{module}.gate",
+            "ffn_gate_exps": f"{expert}.{gate}", "ffn_up_exps": f"{expert}.{up}",
+            "ffn_down_exps": f"{expert}.{down}",
+        }  # fmt: skip
 
-def _qwen3(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _common(keys, "qwen3")
-    config["head_dim"] = keys.integer(
-        "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
-    )
-    return config, _Names(_ATTENTION | _GATED | _QK_NORMS)
-
-
-def _qwen_experts(keys: _Keys, model_type: str) -> JsonObject:
-    config = _common(keys, model_type)
-    return config | dict(
-        num_experts=keys.integer("expert_count"),
-        num_experts_per_tok=keys.integer("expert_used_count"),
-        moe_intermediate_size=keys.integer("expert_feed_forward_length"),
-    )
-
-
-def _qwen2_moe(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _qwen_experts(keys, "qwen2_moe")
-    shared = keys.integer("expert_shared_feed_forward_length")
-    config |= dict(shared_expert_intermediate_size=shared, norm_topk_prob=False)
-    names = _experts("mlp", "gate_proj", "up_proj", "down_proj") | {
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    }
-    return config, _Names(_ATTENTION | names, rows=("ffn_gate_inp_shexp",))
-
-
-def _qwen3_moe(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _qwen_experts(keys, "qwen3_moe") | dict(norm_topk_prob=True)
-    names = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-    return config, _Names(_ATTENTION | names | _QK_NORMS)
-
-
-def _gemma(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _common(keys, "gemma")
-    config |= dict(head_dim=keys.integer("attention.key_length"), hidden_act="gelu_pytorch_tanh")
-    return config, _Names(_ATTENTION | _GATED, offset_norms=True)
-
-
-def _sandwiched(keys: _Keys, model_type: str, largest: int) -> JsonObject:
-    """Read what Gemma 2 and 3 share; `largest` is the depth of the 27B, whose scale is its own."""
-    config = _common(keys, model_type)
-    head_dim, layers = keys.integer("attention.key_length"), config["num_hidden_layers"]
-    scalar = head_dim
-    if layers == largest:  # which no key says: llama.cpp knows it by its depth, too
-        scalar = config["hidden_size"] // config["num_attention_heads"]
-    return config | dict(
-        head_dim=head_dim,
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=scalar,
-        sliding_window=keys.integer("attention.sliding_window"),
-    )
-
-
-def _gemma2(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _sandwiched(keys, "gemma2", 46) | dict(
-        attn_logit_softcapping=keys.number("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=keys.number("final_logit_softcapping", 30.0),
-    )
-    return config, _Names(_ATTENTION | _GATED | _SANDWICH, offset_norms=True)
-
-
-def _gemma3(keys: _Keys) -> tuple[JsonObject, _Names]:
-    keys.number("rope.freq_base")  # other than for Gemma 2, no default is the right one
-    config = _sandwiched(keys, "gemma3_text", 62)
-    config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
-    config["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern", 6)
-    if "final_logit_softcapping" in keys.content:
-        config["final_logit_softcapping"] = keys.number("final_logit_softcapping")
-    return config, _Names(_ATTENTION | _GATED | _SANDWICH | _QK_NORMS, offset_norms=True)
-
-
-def _phi3(keys: _Keys) -> tuple[JsonObject, _Names]:
-    stretch = None
-    if "rope.scaling.attn_factor" in keys.content:
-        stretch = keys.number("rope.scaling.attn_factor")
-    config = _common(keys, "phi3")
-    config["sliding_window"] = None
-    if keys.take("attention.sliding_window", 0) != 0:
-        config["sliding_window"] = keys.integer("attention.sliding_window")
-    if "rope.scaling.original_context_length" in keys.content:
-        trained = keys.integer("rope.scaling.original_context_length")
-        config["original_max_position_embeddings"] = trained
-    if "rope_factors_long.weight" in keys.file.tensors:
-        factors = {
-            f"{name}_factor": [float(str(f)) for f in keys.factors(f"rope_factors_{name}.weight")]
-            for name in ("long", "short")
-        }
-        config["rope_scaling"] = dict(rope_type="longrope", **factors)
-        if stretch is not None:
-            config["rope_scaling"]["attention_factor"] = stretch
-    elif stretch not in (None, 1.0):
-        keys.fail("rope.scaling.attn_factor", stretch, "needs rope_factors_long.weight")
-    names = {
-        "attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj",
-        "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-        "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
-    }  # fmt: skip
-    return config, _Names(names)
-
-
-def _gpt_oss(keys: _Keys) -> tuple[JsonObject, _Names]:
-    config = _common(keys, "gpt_oss") | dict(
-        head_dim=keys.integer("attention.key_length"),
-        sliding_window=keys.integer("attention.sliding_window"),
-        num_local_experts=keys.integer("expert_count"),
-        num_experts_per_tok=keys.integer("expert_used_count"),
-    )
-    width = config["intermediate_size"]
-    if (found := keys.integer("expert_feed_forward_length")) != width:
-        keys.fail("expert_feed_forward_length", found, f"must be {width}")
-    scaling = config.setdefault("rope_scaling", dict(rope_type="default"))
-    if scaling["rope_type"] == "yarn":
-        scaling["truncate"] = False  # which no key says
-    experts = {f"ffn_{name}_exps": "mlp.experts.gate_up_proj" for name in ("gate", "up")}
-    experts |= {"ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks"}
-    names = _ATTENTION | experts | {
-        "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
-    }  # fmt: skip
-    return config, _Names(names, plain=tuple(experts))
-
-
-def _gpt2(keys: _Keys) -> tuple[JsonObject, _Names]:
-    heads = keys.integer("attention.head_count")
-    if (found := keys.integer("attention.head_count_kv", heads)) != heads:
-        keys.fail("attention.head_count_kv", found, f"must be attention.head_count, {heads}")
-    config = dict(
-        model_type="gpt2",
-        vocab_size=keys.vocab_size(),
-        n_positions=keys.integer("context_length"),
-        n_embd=keys.integer("embedding_length"),
-        n_layer=keys.integer("block_count"),
-        n_head=heads,
-        n_inner=keys.integer("feed_forward_length"),
-        layer_norm_epsilon=keys.number("attention.layer_norm_epsilon"),
-        tie_word_embeddings="output.weight" not in keys.file.tensors,
-    )
-    layer = {
-        "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
-        "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
-    }  # fmt: skip
-    outer = {
-        "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
-        "output_norm": "transformer.ln_f", "output": "lm_head",
-    }  # fmt: skip
-    matrices = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-    return config, _Names(layer, outer, "transformer.h", transposed=matrices)
-
-
-_ARCHITECTURES: dict[str, Callable[[_Keys], tuple[JsonObject, _Names]]] = {
-    "llama": _llama, "qwen2": _qwen2, "qwen2moe": _qwen2_moe, "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3,
-    "phi3": _phi3, "gpt2": _gpt2, "gpt-oss": _gpt_oss,
-}  # fmt: skip
-"""The values of `general.architecture` that are read, and the function that reads each."""
+    match architecture := keys.file.architecture:
+        case "llama":  # and a Mistral, or a Mixtral, which has experts: llama.cpp has one name
+            keys.require("rope.scaling.attn_factor", 1.0)
+            keys.take("expert_used_count", None)  # 0, as expert_count is, without experts
+            if keys.take("expert_count", 0) != 0:
+                config = _common(keys, "mixtral")
+                config["num_local_experts"] = keys.integer("expert_count")
+                config["num_experts_per_tok"] = keys.integer("expert_used_count")
+                feed_forward = expert_names("block_sparse_moe", "w1", "w3", "w2")
+            else:
+                config, feed_forward = _common(keys, "llama"), _GATED
+                config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+                config["mlp_bias"] = "blk.0.ffn_gate.bias" in keys.file.tensors
+            if "partial_rotary_factor" in config:
+                said = keys.take("rope.dimension_count")
+                keys.fail("rope.dimension_count", said, "must be the size of a head")
+            return config, _Names(_ATTENTION | feed_forward, rotated=("attn_q", "attn_k"))
+        case "qwen2":
+            return _common(keys, "qwen2"), _Names(_ATTENTION | _GATED)
+        case "qwen3":
+            config = _common(keys, "qwen3")
+            width = config["hidden_size"] // config["num_attention_heads"]
+            config["head_dim"] = keys.integer("attention.key_length", width)
+            return config, _Names(_ATTENTION | _GATED | _QK_NORMS)
+        case "qwen2moe" | "qwen3moe":
+            config = _common(keys, architecture.replace("moe", "_moe")) | dict(
+                num_experts=keys.integer("expert_count"),
+                num_experts_per_tok=keys.integer("expert_used_count"),
+                moe_intermediate_size=keys.integer("expert_feed_forward_length"),
+            )
+            # No key says whether the weights of a token's experts are normalised.
+            config["norm_topk_prob"] = architecture == "qwen3moe"
+            names = expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+            if architecture == "qwen3moe":
+                return config, _Names(_ATTENTION | names | _QK_NORMS)
+            shared = keys.integer("expert_shared_feed_forward_length")
+            config["shared_expert_intermediate_size"] = shared
+            names["ffn_gate_inp_shexp"] = "mlp.shared_expert_gate"
+            for name in ("gate", "up", "down"):
+                names[f"ffn_{name}_shexp"] = f"mlp.shared_expert.{name}_proj"
+            return config, _Names(_ATTENTION | names, rows=("ffn_gate_inp_shexp",))
+        case "gemma":
+            config = _common(keys, "gemma")
+            config["head_dim"] = keys.integer("attention.key_length")
+            config["hidden_act"] = "gelu_pytorch_tanh"
+            return config, _Names(_ATTENTION | _GATED, offset_norms=True)
+        case "gemma2" | "gemma3":
+            first = architecture == "gemma2"
+            if not first:
+                keys.number("rope.freq_base")  # other than for Gemma 2, no default is the right one
+            config = _common(keys, "gemma2" if first else "gemma3_text")
+            scalar = head_dim = keys.integer("attention.key_length")
+            # The 27B has a scale of its own, which no key says: llama.cpp, too, knows it by depth.
+            if config["num_hidden_layers"] == (46 if first else 62):
+                scalar = config["hidden_size"] // config["num_attention_heads"]
+            config |= dict(
+                head_dim=head_dim,
+                hidden_activation="gelu_pytorch_tanh",
+                query_pre_attn_scalar=scalar,
+                sliding_window=keys.integer("attention.sliding_window"),
+            )
+            names = _ATTENTION | _GATED | _SANDWICH
+            if first:
+                for name, usual in (
+                    ("attn_logit_softcapping", 50.0),
+                    ("final_logit_softcapping", 30.0),
+                ):
+                    config[name] = keys.number(name, usual)
+                return config, _Names(names, offset_norms=True)
+            config["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+            config["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern", 6)
+            if "final_logit_softcapping" in keys.content:
+                config["final_logit_softcapping"] = keys.number("final_logit_softcapping")
+            return config, _Names(names | _QK_NORMS, offset_norms=True)
+        case "phi3":
+            stretch = None
+            if "rope.scaling.attn_factor" in keys.content:
+                stretch = keys.number("rope.scaling.attn_factor")
+            config = _common(keys, "phi3")
+            config["sliding_window"] = None
+            if keys.take("attention.sliding_window", 0) != 0:
+                config["sliding_window"] = keys.integer("attention.sliding_window")
+            if "rope.scaling.original_context_length" in keys.content:
+                trained = keys.integer("rope.scaling.original_context_length")
+                config["original_max_position_embeddings"] = trained
+            if "rope_factors_long.weight" in keys.file.tensors:
+                scaling: JsonObject = dict(rope_type="longrope")
+                for name in ("long", "short"):
+                    factors = keys.factors(f"rope_factors_{name}.weight")
+                    # The shortest decimal of a float32 is what config.json had.
+                    scaling[f"{name}_factor"] = [float(str(factor)) for factor in factors]
+                if stretch is not None:
+                    scaling["attention_factor"] = stretch
+                config["rope_scaling"] = scaling
+            elif stretch not in (None, 1.0):
+                keys.fail("rope.scaling.attn_factor", stretch, "needs rope_factors_long.weight")
+            names = {
+                "attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj",
+                "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+                "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj",
+            }  # fmt: skip
+            return config, _Names(names)
+        case "gpt-oss":
+            config = _common(keys, "gpt_oss") | dict(
+                head_dim=keys.integer("attention.key_length"),
+                sliding_window=keys.integer("attention.sliding_window"),
+                num_local_experts=keys.integer("expert_count"),
+                num_experts_per_tok=keys.integer("expert_used_count"),
+            )
+            width = config["intermediate_size"]
+            if (found := keys.integer("expert_feed_forward_length")) != width:
+                keys.fail("expert_feed_forward_length", found, f"must be {width}")
+            if config.setdefault("rope_scaling", dict(rope_type="default"))["rope_type"] == "yarn":
+                config["rope_scaling"]["truncate"] = False  # which no key says
+            experts = {f"ffn_{name}_exps": "mlp.experts.gate_up_proj" for name in ("gate", "up")}
+            experts |= {"ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks"}
+            names = _ATTENTION | experts | {
+                "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+            }  # fmt: skip
+            return config, _Names(names, plain=tuple(experts))
+        case "gpt2":
+            heads = keys.integer("attention.head_count")
+            if (found := keys.integer("attention.head_count_kv", heads)) != heads:
+                keys.fail(
+                    "attention.head_count_kv", found, f"must be attention.head_count, {heads}"
+                )
+            config = dict(
+                model_type="gpt2",
+                vocab_size=keys.vocab_size(),
+                n_positions=keys.integer("context_length"),
+                n_embd=keys.integer("embedding_length"),
+                n_layer=keys.integer("block_count"),
+                n_head=heads,
+                n_inner=keys.integer("feed_forward_length"),
+                layer_norm_epsilon=keys.number("attention.layer_norm_epsilon"),
+                tie_word_embeddings="output.weight" not in keys.file.tensors,
+            )
+            layer = {
+                "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+                "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+            }  # fmt: skip
+            outer = {
+                "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+                "output_norm": "transformer.ln_f", "output": "lm_head",
+            }  # fmt: skip
+            matrices = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+            return config, _Names(layer, outer, "transformer.h", transposed=matrices)
+    known = ", ".join(_ARCHITECTURES)
+    rule = f"general.architecture is {shown(architecture)}: must be one of {known}"
+    raise ConfigError(f"{keys.file.path}: {rule}")

@@ -100,6 +100,7 @@ class GgufFile:
                 _fill(stream, flat.view(np.uint8), self.path)
                 return flat.reshape(shape)
             numbers = np.empty((rows, shape[-1]), np.float32)
+            # In pieces: the bytes of a tensor need not be in memory beside all its numbers.
             step = max(1, CHUNK // shape[-1])
             for first in range(0, rows, step):
                 raw = np.empty((min(step, rows - first), found.row_bytes), np.uint8)
@@ -126,12 +127,15 @@ def open_gguf(path: str | Path) -> GgufFile:
         header = _Header(given, stream)
         if header.take(4) != b"GGUF":
             raise CheckpointError(f"{given}: not a GGUF file")
+        # Only now the package is asked for: a file that is no GGUF file is named without it.
         _library()
         version = header.number("I")
         if version not in (2, 3):
+            # A small number whose bytes lie the other way round has zeros in its lower half.
             big = " (of a big-endian machine)" if version % 2**16 == 0 else ""
             raise CheckpointError(f"{given}: version {version}{big}: must be 2 or 3")
         counts = header.number("Q"), header.number("Q")
+        # A file of 24 bytes may claim 2^62 keys.
         for count, what in zip(counts, ("tensors", "keys"), strict=True):
             if count > COUNT_LIMIT:
                 raise header.wrong(f"{count} {what}: at most {COUNT_LIMIT} are read")
@@ -184,6 +188,7 @@ class _Header:
 
     def number(self, code: str) -> Any:
         (found,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
+        # 1e-05 and not 9.999999747378752e-06: what the config had that the file was made from.
         return float(str(np.float32(found))) if code == "f" else found
 
     def text(self, what: str, limit: int = HEADER_LIMIT) -> str:
@@ -225,6 +230,7 @@ def _located(
         kind = library.GGMLQuantizationType(code)
         block, block_bytes = library.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
+            # The package knows the sizes of more types than it can read: a block of zeros tells.
             _dequantised(np.zeros((1, block_bytes), np.uint8), kind.name)
     except (ValueError, KeyError):
         raise CheckpointError(f"{where} is of type {code}, which is not known") from None
@@ -256,6 +262,7 @@ def _fill(stream: BinaryIO, target: np.ndarray, path: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
+    # The hub's cache is all links, and `Untrusted.opened` follows none.
     return Path(os.path.realpath(path))
 
 

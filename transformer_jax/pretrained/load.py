@@ -32,7 +32,6 @@ from transformer_jax.pretrained.tensors import (
 from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
-"""Nested dicts of arrays."""
 Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
 """One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
 
@@ -73,7 +72,18 @@ def load_pretrained(
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
-    config = _with_length(config, max_len)
+    if max_len is not None:
+        if type(max_len) is not int or max_len < 1:
+            raise ConfigError(f"max_len is {max_len!r}: must be a positive integer")
+        if isinstance(config.positions, Learned) and max_len != config.max_len:
+            rule = f"the table of positions has {config.max_len}"
+            raise ConfigError(f"max_len is {max_len}: {rule}")
+        # These two stretch by the length of the text; with a fixed length the angles never change,
+        # so that keys in a cache stay as they are.
+        positions = config.positions
+        if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
+            positions = dataclasses.replace(positions, length=max_len)
+        config = dataclasses.replace(config, max_len=max_len, positions=positions)
     return _loaded(config, tensors, as_dtype, sharding, scan_layers)
 
 
@@ -111,8 +121,11 @@ def _loaded(
     listed = in_files(shapes, {mapping.param for mapping in mappings})
     leaves = tensors.parameters(mappings, listed, as_dtype, config.dtype)
     leaves = _stacked(leaves, listed, scan_layers)
-    paths = {whole_path(path, scanned=scan_layers)[0] for path in shapes}
-    shardings = _flat_shardings(sharding, paths)
+    shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, Mapping) else sharding
+    if isinstance(shardings, dict):
+        paths = {whole_path(path, scanned=scan_layers)[0] for path in shapes}
+        if wrong := sorted(shardings.keys() ^ paths):
+            raise ValueError(f"sharding and parameters differ at {wrong[0]}")
     placed: dict[str, jax.Array] = {}
     for path, leaf in leaves:
         where = shardings[path] if isinstance(shardings, dict) else shardings
@@ -149,26 +162,11 @@ def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
     return name
 
 
-def _with_length(config: ModelConfig, max_len: int | None) -> ModelConfig:
-    if max_len is None:
-        return config
-    if type(max_len) is not int or max_len < 1:
-        raise ConfigError(f"max_len is {max_len!r}: must be a positive integer")
-    if isinstance(config.positions, Learned) and max_len != config.max_len:
-        rule = f"the table of positions has {config.max_len}"
-        raise ConfigError(f"max_len is {max_len}: {rule}")
-    # These two stretch by the length of the text; with a fixed length the angles never change, so
-    # that keys in a cache stay as they are.
-    positions = config.positions
-    if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
-        positions = dataclasses.replace(positions, length=max_len)
-    return dataclasses.replace(config, max_len=max_len, positions=positions)
-
-
 def _stacked(
     leaves: Iterable[tuple[str, np.ndarray]], shapes: Shapes, scanned: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield parameters, each as soon as the last of its layers and experts was read."""
+    # A stack is allocated before its last layer is read: the paths say how large it is.
     sizes: dict[str, tuple[int, ...]] = {}
     for path in shapes:
         whole, index = whole_path(path, scanned=scanned)
@@ -192,15 +190,3 @@ def _stacked(
         left[whole] -= 1
         if not left[whole]:
             yield whole, buffers.pop(whole)
-
-
-def _flat_shardings(
-    sharding: Shardings, paths: Iterable[str]
-) -> jax.sharding.Sharding | dict[str, jax.sharding.Sharding] | None:
-    """Return one sharding for all, or one for each path."""
-    if not isinstance(sharding, Mapping):
-        return sharding
-    flat = flatten_dict(sharding, sep="/")
-    if wrong := sorted(set(flat) ^ set(paths)):
-        raise ValueError(f"sharding and parameters differ at {wrong[0]}")
-    return flat

@@ -24,7 +24,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -130,13 +129,40 @@ def save_lora(
             "files, and PEFT would not find them: merge the adapters"
         )
     folder = Path(path)
-    _check_replaceable(folder, overwrite)
+    for name in (CONFIG, TENSORS):
+        if os.path.lexists(folder / name) and not overwrite:
+            rule = "which would be lost; overwrite=True replaces it"
+            raise CheckpointError(f"{folder}: has {name}, {rule}")
     found, flat = matrices(params), flatten(adapters)
     modules = _modules(names, found)
-    _check_shapes(flat, found, config)
-    pairs = _module_pairs(flat, modules, found, config.rank)
+    for kernel, x in flat.items():
+        if kernel not in found:
+            raise ValueError(f"adapters have {kernel}: the parameters have no such kernel")
+        *lead, inputs, outputs = found[kernel]
+        wanted = (*lead, inputs, config.rank), (*lead, config.rank, outputs)
+        if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
+            said = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
+            rule = f"rank {config.rank} wants {wanted[0]} and {wanted[1]}"
+            raise ValueError(f"{kernel}: {said}: {rule}")
+    kept = {kernel for kernel, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
+    if not kept:
+        raise ValueError("adapters: every A and B is zero, there is nothing to save")
+    module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
+    for kernel in sorted(kernel for kernel in kept if len(found[kernel]) > 2):
+        rule = "is of experts, whose adapters are not written here: merge them"
+        raise ValueError(f"{kernel}: {rule}")
+    for kernel in sorted(kept - set(module_of)):
+        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
+    pairs: dict[str, Pair] = {}
+    for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
+        kernels = modules[module]
+        widths = [found[kernel][1] for kernel in kernels]
+        parts = [flat[kernel] if kernel in kept else None for kernel in kernels]
+        a, b = _joined(parts, widths, config.rank)
+        pairs[module] = a, b[kernels.rows(widths)]
     times = max(len(a) for a, _ in pairs.values()) // config.rank
     rank = times * config.rank
+    # PEFT multiplies by alpha / r, and by alpha / sqrt(r) with rslora: the product stays.
     alpha = config.alpha * (math.sqrt(times) if config.rslora else times)
     content = {
         "base_model_name_or_path": base_model,
@@ -154,56 +180,11 @@ def save_lora(
         "use_dora": False,
         "use_rslora": config.rslora,
     }
-    _write(folder, content, _padded(pairs, rank))
-    kernels = {kernel for module in pairs for kernel in modules[module]}
-    return _config(kernels, found, rank, alpha, config.rslora)
-
-
-def _check_replaceable(folder: Path, overwrite: bool) -> None:
-    for name in (CONFIG, TENSORS):
-        if os.path.lexists(folder / name) and not overwrite:
-            rule = "which would be lost; overwrite=True replaces it"
-            raise CheckpointError(f"{folder}: has {name}, {rule}")
-
-
-def _module_pairs(
-    flat: Mapping[str, Mapping[str, Array]],
-    modules: Mapping[str, InTurn],
-    found: Matrices,
-    rank: int,
-) -> dict[str, Pair]:
-    """Return A and B of each module that has an adapter."""
-    kept = {path for path, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
-    if not kept:
-        raise ValueError("adapters: every A and B is zero, there is nothing to save")
-    module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
-    for kernel in sorted(kernel for kernel in kept if len(found[kernel]) > 2):
-        raise ValueError(
-            f"{kernel}: is of experts, whose adapters are not written here: merge them"
-        )
-    for kernel in sorted(kept - set(module_of)):
-        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
-    pairs = {}
-    for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
-        kernels = modules[module]
-        parts = [flat[kernel] if kernel in kept else None for kernel in kernels]
-        widths = [found[kernel][1] for kernel in kernels]
-        a, b = _joined(parts, widths, rank)
-        pairs[module] = a, b[kernels.rows(widths)]
-    return pairs
-
-
-def _padded(pairs: Mapping[str, Pair], rank: int) -> dict[str, np.ndarray]:
-    """Return the tensors of the file: each A and B padded with zeros to the common rank."""
     tensors = {}
-    for module, (a, b) in pairs.items():
+    for module, (a, b) in pairs.items():  # padded with zeros to the common rank
         missing = rank - len(a)
         tensors[_key(module, "A")] = np.ascontiguousarray(np.pad(a, ((0, missing), (0, 0))))
         tensors[_key(module, "B")] = np.ascontiguousarray(np.pad(b, ((0, 0), (0, missing))))
-    return tensors
-
-
-def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +196,8 @@ def _write(folder: Path, content: JsonObject, tensors: dict[str, np.ndarray]) ->
     finally:
         partial.unlink(missing_ok=True)
     write_file(folder / CONFIG, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    adapted = {kernel for module in pairs for kernel in modules[module]}
+    return _config(adapted, found, rank, alpha, config.rslora)
 
 
 @known_keywords
@@ -276,20 +259,6 @@ def _modules(names: Names, found: Matrices) -> dict[str, InTurn]:
             )
         modules[weight.removesuffix(".weight")] = InTurn(paths, runs)
     return modules
-
-
-def _check_shapes(
-    flat: Mapping[str, Mapping[str, Array]], found: Matrices, config: LoraConfig
-) -> None:
-    for path, x in flat.items():
-        if path not in found:
-            raise ValueError(f"adapters have {path}: the parameters have no such kernel")
-        *lead, inputs, outputs = found[path]
-        wanted = (*lead, inputs, config.rank), (*lead, config.rank, outputs)
-        if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
-            given = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
-            rule = f"rank {config.rank} wants {wanted[0]} and {wanted[1]}"
-            raise ValueError(f"{path}: {given}: {rule}")
 
 
 def _joined(parts: list[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
@@ -386,18 +355,15 @@ def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] |
         listed = isinstance(items, list) and all(type(item) is kind for item in items)
         if not (items is None or listed or (kind is str and isinstance(items, str))):
             raise CheckpointError(f"{file}: {key}: must be a list of {kind.__name__}")
+    # A pattern of somebody else may take for ever, so it is not run.
     if not isinstance(targets, list) or isinstance(without, str):
         return None
     chosen = set(_matching(targets, modules)) - set(_matching(without or [], modules))
     if layers:
-        chosen = {module for module in chosen if _layer(module) in layers}
+        # PEFT's own rule for the number of a module's layer, which is greedy: the last such number
+        number = {m: re.match(r".*\.[^.]*\.(\d+)\.", m) for m in chosen}
+        chosen = {module for module, n in number.items() if n and int(n[1]) in layers}
     return chosen
-
-
-def _layer(module: str) -> int | None:
-    """Return the number that PEFT takes for a module's layer."""
-    found = re.match(r".*\.[^.]*\.(\d+)\.", module)
-    return int(found[1]) if found else None
 
 
 def _read_tensors(
@@ -421,7 +387,26 @@ def _read_tensors(
     file = _FILES.inside(folder, TENSORS)
     try:
         with safe_open(file, framework="np") as tensors:
-            adapted = _check_tensors(file, tensors, modules, found, rank)
+            keys = set(tensors.keys())
+            adapted = {m for m in modules if keys & {_key(m, "A"), _key(m, "B")}}
+            known = {_key(module, x) for module in adapted for x in "AB"}
+            for key in sorted(keys - known):
+                raise CheckpointError(f"{file}: {key[:200]}: is the adapter of no known kernel")
+            for key in sorted(known - keys):
+                raise CheckpointError(f"{file}: {key} is missing")
+            if not adapted:
+                raise CheckpointError(f"{file}: has no adapter")
+            for module in sorted(adapted):
+                kernels = modules[module]
+                inputs, outputs = found[kernels[0]][0], sum(found[path][1] for path in kernels)
+                for x, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
+                    key, part = _key(module, x), tensors.get_slice(_key(module, x))
+                    if part.get_shape() != wanted:
+                        rule = f"rank {rank} of these parameters wants {wanted}"
+                        raise CheckpointError(f"{file}: {key} is {part.get_shape()}: {rule}")
+                    if part.get_dtype() not in ("F32", "F16", "BF16"):
+                        rule = "must be F32, F16 or BF16"
+                        raise CheckpointError(f"{file}: {key} is {part.get_dtype()}: {rule}")
             if targeted is not None and adapted != targeted:
                 module = min(adapted ^ targeted)
                 verb = "has" if module in adapted else "lacks"
@@ -434,30 +419,3 @@ def _read_tensors(
             return {module: (a[module], b[module]) for module in sorted(adapted)}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from None
-
-
-def _check_tensors(
-    file: Path, tensors: Any, modules: Mapping[str, tuple[str, ...]], found: Matrices, rank: int
-) -> set[str]:
-    """Return the modules that have A and B of the right shapes; refuse any other tensor."""
-    keys = set(tensors.keys())
-    adapted = {module for module in modules if keys & {_key(module, "A"), _key(module, "B")}}
-    known = {_key(module, x) for module in adapted for x in "AB"}
-    for key in sorted(keys - known):
-        raise CheckpointError(f"{file}: {key[:200]}: is the adapter of no known kernel")
-    for key in sorted(known - keys):
-        raise CheckpointError(f"{file}: {key} is missing")
-    if not adapted:
-        raise CheckpointError(f"{file}: has no adapter")
-    for module in sorted(adapted):
-        kernels = modules[module]
-        inputs, outputs = found[kernels[0]][0], sum(found[path][1] for path in kernels)
-        for x, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
-            key, part = _key(module, x), tensors.get_slice(_key(module, x))
-            if part.get_shape() != wanted:
-                rule = f"rank {rank} of these parameters wants {wanted}"
-                raise CheckpointError(f"{file}: {key} is {part.get_shape()}: {rule}")
-            if part.get_dtype() not in ("F32", "F16", "BF16"):
-                rule = "must be F32, F16 or BF16"
-                raise CheckpointError(f"{file}: {key} is {part.get_dtype()}: {rule}")
-    return adapted

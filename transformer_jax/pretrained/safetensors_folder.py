@@ -143,7 +143,20 @@ class WeightFolder:
             raise CheckpointError(f"{path}: has changed since the folder was opened")
         with _opened(path) as reader:
             for name in names:
-                yield name, _tensor(path, reader, name, self.tensors[name])
+                yield name, self._tensor(path, reader, name)
+
+    def _tensor(self, path: Path, reader: Any, name: str) -> np.ndarray:
+        # A function of its own: a variable of the generator would hold the tensor meanwhile.
+        info = self.tensors[name]
+        try:
+            array = reader.get_tensor(name)
+        except (_library().SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {shown(name)}: {brief(error)}") from None
+        if (array.dtype.name, array.shape) != (info.dtype, info.shape):
+            found = f"{array.dtype}{list(array.shape)}"
+            rule = f"not {info.dtype}{list(info.shape)}"
+            raise CheckpointError(f"{path}: {shown(name)} is {found}, {rule}")
+        return array
 
 
 def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
@@ -156,6 +169,7 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
     CheckpointError names the file, and the tensor if one is wrong.
     """
     folder = _located(path_or_id, revision)
+    # A folder of PEFT has no config.json, and the error would be about that.
     if _FILES.there(folder, ADAPTER) and not any(_FILES.there(folder, n) for n in (SINGLE, INDEX)):
         adapter = _FILES.json_object(_FILES.inside(folder, ADAPTER), CONFIG_LIMIT)
         base = adapter.get("base_model_name_or_path")
@@ -173,7 +187,11 @@ def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> Weigh
     for file, names in listed.items():
         found = _header(paths[file], file)
         if names is not None:
-            _compare(paths[file], set(found), names)
+            missing, unlisted = names - found.keys(), found.keys() - names
+            for wrong, rule in ((missing, "is missing"), (unlisted, "is not in the index")):
+                if wrong:
+                    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                    raise CheckpointError(f"{paths[file]}: {shown(min(wrong))} {rule}{others}")
         tensors |= found
     return WeightFolder(folder, config, MappingProxyType(tensors), MappingProxyType(stamps))
 
@@ -208,8 +226,10 @@ def write_folder(
         for name, content in files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             _write(partial / name, content)
+        # The name of a file is in its folder, which is synced apart.
         for folder, _, _ in os.walk(partial):
             sync(Path(folder))
+        # What cannot be read is found before the old folder goes.
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
@@ -241,21 +261,18 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
     except Exception as error:  # of any library below it
-        raise CheckpointError(f"{name}: no such folder, and {_no_download(error)}") from error
+        # The reason lies somewhere in the chain: huggingface_hub wraps what httpx has wrapped.
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        reason = brief(error)
+        for one in chain:  # the last one counts
+            if isinstance(one, TimeoutError | ConnectionError | socket.gaierror):
+                reason = f"the hub could not be reached ({one.strerror or brief(one)})"
+        if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
+            reason = "not in the cache of the hub, and HF_HUB_OFFLINE forbids a download"
+        raise CheckpointError(f"{name}: no such folder, and {reason}") from error
     return Path(found)
-
-
-def _no_download(error: BaseException) -> str:
-    """Return why a repository was not downloaded: in its library's words, if it was reached."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
-        return "not in the cache of the hub, and HF_HUB_OFFLINE forbids a download"
-    for one in reversed(chain):
-        if isinstance(one, TimeoutError | ConnectionError | socket.gaierror):
-            return f"the hub could not be reached ({one.strerror or brief(one)})"
-    return brief(error)
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
@@ -282,18 +299,12 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
         names = listed.setdefault(file, set())
         assert names is not None
         names.add(name)
+    # Where case does not count, two such names are one file.
     if len({file.lower() for file in listed}) < len(listed):
         clash = sorted(listed, key=str.lower)
         a, b = next((a, b) for a, b in itertools.pairwise(clash) if a.lower() == b.lower())
         raise CheckpointError(f"{path}: {shown(a)} and {shown(b)} differ in case only")
     return listed
-
-
-def _compare(path: Path, found: set[str], listed: set[str]) -> None:
-    for names, say in ((listed - found, "is missing"), (found - listed, "is not in the index")):
-        if names:
-            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CheckpointError(f"{path}: {shown(min(names))} {say}{more}")
 
 
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
@@ -321,8 +332,30 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     assert isinstance(content, dict)  # it begins as one
     content.pop("__metadata__", None)
     room = size - 8 - length
-    found = {name: _info(path, file, name, entry, room) for name, entry in content.items()}
-    del content
+    found: dict[str, TensorInfo] = {}
+    for name, entry in content.items():
+        where = f"{path}: {shown(name)}"
+        try:
+            code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            dtype = _DTYPES.get(code)
+            rank = len(shape)
+            counts = [*shape, begin, end] if rank <= RANK_LIMIT else []
+            whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in counts)
+        except (TypeError, KeyError, ValueError):
+            raise CheckpointError(f"{where}: must have a dtype, a shape and data_offsets") from None
+        if dtype is None:
+            rule = f"must be one of {', '.join(_DTYPES)}"
+            raise CheckpointError(f"{where}: dtype {shown(code)}: {rule}")
+        if rank > RANK_LIMIT or not whole:
+            said = f"shape {shown(shape)}, data_offsets {shown([begin, end])}"
+            raise CheckpointError(f"{where}: {said}: must be at most {RANK_LIMIT} sizes, from 0")
+        if math.prod(shape) * dtype.itemsize != end - begin:
+            rule = f"does not take the bytes {shown(begin)} to {shown(end)}"
+            raise CheckpointError(f"{where}: {dtype.name}{shown(shape)} {rule}")
+        if end > room:
+            raise CheckpointError(f"{where}: ends with byte {shown(end)}, the file with {room}")
+        found[name] = TensorInfo(file, dtype.name, tuple(shape))
+    del content  # a million names, while the library reads the header again
     with _opened(path) as reader:
         names = reader.offset_keys()
     if set(names) != set(found):
@@ -330,62 +363,12 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     return {name: found[name] for name in names}
 
 
-def _info(
-    path: Path,
-    file: str,
-    name: str,
-    entry: Any,  # whatever the file has: asked below, where what is not there is an error
-    room: int,  # bytes after the header
-) -> TensorInfo:
-    try:
-        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        dtype = _DTYPES.get(code)
-        rank = len(shape)
-        counts = [*shape, begin, end] if rank <= RANK_LIMIT else []
-        whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in counts)
-    except (TypeError, KeyError, ValueError):
-        raise CheckpointError(
-            f"{path}: {shown(name)}: must have a dtype, a shape and data_offsets"
-        ) from None
-    if dtype is None:
-        raise CheckpointError(
-            f"{path}: {shown(name)}: dtype {shown(code)}: must be one of {', '.join(_DTYPES)}"
-        )
-    if rank > RANK_LIMIT or not whole:
-        raise CheckpointError(
-            f"{path}: {shown(name)}: shape {shown(shape)}, data_offsets {shown([begin, end])}: "
-            f"must be at most {RANK_LIMIT} sizes, from 0"
-        )
-    if math.prod(shape) * dtype.itemsize != end - begin:
-        raise CheckpointError(
-            f"{path}: {shown(name)}: {dtype.name}{shown(shape)} does not take "
-            f"the bytes {shown(begin)} to {shown(end)}"
-        )
-    if end > room:
-        raise CheckpointError(
-            f"{path}: {shown(name)}: ends with byte {shown(end)}, the file with {room}"
-        )
-    return TensorInfo(file, dtype.name, tuple(shape))
-
-
-def _tensor(path: Path, reader: Any, name: str, info: TensorInfo) -> np.ndarray:
-    try:
-        array = reader.get_tensor(name)
-    except (_library().SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {shown(name)}: {brief(error)}") from None
-    if (array.dtype.name, array.shape) != (info.dtype, info.shape):
-        raise CheckpointError(
-            f"{path}: {shown(name)} is {array.dtype}{list(array.shape)}, "
-            f"not {info.dtype}{list(info.shape)}"
-        )
-    return array
-
-
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a file with the library's reader."""
     library = _library()
     try:
+        # With mmap a file that is cut short meanwhile would end the process by SIGBUS.
         reader = library.safe_open(path, "numpy", backend="pread")
     except (library.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {brief(error)}") from None
@@ -436,9 +419,18 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
     seen: set[str] = set()
     total = held = 0
 
+    library = _library()
+    from safetensors.numpy import save_file
+
     def flush(content: dict[str, np.ndarray]) -> None:
         shards.append(list(content))
-        _write_shard(folder / f"{len(shards)}.safetensors", content)
+        path = folder / f"{len(shards)}.safetensors"
+        try:
+            save_file(content, path, metadata={"format": "pt"})
+        except library.SafetensorError as error:
+            raise CheckpointError(f"{path}: cannot be written ({brief(error)})") from None
+        path.chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))  # it had made it 0600
+        sync(path)
 
     for name, value in tensors:
         array = _checked(name, value, seen)
@@ -454,6 +446,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
         del value, array  # while the next is made
     if shard or not shards:
         flush(shard)
+    # The final names say how many files there are, which is known only now.
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / SINGLE)
         return
@@ -477,18 +470,6 @@ def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
-def _write_shard(path: Path, content: dict[str, np.ndarray]) -> None:
-    library = _library()
-    from safetensors.numpy import save_file
-
-    try:
-        save_file(content, path, metadata={"format": "pt"})
-    except library.SafetensorError as error:
-        raise CheckpointError(f"{path}: cannot be written ({brief(error)})") from None
-    path.chmod(stat.S_IMODE(path.with_name(CONFIG).stat().st_mode))  # it had made it 0600
-    sync(path)
-
-
 def _dump(content: JsonObject, name: str) -> bytes:
     try:
         return (json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
@@ -505,6 +486,7 @@ def _write(path: Path, content: bytes) -> None:
 def _replace(path: Path, partial: Path) -> None:
     """Rename `partial` to `path`; the old folder is removed last, or comes back on an error."""
     old = partial.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    # A folder cannot be renamed over one that is not empty: there are two renames.
     replaced = path.exists()
     if replaced:
         path.rename(old)

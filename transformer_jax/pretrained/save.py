@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +134,7 @@ def save_pretrained(
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
         check_tables(chosen.name, config)
     names = table_names(chosen, config)
+    # Read before `like` and `keys` are merged: those may change no number.
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
     kept: JsonObject = {}
@@ -212,6 +212,7 @@ class _Original:
         """
         kept = self._keys.kept()
         before = {"model_type": self.family.name, **self.family.write(self._config)}
+        # Of several spellings that mean one config, the folder keeps its own.
         if before == written:
             content = self._folder.config
             return kept, {name: value for name, value in content.items() if name not in kept}
@@ -247,15 +248,17 @@ def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
             raise ValueError(f"params {name} is {given[name].dtype}: {rule}")
         used.add(name)
         index = () if layer is None else (layer,)
-        found[path] = partial(_fetch, given[name], index)
+
+        def fetch(
+            part: tuple[int, ...], leaf: Array = given[name], layer: tuple[int, ...] = index
+        ) -> np.ndarray:
+            whole = (*layer, *part)
+            return np.asarray(leaf[whole] if whole else leaf)
+
+        found[path] = fetch
     if unknown := sorted(set(given) - used):
         raise ValueError(f"params {unknown[0]}: the config has no such parameter")
     return found
-
-
-def _fetch(leaf: Array, layer: tuple[int, ...], part: tuple[int, ...]) -> np.ndarray:
-    index = (*layer, *part)
-    return np.asarray(leaf[index] if index else leaf)
 
 
 def _tensors(
@@ -271,4 +274,5 @@ def _tensors(
             path, part = whole_path(mapping.param, scanned=False)
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
+        # A file of a model without its head has names without the prefix, and stays so.
         yield name.removeprefix(family.prefix) if bare else name, whole

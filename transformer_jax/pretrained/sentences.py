@@ -141,9 +141,6 @@ class SentenceEncoder:
         Args:
             tokens: i32[B, T], special ones included.
             positions: i32[B, T], negative is padding; None is arange(T).
-
-        Returns:
-            f32[B, D].
         """
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
@@ -167,9 +164,6 @@ class SentenceEncoder:
             batch_size: the most texts of a batch, at least 1.
             prompt: text to put before each, such as `prompts["query"]`; None is the encoder's.
 
-        Returns:
-            f32[n, D].
-
         Raises:
             ValueError: if `texts` is one text, or the tokenizer's special tokens do not stand
                 around it.
@@ -192,10 +186,12 @@ class SentenceEncoder:
             ids: integer arrays of 1 to `max_len` ids, special tokens included.
             batch_size: rows that are computed at once, at least 1.
         """
+        # Neighbours have similar lengths, so that little of a batch is padding.
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
+            # Powers of two: few shapes, of which each is a program.
             length = min(_power(max(len(ids[i]) for i in rows), 16), self.max_len)
             shape = min(_power(len(rows)), batch_size), length
             tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -213,6 +209,8 @@ class SentenceEncoder:
             return whole
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
+        # The text without special tokens is looked for in the one with them: what is around it
+        # stays.
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
@@ -236,15 +234,12 @@ def _encode(
     if config.kind == "encoder":
         hidden = apply(method="encode")
     else:  # what the logits are computed of: they are asked for nowhere, and left out
-        hidden = apply(capture=(place := _last_place(config),))[-1][place]
+        place = "final_norm"
+        if place not in places(config):
+            place = f"block_{config.num_layers - 1}/residual"
+        hidden = apply(capture=(place,))[-1][place]
     valid = jnp.ones(tokens.shape, bool) if positions is None else jnp.asarray(positions) >= 0
     return pool_sentences(hidden, valid, pooling, normalise)
-
-
-def _last_place(config: ModelConfig) -> str:
-    """Return the name of a decoder's hidden states."""
-    last = f"block_{config.num_layers - 1}/residual"
-    return "final_norm" if "final_norm" in places(config) else last
 
 
 def _power(number: int, least: int = 1) -> int:
@@ -270,7 +265,24 @@ def load_sentence_encoder(
     """
     folder = open_folder(path_or_id, revision=revision)
     pooling_path, normalise = _parts(folder)
-    pooling = _pooling(folder, f"{pooling_path}/config.json")
+    keys = _object(folder, f"{pooling_path}/config.json")
+    if keys is None:
+        raise CheckpointError(f"{folder.path / pooling_path / 'config.json'}: is missing")
+    keys.ignore("word_embedding_dimension", "embedding_dimension")
+    keys.require("include_prompt", True)
+    modes: dict[str, Pooling] = {
+        "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
+        "pooling_mode_max_tokens": "max", "pooling_mode_lasttoken": "last",
+    }  # fmt: skip
+    for other in ("mean_sqrt_len_tokens", "weightedmean_tokens"):
+        keys.require(f"pooling_mode_{other}", False)
+    on = [modes[mode] for mode in modes if keys.flag(mode, False)]
+    if keys.take("pooling_mode", None) is not None:  # newer folders have one key for all
+        on = [keys.choice("pooling_mode", _POOLINGS)]
+    if len(on) != 1:
+        known = ", ".join(map(repr, get_args(Pooling)))
+        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of {known}")
+    keys.check_all_read()
     prompts, prompt = _prompts(folder)
     config, params = load_hidden(folder.path, dtype=dtype)
     if config.kind == "encoder-decoder":
@@ -281,7 +293,7 @@ def load_sentence_encoder(
     sides = {"right": False, "left": True}
     keeps_end = said is not None and said.choice("truncation_side", sides, "right")
     return SentenceEncoder(
-        config, params, pooling, normalise, max_len, lower_case, prompts, prompt, keeps_end
+        config, params, on[0], normalise, max_len, lower_case, prompts, prompt, keeps_end
     )
 
 
@@ -313,6 +325,7 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
     if not 2 <= len(found) <= 3:
         kinds = [keys.take("type") for keys in found]
         raise ConfigError(f"{where}: parts are {kinds}: must be {', '.join(known)}")
+    # The transformer's own files lie in the folder itself, where `load_hidden` reads them.
     found[0].require("path", "")
     normalise = len(found) == 3
     if normalise:
@@ -328,32 +341,6 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
 def _path(keys: ConfigKeys) -> str:
     path = keys.take("path")
     return path if isinstance(path, str) else keys.fail("path", path, "must be a folder's name")
-
-
-def _pooling(folder: WeightFolder, name: str) -> Pooling:
-    keys = _object(folder, name)
-    if keys is None:
-        raise CheckpointError(f"{folder.path / name}: is missing")
-    keys.ignore("word_embedding_dimension", "embedding_dimension")
-    keys.require("include_prompt", True)
-    modes: dict[str, Pooling] = {
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "cls",
-        "pooling_mode_max_tokens": "max",
-        "pooling_mode_lasttoken": "last",
-    }
-    others = ("mean_sqrt_len_tokens", "weightedmean_tokens")
-    for other in others:
-        keys.require(f"pooling_mode_{other}", False)
-    on = [modes[mode] for mode in modes if keys.flag(mode, False)]
-    newer = keys.take("pooling_mode", None)
-    if newer is not None:
-        on = [keys.choice("pooling_mode", _POOLINGS)]
-    if len(on) != 1:
-        known = ", ".join(map(repr, get_args(Pooling)))
-        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of {known}")
-    keys.check_all_read()
-    return on[0]
 
 
 def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:

@@ -152,7 +152,11 @@ class CheckpointTensors:
             name.startswith(family.prefix) for name in self._in_file
         )
         if self.bare:
-            self._in_file = {self._full(name): actual for name, actual in self._in_file.items()}
+            heads = family.head_tensors
+            self._in_file = {
+                name if _matches(name, heads) else family.prefix + name: actual
+                for name, actual in self._in_file.items()
+            }
         if not self._in_file:
             raise CheckpointError(f"{folder.path}: its files hold no tensor")
 
@@ -185,6 +189,7 @@ class CheckpointTensors:
         if depth * experts > tensors and not self._family.joined_experts:
             rule = f"and the files have {tensors} tensors"
             raise ConfigError(f"{where}: {experts} experts in {depth} layers, {rule}")
+        # In Python's integers, since the product of a hostile shape may overflow.
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
         for name, size in (
             ("vocab_size", config.vocab_size),
@@ -204,7 +209,24 @@ class CheckpointTensors:
                     f"{where}: {said[0] if said else name} is {size}, "
                     f"and the files have {elements} numbers"
                 )
-        self._check_names(config, self._table(config))
+        family, table = self._family, self._table(config)
+        for mapping in table:
+            if mapping.tensor not in self._in_file:
+                missing = f"{self._folder.path}: tensor {mapping.tensor} is missing"
+                if mapping.param == "embed/output" and self.bare:
+                    missing += (
+                        ": tie_word_embeddings is false, so logits need it. The files hold a model "
+                        "without its head, as AutoModel saves it: save the one with a head, a "
+                        "...ForCausalLM"
+                    )
+                raise CheckpointError(missing)
+        copies = family.copies(config)
+        for name in sorted(self.names - {mapping.tensor for mapping in table}):
+            if name in family.computed_tensors or copies.get(name) in self._in_file:
+                continue
+            if not _matches(name, family.ignored_tensors):
+                rule = f"a {family.name} of this config.json has no such tensor"
+                raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
 
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
         """Return the family's table after comparing it with the parameters and the files."""
@@ -224,11 +246,21 @@ class CheckpointTensors:
                 )
             self._float_dtype(actual)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
-            first = self._family.copies(config).get(name)
+            first, actual = self._family.copies(config).get(name), self._in_file[name]
             if first in self._in_file:
-                self._check_copy(name, first)
-            elif name in self._family.computed_tensors:
-                self._check_computed(name, config)
+                one, two = self._folder.read(actual), self._folder.read(self._in_file[first])
+                same = (one.dtype, one.shape) == (two.dtype, two.shape)
+                if not same or one.tobytes() != two.tobytes():
+                    rule = f"differs from {first}, to which config.json ties it"
+                    raise CheckpointError(f"{self._where(actual)} {rule}")
+            elif name in self._family.computed_tensors:  # compared to the precision of its dtype
+                tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
+                shape = tuple(self._folder.tensors[actual].shape)
+                want = self._family.computed_tensors[name](config, shape)
+                if want is not None:
+                    found = self._folder.read(actual).astype(np.float64)
+                if want is None or not np.abs(found - want).max() <= tolerance:
+                    raise CheckpointError(f"{self._where(actual)} is not what config.json makes it")
         return table
 
     def parameters(
@@ -257,9 +289,6 @@ class CheckpointTensors:
                 del param
             del tensor
 
-    def _full(self, name: str) -> str:
-        return name if _matches(name, self._family.head_tensors) else self._family.prefix + name
-
     def _where(self, name: str) -> str:
         return f"{self._folder.path / self._folder.tensors[name].file}: {name}"
 
@@ -278,45 +307,6 @@ class CheckpointTensors:
             if copy in self._in_file and copy not in wanted and first not in self._in_file:
                 self._in_file[first] = self._in_file.pop(copy)
         return table
-
-    def _check_names(self, config: ModelConfig, table: list[TensorMapping]) -> None:
-        """Check that the files have every tensor of the table and no unknown one."""
-        family = self._family
-        copies = family.copies(config)
-        for mapping in table:
-            if mapping.tensor not in self._in_file:
-                missing = f"{self._folder.path}: tensor {mapping.tensor} is missing"
-                if mapping.param == "embed/output" and self.bare:
-                    missing += (
-                        ": tie_word_embeddings is false, so logits need it. The files hold a model "
-                        "without its head, as AutoModel saves it: save the one with a head, a "
-                        "...ForCausalLM"
-                    )
-                raise CheckpointError(missing)
-        for name in sorted(self.names - {mapping.tensor for mapping in table}):
-            if name in family.computed_tensors or copies.get(name) in self._in_file:
-                continue
-            if not _matches(name, family.ignored_tensors):
-                rule = f"a {family.name} of this config.json has no such tensor"
-                raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
-
-    def _check_copy(self, copy: str, first: str) -> None:
-        """Check that a second copy of a tied tensor holds the same numbers as the first."""
-        one, two = (self._folder.read(self._in_file[name]) for name in (copy, first))
-        if one.dtype != two.dtype or one.shape != two.shape or one.tobytes() != two.tobytes():
-            rule = f"differs from {first}, to which config.json ties it"
-            raise CheckpointError(f"{self._where(self._in_file[copy])} {rule}")
-
-    def _check_computed(self, name: str, config: ModelConfig) -> None:
-        """Check a tensor that follows from the config, to the precision of its dtype."""
-        actual = self._in_file[name]
-        tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
-        shape = tuple(self._folder.tensors[actual].shape)
-        want = self._family.computed_tensors[name](config, shape)
-        if want is not None:
-            found = self._folder.read(actual).astype(np.float64)
-        if want is None or not np.abs(found - want).max() <= tolerance:
-            raise CheckpointError(f"{self._where(actual)} is not what config.json makes it")
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -75,6 +75,7 @@ def render(template: str, variables: Mapping[str, Value], now: datetime | None =
         raise DataError(f"chat template: has {len(template)} characters, {rule}")
     plain = {name: _plain(value, name) for name, value in variables.items()}
     meter = _Meter(BUDGET)
+    # A long conversation may spend more: the budget grows with what is given.
     meter.left += _STEP * meter.weight(plain, limit=2**31)
     try:
         sandbox = _Sandbox(meter, now)
@@ -126,6 +127,7 @@ class _Meter:
     def weight(self, value: Value, limit: int) -> int:
         """Return the units of a value as if it were printed, or any number above `limit`."""
         total, stack = 0, [value]
+        # A list may hold one list a million times: counting ends at the limit, not at the end.
         while stack and total <= limit:
             value = stack.pop()
             total += _VALUE
@@ -242,7 +244,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._paid(name, function) for name, function in kept.items()}
         names = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
         self.globals = names | {
-            "dict": _dict,
+            # a function, and not the class, whose methods a template could reach
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
             "namespace": _Names,
             "raise_exception": _raise,
             "strftime_now": _clock(now),
@@ -265,25 +268,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Value, function: Value, /, *args: Value, **kwargs: Value) -> Value:
         self.meter.spend(_STEP)
         owner = getattr(function, "__self__", None)
+        # Of a plain value a template may call some methods; Jinja's own objects guard theirs.
         if owner is not None and not isinstance(owner, _Sandbox | LoopContext | Cycler):
-            args = self._method(owner, getattr(function, "__name__", "?"), args, kwargs)
+            name = getattr(function, "__name__", "?")
+            allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), ())
+            if name not in allowed:
+                raise jinja2.sandbox.SecurityError(
+                    f"no {type(owner).__name__}.{name} in a template"
+                )
+            if isinstance(owner, str):
+                self.meter.spend(len(owner))
+                if name == "join" and args:
+                    args = (self._list_to_join(args[0], owner), *args[1:])
+                elif name == "replace":
+                    self._replace(owner, *args[:2])
         return self.meter.pay(super().call(context, function, *args, **kwargs))
-
-    def _method(
-        self, owner: Value, name: str, args: tuple[Value, ...], kwargs: Value
-    ) -> tuple[Value, ...]:
-        """Pay for a method of a plain value, and return its arguments."""
-        allowed = next((names for kind, names in _METHODS if isinstance(owner, kind)), frozenset())
-        if name not in allowed:
-            raise jinja2.sandbox.SecurityError(f"no {type(owner).__name__}.{name} in a template")
-        if not isinstance(owner, str):
-            return args
-        self.meter.spend(len(owner))
-        if name == "join" and args:
-            args = (self._list_to_join(args[0], owner), *args[1:])
-        elif name == "replace":
-            self._replace(owner, *args[:2])
-        return args
 
     def wrap_str_format(self, value: Value) -> Callable[..., str] | None:
         """Return Jinja's guarded `str.format`, which is then paid for in advance."""
@@ -343,6 +342,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return paid
 
     def _list_to_join(self, items: Value, separator: Value) -> list[Value]:
+        # An iterator can be read once: its items are counted, then joined.
         found = list(self.counted(items))
         self.meter.spend(len(found) * len(str(separator)))
         return self.meter.pay(found)
@@ -368,10 +368,6 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _dict(*args: Value, **kwargs: Value) -> dict[Value, Value]:
-    return dict(*args, **kwargs)
 
 
 def _raise(message: object) -> None:

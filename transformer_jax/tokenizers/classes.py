@@ -148,9 +148,7 @@ _OVERRULES = frozenset({"qwen2"})
 def class_name(config: JsonObject, model: JsonObject) -> tuple[str, str]:
     """Return the name of a folder's class, and the key and value that say it; "" if none does.
 
-    Args:
-        config: tokenizer_config.json.
-        model: config.json.
+    `config` is tokenizer_config.json, and `model` config.json.
     """
     kind = model.get("model_type")
     usual = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None

@@ -47,6 +47,7 @@ def check_model(content: JsonObject) -> None:
                 rule = f"must be at least 0 and below {MAX_IDS}"
                 raise DataError(f"vocabulary: {shown(token)} has id {shown(i)}: {rule}")
         merges = model.get("merges")
+        # A byte without its token would be left out of a text, and nobody told.
         fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
         if isinstance(merges, list) and not model.get("unk_token"):
             if not (model.get("byte_fallback") and fallback) and "ByteLevel" not in step_kinds(
@@ -82,6 +83,7 @@ def check_growth(normalizer: Json) -> None:
         if isinstance(content, str):
             pattern = part.get("pattern")
             old = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
+            # Thirty replacements of a letter by two make a text 2^30 times as long.
             growth *= max(1.0, len(content) / max(1, len(old)))
         if growth > MAX_GROWTH:
             rule = f"replaces text by more than {MAX_GROWTH} times as much"

@@ -77,14 +77,9 @@ _FILLED = (
 
 
 def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> PretrainedTokenizer:
-    """Return the tokenizer that the keys of a GGUF file describe.
+    """Return the tokenizer that the keys of a GGUF file, `where`, describe.
 
-    Args:
-        metadata: the values by key, lists of numbers as arrays.
-        where: the file's name, for errors.
-
-    Raises:
-        DataError: if a key is missing, wrong or not known; it names the key.
+    DataError names a key that is missing, wrong or not known.
     """
     keys = _Keys(metadata, where, "tokenizer.ggml.")
     model, pre, tokens = keys.take("model"), keys.take("pre"), keys.take("tokens")
@@ -129,6 +124,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
         definition["post_processor"] = around(ids, first, last)
     named = [keys.id(name, len(tokens)) for name in ("eos", "eot", "eom")]
     stop = {i for i in named if i is not None}
+    # Files name few ends by keys: llama.cpp, too, knows the others by what they are called.
     stop |= {i for token, i in ids.items() if token in _END_TOKENS and i in special}
     templates = {}
     for key, value in metadata.items():
@@ -164,6 +160,7 @@ def _byte_level(keys: _Keys, pre: Any, ids: Mapping[str, int]) -> JsonObject:
     if not isinstance(lines, list):
         keys.fail("merges", lines, "must be a list of texts")
     for n, line in enumerate(lines):
+        # A token may begin with a space, so the space between the two is not the first letter.
         one, _, two = line[1:].partition(" ")
         one = line[:1] + one
         if not all(token in ids for token in (one, two, one + two)):

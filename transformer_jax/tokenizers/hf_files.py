@@ -101,11 +101,21 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
         definition["added_tokens"] = _added(added, vocabulary, roles, extra, flags)
         ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
-        if name != "tokenizer.json":
-            _set_ends(config, definition, roles)
+        ends = {role: config.get(f"add_{role}_token") for role in ("bos", "eos")}
+        for role, adds in ends.items() if name != "tokenizer.json" else ():
+            if adds not in (None, True, False):
+                said = f"add_{role}_token of tokenizer_config.json is {shown(adds)}"
+                raise DataError(f"{said}: true or false")
+        # Beside a tokenizer.json these keys say nothing, as in transformers 5.
+        if name != "tokenizer.json" and set(ends.values()) != {None}:
+            put = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
+            definition["post_processor"] = around(ids, put["bos"], put["eos"])
         stop = generation.get("eos_token_id")
-        if stop is None:
-            stop = _known(model.get("eos_token_id"), ids)
+        if stop is None:  # those that the model names, without ids that the tokenizer has not
+            last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
+            given = model.get("eos_token_id")
+            given = given if isinstance(given, list) else [given]
+            stop = [i for i in given if type(i) is int and 0 <= i <= last] or None
         if stop is None:
             stop = ids.get(roles.get("eos", ""))
         tokenizer = PretrainedTokenizer(
@@ -116,6 +126,7 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
             named_tokens=tuple(named.items()),
         )
         wanted = _frame(kind, options, roles, ids, "src_lang" in config)
+        # A file that puts the same tokens around a text keeps its own template.
         if wanted is None or tokenizer.frame == tuple(tuple(ids[t] for t in w) for w in wanted):
             return tokenizer
         framed = read_definition(tokenizer.definition) | {"post_processor": around(ids, *wanted)}
@@ -208,7 +219,17 @@ def _byte_level_bpe(
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers
 
-    _check_dense(folder / file, vocabulary)
+    path, holders = folder / file, dict[int, str]()
+    for token, i in vocabulary.items():  # every id from 0 on, each once
+        if type(i) is not int or i < 0:
+            raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
+        if holders.setdefault(i, token) != token:
+            raise DataError(f"{path}: {shown(token)} and {shown(holders[i])} have id {i}")
+    if not vocabulary:
+        raise DataError(f"{path}: it is empty")
+    if (largest := max(holders)) >= len(holders):
+        hole = next(i for i in range(len(holders)) if i not in holders)
+        raise DataError(f"{path}: no token has id {hole}, but {shown(holders[largest])} {largest}")
     if missing := [letter for letter in byte_letters() if letter not in vocabulary]:
         raise DataError(f"{folder / file}: byte 0x{byte_letters()[missing[0]]:02x} has no token")
     pairs = []
@@ -272,6 +293,7 @@ def _roles(
         for role, token in kind.roles.items()
         if token in added or token in vocabulary
     }
+    # Classes that name no mask, such as ModernBERT's: a token of that name is one.
     mask = next((token for token in ("[MASK]", "<mask>") if token in added), None)
     files = [("tokenizer_config.json", config), ("", usual), ("special_tokens_map.json", beside)]
     if config.get("added_tokens_decoder") is None:
@@ -399,35 +421,9 @@ def _added(
     return sorted(found.values(), key=lambda token: token["id"])
 
 
-def _known(value: Json, ids: Mapping[str, int]) -> list[int] | None:
-    """Return what a model's config names as ends, without ids that the tokenizer has not."""
-    last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
-    given = value if isinstance(value, list) else [value]
-    return [i for i in given if type(i) is int and 0 <= i <= last] or None
-
-
 def _token(value: Json) -> Json:
     """Return the text of a token, which files write alone or in an object with flags."""
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _set_ends(config: JsonObject, definition: JsonObject, roles: Mapping[str, str]) -> None:
-    """Put around a text what `add_bos_token` and `add_eos_token` say, if they are given.
-
-    They say nothing beside a tokenizer.json, as in transformers 5.
-    """
-    wanted = [config.get(name) for name in ("add_bos_token", "add_eos_token")]
-    for name, value in zip(("add_bos_token", "add_eos_token"), wanted, strict=True):
-        if value not in (None, True, False):
-            raise DataError(f"{name} of tokenizer_config.json is {shown(value)}: true or false")
-    if wanted == [None, None]:
-        return
-    ids = {token["content"]: token["id"] for token in definition["added_tokens"]}
-    first, last = (
-        (roles[role],) if value and roles.get(role) in ids else ()
-        for role, value in zip(("bos", "eos"), wanted, strict=True)
-    )
-    definition["post_processor"] = around(ids, first, last)
 
 
 def around(ids: Mapping[str, int], first: Sequence[str], last: Sequence[str]) -> JsonObject:
@@ -478,22 +474,6 @@ def _usual_templates(folder: Path, config: JsonObject) -> tuple[tuple[str, str],
                 return tuple(found.items())
     rule = "must be text, or a list of objects with a name of its own and a template"
     raise DataError(f"{where}: chat_template: {rule}")
-
-
-def _check_dense(path: Path, vocabulary: JsonObject) -> None:
-    """Check that the vocabulary has every id from 0 on, each once."""
-    holders: dict[int, str] = {}
-    for token, i in vocabulary.items():
-        if type(i) is not int or i < 0:
-            raise DataError(f"{path}: {shown(token)} has id {shown(i)}: must be at least 0")
-        if holders.setdefault(i, token) != token:
-            raise DataError(f"{path}: {shown(token)} and {shown(holders[i])} have id {i}")
-    if not vocabulary:
-        raise DataError(f"{path}: it is empty")
-    largest = max(holders)
-    if largest >= len(holders):
-        hole = next(i for i in range(len(holders)) if i not in holders)
-        raise DataError(f"{path}: no token has id {hole}, but {shown(holders[largest])} {largest}")
 
 
 def _made(path: Path, model: Callable[..., Any], **arguments: Any) -> Any:

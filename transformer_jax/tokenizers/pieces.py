@@ -77,6 +77,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     own = plain(tokenizer)
     names = {i: f"<{name}>" for name, i in special_ids(tokenizer).items()}
     if isinstance(own, PretrainedTokenizer):
+        # Its own special tokens have texts; only added ids have names and no text.
         names = {i: name for i, name in names.items() if i >= own.vocab_size}
     found = []
     for i in map(int, ids):

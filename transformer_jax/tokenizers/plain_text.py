@@ -43,8 +43,14 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
         for begins, kind in _KINDS:
             if re.match(begins, content, re.DOTALL):
                 raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {kind}")
-        if _is_unmarked_utf_16(content[:4096]):
-            raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {_UTF_16}")
+        # UTF-16 without a mark: three in four of every second byte are the same few control
+        # characters, the high bytes of ASCII and of an alphabet or two. A text in UTF-8 that has so
+        # many control characters has more kinds of them, or only white ones.
+        for high in (content[:4096:2], content[1:4096:2]):
+            controls = _NO_CONTROL.sub(b"", high)
+            many = 10 <= len(high) <= 4 / 3 * len(controls)
+            if many and len(set(controls)) <= 3 and _WHITE.sub(b"", controls):
+                raise DataError(f"{where}: byte 0 is 0x{content[0]:02x}: not UTF-8 but {_UTF_16}")
     try:
         text = content.decode("utf-8", errors or "strict")
     except UnicodeDecodeError as error:
@@ -54,20 +60,6 @@ def read_text(content: bytes, where: str, errors: str | None = None, at: int = 0
             f"({error.reason}){hint}"
         ) from None
     return text.removeprefix("\ufeff") if at == 0 else text
-
-
-def _is_unmarked_utf_16(begin: bytes) -> bool:
-    """Return whether three in four of every second byte are the same few control characters.
-
-    These are the high bytes of ASCII and of an alphabet or two in UTF-16. A text in UTF-8 that has
-    so many control characters has more kinds of them, or only white ones.
-    """
-    for high in (begin[::2], begin[1::2]):
-        controls = _NO_CONTROL.sub(b"", high)
-        many = 10 <= len(high) <= 4 / 3 * len(controls)
-        if many and len(set(controls)) <= 3 and _WHITE.sub(b"", controls):
-            return True
-    return False
 
 
 def split_lines(text: str) -> list[str]:

@@ -56,6 +56,7 @@ Written = Literal["parse", "text", "refuse"]
 """How to read a special token that a text spells out: as the token, as text, or as an error."""
 
 _LETTERS = byte_letters()
+# No UTF-8 has these bytes, so a vocabulary may lack them.
 _NEVER_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
 
@@ -187,22 +188,22 @@ class PretrainedTokenizer:
             begins: False where the text goes on with another: some tokenizers put a space before
                 one that begins.
 
-        Returns:
-            i32[n].
-
         Raises:
             DataError: if the text holds what has no token, or what `written` refuses.
         """
         if written not in ("parse", "text", "refuse"):
             raise DataError(f"written is {written!r}: must be 'parse', 'text' or 'refuse'")
         utf8(text)
-        self._check_bytes(text)
+        # The library would leave them out and say nothing.
+        if self._missing_bytes and (lost := self._missing_bytes & set(text.encode())):
+            raise DataError(f"the text has the byte 0x{min(lost):02x}, for which there is no token")
         if written == "refuse":
             self._check_unspecial(text, self._control, "the text")
         add = self.add_special_tokens if special_tokens is None else special_tokens
 
         def read(begins: bool) -> list[int]:
             library = self._reader(written == "text", begins)
+            # The fast call does not track where in the text each token was, which nobody asks for.
             (found,) = _rust("text", library.encode_batch_fast, [text], add_special_tokens=add)
             return list(found.ids)
 
@@ -286,7 +287,14 @@ class PretrainedTokenizer:
             raise DataError(
                 f"a chat template needs jinja2, which is not installed: {rule}"
             ) from None
-        empty = _without_content(messages)
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise DataError("messages: must be a list of at least one object")
+        # A content of null is for the template to judge.
+        empty = [n for n, message in enumerate(messages) if message.get("content") is None]
+        for n in empty:
+            if "content" not in messages[n] and not messages[n].get("tool_calls"):
+                rule = "must have content or tool_calls"
+                raise DataError(f"messages[{n}] has no content: {rule}")
         given = {
             "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
             "tools": None if tools is None else list(tools),
@@ -328,9 +336,6 @@ class PretrainedTokenizer:
                 which could end its turn and begin another's, and any added token that the template
                 itself uses, except in messages of the assistant; "parse" accepts every text.
             **variables: more that the template reads.
-
-        Returns:
-            i32[n].
 
         Raises:
             DataError: as `chat`, and for what `written` refuses.
@@ -448,10 +453,6 @@ class PretrainedTokenizer:
         missing = {b for letter, b in _LETTERS.items() if letter not in self._vocabulary}
         return frozenset() if model.get("unk_token") else frozenset(missing) - _NEVER_UTF8
 
-    def _check_bytes(self, text: str) -> None:
-        if self._missing_bytes and (lost := self._missing_bytes & set(text.encode())):
-            raise DataError(f"the text has the byte 0x{min(lost):02x}, for which there is no token")
-
     def _check_unspecial(self, text: str, control: Iterable[int], path: str) -> None:
         """Raise DataError if the text on its own has one of these ids."""
         control = frozenset(control)
@@ -502,20 +503,6 @@ def pretrained_from_json(content: JsonObject) -> PretrainedTokenizer:
     raise DataError("tokenizer of kind 'pretrained': must have what belongs to it, and no more")
 
 
-def _without_content(messages: Sequence[Message]) -> list[int]:
-    """Return the indices of messages whose content is null, for the template to judge.
-
-    DataError names a message that has neither content nor calls of tools.
-    """
-    if not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError("messages: must be a list of at least one object")
-    empty = [n for n, message in enumerate(messages) if message.get("content") is None]
-    for n in empty:
-        if "content" not in messages[n] and not messages[n].get("tool_calls"):
-            raise DataError(f"messages[{n}] has no content: must have content or tool_calls")
-    return empty
-
-
 def _time(now: str) -> datetime:
     try:
         return datetime.fromisoformat(now)
@@ -554,6 +541,7 @@ def _rust(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) ->
     try:
         return call(*args, **kwargs)
     except BaseException as error:
+        # A panic of the Rust library is a BaseException, and no reason to end the program.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"{what}: {' '.join(str(error).split())[:300]}") from None

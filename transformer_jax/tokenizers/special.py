@@ -91,6 +91,7 @@ def encode_answer(
     `encode(text, begins=...)` returns ids.
     """
     before, ids = encode(prompt), encode(whole)
+    # The usual case: no token stretches over the border.
     if np.array_equal(ids[: len(before)], before):
         return before, ids[len(before) :]
     return before, encode(whole[len(prompt) :], begins=False)
@@ -175,6 +176,7 @@ def target_of(tokenizer: Tokenizer) -> Target:
     if not isinstance(own, PretrainedTokenizer) or not own.target_ids:
         return Target(ids["bos"], Frame((), (ids["eos"],)), (ids["eos"],))
     given, (first, last), stop = dict(own.target_ids), frame(own), own.stop_ids
+    # mBART begins a target with its language, mBART-50 and NLLB force it after another token.
     start, forced_bos = given["decoder_start_token_id"], given.get("forced_bos_token_id")
     named = set(own.languages.values())
     language = next((i for i in (forced_bos, start) if i in named), None)
@@ -203,12 +205,7 @@ def encoder_frame(tokenizer: Tokenizer) -> Frame:
 
 
 def with_special_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer with those of the named tokens that it lacks added at its end.
-
-    Args:
-        tokenizer: any.
-        names: such as "cls", "mask" or "eos".
-    """
+    """Return the tokenizer with those of the named tokens, "mask", that it lacks at its end."""
     own = special_ids(tokenizer)
     missing = tuple(name for name in names if name not in own)
     if not missing:

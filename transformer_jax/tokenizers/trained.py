@@ -231,6 +231,7 @@ class WordTokenizer(WholeText):
     words: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        # A word with a space would never be found in a text that is split at spaces.
         if len(set(self.words)) != len(self.words) or not all(
             w == "".join(w.split()) and w for w in self.words
         ):

@@ -37,23 +37,16 @@ SECOND = "sop_classifier.classifier"
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
     encoder = "albert.encoder"
     block = f"{encoder}.albert_layer_groups.0.albert_layers.0"
+    names = {
+        **t.attention_names("attention", "dense", "query key value"),
+        "norm_attention": "attention.LayerNorm", "feed_forward/up": "ffn",
+        "feed_forward/down": "ffn_output", "norm_feed_forward": "full_layer_layer_norm",
+    }  # fmt: skip
     return [
         *embeddings_of(config, "albert"),
         *t.linear("embed/projection", f"{encoder}.embedding_hidden_mapping_in"),
-        *t.blocks(
-            "encoder",
-            1,
-            [
-                *t.linear("attention/query", f"{block}.attention.query"),
-                *t.linear("attention/key", f"{block}.attention.key"),
-                *t.linear("attention/value", f"{block}.attention.value"),
-                *t.linear("attention/out", f"{block}.attention.dense", t.LINEAR_OUT),
-                *t.norm("norm_attention", f"{block}.attention.LayerNorm"),
-                *t.linear("feed_forward/up", f"{block}.ffn"),
-                *t.linear("feed_forward/down", f"{block}.ffn_output"),
-                *t.norm("norm_feed_forward", f"{block}.full_layer_layer_norm"),
-            ],
-        ),
+        # One block, whatever num_layers is: its layers share it.
+        *t.blocks("encoder", 1, t.named(config, block, names)),
         *masked_head(config, "predictions.dense", "predictions.LayerNorm", "predictions.bias"),
         *pooling_layers(config, POOLER, SECOND if config.masked_token_head else "classifier"),
     ]

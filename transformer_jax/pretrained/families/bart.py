@@ -38,7 +38,6 @@ from transformer_jax.config import Learned, ModelConfig, Sinusoidal
 from transformer_jax.config.model import NormOrder
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
-from transformer_jax.untrusted_files import JsonObject
 
 BIAS = "final_logits_bias"
 HEAD = "lm_head.weight"
@@ -47,43 +46,31 @@ ENCODER, DECODER = "model.encoder.embed_tokens.weight", "model.decoder.embed_tok
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
-    mappings = _embeddings(config)
+    mappings = [t.TensorMapping("embed/tokens", SHARED)]
+    if config.source_vocab_size is not None:
+        source = t.TensorMapping("embed/source_tokens", ENCODER)
+        mappings = [source, t.TensorMapping("embed/tokens", DECODER)]
+    if not config.tie_embeddings:
+        mappings += [t.TensorMapping("embed/output", HEAD)]
     for side, depth in (("encoder", config.num_layers), ("decoder", config.decoder_layers)):
-        target = "target_" if side == "decoder" else ""
+        target, model = "target_" if side == "decoder" else "", f"model.{side}"
         if isinstance(config.positions, Learned):
-            mappings += [
-                t.TensorMapping(f"embed/{target}positions", f"model.{side}.embed_positions.weight")
-            ]
+            table = f"{model}.embed_positions.weight"
+            mappings += [t.TensorMapping(f"embed/{target}positions", table)]
         if config.embedding_norm:
-            mappings += t.norm(f"embed/{target}norm", f"model.{side}.layernorm_embedding")
-        block = f"model.{side}.layers.{{i}}"
-        inner = [
-            *_attention("attention", f"{block}.self_attn"),
-            *t.norm("norm_attention", f"{block}.self_attn_layer_norm"),
-        ]
+            mappings += t.norm(f"embed/{target}norm", f"{model}.layernorm_embedding")
+        own = t.attention_names("self_attn", "out_proj")
+        own["norm_attention"] = "self_attn_layer_norm"
         if side == "decoder":
-            inner += _attention("cross_attention", f"{block}.encoder_attn")
-            inner += t.norm("norm_cross_attention", f"{block}.encoder_attn_layer_norm")
-        inner += [
-            *t.linear("feed_forward/up", f"{block}.fc1"),
-            *t.linear("feed_forward/down", f"{block}.fc2"),
-            *t.norm("norm_feed_forward", f"{block}.final_layer_norm"),
-        ]
-        mappings += t.blocks(side, depth, inner)
+            cross = t.attention_names("encoder_attn", "out_proj")
+            own |= {f"cross_{param}": name for param, name in cross.items()}
+            own["norm_cross_attention"] = "encoder_attn_layer_norm"
+        own |= {"feed_forward/up": "fc1", "feed_forward/down": "fc2"}
+        own["norm_feed_forward"] = "final_layer_norm"
+        mappings += t.blocks(side, depth, t.named(config, f"{model}.layers.{{i}}", own))
         if config.norm_order == "pre":
-            mappings += t.norm(f"{side}/norm", f"model.{side}.layer_norm")
+            mappings += t.norm(f"{side}/norm", f"{model}.layer_norm")
     return [*mappings, *([t.TensorMapping("embed/bias", BIAS, t.ROW)] if config.logit_bias else [])]
-
-
-def _embeddings(config: ModelConfig) -> list[t.TensorMapping]:
-    if config.source_vocab_size is None:
-        mappings = [t.TensorMapping("embed/tokens", SHARED)]
-    else:
-        mappings = [
-            t.TensorMapping("embed/source_tokens", ENCODER),
-            t.TensorMapping("embed/tokens", DECODER),
-        ]
-    return [*mappings, *([] if config.tie_embeddings else [t.TensorMapping("embed/output", HEAD)])]
 
 
 def _copies(config: ModelConfig) -> dict[str, str]:
@@ -91,28 +78,6 @@ def _copies(config: ModelConfig) -> dict[str, str]:
     first = SHARED if config.source_vocab_size is None else DECODER
     head = {HEAD: first} if config.tie_embeddings else {}
     return head | ({DECODER: first, ENCODER: first} if first == SHARED else {})
-
-
-def _attention(param: str, tensor: str) -> list[t.TensorMapping]:
-    return [
-        *t.linear(f"{param}/query", f"{tensor}.q_proj"),
-        *t.linear(f"{param}/key", f"{tensor}.k_proj"),
-        *t.linear(f"{param}/value", f"{tensor}.v_proj"),
-        *t.linear(f"{param}/out", f"{tensor}.out_proj", t.LINEAR_OUT),
-    ]
-
-
-def _both_sides(name: str, field: str, default: int) -> list[k.Entry]:
-    """List a size that must be the same in the encoder and the decoder."""
-
-    def check(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-        size, found = fields[field], keys.integer(f"decoder_{name}", default)
-        if found != size:
-            keys.fail(f"decoder_{name}", found, f"must be encoder_{name}, {size}")
-        return {}
-
-    first = k.Key(f"encoder_{name}", field, k.integer, default)
-    return [first, k.Code(check, lambda config: {f"decoder_{name}": k.meant(config, field)})]
 
 
 def _keys(
@@ -125,8 +90,10 @@ def _keys(
         k.Key("d_model", "d_model", k.integer, 1024),
         k.Key("encoder_layers", "num_layers", k.integer, 12),
         k.Key("decoder_layers", "num_decoder_layers", k.integer, 12),
-        *_both_sides("attention_heads", "num_heads", 16),
-        *_both_sides("ffn_dim", "d_ff", 4096),
+        k.Key("encoder_attention_heads", "num_heads", k.integer, 16),
+        k.same("decoder_attention_heads", "num_heads", "encoder_attention_heads", 16),
+        k.Key("encoder_ffn_dim", "d_ff", k.integer, 4096),
+        k.same("decoder_ffn_dim", "d_ff", "encoder_ffn_dim", 4096),
         k.Key("max_position_embeddings", "max_len", k.integer, 1024),
         k.Key(
             "activation_function",
@@ -167,11 +134,6 @@ def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(positions=Sinusoidal(layout="halves", base=base, offset=first))
 
 
-def _write_positions(config: ModelConfig) -> JsonObject:
-    offset = config.positions.offset if isinstance(config.positions, Sinusoidal) else 2
-    return dict(pad_token_id=max(offset, 1) - 1)
-
-
 def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     """Read the two vocabularies of a Marian."""
     source = keys.integer("vocab_size", 58101)
@@ -182,14 +144,6 @@ def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         keys.fail("decoder_vocab_size", target, rule)
     own = not shared or _untied_sides(keys, fields)
     return dict(vocab_size=target, source_vocab_size=source if own else None)
-
-
-def _write_vocabularies(config: ModelConfig) -> JsonObject:
-    return dict(
-        vocab_size=config.encoder_vocab_size,
-        decoder_vocab_size=config.vocab_size,
-        share_encoder_decoder_embeddings=config.source_vocab_size is None,
-    )
 
 
 def sinusoids(config: ModelConfig, shape: t.Shape) -> np.ndarray | None:  # f64[max_len, D]
@@ -243,7 +197,19 @@ PEGASUS = _family(
 )
 M2M100 = _family(
     "m2m_100",
-    [*_keys("pre", m2m=True), _vocabulary(128112), k.Code(_read_positions, _write_positions)],
+    [
+        *_keys("pre", m2m=True),
+        _vocabulary(128112),
+        k.Code(
+            _read_positions,
+            lambda config: dict(
+                pad_token_id=max(
+                    config.positions.offset if isinstance(config.positions, Sinusoidal) else 2, 1
+                )
+                - 1
+            ),
+        ),
+    ],
     architecture="M2M100ForConditionalGeneration",
     computed_tensors=_sinusoids_in("weights"),
 )
@@ -251,7 +217,14 @@ MARIAN = _family(
     "marian",
     [
         *_keys("post", dict(silu="swish")),  # as published Marians spell it
-        k.Code(_read_vocabularies, _write_vocabularies),
+        k.Code(
+            _read_vocabularies,
+            lambda config: dict(
+                vocab_size=config.encoder_vocab_size,
+                decoder_vocab_size=config.vocab_size,
+                share_encoder_decoder_embeddings=config.source_vocab_size is None,
+            ),
+        ),
         _SINUSOIDS,
         k.Written(static_position_embeddings=True, normalize_embedding=False),
     ],

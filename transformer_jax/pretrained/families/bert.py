@@ -22,9 +22,12 @@ from transformer_jax.pretrained.families.classes import (
     labels,
     write_labels,
 )
-from transformer_jax.untrusted_files import JsonObject
 
-ATTENTION = "self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"
+ATTENTION = {
+    "attention/query": "attention.self.query", "attention/key": "attention.self.key",
+    "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
+    "norm_attention": "attention.output.LayerNorm",
+}  # fmt: skip
 """Names of an attention's matrices and of the norm after it."""
 
 
@@ -41,28 +44,15 @@ def embeddings_of(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
 
 
 def bert_stack(
-    config: ModelConfig, prefix: str, attention: tuple[str, str, str, str, str] = ATTENTION
+    config: ModelConfig, prefix: str, attention: Mapping[str, str] = ATTENTION
 ) -> list[t.TensorMapping]:
     """Map embeddings and blocks, which BERT and RoBERTa name alike."""
-    block = f"{prefix}.encoder.layer.{{i}}"
-    query, key, value, out, after = (f"{block}.attention.{name}" for name in attention)
-    return [
-        *embeddings_of(config, prefix),
-        *t.blocks(
-            "encoder",
-            config.num_layers,
-            [
-                *t.linear("attention/query", query),
-                *t.linear("attention/key", key),
-                *t.linear("attention/value", value),
-                *t.linear("attention/out", out, t.LINEAR_OUT),
-                *t.norm("norm_attention", after),
-                *t.linear("feed_forward/up", f"{block}.intermediate.dense"),
-                *t.linear("feed_forward/down", f"{block}.output.dense"),
-                *t.norm("norm_feed_forward", f"{block}.output.LayerNorm"),
-            ],
-        ),
-    ]
+    names = {
+        **attention, "feed_forward/up": "intermediate.dense", "feed_forward/down": "output.dense",
+        "norm_feed_forward": "output.LayerNorm",
+    }  # fmt: skip
+    block = t.named(config, f"{prefix}.encoder.layer.{{i}}", names)
+    return [*embeddings_of(config, prefix), *t.blocks("encoder", config.num_layers, block)]
 
 
 def masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list[t.TensorMapping]:
@@ -141,21 +131,12 @@ def vocabulary(size: int) -> list[k.Entry]:
 # BERT
 
 
-def _bert_table(config: ModelConfig) -> list[t.TensorMapping]:
-    predictions = "cls.predictions.transform"
-    classifier = "cls.seq_relationship" if config.masked_token_head else "classifier"
-    return [
-        *bert_stack(config, "bert"),
-        *masked_head(
-            config, f"{predictions}.dense", f"{predictions}.LayerNorm", "cls.predictions.bias"
-        ),
-        *pooling_layers(config, "bert.pooler.dense", classifier),
-    ]
+_BERT_HEAD = "cls.predictions.transform"
 
 
 def _read_bert_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     names, pooler = keys.names, "bert.pooler.dense.weight"
-    masked = "cls.predictions.transform.dense.weight" in names
+    masked = f"{_BERT_HEAD}.dense.weight" in names
     classes, of = None, None
     if masked and "cls.seq_relationship.weight" in names:
         classes, of = 2, classes_of(keys, "cls.seq_relationship.weight", pooler)
@@ -166,10 +147,6 @@ def _read_bert_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return head_fields(keys, masked=masked, pooler=tanh, num_classes=classes, classes_of=of)
 
 
-def _write_bert_heads(config: ModelConfig) -> JsonObject:
-    return {} if config.masked_token_head else write_labels(config)
-
-
 BERT = t.Family(
     "bert",
     [
@@ -177,9 +154,22 @@ BERT = t.Family(
         *vocabulary(30522),
         *bert_sizes(),
         TYPES,
-        k.Code(_read_bert_heads, _write_bert_heads),
+        k.Code(
+            _read_bert_heads,
+            lambda config: {} if config.masked_token_head else write_labels(config),
+        ),
     ],
-    _bert_table,
+    lambda config: [
+        *bert_stack(config, "bert"),
+        *masked_head(
+            config, f"{_BERT_HEAD}.dense", f"{_BERT_HEAD}.LayerNorm", "cls.predictions.bias"
+        ),
+        *pooling_layers(
+            config,
+            "bert.pooler.dense",
+            "cls.seq_relationship" if config.masked_token_head else "classifier",
+        ),
+    ],
     partial(encoder_class, name="Bert", pretraining=True),
     prefix="bert.",
     ignored_tensors=("bert.embeddings.position_ids",),
@@ -205,10 +195,6 @@ def _roberta_heads(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
     ]
 
 
-def _roberta_table(config: ModelConfig) -> list[t.TensorMapping]:
-    return [*bert_stack(config, "roberta"), *_roberta_heads(config, "roberta")]
-
-
 def _roberta(
     vocab_size: int, prefix: str = "roberta", buckets: int | None = None, types: k.Key = TYPES
 ) -> list[k.Entry]:
@@ -230,6 +216,7 @@ def _roberta(
         return head_fields(keys, masked=masked, pooler=pooler, num_classes=count, classes_of=of)
 
     def read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
+        # fairseq counts positions from the row after that of the padding token.
         offset = keys.integer("pad_token_id", 1, least=0) + 1
         rows = fields["max_len"]
         if rows <= offset:
@@ -250,7 +237,7 @@ ROBERTA, XLM_ROBERTA, CAMEMBERT = (
     t.Family(
         model_type,
         _roberta(vocab_size),
-        _roberta_table,
+        lambda config: [*bert_stack(config, "roberta"), *_roberta_heads(config, "roberta")],
         partial(encoder_class, name=name),
         prefix="roberta.",
         ignored_tensors=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
@@ -274,17 +261,10 @@ row `pad_token_id` + 1 of the table."""
 
 # MPNet
 
-MPNET_ATTENTION = "attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm"
+MPNET_ATTENTION = {
+    **t.attention_names("attention.attn", "o", "q k v"), "norm_attention": "attention.LayerNorm",
+}  # fmt: skip
 BUCKETS = 32
-
-
-def _mpnet_table(config: ModelConfig) -> list[t.TensorMapping]:
-    bias = "mpnet.encoder.relative_attention_bias.weight"
-    return [
-        *bert_stack(config, "mpnet", MPNET_ATTENTION),
-        t.TensorMapping("encoder/relative_bias", bias),
-        *_roberta_heads(config, "mpnet"),
-    ]
 
 
 MPNET = t.Family(
@@ -294,7 +274,11 @@ MPNET = t.Family(
         *_roberta(30527, "mpnet", BUCKETS, k.Key("type_vocab_size", None, k.integer, 2)),
         k.Written(relative_attention_num_buckets=BUCKETS),
     ],
-    _mpnet_table,
+    lambda config: [
+        *bert_stack(config, "mpnet", MPNET_ATTENTION),
+        t.TensorMapping("encoder/relative_bias", "mpnet.encoder.relative_attention_bias.weight"),
+        *_roberta_heads(config, "mpnet"),
+    ],
     partial(encoder_class, name="MPNet"),
     prefix="mpnet.",
     ignored_tensors=("mpnet.embeddings.position_ids", "mpnet.pooler.dense.*"),
@@ -312,24 +296,16 @@ MPNET = t.Family(
 
 def _distilbert_table(config: ModelConfig) -> list[t.TensorMapping]:
     embeddings, block = "distilbert.embeddings", "distilbert.transformer.layer.{i}"
+    names = {
+        **t.attention_names("attention", "out_lin", "q_lin k_lin v_lin"),
+        "norm_attention": "sa_layer_norm", "feed_forward/up": "ffn.lin1",
+        "feed_forward/down": "ffn.lin2", "norm_feed_forward": "output_layer_norm",
+    }  # fmt: skip
     return [
         t.TensorMapping("embed/tokens", f"{embeddings}.word_embeddings.weight"),
         t.TensorMapping("embed/positions", f"{embeddings}.position_embeddings.weight"),
         *t.norm("embed/norm", f"{embeddings}.LayerNorm"),
-        *t.blocks(
-            "encoder",
-            config.num_layers,
-            [
-                *t.linear("attention/query", f"{block}.attention.q_lin"),
-                *t.linear("attention/key", f"{block}.attention.k_lin"),
-                *t.linear("attention/value", f"{block}.attention.v_lin"),
-                *t.linear("attention/out", f"{block}.attention.out_lin", t.LINEAR_OUT),
-                *t.norm("norm_attention", f"{block}.sa_layer_norm"),
-                *t.linear("feed_forward/up", f"{block}.ffn.lin1"),
-                *t.linear("feed_forward/down", f"{block}.ffn.lin2"),
-                *t.norm("norm_feed_forward", f"{block}.output_layer_norm"),
-            ],
-        ),
+        *t.blocks("encoder", config.num_layers, t.named(config, block, names)),
         *masked_head(config, "vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
         *pooling_layers(config, "pre_classifier", "classifier"),
     ]

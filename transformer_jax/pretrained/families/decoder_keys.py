@@ -63,11 +63,6 @@ BIASES = (
 )
 
 
-def biases(config: ModelConfig) -> tuple[bool, bool, bool]:
-    """Return whether query, key and value have biases, the output matrix, and the feed-forward."""
-    return k.meant(config, "qkv_bias"), k.meant(config, "out_bias"), k.meant(config, "ff_bias")
-
-
 # Rotation
 
 SCALINGS: dict[str, RopeScaling | None] = {
@@ -103,15 +98,28 @@ def read_rope(
     stretch depends on the length of a text (dynamic, longrope), max_len in `fields` becomes the
     trained length, for which nothing is stretched.
     """
-    inner = _rope_keys(keys, layer)
+    name, given = "rope_parameters", keys.take("rope_parameters", None)
+    older = keys.take("rope_scaling", None)
+    if given is not None and older is not None:
+        keys.fail("rope_scaling", older, "rope_parameters says it already")
+    if given is None:
+        name, given = "rope_scaling", older
+    elif layer is not None and isinstance(given, dict):
+        if unknown := sorted(set(given) - set(LAYER_TYPES)):
+            keys.fail(name, unknown[0], f"must be of {' and '.join(LAYER_TYPES)}")
+        name, given = f"{name}.{layer}", given.get(layer)
+    if given is not None and not isinstance(given, dict):
+        keys.fail(name, given, "must be an object or null")
+    inner = k.ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
     base = inner.positive("rope_theta", None, above=1)
     if base is None:
         base = keys.positive("rope_theta", default, above=1)
+    # It may stand beside rope_parameters, whose base counts.
     keys.ignore("rope_theta")
-    older = inner.choice("type", SCALINGS, "default")  # the older name of rope_type
+    other = inner.choice("type", SCALINGS, "default")  # the older name of rope_type
     scaling = inner.choice("rope_type", SCALINGS, inner.take("type", "default"))
-    if inner.take("type", None) is not None and scaling != older:
-        inner.fail("type", older, f"rope_type is {scaling!r}")
+    if inner.take("type", None) is not None and scaling != other:
+        inner.fail("type", other, f"rope_type is {scaling!r}")
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
@@ -123,7 +131,15 @@ def read_rope(
     if scaling is None:
         inner.ignore(*SCALING_KEYS)
     else:
-        options["factor"] = _factor(inner, scaling, longest, trained)
+        factor = inner.positive("factor", None)
+        if factor is None and scaling in ("yarn", "longrope"):  # left to the two lengths
+            factor = longest / trained
+            if factor < 1:
+                rule = f"must be at most max_position_embeddings, {longest}"
+                inner.fail("original_max_position_embeddings", trained, rule)
+        if factor is None or factor < 1:
+            inner.fail("factor", factor, f"{scaling} needs one of at least 1")
+        options["factor"] = float(factor)
     if scaling in ("dynamic", "llama3", "yarn", "longrope"):
         options["original_len"] = trained
     match scaling:
@@ -131,12 +147,12 @@ def read_rope(
             options["low_freq_factor"] = inner.positive("low_freq_factor")
             options["high_freq_factor"] = inner.positive("high_freq_factor")
         case "yarn":  # Peng et al. 2023
-            factor = options["factor"]
             attention_factor = inner.positive("attention_factor", None)
             one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
             # DeepSeek's two keys mean a quotient, and one of them alone means nothing.
             if attention_factor is None and one and two:
-                attention_factor = _magnitude(factor, one) / _magnitude(factor, two)
+                attention_factor = _magnitude(options["factor"], one)
+                attention_factor /= _magnitude(options["factor"], two)
             options |= dict(
                 attention_factor=attention_factor,
                 beta_fast=inner.number("beta_fast", None) or 32.0,
@@ -155,23 +171,6 @@ def read_rope(
         fields["max_len"] = trained
     inner.check_all_read()
     return Rope(**options)
-
-
-def _rope_keys(keys: k.ConfigKeys, layer: str | None) -> k.ConfigKeys:
-    """Return the keys of `rope_parameters` or `rope_scaling`, whichever there is."""
-    name, given = "rope_parameters", keys.take("rope_parameters", None)
-    older = keys.take("rope_scaling", None)
-    if given is not None and older is not None:
-        keys.fail("rope_scaling", older, "rope_parameters says it already")
-    if given is None:
-        name, given = "rope_scaling", older
-    elif layer is not None and isinstance(given, dict):
-        if unknown := sorted(set(given) - set(LAYER_TYPES)):
-            keys.fail(name, unknown[0], f"must be of {' and '.join(LAYER_TYPES)}")
-        name, given = f"{name}.{layer}", given.get(layer)
-    if given is not None and not isinstance(given, dict):
-        keys.fail(name, given, "must be an object or null")
-    return k.ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
 
 
 def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: float) -> int | None:
@@ -196,19 +195,6 @@ def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: fl
     return None if found == head_dim else found
 
 
-def _factor(inner: k.ConfigKeys, scaling: RopeScaling, longest: int, trained: int) -> float:
-    """Return the stretch; yarn and longrope may leave it to the two lengths."""
-    factor = inner.positive("factor", None)
-    if factor is None and scaling in ("yarn", "longrope"):
-        factor = longest / trained
-        if factor < 1:
-            rule = f"must be at most max_position_embeddings, {longest}"
-            inner.fail("original_max_position_embeddings", trained, rule)
-    if factor is None or factor < 1:
-        inner.fail("factor", factor, f"{scaling} needs one of at least 1")
-    return float(factor)
-
-
 def _magnitude(factor: float, scale: float) -> float:
     """Return yarn's multiplier of the rotated vectors, 0.1 scale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -224,7 +210,7 @@ def write_rope(config: ModelConfig) -> JsonObject:
     rope = rope_of(config)
     keys: JsonObject = dict(rope_theta=rope.base)
     if rope.dims not in (None, config.key_dim):
-        keys["partial_rotary_factor"] = _part(rope.dims, config.key_dim)
+        keys["partial_rotary_factor"] = rotated_part(rope.dims, config.key_dim)
     if rope.scaling is None:
         return keys
     scaling: JsonObject = dict(rope_type=rope.scaling, factor=rope.factor)
@@ -239,13 +225,15 @@ def write_rope(config: ModelConfig) -> JsonObject:
         assert rope.short_factors and rope.long_factors and rope.original_len
         scaling["short_factor"] = list(rope.short_factors)
         scaling["long_factor"] = list(rope.long_factors)
+        # Other libraries read here the length to which it was stretched; max_len is the trained
+        # one.
         keys["max_position_embeddings"] = round(rope.original_len * rope.factor)
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
     return keys | dict(rope_scaling=scaling)
 
 
-def _part(dims: int, head_dim: int) -> float:
+def rotated_part(dims: int, head_dim: int) -> float:
     """Return the partial_rotary_factor p with int(head_dim p) = dims."""
     part = dims / head_dim  # whose product with head_dim may round to just below dims
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)

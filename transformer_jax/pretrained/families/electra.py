@@ -80,11 +80,6 @@ def _architecture(config: ModelConfig) -> str:
     return "ElectraForMaskedLM" if config.masked_token_head else "ElectraForPreTraining"
 
 
-def _read_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    width = keys.integer("embedding_size", 128)
-    return dict(embedding_dim=None if width == fields["d_model"] else width)
-
-
 ELECTRA = Family(
     "electra",
     [
@@ -92,7 +87,14 @@ ELECTRA = Family(
         *vocabulary(30522),
         *bert_sizes(width=256, heads=4, hidden=1024),
         TYPES,
-        k.Code(_read_width, lambda config: dict(embedding_size=config.embedding_width)),
+        k.Code(
+            lambda keys, fields: dict(
+                embedding_dim=None
+                if (width := keys.integer("embedding_size", 128)) == fields["d_model"]
+                else width
+            ),
+            lambda config: dict(embedding_size=config.embedding_width),
+        ),
         k.Code(_read_heads, _write_heads),
     ],
     _table,

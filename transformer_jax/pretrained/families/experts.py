@@ -134,6 +134,7 @@ def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
     block = "model.layers.{i}.mlp"
     mappings = linear("feed_forward/router", f"{block}.router")
     for part, name in enumerate(("gate", "up")):
+        # gate and up take turns column by column, as gpt-oss is published.
         layout, tensor = Layout(part=part, parts=2, in_turn=True), f"{block}.experts.gate_up_proj"
         mappings += [
             TensorMapping(f"feed_forward/{name}/kernel", tensor, layout),

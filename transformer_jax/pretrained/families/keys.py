@@ -246,6 +246,7 @@ def _multiplier(keys: ConfigKeys, name: str, default: float) -> float | None:
 def _write_divisor(scale: float | None) -> float:
     if scale is None:
         return 1.0
+    # The inverse of an inverse may differ in the last bit: twelve digits are tried first.
     short = float(f"{1 / scale:.12g}")
     return short if 1 / short == scale else 1 / scale  # the shortest number whose inverse it is
 
@@ -389,6 +390,18 @@ class Code:
 
     read: Callable[[ConfigKeys, Fields], Fields] = lambda keys, fields: {}
     write: Callable[[ModelConfig], JsonObject] = lambda config: {}
+
+
+def same(name: str, field: str, first: str, default: int | None = None) -> Code:
+    """List a size that must be the one of an earlier key, if it is there or has a default."""
+
+    def check(keys: ConfigKeys, fields: Fields) -> Fields:
+        size, found = fields[field], keys.integer(name, default)
+        if found not in (None, size):
+            keys.fail(name, found, f"must be {first}, {size}")
+        return {}
+
+    return Code(check, lambda config: {name: meant(config, field)})
 
 
 STANDS_FOR = dict(

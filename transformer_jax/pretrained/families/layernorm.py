@@ -6,37 +6,29 @@ They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), O
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformer_jax.config import Alibi, Learned, ModelConfig
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
 from transformer_jax.pretrained.families.decoder_keys import (
     OWN_HEAD_NORMS,
     WINDOW,
-    biases,
     rope,
 )
-from transformer_jax.untrusted_files import JsonObject
 
 NO_BIAS: k.Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
 """Fields of a model whose norms alone have biases."""
+NORMS = {
+    "norm": "input_layernorm", "norm_attention": "input_layernorm",
+    "norm_feed_forward": "post_attention_layernorm",
+}  # fmt: skip
+"""The names of the norms of a block: of one that its branches share, or of two."""
 
 
-def _two_norms(config: ModelConfig, block: str) -> list[t.TensorMapping]:
-    """Map the norms of a block: one, if its branches share it, or else two."""
-    if config.norm_order == "parallel_shared":
-        return t.norm("norm", f"{block}.input_layernorm")
-    return [
-        *t.norm("norm_attention", f"{block}.input_layernorm"),
-        *t.norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
-    ]
-
-
-def _llama_names(config: ModelConfig, feed_forward: list[t.TensorMapping]) -> list[t.TensorMapping]:
-    """Return a table with the names of Llama for all but the feed-forward."""
-    (qkv, out, _), block = biases(config), "model.layers.{i}"
-    attention = t.attention_linears(f"{block}.self_attn", "o_proj", qkv, out)
-    mappings = [*_two_norms(config, block), *attention, *feed_forward]
-    return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
+def _llama_names(names: dict[str, str]) -> Callable[[ModelConfig], list[t.TensorMapping]]:
+    names = NORMS | t.attention_names("self_attn", "o_proj") | names
+    return t.named_decoder("model.embed_tokens", "model.layers.{i}", names, "model.norm")
 
 
 def _sizes(kv_heads: int) -> list[k.Entry]:
@@ -48,12 +40,6 @@ def _sizes(kv_heads: int) -> list[k.Entry]:
 
 
 # StarCoder 2
-
-
-def _starcoder_table(config: ModelConfig) -> list[t.TensorMapping]:
-    mlp, bias = "model.layers.{i}.mlp", biases(config)[2]
-    up = t.linear("feed_forward/up", f"{mlp}.c_fc", bias=bias)
-    return _llama_names(config, up + t.linear("feed_forward/down", f"{mlp}.c_proj", bias=bias))
 
 
 STARCODER2 = t.Family(
@@ -74,7 +60,7 @@ STARCODER2 = t.Family(
         k.Flag("use_bias", True, on={}, off=NO_BIAS),
         rope(),
     ],
-    _starcoder_table,
+    _llama_names({"feed_forward/up": "mlp.c_fc", "feed_forward/down": "mlp.c_proj"}),
     "Starcoder2ForCausalLM",
     prefix="model.",
     head_tensors=("lm_head.*",),
@@ -86,16 +72,17 @@ STARCODER2 = t.Family(
 
 
 def _stablelm_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = "model.layers.{i}"
-    own = t.gated_linears(f"{block}.mlp", bias=False)
-    if config.qk_norm:
-        for param, tensor, heads in ("query", "q", config.num_heads), ("key", "k", config.kv_heads):
-            norms = f"{block}.self_attn.{tensor}_layernorm.norms"
-            own += [
-                t.TensorMapping(f"attention/{param}_scale/{n}", f"{norms}.{n}.weight")
-                for n in range(heads)
-            ]
-    return _llama_names(config, own)
+    found = _llama_names(t.gated_names("mlp"))(config)
+    heads = [("query", "q", config.num_heads), ("key", "k", config.kv_heads)]
+    return found + [  # norms of heads, each a vector of its own
+        t.TensorMapping(
+            f"decoder/block_{i}/attention/{param}_scale/{n}",
+            f"model.layers.{i}.self_attn.{name}_layernorm.norms.{n}.weight",
+        )
+        for i in range(config.num_layers * config.qk_norm)
+        for param, name, count in heads
+        for n in range(count)
+    ]
 
 
 STABLELM = t.Family(
@@ -127,26 +114,16 @@ STABLELM = t.Family(
 
 
 def _opt_table(config: ModelConfig) -> list[t.TensorMapping]:
-    (qkv, out, ff), stack = biases(config), "model.decoder"
-    block = f"{stack}.layers.{{i}}"
-    attention = f"{block}.self_attn"
-    mappings = [
-        *t.norm("norm_attention", f"{attention}_layer_norm"),
-        *t.norm("norm_feed_forward", f"{block}.final_layer_norm"),
-        *t.attention_linears(attention, "out_proj", qkv, out),
-        *t.linear("feed_forward/up", f"{block}.fc1", bias=ff),
-        *t.linear("feed_forward/down", f"{block}.fc2", bias=ff),
-    ]
+    stack = "model.decoder"
+    names = {
+        "norm_attention": "self_attn_layer_norm", "norm_feed_forward": "final_layer_norm",
+        **t.attention_names("self_attn", "out_proj"),
+        "feed_forward/up": "fc1", "feed_forward/down": "fc2",
+    }  # fmt: skip
     last = f"{stack}.final_layer_norm" if config.norm_order == "pre" else None
     positions = [t.TensorMapping("embed/positions", f"{stack}.embed_positions.weight")]
-    return t.decoder(config, f"{stack}.embed_tokens", mappings, last, more=positions)
-
-
-def _read_inner_width(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    width, inner = fields["d_model"], keys.optional_integer("word_embed_proj_dim", None)
-    if inner not in (None, width):
-        keys.fail("word_embed_proj_dim", inner, f"must be hidden_size, {width}")
-    return {}
+    tokens, block = f"{stack}.embed_tokens", f"{stack}.layers.{{i}}"
+    return t.named_decoder(tokens, block, names, last, more=positions)(config)
 
 
 OPT = t.Family(
@@ -155,7 +132,7 @@ OPT = t.Family(
         k.Key("vocab_size", "vocab_size", k.integer, 50272),
         k.Key("max_position_embeddings", "max_len", k.integer, 2048),
         k.Key("hidden_size", "d_model", k.integer, 768),
-        k.Code(_read_inner_width, lambda config: dict(word_embed_proj_dim=config.d_model)),
+        k.same("word_embed_proj_dim", "d_model", "hidden_size"),
         k.Key("ffn_dim", "d_ff", k.integer, 3072),
         k.Key("num_hidden_layers", "num_layers", k.integer, 12),
         k.Key("num_attention_heads", "num_heads", k.integer, 12),
@@ -178,21 +155,12 @@ OPT = t.Family(
 # BLOOM
 
 
-def _bloom_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = "transformer.h.{i}"
-    attention, mlp = f"{block}.self_attention", f"{block}.mlp"
-    heads = dict.fromkeys(("attention/query", "attention/key", "attention/value"), config.key_dim)
-    mappings = [
-        *_two_norms(config, block),
-        *t.fused(f"{attention}.query_key_value", config.num_heads, heads),
-        *t.linear("attention/out", f"{attention}.dense", t.LINEAR_OUT),
-        *t.linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
-        *t.linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
-    ]
-    after = t.norm("embed/norm", "transformer.word_embeddings_layernorm")
-    return t.decoder(
-        config, "transformer.word_embeddings", mappings, "transformer.ln_f", more=after
-    )
+_FUSED = NORMS | {
+    "attention/qkv": "self_attention.query_key_value", "attention/out": "self_attention.dense",
+    "feed_forward/up": "mlp.dense_h_to_4h", "feed_forward/down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+_TWO = {"norm_attention": "ln_attn", "norm_feed_forward": "ln_mlp"}
+_AROUND = "transformer.word_embeddings", "transformer.h.{i}"
 
 
 def _width(default: int) -> k.Code:
@@ -220,7 +188,12 @@ BLOOM = t.Family(
         k.Key("hidden_dropout", "dropout", k.rate, 0.0),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
     ],
-    _bloom_table,
+    t.named_decoder(
+        *_AROUND,
+        _FUSED,
+        "transformer.ln_f",
+        more=t.norm("embed/norm", "transformer.word_embeddings_layernorm"),
+    ),
     "BloomForCausalLM",
     prefix="transformer.",
     head_tensors=("lm_head.*",),
@@ -229,25 +202,6 @@ BLOOM = t.Family(
 
 
 # Falcon
-
-
-def _falcon_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block, (qkv, out, ff) = "transformer.h.{i}", biases(config)
-    attention, mlp, width = f"{block}.self_attention", f"{block}.mlp", config.key_dim
-    queries = config.num_heads // config.kv_heads * width  # of a group, before its key and value
-    heads = {"attention/query": queries, "attention/key": width, "attention/value": width}
-    norms = _two_norms(config, block)
-    if config.norm_order == "parallel":
-        norms = t.norm("norm_attention", f"{block}.ln_attn")
-        norms += t.norm("norm_feed_forward", f"{block}.ln_mlp")
-    mappings = [
-        *norms,
-        *t.fused(f"{attention}.query_key_value", config.kv_heads, heads, qkv),
-        *t.linear("attention/out", f"{attention}.dense", t.LINEAR_OUT, out),
-        *t.linear("feed_forward/up", f"{mlp}.dense_h_to_4h", bias=ff),
-        *t.linear("feed_forward/down", f"{mlp}.dense_4h_to_h", bias=ff),
-    ]
-    return t.decoder(config, "transformer.word_embeddings", mappings, "transformer.ln_f")
 
 
 def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -268,17 +222,6 @@ def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(num_kv_heads=kv_heads, norm_order=orders.get((parallel, number), "pre"))
 
 
-def _write_falcon(config: ModelConfig) -> JsonObject:
-    return dict(
-        num_kv_heads=config.kv_heads,
-        new_decoder_architecture=config.norm_order == "parallel"
-        or config.kv_heads not in (1, config.num_heads),
-        num_ln_in_parallel_attn=2 if config.norm_order == "parallel" else 1,
-        multi_query=config.kv_heads == 1,
-        parallel_attn=config.is_parallel,
-    )
-
-
 FALCON = t.Family(
     "falcon",
     [
@@ -288,7 +231,17 @@ FALCON = t.Family(
         k.Key("num_hidden_layers", "num_layers", k.integer, 32),
         k.Key("num_attention_heads", "num_heads", k.integer, 71),
         k.Key("max_position_embeddings", "max_len", k.integer, 2048),
-        k.Code(_read_falcon, _write_falcon),
+        k.Code(
+            _read_falcon,
+            lambda config: dict(
+                num_kv_heads=config.kv_heads,
+                new_decoder_architecture=config.norm_order == "parallel"
+                or config.kv_heads not in (1, config.num_heads),
+                num_ln_in_parallel_attn=2 if config.norm_order == "parallel" else 1,
+                multi_query=config.kv_heads == 1,
+                parallel_attn=config.is_parallel,
+            ),
+        ),
         k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-5),
         k.Key("activation", "activation", k.activation(), "gelu"),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
@@ -298,7 +251,9 @@ FALCON = t.Family(
         k.Written(alibi=False),
         rope(),
     ],
-    _falcon_table,
+    lambda config: t.named_decoder(
+        *_AROUND, _FUSED | (_TWO if config.norm_order == "parallel" else {}), "transformer.ln_f"
+    )(config),
     "FalconForCausalLM",
     prefix="transformer.",
     head_tensors=("lm_head.*",),

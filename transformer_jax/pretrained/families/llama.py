@@ -23,42 +23,23 @@ def llama_table(
     qkv: list[t.TensorMapping] | None = None,
 ) -> list[t.TensorMapping]:
     """Return the table of a Llama, or of one whose blocks have other names of some layers."""
-    qkv_bias, out_bias, ff_bias = d.biases(config)
-    block = "model.layers.{i}"
-    attention = f"{block}.self_attn"
-    match config.norm_order:
-        case "sandwich":
-            norms = {
-                "norm_attention": "input_layernorm",
-                "out_norm_attention": "post_attention_layernorm",
-                "norm_feed_forward": "pre_feedforward_layernorm",
-                "out_norm_feed_forward": "post_feedforward_layernorm",
-            }
-        case "output":
-            norms = {
-                "out_norm_attention": "post_attention_layernorm",
-                "out_norm_feed_forward": "post_feedforward_layernorm",
-            }
-        case _:
-            norms = {
-                "norm_attention": "input_layernorm",
-                "norm_feed_forward": "post_attention_layernorm",
-            }
-    mappings = [m for ours, name in norms.items() for m in t.norm(ours, f"{block}.{name}", False)]
-    if config.qk_norm:
-        mappings += [
-            t.TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
-            t.TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
-        ]
+    before, after = ("input", "post_attention") if config.norm_order != "output" else (None, None)
+    own = {"norm_attention": before, "norm_feed_forward": after}
+    if config.norm_order == "output":
+        own |= dict(out_norm_attention="post_attention", out_norm_feed_forward="post_feedforward")
+    if config.norm_order == "sandwich":
+        own |= dict(out_norm_attention="post_attention", norm_feed_forward="pre_feedforward",
+                    out_norm_feed_forward="post_feedforward")  # fmt: skip
+    scales = {f"attention/{name}_scale": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
+    matrices, block = t.attention_names("self_attn", "o_proj"), "model.layers.{i}"
+    out = {"attention/out": matrices.pop("attention/out")}
+    norms = {param: f"{name}_layernorm" for param, name in own.items() if name is not None}
+    mappings = t.named(config, block, norms | scales)
     if config.attention_sinks:
-        mappings += [t.TensorMapping("attention/sinks", f"{attention}.sinks")]
-    mappings += qkv or [
-        *t.linear("attention/query", f"{attention}.q_proj", bias=qkv_bias),
-        *t.linear("attention/key", f"{attention}.k_proj", bias=qkv_bias),
-        *t.linear("attention/value", f"{attention}.v_proj", bias=qkv_bias),
-    ]
-    mappings += t.linear("attention/out", f"{attention}.o_proj", t.LINEAR_OUT, out_bias)
-    mappings += feed_forward or t.gated_linears(f"{block}.mlp", ff_bias)
+        mappings += [t.TensorMapping("attention/sinks", f"{block}.self_attn.sinks")]
+    mappings += qkv or t.named(config, block, matrices)
+    mappings += t.named(config, block, out)
+    mappings += feed_forward or t.named(config, block, t.gated_names("mlp"))
     return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
 
 
@@ -110,6 +91,7 @@ def _read_turns(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     pattern = d.shortest([own == 1 for own in turns[:layers]])
     width = keys.optional_integer("sliding_window", None)
     used = keys.flag("use_sliding_window", False) and width is not None
+    # The layers without a rotation are those that may have a window.
     types = d.types_or(keys, layers, lambda i: used and not turns[i])
     if not used and "sliding_attention" in types:
         keys.fail("layer_types", types, "needs use_sliding_window and sliding_window")
@@ -152,16 +134,21 @@ def _read_mistral(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return found
 
 
-def _write_mistral(config: ModelConfig) -> JsonObject:
-    if len(set(config.windows)) == 1:
-        return dict(sliding_window=config.windows[0])
-    # transformers makes a ministral of one that lists its layers, and needs its head_dim
-    return dict(d.write_windows(config), head_dim=config.key_dim)
-
-
 MISTRAL = llama_family(
     "mistral",
-    [*d.gated(8), k.Code(_read_mistral, _write_mistral), d.rope()],
+    [
+        *d.gated(8),
+        k.Code(
+            _read_mistral,
+            # transformers makes a ministral of one that lists its layers, and needs its head_dim
+            lambda config: (
+                dict(d.write_windows(config), head_dim=config.key_dim)
+                if len(set(config.windows)) > 1
+                else dict(sliding_window=config.windows[0])
+            ),
+        ),
+        d.rope(),
+    ],
     architecture="MistralForCausalLM",
 )
 
@@ -178,6 +165,7 @@ def _read_qwen(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
     keys = d.write_windows(config)
+    # No window at all is said by the flag: max_window_layers then counts every layer.
     used = keys["sliding_window"] is not None
     first = keys["layer_types"].index("sliding_attention") if used else config.num_layers
     return dict(keys, use_sliding_window=used, max_window_layers=first)
@@ -213,10 +201,6 @@ def _read_activation(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(activation=act)
 
 
-def _write_activation(config: ModelConfig) -> JsonObject:
-    return dict.fromkeys(("hidden_act", "hidden_activation"), _TANH.write(config.activation))
-
-
 def _gemma(kv_heads: int) -> list[k.Entry]:
     return [
         *d.decoder_sizes(kv_heads, tied=True, head_dim=256),
@@ -239,13 +223,11 @@ def _capped(scores: float | None, logits: float | None) -> list[k.Entry]:
     ]
 
 
-def _scalar(scale: float) -> float:
-    scalar = round(scale**-2, 6)
-    return int(scalar) if scalar == int(scalar) else scalar
-
-
-_SCALAR = k.Kind(lambda keys, name, default: float(keys.positive(name, default)) ** -0.5, _scalar)
-_GEMMA3_WINDOWS = d.windows(d.every(6))
+_SCALAR = k.Kind(
+    lambda keys, name, default: float(keys.positive(name, default)) ** -0.5,
+    # the square of a root is rounded, and an integer there is read as one
+    lambda scale: int(s) if (s := round(scale**-2, 6)) == int(s) else s,
+)
 
 
 def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -254,6 +236,7 @@ def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         keys.require("_sliding_window_pattern", every)
     keys.ignore("_sliding_window_pattern")  # layer_types were made from it
     window = d.windows(d.every(every)).read(keys, fields)["window"]
+    # Without windows nothing turns by the local base, and any number is accepted.
     read = keys.number if window is None else partial(keys.positive, above=1)
     local = float(read("rope_local_base_freq", 10_000.0))
     near = None
@@ -270,14 +253,18 @@ def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(positions=far, window=window, max_len=fields["max_len"])
 
 
-def _write_gemma3(config: ModelConfig) -> JsonObject:
-    keys = d.write_rope(config) | _GEMMA3_WINDOWS.write(config)
-    return dict(keys, rope_local_base_freq=d.rope_of(config).window_base or 10_000.0)
-
-
 GEMMA = llama_family(
     "gemma",
-    [*_gemma(16), k.Code(_read_activation, _write_activation), d.rope()],
+    [
+        *_gemma(16),
+        k.Code(
+            _read_activation,
+            lambda config: dict.fromkeys(
+                ("hidden_act", "hidden_activation"), _TANH.write(config.activation)
+            ),
+        ),
+        d.rope(),
+    ],
     architecture="GemmaForCausalLM",
 )
 GEMMA2 = llama_family(
@@ -288,7 +275,18 @@ GEMMA2 = llama_family(
 )
 GEMMA3 = llama_family(
     "gemma3_text",
-    [*_capped(None, None), k.Fixed(qk_norm=True), k.Code(_read_gemma3, _write_gemma3)],
+    [
+        *_capped(None, None),
+        k.Fixed(qk_norm=True),
+        k.Code(
+            _read_gemma3,
+            lambda config: (
+                d.write_rope(config)
+                | d.windows(d.every(6)).write(config)
+                | dict(rope_local_base_freq=d.rope_of(config).window_base or 10_000.0)
+            ),
+        ),
+    ],
     architecture="Gemma3ForCausalLM",
     divides_width=True,
 )
@@ -315,11 +313,6 @@ def _read_phi3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(positions=positions, max_len=fields["max_len"])
 
 
-def _write_phi3(config: ModelConfig) -> JsonObject:
-    trained = d.rope_of(config).original_len or config.max_len
-    return dict(d.write_rope(config), original_max_position_embeddings=trained)
-
-
 PHI3 = llama_family(
     "phi3",
     [
@@ -327,7 +320,16 @@ PHI3 = llama_family(
         k.Key("embd_pdrop", "dropout", k.rate, 0.0),  # transformers does not use it
         k.Key("resid_pdrop", "dropout", k.rate, 0.0),
         d.WINDOW,
-        k.Code(_read_phi3, _write_phi3),
+        k.Code(
+            _read_phi3,
+            lambda config: (
+                d.write_rope(config)
+                | dict(
+                    original_max_position_embeddings=d.rope_of(config).original_len
+                    or config.max_len
+                )
+            ),
+        ),
     ],
     table=_phi3_table,
     architecture="Phi3ForCausalLM",

@@ -29,22 +29,18 @@ WINDOW = 128
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
-    bias, out_bias, ff_bias = d.biases(config)
     block = "model.layers.{i}"
+    qkv_bias, ff_bias = k.meant(config, "qkv_bias"), k.meant(config, "ff_bias")
     heads = {f"attention/{name}": config.d_model for name in ("query", "key", "value")}
     hidden = {f"feed_forward/{name}": config.ff_dim for name in ("gate", "up")}
-    mappings = t.blocks(
-        "encoder",
-        config.num_layers,
-        [
-            *t.norm("norm_attention", f"{block}.attn_norm", config.use_bias),
-            *t.fused(f"{block}.attn.Wqkv", 1, heads, bias),
-            *t.linear("attention/out", f"{block}.attn.Wo", t.LINEAR_OUT, out_bias),
-            *t.norm("norm_feed_forward", f"{block}.mlp_norm", config.use_bias),
-            *t.fused(f"{block}.mlp.Wi", 1, hidden, ff_bias),
-            *t.linear("feed_forward/down", f"{block}.mlp.Wo", bias=ff_bias),
-        ],
-    )
+    out = {"attention/out": "attn.Wo", "norm_feed_forward": "mlp_norm"}
+    mappings = t.blocks("encoder", config.num_layers, [
+        *t.named(config, block, {"norm_attention": "attn_norm"}),
+        *t.fused(f"{block}.attn.Wqkv", 1, heads, qkv_bias),
+        *t.named(config, block, out),
+        *t.fused(f"{block}.mlp.Wi", 1, hidden, ff_bias),
+        *t.named(config, block, {"feed_forward/down": "mlp.Wo"}),
+    ])  # fmt: skip
     first = "encoder/block_0/norm_attention/"
     head = []
     if config.masked_token_head or config.pooling == "transform":
@@ -112,9 +108,11 @@ def _read_layers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], lambda i: i % every != 0)
     window = d.window_pattern(types, keys.integer("local_attention", WINDOW) // 2 + 1)
     far, near = (
+        # A copy of the fields: read_rope may shorten max_len.
         d.read_rope(keys, dict(fields), kind, float(keys.positive(KEYS[kind], base, above=1)))
         for kind, base in BASES.items()
     )
+    # No layer reads the base of those without a window: the other one is the base.
     if "full_attention" not in types:
         far = near
     if "sliding_attention" in types and near != far:

@@ -43,6 +43,11 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
     block = f"{model}.encoder.layers.{{i}}"
     width = config.num_heads * config.key_dim
     heads = {f"attention/{name}": width for name in ("query", "key", "value")}
+    names = {
+        "attention/out": "attn.out_proj", "norm_attention": "norm1", "feed_forward/up": "mlp.fc11",
+        "feed_forward/gate": "mlp.fc12", "feed_forward/down": "mlp.fc2",
+        "norm_feed_forward": "norm2",
+    }  # fmt: skip
     return [
         t.TensorMapping("embed/tokens", f"{model}.embeddings.word_embeddings.weight"),
         t.TensorMapping("embed/types", f"{model}.embeddings.token_type_embeddings.weight"),
@@ -52,12 +57,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
             config.num_layers,
             [
                 *t.fused(f"{block}.attn.Wqkv", 1, heads, bias=False),
-                *t.linear("attention/out", f"{block}.attn.out_proj", t.LINEAR_OUT, bias=False),
-                *t.norm("norm_attention", f"{block}.norm1"),
-                *t.linear("feed_forward/up", f"{block}.mlp.fc11", bias=False),
-                *t.linear("feed_forward/gate", f"{block}.mlp.fc12", bias=False),
-                *t.linear("feed_forward/down", f"{block}.mlp.fc2", bias=False),
-                *t.norm("norm_feed_forward", f"{block}.norm2"),
+                *t.named(config, block, names),
             ],
         ),
         *masked_head(

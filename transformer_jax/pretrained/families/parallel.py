@@ -18,23 +18,6 @@ from transformer_jax.untrusted_files import JsonObject
 # GPT-NeoX and Pythia
 
 
-def _neox_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = "gpt_neox.layers.{i}"
-    attention, mlp = f"{block}.attention", f"{block}.mlp"
-    heads = dict.fromkeys(("attention/query", "attention/key", "attention/value"), config.key_dim)
-    qkv, out, _ = d.biases(config)
-    mappings = [
-        *t.norm("norm_attention", f"{block}.input_layernorm"),
-        *t.norm("norm_feed_forward", f"{block}.post_attention_layernorm"),
-        *t.fused(f"{attention}.query_key_value", config.num_heads, heads, qkv),
-        *t.linear("attention/out", f"{attention}.dense", t.LINEAR_OUT, out),
-        *t.linear("feed_forward/up", f"{mlp}.dense_h_to_4h"),
-        *t.linear("feed_forward/down", f"{mlp}.dense_4h_to_h"),
-    ]
-    last = "gpt_neox.final_layer_norm"
-    return t.decoder(config, "gpt_neox.embed_in", mappings, last, "embed_out")
-
-
 def _read_neox_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     part = keys.positive("rotary_pct", 0.25)
     if part > 1:
@@ -47,6 +30,13 @@ def _write_neox_rope(config: ModelConfig) -> JsonObject:
     keys = d.write_rope(config)
     base, part = keys.pop("rope_theta"), keys.pop("partial_rotary_factor", 1.0)
     return dict(keys, rotary_emb_base=base, rotary_pct=part)
+
+
+_NEOX = {
+    "norm_attention": "input_layernorm", "norm_feed_forward": "post_attention_layernorm",
+    "attention/qkv": "attention.query_key_value", "attention/out": "attention.dense",
+    "feed_forward/up": "mlp.dense_h_to_4h", "feed_forward/down": "mlp.dense_4h_to_h",
+}  # fmt: skip
 
 
 GPT_NEOX = t.Family(
@@ -62,7 +52,9 @@ GPT_NEOX = t.Family(
         k.Flag("attention_bias", True, on={}, off=dict(qkv_bias=False, out_bias=False)),
         k.Code(_read_neox_rope, _write_neox_rope),
     ],
-    _neox_table,
+    t.named_decoder(
+        "gpt_neox.embed_in", "gpt_neox.layers.{i}", _NEOX, "gpt_neox.final_layer_norm", "embed_out"
+    ),
     "GPTNeoXForCausalLM",
     rotates_parts=True,
     prefix="gpt_neox.",
@@ -79,17 +71,6 @@ GPT_NEOX = t.Family(
 # GPT-J
 
 
-def _gptj_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = "transformer.h.{i}"
-    mappings = [
-        *t.norm("norm", f"{block}.ln_1"),
-        *t.attention_linears(f"{block}.attn", "out_proj", False, False),
-        *t.linear("feed_forward/up", f"{block}.mlp.fc_in"),
-        *t.linear("feed_forward/down", f"{block}.mlp.fc_out"),
-    ]
-    return t.decoder(config, "transformer.wte", mappings, "transformer.ln_f")
-
-
 def _read_gptj_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     width, heads = fields["d_model"], fields["num_heads"]
     dims = keys.integer("rotary_dim", 64)
@@ -98,6 +79,10 @@ def _read_gptj_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(positions=Rope(dims=None if dims * heads == width else dims, pairing="interleaved"))
 
 
+_GPTJ = {
+    "norm": "ln_1", **t.attention_names("attn", "out_proj"),
+    "feed_forward/up": "mlp.fc_in", "feed_forward/down": "mlp.fc_out",
+}  # fmt: skip
 GPTJ = t.Family(
     "gptj",
     [
@@ -119,7 +104,7 @@ GPTJ = t.Family(
         k.Key("resid_pdrop", "dropout", k.rate, 0.0),  # which counts, as of GPT-2
         k.Key("attn_pdrop", "attention_dropout", k.rate, 0.0),
     ],
-    _gptj_table,
+    t.named_decoder("transformer.wte", "transformer.h.{i}", _GPTJ, "transformer.ln_f"),
     "GPTJForCausalLM",
     rotates_parts=True,
     prefix="transformer.",
@@ -132,17 +117,10 @@ GPTJ = t.Family(
 # Phi 1, 1.5 and 2
 
 
-def _phi_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block = "model.layers.{i}"
-    mappings = [
-        *t.norm("norm", f"{block}.input_layernorm"),
-        *t.attention_linears(f"{block}.self_attn", "dense", True, True),
-        *t.linear("feed_forward/up", f"{block}.mlp.fc1"),
-        *t.linear("feed_forward/down", f"{block}.mlp.fc2"),
-    ]
-    return t.decoder(config, "model.embed_tokens", mappings, "model.final_layernorm")
-
-
+_PHI = {
+    "norm": "input_layernorm", **t.attention_names("self_attn", "dense"),
+    "feed_forward/up": "mlp.fc1", "feed_forward/down": "mlp.fc2",
+}  # fmt: skip
 PHI = t.Family(
     "phi",
     [
@@ -159,7 +137,7 @@ PHI = t.Family(
         k.Written(partial_rotary_factor=1.0),  # or it is 0.5
         d.rope(part=0.5),
     ],
-    _phi_table,
+    t.named_decoder("model.embed_tokens", "model.layers.{i}", _PHI, "model.final_layernorm"),
     "PhiForCausalLM",
     rotates_parts=True,
     prefix="model.",
@@ -170,20 +148,6 @@ PHI = t.Family(
 
 
 # Cohere
-
-
-def _cohere_table(config: ModelConfig) -> list[t.TensorMapping]:
-    block, (qkv, out, _) = "model.layers.{i}", d.biases(config)
-    attention = f"{block}.self_attn"
-    mappings = [t.TensorMapping("norm/scale", f"{block}.input_layernorm.weight")]
-    if config.qk_norm:
-        mappings += [
-            t.TensorMapping("attention/query_scale", f"{attention}.q_norm.weight"),
-            t.TensorMapping("attention/key_scale", f"{attention}.k_norm.weight"),
-        ]
-    mappings += t.attention_linears(attention, "o_proj", qkv, out)
-    mappings += t.gated_linears(f"{block}.mlp", bias=False)
-    return t.decoder(config, "model.embed_tokens", mappings, "model.norm")
 
 
 def _read_cohere_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -216,9 +180,14 @@ def _read_cohere2(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     return dict(positions=turned, window=window)
 
 
+_COHERE_NAMES = {
+    "norm": "input_layernorm", "attention/query_scale": "self_attn.q_norm",
+    "attention/key_scale": "self_attn.k_norm", **t.attention_names("self_attn", "o_proj"),
+    **t.gated_names("mlp"),
+}  # fmt: skip
 cohere_family = partial(
     t.Family,
-    table=_cohere_table,
+    table=t.named_decoder("model.embed_tokens", "model.layers.{i}", _COHERE_NAMES, "model.norm"),
     prefix="model.",
     head_tensors=("lm_head.*",),
     tied_copies={"lm_head.weight": "model.embed_tokens.weight"},

@@ -42,50 +42,30 @@ approximation of gelu by tanh."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
-    stacks = []
+    found = [t.TensorMapping("embed/tokens", "shared.weight")]
     sides = [("encoder", config.num_layers), ("decoder", config.decoder_layers)]
     for side, depth in sides[:1] if config.kind == "encoder" else sides:
-        block = f"{side}.block.{{i}}.layer"
-        last = 2 if side == "decoder" else 1
-        mappings = [
-            *_attention("attention", f"{block}.0.SelfAttention"),
-            t.TensorMapping("norm_attention/scale", f"{block}.0.layer_norm.weight"),
-        ]
+        own = t.attention_names("0.SelfAttention", "o", "q k v") | {
+            "norm_attention": "0.layer_norm"
+        }
         if side == "decoder":
-            mappings += [
-                *_attention("cross_attention", f"{block}.1.EncDecAttention"),
-                t.TensorMapping("norm_cross_attention/scale", f"{block}.1.layer_norm.weight"),
-            ]
-        dense = f"{block}.{last}.DenseReluDense"
-        up = f"{dense}.wi"
+            cross = t.attention_names("1.EncDecAttention", "o", "q k v")
+            own |= {f"cross_{param}": name for param, name in cross.items()}
+            own["norm_cross_attention"] = "1.layer_norm"
+        last = 2 if side == "decoder" else 1
+        dense = f"{last}.DenseReluDense"
         if config.glu:
-            mappings += t.linear("feed_forward/gate", f"{dense}.wi_0", bias=False)
-            up = f"{dense}.wi_1"
-        mappings += [
-            *t.linear("feed_forward/up", up, bias=False),
-            *t.linear("feed_forward/down", f"{dense}.wo", bias=False),
-            t.TensorMapping("norm_feed_forward/scale", f"{block}.{last}.layer_norm.weight"),
-        ]
+            own["feed_forward/gate"] = f"{dense}.wi_0"
+        own["feed_forward/up"] = f"{dense}.wi_1" if config.glu else f"{dense}.wi"
+        own["feed_forward/down"] = f"{dense}.wo"
+        own["norm_feed_forward"] = f"{last}.layer_norm"
         first = f"{side}.block.0.layer.0.SelfAttention"  # holds the bias of the whole stack
-        stacks += [
+        found += [
             t.TensorMapping(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
-            *t.blocks(side, depth, mappings),
+            *t.blocks(side, depth, t.named(config, f"{side}.block.{{i}}.layer", own)),
             t.TensorMapping(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
         ]
-    return [
-        t.TensorMapping("embed/tokens", "shared.weight"),
-        *stacks,
-        *([] if config.tie_embeddings else [t.TensorMapping("embed/output", HEAD)]),
-    ]
-
-
-def _attention(param: str, tensor: str) -> list[t.TensorMapping]:
-    return [
-        *t.linear(f"{param}/query", f"{tensor}.q", bias=False),
-        *t.linear(f"{param}/key", f"{tensor}.k", bias=False),
-        *t.linear(f"{param}/value", f"{tensor}.v", bias=False),
-        *t.linear(f"{param}/out", f"{tensor}.o", t.LINEAR_OUT, bias=False),
-    ]
+    return found if config.tie_embeddings else [*found, t.TensorMapping("embed/output", HEAD)]
 
 
 def _read_sides(keys: k.ConfigKeys, fields: k.Fields, kind: str) -> k.Fields:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from transformer_jax.config import Experts, ModelConfig
-from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields
+from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields, meant
 from transformer_jax.untrusted_files import JsonObject
 from transformer_jax.values import value_class
 
@@ -111,6 +111,7 @@ def joined(layouts: Sequence[Layout], pieces: Sequence[np.ndarray]) -> np.ndarra
         return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
     if layouts[0].rows is None:
         return np.concatenate(pieces, axis=-1)
+    # Of each run the rows of all the parameters, and then those of the next run.
     rest = pieces[0].shape[1:]
     runs = [piece.reshape(layouts[0].rows.groups, -1, *rest) for piece in pieces]
     return np.concatenate(runs, axis=1).reshape(-1, *rest)
@@ -141,12 +142,9 @@ class TensorMapping:
 
 
 def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
-    """Repeat the mappings of one block for each block of a stack.
+    """Repeat the mappings of one block for each of `depth` blocks of a stack, such as "decoder".
 
-    Args:
-        stack: where the blocks are below `params`, such as "decoder".
-        depth: how many blocks there are.
-        mappings: of one block; `{i}` in the name of a tensor becomes the number of the block.
+    `{i}` in the name of a tensor becomes the number of the block.
     """
     return [
         TensorMapping(f"{stack}/block_{i}/{m.param}", m.tensor.format(i=i), m.layout)
@@ -172,13 +170,9 @@ def linear(
 def fused(
     tensor: str, groups: int, counts: Mapping[str, int], bias: bool = True
 ) -> list[TensorMapping]:
-    """Map linear layers whose matrices share one tensor, in runs of their rows.
+    """Map linear layers whose matrices share one tensor, in `groups` runs of their rows.
 
-    Args:
-        tensor: its name without ".weight".
-        groups: how many runs it has.
-        counts: path of each layer to its rows in a run, in their order.
-        bias: whether there is a vector of the same form.
+    `counts` has the rows of each layer in a run, in their order; a bias has the same form.
     """
     found, start = list[TensorMapping](), 0
     for param, count in counts.items():
@@ -188,23 +182,48 @@ def fused(
     return found
 
 
-def attention_linears(module: str, out: str, bias: bool, out_bias: bool) -> list[TensorMapping]:
-    """Map an attention whose query, key and value are q_proj, k_proj and v_proj of a module."""
-    return [
-        *linear("attention/query", f"{module}.q_proj", bias=bias),
-        *linear("attention/key", f"{module}.k_proj", bias=bias),
-        *linear("attention/value", f"{module}.v_proj", bias=bias),
-        *linear("attention/out", f"{module}.{out}", LINEAR_OUT, out_bias),
-    ]
+def attention_names(module: str, out: str, names: str = "q_proj k_proj v_proj") -> dict[str, str]:
+    """Return the names of an attention's four matrices, for `named`."""
+    query, key, value = (f"{module}.{name}" for name in names.split())
+    return {
+        "attention/query": query, "attention/key": key, "attention/value": value,
+        "attention/out": f"{module}.{out}",
+    }  # fmt: skip
 
 
-def gated_linears(module: str, bias: bool) -> list[TensorMapping]:
-    """Map a feed-forward whose matrices are gate_proj, up_proj and down_proj of a module."""
-    return [
-        mapping
-        for name in ("gate", "up", "down")
-        for mapping in linear(f"feed_forward/{name}", f"{module}.{name}_proj", bias=bias)
-    ]
+def gated_names(module: str) -> dict[str, str]:
+    """Return the names of a feed-forward with a gate as Llama has them, for `named`."""
+    return {f"feed_forward/{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[TensorMapping]:
+    """Map the layers of a block, each by its name in the module, with the biases of the config.
+
+    Which norms there are follows from the config too: one that the branches share, or one of each.
+    "attention/qkv" is a matrix of query, key and value with a run of rows for each head of keys.
+    """
+    qkv_bias, out_bias, ff_bias = (meant(config, f"{part}_bias") for part in ("qkv", "out", "ff"))
+    # BLOOM's and GPT-NeoX's runs are Falcon's with one query to a key.
+    width, group = config.key_dim, config.num_heads // config.kv_heads
+    runs = {"attention/query": group * width, "attention/key": width, "attention/value": width}
+    shared = config.norm_order == "parallel_shared"
+    found = list[TensorMapping]()
+    for param, name in names.items():
+        tensor, (_, _, kind) = f"{module}.{name}", param.rpartition("/")
+        if param in ("norm", "norm_attention", "norm_feed_forward") and shared != (param == "norm"):
+            continue
+        if "norm" in param:
+            found += norm(param, tensor, config.norm == "layernorm" and config.use_bias)
+        elif kind.endswith("_scale"):
+            found += [TensorMapping(param, f"{tensor}.weight")] if config.qk_norm else []
+        elif kind == "qkv":
+            found += fused(tensor, config.kv_heads, runs, qkv_bias)
+        elif kind == "out":
+            found += linear(param, tensor, LINEAR_OUT, out_bias)
+        else:
+            bias = ff_bias if param.startswith("feed_forward") else qkv_bias
+            found += linear(param, tensor, bias=bias)
+    return found
 
 
 def decoder(
@@ -224,6 +243,20 @@ def decoder(
         *(norm("decoder/norm", last_norm, bias) if last_norm is not None else []),
         *output_matrix(config, output),
     ]
+
+
+def named_decoder(
+    tokens: str,
+    block: str,
+    names: Mapping[str, str],
+    last_norm: str | None,
+    output: str = "lm_head",
+    more: Sequence[TensorMapping] = (),
+) -> Callable[[ModelConfig], list[TensorMapping]]:
+    """Return the table of decoders all of whose blocks are as `named` has them."""
+    return lambda config: decoder(
+        config, tokens, named(config, block, names), last_norm, output, more
+    )
 
 
 def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
