@@ -73,6 +73,7 @@ class Dictionary:
         f = jax.nn.relu(x @ self.encoder + _for(self.encoder_bias, values))
         if self.active is None:
             return f
+        # a threshold, and no scatter of indices: features that equal the last one stay too
         least = jax.lax.top_k(f, self.active)[0][..., -1:]
         return jnp.where(f < least, 0, f)  # NaN stays NaN
 
@@ -260,6 +261,7 @@ def dictionary_scores(
         found = jax.lax.map(of_row, tokens, batch_size=min(batch_size, len(tokens)))
         missed, summed, squares, active, used, *losses = found
         n = tokens.size
+        # sum |y - mean|^2 in one pass over the rows, which are not kept
         spread = squares.sum() - (summed.sum(axis=0) ** 2).sum() / n
         return DictionaryScores(
             1 - missed.sum() / spread, active.sum() / n, 1 - used.any(axis=0).mean(),

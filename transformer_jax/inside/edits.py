@@ -133,6 +133,7 @@ def mean(
         tokens = axes_of(place, value.ndim)["token"]
         axes = {"tokens": (tokens,), "rows": (0,), "both": (0, tokens)}[over]
         valid = None if call.padded is False else _along(positions >= 0, value.ndim, tokens)
+        # bfloat16 would lose the small terms of a long sum
         whole = value.astype(jnp.float32).mean(axis=axes, keepdims=True, where=valid)
         return jnp.broadcast_to(whole.astype(value.dtype), value.shape)
 

@@ -74,6 +74,7 @@ def integrated_gradients(
             return summed + share * slope.astype(jnp.float32), None
 
         points = jnp.asarray((nodes + 1) / 2, x1.dtype), jnp.asarray(shares / 2, jnp.float32)
+        # one point after the other: a batch of all would hold as many backward passes at once
         slopes = jax.lax.scan(point, jnp.zeros(x1.shape, jnp.float32), points)[0]
         return ((x1 - x0).astype(jnp.float32) * slopes).sum(axis=-1)
 

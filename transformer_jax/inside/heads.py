@@ -108,6 +108,7 @@ def attention_rollout(weights: jax.Array) -> jax.Array:  # f32[B, L, T, T]
     if weights.ndim != 5:
         raise ValueError(f"weights have shape {list(weights.shape)}: must be [B, L, N, T, T]")
     mixed = weights.astype(jnp.float32).mean(axis=2) + jnp.eye(T)[None, None]
+    # rows of weights with sinks sum to less than 1
     mixed = mixed / mixed.sum(axis=-1, keepdims=True)
 
     def follow(rolled: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -131,6 +132,7 @@ def attention_entropy(weights: jax.Array) -> jax.Array:  # f32[..., T]
         f32[..., T].
     """
     positive = weights > 0
+    # 1 ln 1 = 0: where a weight is 0, its logarithm would make the gradient NaN
     safe = jnp.where(positive, weights, 1).astype(jnp.float32)
     return -(safe * jnp.log(safe)).sum(axis=-1)
 

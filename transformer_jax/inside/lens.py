@@ -207,6 +207,7 @@ def logit_attribution(
         d = d * scale[None, None]
         if cfg.norm == "layernorm":
             x, d = (y - y.mean(axis=-1, keepdims=True) for y in (x, d))
+        # the divisor is held at its value, or a logit would not be linear in the parts
         d = d * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + cfg.norm_eps)
 
     def along(part: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T]

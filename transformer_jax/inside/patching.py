@@ -108,6 +108,7 @@ def map_entries(
 
         return entry({name: put(number, name) for number, name in enumerate(values)})
 
+    # entries differ in an index, not in their program, so that one compilation serves all
     grid = jnp.asarray(np.stack(np.unravel_index(np.arange(prod(sizes)), sizes), axis=1))
     found = jax.lax.map(one, grid, batch_size=min(batch_size, len(grid)))
     return found.reshape(*sizes, *found.shape[1:])

@@ -100,6 +100,7 @@ def compare(options: Compare) -> None:
     from transformer_jax.checkpoints.run_folder import RunFolder, json_text
     from transformer_jax.training.tasks import load_task
 
+    # training frees and takes large arrays at every step, which costs page faults
     keep_freed_memory()
     out = options.out
     if not options.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -230,6 +231,7 @@ def settings(base: TrainConfig, model: AnyModelConfig, value: float) -> TrainCon
     """Return how a model is trained with this learning rate, or counted with this order."""
     if isinstance(model, NgramConfig):
         return replace(base, model=replace(model, order=int(value)), steps=1, warmup_steps=0)
+    # a tenth in the short search as in the run, so that a rate means the same in both
     warmup = base.steps // 10
     return replace(
         base, model=model, learning_rate=value, min_learning_rate=value / 10, warmup_steps=warmup

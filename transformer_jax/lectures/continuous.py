@@ -81,6 +81,7 @@ class Signals(RowsTask):
                 ]
             )
 
+        # a run that goes on is refused if its examples are not the ones that it began with
         content = [np.ascontiguousarray(signal.values).tobytes() for signal in made]
         sha256 = sha256_of("\n".join(signal.target for signal in made).encode(), *content)
         super().__init__(config, tokenizers, sha256, rows(0, made[:cut]), rows(cut, self.signals))

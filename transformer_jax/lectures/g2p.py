@@ -90,6 +90,7 @@ def gru_cell(
 def letters(words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:  # i32[B, S], bool[B, S]
     """Return the tokens of words, each followed by </s>, and which of them are no padding."""
     known = {letter: i for i, letter in enumerate(LETTERS)}
+    # 1 is <unk>, of a letter with an accent or of a digit
     rows = [[*(known.get(c, 1) for c in word.lower()), known["</s>"]] for word in words]
     source = np.zeros((len(rows), max(map(len, rows), default=1)), np.int32)
     for row, ids in zip(source, rows, strict=True):

@@ -167,11 +167,13 @@ def _smooth(
     parent, word = np.divmod(keys, size)
     counts = np.where(word == size - 1, 0, counts)  # a beginning is not predicted
     once, twice = np.sum(counts == 1), np.sum(counts == 2)
+    # without n-grams that occur once, or twice, the estimate is 0, 1 or undefined
     discount = once / (once + 2 * twice) if once and twice else 0.5
     total = np.bincount(parent, counts, parents)
     kinds = np.bincount(parent, counts > 0, parents)
     followed = np.maximum(total, 1)
     weights = np.maximum(counts - discount, 0) / followed[parent]
+    # where nothing follows a context, all of the probability is that of the shorter one
     backoff = np.where(total > 0, discount * kinds / followed, 1.0)
     start = np.searchsorted(parent, np.arange(parents + 1))
     return {
@@ -247,6 +249,7 @@ class NgramLM(CheckedModule):
         windows, state, visit = slide_window(cfg, tokens, state, valid, segments, at, places)
         shape = (*windows.shape[:2], cfg.vocab_size)
         contexts = rearrange(windows, "B Q C -> (B Q) C")
+        # V stands here for a token outside the vocabulary, and in the trie for a beginning
         unknown = (contexts == cfg.vocab_size).any(axis=1, keepdims=True)
         nodes = self._walk(jnp.where(contexts < 0, cfg.vocab_size, contexts))
         lowest = jnp.full((1, cfg.vocab_size), 1 / cfg.vocab_size, F32)
@@ -267,7 +270,10 @@ class NgramLM(CheckedModule):
             token, words = contexts[:, depth:][:, ::-1], self.words[depth]
 
             def halve(
-                _: jax.Array, bounds: tuple[jax.Array, jax.Array], token=token, words=words
+                _: jax.Array,
+                bounds: tuple[jax.Array, jax.Array],
+                token: jax.Array = token,
+                words: jax.Array = words,
             ) -> tuple[jax.Array, jax.Array]:
                 low, high = bounds
                 middle = low + (high - low) // 2
@@ -299,6 +305,7 @@ class NgramLM(CheckedModule):
         """
         words, weights = self.words[order], self.weights[order]
         low, end = self._followers(order, node)
+        # a context that was never counted leaves the shorter one's probabilities as they are
         p = p * jnp.where(node < 0, 1.0, self.backoff[order][node])[:, None]
         rows, longest = jnp.arange(len(p))[:, None], (end - low).max(initial=0)
 

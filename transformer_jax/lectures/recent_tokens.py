@@ -116,6 +116,7 @@ def slide_window(
     check_recent_tokens(config, state, tokens.shape[0])
     known = check_valid("tokens", tokens, valid)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
+    # a traced token cannot be refused; V marks it, so that its windows become NaN
     tokens = jnp.where((tokens < 0) | (tokens >= size), size, tokens)
     documents = jnp.zeros_like(tokens) if segments is None else number_documents(segments)
     seen = documents if valid is None else last_document(documents, known)
@@ -124,6 +125,7 @@ def slide_window(
         count = jnp.broadcast_to(jnp.arange(1, tokens.shape[1] + 1)[None], tokens.shape)
     else:
         count = jnp.cumsum(known, axis=1, dtype=jnp.int32)
+        # padding goes behind the tokens of its row, wherever it stood
         order = jnp.argsort(~known, axis=1, stable=True)
         tokens = jnp.take_along_axis(tokens, order, axis=1)
         documents = jnp.take_along_axis(documents, order, axis=1)

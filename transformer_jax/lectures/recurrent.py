@@ -285,6 +285,7 @@ class RecurrentEncoder(Module):
         for i in range(cfg.num_layers):
             if i > 0:
                 x = dropout(x, cfg.dropout, keys[i])
+            # a source has one document, so no token of it resets the carry
             x, last, first = _encoder_layer(cfg, i, x, valid)
             x = visit(f"layer_{i}/output", x)
             if first is not None:
@@ -977,6 +978,7 @@ def check_recurrent_state(
     held = state.length.shape[0]
     if held != rows:
         raise ValueError(f"{said} {rows} rows, the state {held}")
+    # shapes alone: a state of another model is refused before anything is computed
     wanted = jax.eval_shape(lambda: zero_carry(config, rows))
     given, needed = (jax.tree.map(lambda leaf: leaf.shape, c) for c in (state.carry, wanted))
     if given != needed:

@@ -101,6 +101,7 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
     check_key("key", key)
     if traced(jax.random.key_data(key)):  # which it is inside a trace, whatever the key is
         return _init(config, key)
+    # one compiled program of the whole initialisation takes much longer to compile than to run
     found = _init.trace(config=config, key=key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 

@@ -220,6 +220,7 @@ def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
     before += some * (some + 1) / 2 + (past - some) * some
     if causal:
         return before
+    # as many after as before, and the query itself is in both
     after = reach * (reach + 1) / 2 + (length - reach) * reach
     return before + after - length
 

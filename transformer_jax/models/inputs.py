@@ -151,6 +151,7 @@ def frames_to_front(
     """
 
     def move(x: jax.Array, positions: jax.Array) -> jax.Array:
+        # stable: the frames keep their order
         order = jnp.argsort(positions < 0, axis=1, stable=True)
         return jnp.take_along_axis(x, order[:, :, None], axis=1)
 

@@ -16,6 +16,7 @@ first alone: a sum of weights does not see inputs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -346,11 +347,17 @@ def layer(path: str) -> int | None:
 
 def nest(adapters: Params, params: Params) -> Params:
     """Nest adapters by path as `params` are: looped, or stacked and filled with zeros."""
-    scanned = "blocks" in _names(params)
-    if scanned:
-        adapters = {**adapters, **_missing(adapters, matrices(params))}
-    tree = unflatten_dict(adapters, sep="/")
-    return stack_layers(tree) if scanned else tree
+    if not any("blocks" in path for path in flatten_dict(params)):
+        return unflatten_dict(adapters, sep="/")
+    # a stack has one array for all blocks: those that lack what another one has get zeros
+    any_block = lambda path: re.sub(r"block_\d+", "blocks", path)  # noqa: E731
+    has = {any_block(path): adapter for path, adapter in adapters.items()}
+    whole = {
+        path: adapters.get(path, jax.tree.map(jnp.zeros_like, has[any_block(path)]))
+        for path in matrices(params)
+        if any_block(path) in has
+    }
+    return stack_layers(unflatten_dict(whole, sep="/"))
 
 
 def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
@@ -359,27 +366,6 @@ def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")
         found.setdefault(path, {})[name] = leaf
-    return found
-
-
-def _missing(adapters: Params, found: Matrices) -> Params:
-    """Zeros for the blocks that lack what another block of their stack has."""
-    has = {_any_block(path): adapter for path, adapter in adapters.items()}
-    return {
-        path: jax.tree.map(jnp.zeros_like, has[_any_block(path)])
-        for path in found
-        if _any_block(path) in has and path not in adapters
-    }
-
-
-def _any_block(path: str) -> str:
-    return "/".join("blocks" if n.startswith("block_") else n for n in path.split("/"))
-
-
-def _names(tree: Params) -> set[str]:
-    found = set(tree)
-    for value in tree.values():
-        found |= _names(value) if isinstance(value, Mapping) else set()
     return found
 
 

@@ -52,6 +52,7 @@ def documents_of(segments: jax.Array) -> jax.Array:  # i32[B, T]
     if known is None:
         return number_documents(segments)
     for row, ids in enumerate(known):
+        # the id prepended differs from the first one, so that column 0 begins a document
         starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
         first = np.unique(ids[starts], return_index=True)[1]
         again = np.delete(starts, first)

@@ -117,6 +117,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
 
     def loss(params: Any, _: Any) -> jax.Array:
         read, write = jnp.maximum(source, 0), jnp.maximum(target[:, :-1], 0)
+        # every step reads all sentences: the corpus is one batch
         logits, _ = model.apply({"params": params}, write, source=read, source_valid=valid)
         return cross_entropy(logits, jnp.asarray(target[:, 1:]), ignore_label=-1)[0]
 

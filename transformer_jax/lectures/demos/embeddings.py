@@ -164,6 +164,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
         for (a, b), x in found["pairs"].items()
     ])  # fmt: skip
     for word in ("king", "runs", "bread"):
+        # the nearest of all is the word itself
         nearest = np.argsort(-likeness[0, vocabulary.index(word)])[1:4]
         print(f"nearest to {word}:", ", ".join(vocabulary[i] for i in nearest))
     print(f"held-out words that counts of four give 0: {never:.1%}")

@@ -78,6 +78,7 @@ def measure_errors(
     config: ModelConfig, params: Any, length: int
 ) -> tuple[np.ndarray, np.ndarray]:  # f64[T], f64[T]
     """Return the share of wrong tokens at each position: teacher-forced, free-running."""
+    # all 121 pairs: nothing is sampled
     first = np.array(list(itertools.product(range(MODULUS), repeat=2)))
     texts = continue_texts(first, PROMPT + length)
     prompt, rest = texts[:, :PROMPT], texts[:, PROMPT:]
@@ -99,6 +100,7 @@ def demonstrate(arguments: Namespace) -> dict[str, np.ndarray]:
     )  # fmt: skip
     params = train_model(config, steps, PROMPT + length, arguments.seed)
     forced, free = (np.asarray(x, np.float64) for x in measure_errors(config, params, length))
+    # errors of different positions need not be alike, so a product takes the place of a power
     expected = 1 - np.cumprod(1 - forced)
     shown = [t for t in (1, 2, 4, 6, 8, 10, 12) if t <= length]
     rows = [

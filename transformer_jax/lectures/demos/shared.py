@@ -76,6 +76,7 @@ def check_least(name: str, value: int, least: int, why: str) -> None:
 
 def halved(largest: int, count: int) -> list[int]:
     """Return up to `count` lengths, the last the largest and each half of the next."""
+    # a set: small lengths are halved to the same one
     return sorted({max(1, largest >> i) for i in range(count)})
 
 
@@ -90,6 +91,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 def new_figure(columns: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
     """Make a figure with so many empty plots beside each other, in the style of `plot_losses`."""
+    # without pyplot, which would keep every figure and may want a display
     figure = Figure(figsize=(7.0 if columns == 1 else 4.7 * columns, height), layout="constrained")
     FigureCanvasAgg(figure)
     plots = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
@@ -141,6 +143,7 @@ def save_picture(figure: Figure, arguments: Namespace, name: str, text: bool = F
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{name}.{arguments.format}"
+    # Matplotlib names clips and markers by a hash with a random salt
     style: Any = {"svg.hashsalt": name, "svg.fonttype": "none" if text else "path"}
     metadata = {"Date": None} if arguments.format == "svg" else {}
     with matplotlib.rc_context(style):
