@@ -698,13 +698,13 @@ SLIPS: tuple[Slip, ...] = (
             "padding counts in a state's length",
             "length = state.length + read\n",
             "length = state.length + tokens.shape[1]\n",
-            "lectures/test_window.py::test_in_any_chunks_with_padding_anywhere_equals_the_whole",
+            "lectures/test_recent_tokens.py::test_in_any_chunks_with_padding_anywhere_equals_the_whole",
         ),
         (
             "a window reaches into the document before",
             "jnp.where(same, line[rows, index], -1)",
             "line[rows, index]",
-            "lectures/test_window.py::test_packed_documents_are_read_as_if_alone",
+            "lectures/test_recent_tokens.py::test_packed_documents_are_read_as_if_alone",
         ),
     ),
     *of(
@@ -764,7 +764,7 @@ SLIPS: tuple[Slip, ...] = (
             "the vector that a layer adds to is a token too old",
             "x = x[:, cfg.kernel_size - 1 :] + value",
             "x = x[:, : value.shape[1]] + value",
-            "lectures/test_convolution.py::test_a_pass_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_a_pass_matches_the_formula",
         ),
     ),
     *of(
@@ -782,7 +782,7 @@ SLIPS: tuple[Slip, ...] = (
             "before the beginning stands token 0",
             "vectors = jnp.where(begins, self.begin[None, None, None], vectors)",
             "vectors = jnp.where(begins & False, self.begin[None, None, None], vectors)",
-            "lectures/test_window.py::test_a_pass_matches_the_formula",
+            "lectures/test_recent_tokens.py::test_a_pass_matches_the_formula",
         ),
     ),
     *of(

@@ -101,14 +101,13 @@ class ConvolutionLM(RecentTokensLM):
         ]
         refuse_surplus(self)
 
-    def predict(
+    def _predict(
         self,
         windows: jax.Array,  # i32[B, Q, C]
         key: jax.Array | None,
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits of the token after each window."""
         cfg = self.config
         count = windows.shape[1]
         if whole:  # the windows overlap: each layer runs once along the text

@@ -226,10 +226,10 @@ class RecentTokensLM(CheckedModule):
         windows, state, visit = slide_window(
             self.config, tokens, state, valid, segments, at, places
         )
-        logits = self.predict(windows, key, visit, whole)
+        logits = self._predict(windows, key, visit, whole)
         return result_of(visit, places, visit("logits", logits), state, at)
 
-    def predict(
+    def _predict(
         self,
         windows: jax.Array,  # i32[B, Q, C]; -1 before the beginning
         key: jax.Array | None,

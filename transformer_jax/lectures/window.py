@@ -100,14 +100,13 @@ class WindowLM(RecentTokensLM):
             self.direct = parameter(self, "direct", nn.initializers.lecun_normal(), shape)
         refuse_surplus(self)
 
-    def predict(
+    def _predict(
         self,
         windows: jax.Array,  # i32[B, Q, C]
         key: jax.Array | None,
         visit: Visit,
         whole: bool,
     ) -> jax.Array:  # f32[B, Q, V]
-        """Return the logits of the token after each window."""
         cfg = self.config
         keys = split_key(key, cfg.num_layers + 1)
         begins = (windows < 0)[..., None]
