@@ -374,15 +374,7 @@ def _extend_beams(
     """Extend the beams by a token; return also the parent of each, i32[B * M], a row of B * M."""
     rows, M = search.log_probs.shape
     extended = search.extended[:, None]
-    logits = logits.astype(jnp.float32)
-    processed = apply_processors(options.processors, history, logits)
-    # As for a sampler, the largest logit of a row must be finite. But processors may exclude every
-    # token: then all of the row is -inf, and the beam ends without a hypothesis.
-    excluded = (processed == -jnp.inf).all(axis=-1)
-    usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
-    finite = has_finite_maximum(processed)[:, None]
-    step_log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
-    step_log_probs = jnp.where(finite, step_log_probs, -jnp.inf)
+    step_log_probs, usable = _log_probs(options.processors, history, logits)
     living = extended & (search.log_probs > -jnp.inf)
     nonfinite = search.nonfinite | (living & ~usable.reshape(rows, M)).any(axis=1)
     totals = search.log_probs[..., None] + step_log_probs.reshape(rows, M, logits.shape[-1])
@@ -410,6 +402,23 @@ def _extend_beams(
         history = gather_rows(history, parents).append(alive.token.reshape(-1), jnp.bool_(True))
     search = _SearchState(n, search.limits, tokens, log_probs, hypotheses, nonfinite)
     return search, history, parents
+
+
+def _log_probs(
+    processors: tuple[HistoryProcessor, ...],
+    history: History | None,
+    logits: jax.Array,  # [R, V]
+) -> tuple[jax.Array, jax.Array]:  # f32[R, V], bool[R]
+    """Return log_softmax of the processed logits, and which rows are finite."""
+    logits = logits.astype(jnp.float32)
+    processed = apply_processors(processors, history, logits)
+    # As for a sampler, the largest logit of a row must be finite. But processors may exclude every
+    # token: then all of the row is -inf, and the beam ends without a hypothesis.
+    excluded = (processed == -jnp.inf).all(axis=-1)
+    usable = has_finite_maximum(logits) & (has_finite_maximum(processed) | excluded)
+    finite = has_finite_maximum(processed)[:, None]
+    log_probs = jax.nn.log_softmax(jnp.where(finite, processed, 0.0), axis=-1)
+    return jnp.where(finite, log_probs, -jnp.inf), usable
 
 
 @value_class(pytree=True)

@@ -225,12 +225,7 @@ def _speculate(
             turn = Turn(history, active, room, keys, num_draft, options.sampler)
             proposal, proposer_state = proposer.propose(proposer_state, turn)
 
-            # Proposals end before the first that is no token, has no distribution or no room.
-            usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
-            usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
-            if proposal.logits is not None:
-                usable &= has_finite_maximum(proposal.logits)
-            usable = jnp.cumprod(usable, axis=1).astype(bool)
+            usable = _usable(proposal, room, vocab)
             valid = jnp.concatenate([active[:, None], usable], axis=1)
             # The newest token was chosen by the model, which has not read it: it comes first.
             tokens = jnp.concatenate([decode_state.token[:, None], proposal.tokens], axis=1)
@@ -376,6 +371,15 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:  # [..., V] -> [..., V]
     rest = jnp.maximum(p - q, 0)
     total = rest.sum(axis=-1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)
+
+
+def _usable(proposal: Proposal, room: jax.Array, vocab: int) -> jax.Array:  # bool[B, num_draft]
+    """Mark the proposals up to the first that is no token, has no distribution, or has no room."""
+    usable = (proposal.tokens >= 0) & (proposal.tokens < vocab)
+    usable &= jnp.arange(usable.shape[1])[None] < room[:, None]
+    if proposal.logits is not None:
+        usable &= has_finite_maximum(proposal.logits)
+    return jnp.cumprod(usable, axis=1).astype(bool)
 
 
 def _gather_vocab(x: jax.Array, ids: jax.Array) -> jax.Array:  # [B, J, V], i32[B, J] -> [B, J]
