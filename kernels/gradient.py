@@ -54,31 +54,32 @@ def fused_attention(
     """
     backend, blocks = where.backend, dict(where.blocks)
 
-    def bare(
-        problem: Problem, kind: Kind, results: tuple[AxisNames, ...], kernels: Kernels
-    ) -> KernelCall:
-        """Return a kernel of (operands, lists[, saved]), as it is."""
+    def kernel(
+        problem: Problem, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False,
+        plainly: Kernels | None = None,
+    ) -> KernelCall:  # fmt: skip
+        """Return a kernel of (operands, lists[, saved]), with rules for `vmap` and for a mesh.
 
-        def kernel(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
+        Those of `plainly`, in plain JAX, need none: the compiler splits them, and JAX maps them.
+        """
+        kernels = backend.kernels if plainly is None else plainly
+
+        def run(operands: Operands, lists: TileLists, *saved: Saved) -> tuple[jax.Array, ...]:
             out = kernels[kind](problem, operands, lists, blocks[kind], *saved)
             out = out if isinstance(out, tuple) else (out,)
             return tuple(x for x in out if x is not None)
 
-        if not problem.packs or kind == "decode":  # which packs queries itself
-            return kernel
-        return packed(kernel, blocks[kind].q, results, by_key=kind in BY_KEY)
-
-    def kernel(
-        problem: Problem, kind: Kind, results: tuple[AxisNames, ...], *, of_bias: bool = False
-    ) -> KernelCall:
-        """Return a kernel with its rules for `vmap` and for a mesh."""
+        packs = problem.packs and kind != "decode"  # which packs queries itself
+        own = packed(run, blocks[kind].q, results, by_key=kind in BY_KEY) if packs else run
+        if plainly is not None:
+            return own
         # an interpreter with parameters calls back into Python, which no partitioner can split
         splits = problem.interpret in (True, False)
-        own = bare(problem, kind, results, backend.kernels)
         here = batched(own, results, of_bias=of_bias, splits=splits)
         if backend.portable is None:
             return here
-        elsewhere = bare(problem, kind, results, backend.portable)
+        # a program that is exported, or for another platform, may not call this library
+        elsewhere = kernel(problem, kind, results, plainly=backend.portable)
         return lambda *tree: here_or_elsewhere(here, elsewhere, tree)
 
     def compute(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
@@ -99,6 +100,7 @@ def fused_attention(
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
         """Return attention, and the results of the forward kernel."""
         operands, lists = tree
+        # float32, where the backend has it: D of an output rounded to 16 bits would be off
         wide = replace(problem, wide=backend.wide)
         saved = kernel(wide, "forward", FORWARD)(widened(operands)[0], lists["forward"])
         out, row_max, log_sum = saved
@@ -107,7 +109,7 @@ def fused_attention(
     def plain(tree: tuple[Operands, ListsByKernel]) -> tuple[jax.Array, jax.Array]:
         """Return attention in plain JAX, over the same tiles."""
         operands, lists = tree
-        function = bare(problem, "forward", FORWARD, portable.KERNELS)
+        function = kernel(problem, "forward", FORWARD, plainly=portable.KERNELS)
         out, row_max, log_sum = function(widened(operands)[0], lists["forward"])
         return out, row_max + log_sum
 
@@ -125,6 +127,7 @@ def fused_attention(
             do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
         products = do.astype(jnp.float32) * out.astype(jnp.float32)
         D = jnp.moveaxis(products.sum(axis=-1), 1, 2) - dlse  # [B, N, T]
+        # p = exp(s - inf) is 0 in a row that sees nothing, or is NaN: it passes no gradient on
         lost = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(log_sum)
         rows = Saved(
             do,
@@ -182,6 +185,7 @@ def widened(operands: Operands) -> tuple[Operands, Callable[[list[jax.Array]], T
             for x in wide
         ]
 
+    # JAX knows how gradients return from pages, padding and int8: two rows that share a page add up
     (key, value), narrow = jax.vjp(widen, given)
     wide = operands._replace(key=key, value=value, k_scale=None, v_scale=None, pages=None)
     return wide, narrow

@@ -45,7 +45,6 @@ from transformer_jax.kernels.contract import (
     Saved,
     Shaped,
     TileLists,
-    Vectors,
     learns_slopes,
     out_dtype,
 )
@@ -83,6 +82,7 @@ def library() -> ctypes.CDLL | str:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         return f"cannot be loaded: {error}"
+    # an edited source and an old library would give other results, and nothing would say why
     if not _is_of_these_sources(loaded):
         reason = "was compiled from other sources than these: install the package again"
         warnings.warn(f"kernels/cpu/{found[0].name} {reason}", stacklevel=2)
@@ -143,6 +143,7 @@ def forward(
     out = (B, T, N, operands.value.shape[3]), out_dtype(problem, operands)
     rows = (B, N, T), jnp.float32
     name = "attention_forward"
+    # few queries read keys as they lie, to the end of what is filled: lists would cost more
     if T * N // operands.key.shape[2] <= FEW_ROWS:
         name, lists = "attention_few_queries", NO_LISTS
     return _call(name, problem, operands, lists, blocks, (), (out, rows, rows))
@@ -191,7 +192,12 @@ def _call(
     operations: tuple[list[int], list[int]] = ([], [])
     if problem.visible is not None:
         operations = problem.visible.numbered(*counts, pairs=pairs)
+    stacked = []
+    for vectors in (operands.q_vectors, operands.k_vectors):  # i32[n, B or 1, T or S]
+        rows = max(x.shape[0] for x in vectors)
+        stacked.append(jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors]))
     rate = problem.dropout_rate
+    # XLA's FFI has no optional argument: an array without elements stands for none
     optional = (
         (operands.pairs, 4, jnp.int8), (operands.bias, 4, jnp.float32),
         (operands.slopes, 2, jnp.float32), (operands.sinks, 2, jnp.float32),
@@ -204,8 +210,7 @@ def _call(
     )
     found = call(
         *operands[:3],
-        _stacked(operands.q_vectors),
-        _stacked(operands.k_vectors),
+        *stacked,
         *(jnp.zeros((0,) * ndim, dtype) if x is None else x for x, ndim, dtype in optional),
         *lists[:3],
         *saved[:4],
@@ -219,8 +224,3 @@ def _call(
         constants=np.array(operations[1], np.int32),
     )
     return vary(tuple(found), operands.query)
-
-
-def _stacked(vectors: Vectors) -> jax.Array:  # i32[n, B or 1, T]
-    rows = max(x.shape[0] for x in vectors)
-    return jnp.stack([jnp.broadcast_to(x, (rows, x.shape[1])) for x in vectors])

@@ -40,7 +40,6 @@ from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 Ref = jax.Ref
 """A reference to memory, or a part of one."""
 
-Span = pl.Slice | slice
 Scratch = tuple[int, ...] | pl.MemoryRef | pltpu.SemaphoreType
 """Memory of a kernel: a shape of float32, or what Pallas makes."""
 
@@ -71,23 +70,21 @@ class GridStep(NamedTuple):
 
     def parts(self, x: TileInputs, size: int) -> list[tuple[GridStep, TileInputs]]:
         """Cut a tile along the keys, and say where each part stands."""
-        keys = x.key.shape[0]
+        keys, found = x.key.shape[0], []
         if keys % size:
             return [(self, x)]
-        return [
-            (self._replace(j=self.j + at), self._cut(x, pl.ds(at, size)))
-            for at in range(0, keys, size)
-        ]
-
-    def _cut(self, x: TileInputs, here: Span) -> TileInputs:
         by_key = x.bias is not None and self.bias_shape[1] > 1
-        return x._replace(
-            key=x.key.at[here],
-            value=x.value.at[here],
-            k_vectors=tuple(vector.at[:, here] for vector in x.k_vectors),
-            pairs=None if x.pairs is None else x.pairs.at[here],
-            bias=x.bias.at[:, here] if by_key else x.bias,
-        )
+        for at in range(0, keys, size):
+            here = pl.ds(at, size)
+            part = x._replace(
+                key=x.key.at[here],
+                value=x.value.at[here],
+                k_vectors=tuple(vector.at[:, here] for vector in x.k_vectors),
+                pairs=None if x.pairs is None else x.pairs.at[here],
+                bias=x.bias.at[:, here] if by_key else x.bias,
+            )
+            found.append((self._replace(j=self.j + at), part))
+        return found
 
     def scalar(self, ref: Ref) -> jax.Array:
         """Read this head's number of [B or 1, N], flattened."""
@@ -117,7 +114,8 @@ def by_queries(
     """Run a kernel over query tiles and the key tiles that each visits."""
     B, _, N, _ = operands.query.shape
     refuse_long(lists)
-    walk = _Walk((B, N), (), lambda b, n, _: (b, n), flatten(lists), blocks, _group(operands))
+    G = N // operands.key.shape[2]
+    walk = _Walk((B, N), (), lambda b, n, _: (b, n), flatten(lists), blocks, G)
     return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
 
@@ -126,7 +124,8 @@ def by_queries_of_key_heads(
     lists: TileLists, blocks: Blocks, *, writes: Sequence[Write], scratch: Sequence[Scratch] = (),
 ) -> list[jax.Array]:  # fmt: skip
     """Run a kernel as `by_queries`, all query heads of a key head one after the other."""
-    B, K, G = operands.query.shape[0], operands.key.shape[2], _group(operands)
+    (B, _, N, _), K = operands.query.shape, operands.key.shape[2]
+    G = N // K
     refuse_long(lists)
     walk = _Walk(
         (B, K), (G,), lambda b, h, g: (b, h * G + g), flatten(lists), blocks, G, sharers_first=True
@@ -153,7 +152,8 @@ def by_keys(
     def place(b: Index, h: Index, g: Index) -> tuple[Index, Index]:
         return b, h * G + g
 
-    walk = _Walk((B, heads), (sharers,), place, visits, blocks, _group(operands), keys_as_rows=True)
+    group = N // operands.key.shape[2]
+    walk = _Walk((B, heads), (sharers,), place, visits, blocks, group, keys_as_rows=True)
     return _run(name, kernel, problem, operands, saved, walk, writes, scratch)
 
 
@@ -175,17 +175,12 @@ def by_pairs(
 
     refuse_long(lists, copies=2)
     classes = classes_of(lists)
+    # visited if any of the heads that share the bias sees the tile; each reads its own class
     shared = [axis for axis in (0, 1) if operands.bias.shape[axis] == 1]
     visits = flatten(tile_lists(classes.max(axis=shared, keepdims=True)))
-    walk = _Walk(
-        (bias_batch, bias_heads), (batch * heads,), place, visits, blocks, _group(operands)
-    )
+    group, lead = N // operands.key.shape[2], (bias_batch, bias_heads)
+    walk = _Walk(lead, (batch * heads,), place, visits, blocks, group)
     return _run(name, kernel, problem, operands, saved, walk, writes, (), classes)
-
-
-def _group(operands: Operands) -> int:
-    """Return how many query heads read a key head."""
-    return operands.query.shape[2] // operands.key.shape[2]
 
 
 def refuse_long(lists: TileLists, copies: int = 1, beside: int = 0) -> None:
@@ -298,10 +293,47 @@ def _run(
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
+    N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
+    bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
+    result_of = packing.row if classes is None else packing.tile
+
+    def body(*refs: Ref) -> None:
+        (numbers, *rest), (x, *others) = refs[: len(tables)], refs[len(tables) :]
+        ids = [pl.program_id(axis) for axis in range(walk.rank)]
+        b, n, i, j = walk.tile(ids, numbers)
+        at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
+        # a result stays in VMEM while neighbours in the list are of it: compare with both
+        before, here, after = (
+            numbers[line + place]
+            for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
+        )
+        first = (at == 0) | (result_of(before) != result_of(here))
+        last = (at == end) | (result_of(after) != result_of(here))
+        begins, ends = at == 0, at == end
+        for axis in {*range(2, walk.rank)} - {walk.axis}:
+            opens, closes = ids[axis] == 0, ids[axis] == pl.num_programs(axis) - 1
+            begins, ends = begins & opens, ends & closes
+            if not walk.sharers_first:
+                first, last = first & opens, last & closes
+        kind = packing.unpack(here).tile_class
+        if classes is not None:
+            index: Index = 0  # of the flattened classes, whose axes of size 1 are shared
+            for place, size in zip((b, n, i, j), classes.shape, strict=True):
+                index = index * size + (place if size > 1 else 0)
+            kind = jnp.where(kind > 0, rest[0][index], 0)
+            others = others[1:]  # after the zeros that the results begin with
+        is_partial = None if problem.visible is None else kind == PARTIAL
+        q0, k0 = i * blocks.q, j * blocks.k
+        step = GridStep(
+            b, n, q0, k0, N, bias_shape, first, last, kind == FULL, is_partial, begins, ends
+        )
+        kernel(step, x, *others)
+
+    # sums stay in VMEM along the later axes, so only rows and heads may run in any order
     semantics: list[Literal["parallel", "arbitrary"]] = ["parallel", "parallel"]
     semantics += ["arbitrary"] * (walk.rank - 2)
     return pl.pallas_call(
-        _body(kernel, problem, operands, walk, None if classes is None else classes.shape),
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=walk.sizes,
@@ -320,54 +352,6 @@ def _run(
         interpret=problem.interpret,
         name=name,
     )(*(table.reshape(-1) for table in tables), *inputs)
-
-
-def _body(
-    kernel: KernelBody,
-    problem: Problem,
-    operands: Operands,
-    walk: _Walk,
-    classes_shape: tuple[int, ...] | None,
-) -> Callable[..., None]:
-    """Return the function of references that Pallas runs at each place in the grid."""
-    N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
-    bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
-    number = 1 if classes_shape is None else 2  # of tables
-    result_of = packing.row if classes_shape is None else packing.tile
-
-    def body(*refs: Ref) -> None:
-        (numbers, *rest), (x, *others) = refs[:number], refs[number:]
-        ids = [pl.program_id(axis) for axis in range(walk.rank)]
-        b, n, i, j = walk.tile(ids, numbers)
-        at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
-        before, here, after = (
-            numbers[line + place]
-            for place in (jnp.maximum(at - 1, 0), at, jnp.minimum(at + 1, end))
-        )
-        first = (at == 0) | (result_of(before) != result_of(here))
-        last = (at == end) | (result_of(after) != result_of(here))
-        begins, ends = at == 0, at == end
-        for axis in {*range(2, walk.rank)} - {walk.axis}:
-            opens, closes = ids[axis] == 0, ids[axis] == pl.num_programs(axis) - 1
-            begins, ends = begins & opens, ends & closes
-            if not walk.sharers_first:
-                first, last = first & opens, last & closes
-        kind = packing.unpack(here).tile_class
-        if classes_shape is not None:
-            index: Index = 0  # of the flattened classes, whose axes of size 1 are shared
-            for place, size in zip((b, n, i, j), classes_shape, strict=True):
-                index = index * size + (place if size > 1 else 0)
-            own = rest[0][index]
-            kind = jnp.where(kind > 0, own, 0)
-            others = others[1:]
-        is_partial = None if problem.visible is None else kind == PARTIAL
-        q0, k0 = i * blocks.q, j * blocks.k
-        step = GridStep(
-            b, n, q0, k0, N, bias_shape, first, last, kind == FULL, is_partial, begins, ends
-        )
-        kernel(step, x, *others)
-
-    return body
 
 
 def classes_of(lists: TileLists) -> jax.Array:  # i32[B or 1, N or 1, rows, columns]

@@ -29,10 +29,9 @@ from transformer_jax.attention.arguments import (
     PlannedMask,
     Refused,
     check_call,
-    mask_sizes,
 )
 from transformer_jax.attention.biases import Bias
-from transformer_jax.attention.blockwise.core import Blockwise
+from transformer_jax.attention.blockwise.core import Blockwise, parts_of_types
 from transformer_jax.attention.blockwise.tiles import FEW_QUERIES
 from transformer_jax.attention.cudnn import Cudnn
 from transformer_jax.attention.fused import Native, Pallas
@@ -68,6 +67,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "native": Native(),
 }
 """Every implementation by its name; one of your own is one more entry."""
+# compiled programs are found by these names, so a new value behind one must be noticed
 depends_on_names(IMPLEMENTATIONS)
 
 
@@ -196,13 +196,16 @@ def dot_product_attention(
         plan: Plan | str = _plan(name, call)
         if isinstance(plan, Plan):
             try:
-                # with lse or without it, the program is the same one
+                # with lse or without it, the program is the same one: the compiler finds no use for
+                # lse in a caller's `jit`, and an eager call compiles once
                 out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
                 if not return_lse:
                     return out
                 assert lse is not None
                 return out, lse
-            except Refused as error:  # the lists of a trace may be too long
+            except Refused as error:
+                # `plan` sees shapes; only the trace knows how long the lists of tiles are, for
+                # a `vmap` around this call may have multiplied them
                 plan = str(error)
         refused.append(f"{name}: {plan}")
     raise Refused("; ".join(refused))
@@ -299,16 +302,22 @@ def plan_mask(
         axes of a mesh are explicit.
     """
     call = check_call(query, key, value, **options)
-    mask = call.mask
+    mask, (B, T, N, S) = call.mask, call.sizes
     leaves = jax.tree.leaves((mask, call.q_positions, call.k_positions))
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
+    # as `check_call` compares them: positions may ask a mask for other rows than 0 .. T - 1
+    checked = (
+        B,
+        N,
+        None if call.q_positions is not None else T,
+        (None if call.k_positions is not None else S),
+    )
     for name in _candidates(call, implementation):
         plan = _plan(name, call)
         if isinstance(plan, Plan):
             shared = IMPLEMENTATIONS[name].share(replace(call, plan=plan))
-            sizes = mask_sizes(call.query, call.q_positions, call.k_positions, call.sizes[3])
-            return mask if mask is None or shared is None else PlannedMask(mask, shared, sizes)
+            return mask if mask is None or shared is None else PlannedMask(mask, shared, checked)
     return mask
 
 
@@ -361,6 +370,7 @@ def dot_product_attention_weights(
         q_positions=q_positions,
         k_positions=k_positions,
     )
+    # `type`, not `isinstance`: a subclass of yours may weigh in another way
     ours = {Xla, Blockwise, Pallas, Cudnn, Native}
     for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
@@ -425,7 +435,22 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
 
 @program(static=("one",))
 def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-    return one(call)
+    """Return what an implementation attends to, given only what it reads."""
+    if call.block_table is not None and not call.plan.reads_pages:
+        call = call.gathered()
+    if call.key_scale is not None and not call.plan.reads_int8:
+        call = call.dequantised()
+    # lists of tiles that another implementation has made are not even arguments of this one
+    if type(one).share is Implementation.share:
+        call = replace(call, shared=None)
+    # arrays that a predicate reads become arguments of what is split over a mesh
+    if call.mask is not None:
+        call = replace(call, mask=call.mask.closed())
+    # "blockwise" splits rows and heads itself where types say how: then nothing is gathered, while
+    # the compiler knows no rule for its loops
+    if isinstance(one, Blockwise) and parts_of_types(call) is not None:
+        return one.attend(call)
+    return by_compiler(one.attend, [call], split(call.query, slice(3)))
 
 
 @program()

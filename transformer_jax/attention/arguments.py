@@ -125,14 +125,14 @@ class AttentionCall:
 
     def gathered(self) -> AttentionCall:
         """Return the call with the keys and values of each row one after the other, a copy."""
-        if self.block_table is None:
-            return self
+        assert self.block_table is not None
         names = [name for name in POOLS if getattr(self, name) is not None]
         pools = [getattr(self, name) for name in names]
 
         def gather(table: jax.Array, *pools: jax.Array) -> list[jax.Array]:
             return [rows_of_pages(x, table) for x in pools]
 
+        # rows are split as the query's, the other axes as those of the pool
         rows = partial(split, self.query, slice(1))
         specs = [rows((None, *split(x, slice(2, None)))) for x in pools]
         found = by_compiler(gather, [self.block_table, *pools], specs)
@@ -141,9 +141,7 @@ class AttentionCall:
 
     def dequantised(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
-        if self.key_scale is None:
-            return self
-        assert self.value_scale is not None
+        assert self.key_scale is not None and self.value_scale is not None
         key = dequantise(self.key, self.key_scale, self.query.dtype)
         value = dequantise(self.value, self.value_scale, self.query.dtype)
         return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
@@ -169,6 +167,7 @@ class AttentionCall:
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
+        # once for a call: tiles mix in only their queries and keys
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 
 
@@ -222,18 +221,6 @@ class Implementation:
         """
         return None
 
-    def __call__(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-        """Return `attend(call)`, which on a mesh of explicit axes the compiler splits."""
-        if not call.plan.reads_pages and call.block_table is not None:
-            call = call.gathered()
-        if not call.plan.reads_int8 and call.key_scale is not None:
-            call = call.dequantised()
-        if type(self).share is Implementation.share:
-            call = dataclasses.replace(call, shared=None)
-        if call.mask is not None:  # arrays that a predicate reads become arguments of what is split
-            call = dataclasses.replace(call, mask=call.mask.closed())
-        return by_compiler(self.attend, [call], split(call.query, slice(3)))
-
 
 def check_call(
     query: Shaped,
@@ -265,6 +252,7 @@ def check_call(
         )
     )
     inputs = {"query": query, "key": key, "value": value}
+    # a function: every eager call comes here, and text that nobody reads takes longer than checks
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
     for name, x in inputs.items():
         if x.ndim != 4:
@@ -308,8 +296,9 @@ def check_call(
     if isinstance(mask, PlannedMask):
         shared, checked = mask.shared, mask.checked
         mask = mask.mask
-    sizes = mask_sizes(query, q_positions, k_positions, S)
-    if sizes != checked:
+    # where positions are given, a mask is asked by them, and may be shorter than there are rows
+    sizes = B, N, T if q_positions is None else None, S if k_positions is None else None
+    if sizes != checked:  # the layers of a model share a mask, which is checked once
         check_mask(mask, *sizes)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
@@ -326,6 +315,8 @@ def check_call(
                 rule = f"must be integers ({length},) or ({B}, {length})"
                 raise ValueError(f"{name} is {given}: {rule}")
     is_list = isinstance(scale, list | tuple)
+    # a known scale stays a part of the program, so that a kernel multiplies it in for nothing; an
+    # array is an argument, which has a gradient
     known = not traced(*scale) if is_list else isinstance(scale, np.ndarray)  # type: ignore[misc]
     numbers: Any = np.ravel(scale) if known else ()  # type: ignore[arg-type]
     if is_list or np.ndim(scale):  # type: ignore[arg-type]  # one number for each head
@@ -376,14 +367,6 @@ def check_call(
     )
 
 
-def mask_sizes(
-    query: jax.Array, q_positions: jax.Array | None, k_positions: jax.Array | None, S: int
-) -> tuple[int, int, int | None, int | None]:
-    """Return B, N, T and S as `check_mask` takes them: no length where positions are given."""
-    B, T, N, _ = query.shape
-    return B, N, T if q_positions is None else None, S if k_positions is None else None
-
-
 def as_array(x: Shaped) -> jax.Array:
     """Return an argument as an array; a shape stays, which is asked and traced like an array."""
     # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
@@ -411,27 +394,23 @@ def _check_bias(
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
-        _check_bias_shape(bias_shape(bias, *positions), full)
-        return bias
-    if callable(bias):
+        given: Shaped = bias_shape(bias, *positions)
+    elif callable(bias):
         raise ValueError(
             f"bias is a function: must be an array or a value with the method materialize("
             f"q_positions, k_positions), in a class under {_DECORATORS}"
         )
-    bias = as_array(bias)
-    _check_bias_shape(bias, full)
-    shape = (1,) * (4 - bias.ndim) + bias.shape
+    else:
+        bias = given = as_array(bias)
+    pairs = zip(given.shape[::-1], full[::-1], strict=False)  # as NumPy broadcasts: from the right
+    if len(given.shape) > 4 or any(n not in (1, size) for n, size in pairs):
+        raise ValueError(f"bias {tuple(given.shape)} does not broadcast to {full}, [B, N, T, S]")
+    if not _floating(given):
+        raise ValueError(f"bias is {given.dtype}: must be floating; what may attend is a mask")
+    shape = (1,) * (4 - len(given.shape)) + given.shape
     if isinstance(bias, jax.ShapeDtypeStruct):
         return as_array(jax.ShapeDtypeStruct(shape, bias.dtype))
-    return bias.reshape(shape)
-
-
-def _check_bias_shape(bias: Shaped, full: tuple[int, ...]) -> None:
-    pairs = zip(bias.shape[::-1], full[::-1], strict=False)
-    if len(bias.shape) > 4 or any(given not in (1, size) for given, size in pairs):
-        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {full}, [B, N, T, S]")
-    if not _floating(bias):
-        raise ValueError(f"bias is {bias.dtype}: must be floating; what may attend is a mask")
+    return bias if isinstance(bias, Bias) else bias.reshape(shape)
 
 
 _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"

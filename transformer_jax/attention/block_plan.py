@@ -54,6 +54,7 @@ class BlockPlan:
         if first.shape[1] > 1:
             heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
             low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
+            # what one head skips and another sees has to be masked for both
             shared = lib.where(low == high, low, PARTIAL).astype(first.dtype)
             first = lib.broadcast_to(shared, heads.shape).reshape(first.shape)
         return BlockPlan(first, self.block_q, self.block_k)
@@ -88,15 +89,18 @@ class Tiles:
     block_q: int
     block_k: int
 
-    def query_range(self, values: Array) -> tuple[Array, Array]:  # [B or 1, T] or [B or 1, N, T]
-        """Return the smallest and largest values of the queries of a tile."""
-        low, high = _range(values, np.ones((1, 1, 1), bool), self.block_q)
-        return low[..., None], high[..., None]
-
-    def key_range(self, values: Array) -> tuple[Array, Array]:  # [B or 1, S] or [B or 1, N, S]
-        """Return the smallest and largest values of the keys of a tile; low > high without any."""
-        low, high = _range(values, (self.k >= 0)[:, None], self.block_k)
-        return low[..., None, :], high[..., None, :]
+    def range(
+        self, side: str, values: Array
+    ) -> tuple[Array, Array]:  # of "q" or "k", [B or 1, length] or [B or 1, N, length]
+        """Return the smallest and largest values of a tile; low > high where it has no key."""
+        values = values if values.ndim == 3 else values[:, None]
+        # an empty slot counts as nothing: its position of -1 would keep a tile of later keys
+        where = np.ones((1, 1, 1), bool) if side == "q" else (self.k >= 0)[:, None]
+        axis, block = (-1, self.block_q) if side == "q" else (-2, self.block_k)
+        lib, (least, most) = library_of(values, where), (INT32.min, INT32.max)
+        low = _cut(lib.where(where, values, np.int32(most)), block, most).min(axis=-1)
+        high = _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)
+        return lib.expand_dims(low, axis), lib.expand_dims(high, axis)
 
     def pairs(self, holds: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
         """Return (some, every) of each tile by looking at all its pairs."""
@@ -112,6 +116,7 @@ class Tiles:
 
     def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
         """Return the classes once empty slots and the tail after S count as unseen."""
+        # the tail after S is unseen too, so the last tile is never full where S ends inside it
         lib, real = library_of(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
         some = some & lib.any(real, axis=-1)[:, None, None, :]
         every = every & lib.all(real, axis=-1)[:, None, None, :]
@@ -140,11 +145,3 @@ def pad(x: AnyArray, axis: int, length: int, fill: float) -> AnyArray:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
     return library_of(x).pad(x, widths, constant_values=fill)
-
-
-def _range(values: Array, where: Array, block: int) -> tuple[Array, Array]:
-    """Return the smallest and the largest of each tile's values, [B or 1, N or 1, tiles]."""
-    values = values if values.ndim == 3 else values[:, None]
-    lib, (least, most) = library_of(values, where), (INT32.min, INT32.max)
-    low = _cut(lib.where(where, values, np.int32(most)), block, most).min(axis=-1)
-    return low, _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +97,7 @@ class Pallas(Implementation):
             inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
             found = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
             query, key, value = map(as_array, found)
-        if _is_evaluated(bias):
+        if isinstance(bias, Bias) and not isinstance(bias, ALiBi):  # whose slopes kernels read
             if not self.evaluates_biases:
                 return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
             array = bias_shape(bias, *plain.positions())
@@ -128,13 +127,16 @@ class Pallas(Implementation):
             found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
                 # its list is of the tiles of all batch rows, with S padded as all kernels want it
-                padded = _round_up(S, math.lcm(*(b.k for b in found.values())))
+                whole = math.lcm(*(b.k for b in found.values()))
+                padded = -(-S // whole) * whole
                 listed = B * padded // found["decode"].k
                 table = 0 if page is None or call.block_table is None else call.block_table.size
                 if 4 * (listed + table) > backend.list_bytes:
                     del found["decode"]
             return found
 
+        # pages are read in place only if a kernel for few queries takes the call; the tiles that
+        # divide a page differ from those of keys that lie in a row
         page, blocks = None, tiles(None)
         if call.block_table is not None and backend.page and not by_array:
             slots = call.key.shape[1]
@@ -169,9 +171,11 @@ class Pallas(Implementation):
         packs = packs and 2 * -(-T * group // block_q) <= group * -(-T // block_q)
         padded_T, padded_S = T, S
         if self.pads:
-            of_queries = [b.q for kind, b in blocks.items() if kind != "decode"]
-            padded_T = T if packs else _round_up(T, math.lcm(*of_queries))
-            padded_S = _round_up(S, math.lcm(*(b.k for b in blocks.values())))
+            # one length that every kernel's tiles divide, so that arrays are padded once
+            block_q = math.lcm(*(b.q for kind, b in blocks.items() if kind != "decode"))
+            block_k = math.lcm(*(b.k for b in blocks.values()))
+            padded_T = T if packs else -(-T // block_q) * block_q
+            padded_S = -(-S // block_k) * block_k
         return KernelPlan(
             where=replace(where, blocks=tuple(blocks.items())),
             lengths=(T, S),
@@ -193,17 +197,19 @@ class Pallas(Implementation):
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
-        plan, T, shared = _plan_of(call), call.query.shape[1], call.shared
+        plan, T, shared = call.plan, call.query.shape[1], call.shared
+        assert isinstance(plan, KernelPlan)
         query, key, value, bias = call.query, call.key, call.value, call.bias
         if 0 in (*query.shape, *key.shape, *value.shape):
             out = jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
             return out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
-        if _is_evaluated(bias):
+        if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
             bias = bias.materialize(*call.positions())
         if call.scale_array is not None:
             query, key, value = _with_scale(plan.where, query, key, value, call.scale_array)
             scale = 1.0
+        # a planned mask may come from a call with other tiles: then its lists are of no use
         if not isinstance(shared, MaskOperands) or shared.plan != plan:
             shared = mask_operands(call)
         problem = Problem(
@@ -244,33 +250,22 @@ MOST_BIAS = 2**30
 """The most bytes of a bias that the native kernels get as an array though it is a value."""
 
 
-def _plan_of(call: AttentionCall) -> KernelPlan:
-    assert isinstance(call.plan, KernelPlan)
-    return call.plan
-
-
 def _with_scale(
     where: Target, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return query, key and value, with a scale [] or [N] multiplied into the query.
 
-    They become float32, so that the query is not rounded. Kernels that multiply only 16 bits get
-    the query in two parts, the rounded value and the rest, next to keys of twice the width: the two
-    parts have at least 16 bits together.
+    Kernels that multiply only 16 bits get the query in two parts, next to keys of twice the width.
     """
-    wide = scaled(query, scale)
+    wide = scaled(query, scale)  # float32: rounded, the scale would be lost in the query
     if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
+    # the rounded value and the rest have at least 16 bits together
     own = jnp.finfo(query.dtype)
     # XLA may remove a cast there and back; the gradient of the second part is that of the query
     first = lax.stop_gradient(lax.reduce_precision(wide, own.nexp, own.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value
-
-
-def _is_evaluated(bias: jax.Array | Bias | None) -> TypeGuard[Bias]:
-    """Whether a bias is a value of a type that no kernel evaluates."""
-    return isinstance(bias, Bias) and not isinstance(bias, ALiBi)
 
 
 def mask_operands(call: AttentionCall) -> MaskOperands:
@@ -279,7 +274,8 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
     Begin here to see how a mask gets into a kernel. `MaskVectors.of` traces it, `block_plan` bounds
     it in every tile, `prepare` writes the lists of tiles as the backend's grids read them.
     """
-    plan = _plan_of(call)
+    plan = call.plan
+    assert isinstance(plan, KernelPlan)
     padded_T, padded_S = plan.padded
     blocks: dict[Kind, Blocks] = dict(plan.where.blocks)
     mask = Everything() if call.mask is None else call.mask
@@ -287,6 +283,7 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
         vectors = MaskVectors.of(mask, *at, indices)
+        # keys after the end are empty slots, queries after it any: their rows are cut off
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         pairs = vectors.pairs()
@@ -305,6 +302,7 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
                 tiles = tiles.of_first_queries(plan.group)
             listed = tiles.query_tiles() if kind in BY_KEY else tiles.key_tiles()
             lists[kind] = plan.where.backend.prepare(listed)
+    # without a program the kernels have no code for partial tiles
     everywhere = vectors.visible == NO_EMPTY_SLOT
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
     visible = None if everywhere and no_empty_slot else vectors.visible
@@ -343,7 +341,3 @@ def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
         call.value_scale,
         None if call.block_table is None else clip_pages(call.block_table, len(call.key)),
     )
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

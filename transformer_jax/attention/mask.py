@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -73,7 +74,7 @@ class Mask:
         """Return (B or 1, N or 1): how many batch rows and heads the mask tells apart."""
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
-        with no_mesh():
+        with no_mesh():  # or operations would insist on the mesh of `jax.set_mesh`
             sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
         if sees.dtype != np.bool_ or len(sees.shape) > 4:
             given = f"{sees.dtype}[{', '.join(map(str, sees.shape))}]"
@@ -94,7 +95,7 @@ class Mask:
             program = self.comparison(vectors)
         except Refused:
             return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)
-        every, some = program.bounds(vectors.ranges(tiles))
+        every, some = program.bounds(partial(vectors.range_of, tiles))
         return some != 0, every != 0
 
     @property
@@ -140,6 +141,7 @@ class Mask:
                         n = at[name]
                         leaves[i] = _slice(leaves[i], axis, first[n], full[n], size[n])
             return jax.tree.unflatten(structure, leaves)
+        # a mask of your own may index rows itself, so nobody knows which of its axes are rows
         return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
 
     def closed(self) -> Mask:
@@ -176,8 +178,7 @@ class Mask:
         Raises:
             ValueError: if shapes or dtypes do not fit.
         """
-        q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
-        self._check_rows(q, k)
+        q, k = self._positions(q_positions, k_positions)
         return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]
 
     def allows(
@@ -195,6 +196,7 @@ class Mask:
             bool[B or 1, N or 1, T, S].
         """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
+        # a mask that reads only the keys, as padding does, has one row for all queries
         lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
         return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
 
@@ -225,16 +227,26 @@ class Mask:
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             check_count(name, size, 1)
         with at_once(self, q_positions, k_positions):
-            q, k = _rows("q_positions", q_positions), _rows("k_positions", k_positions)
-            self._check_rows(q, k)
-            tiles = Tiles(q, k, block_q, block_k)
+            tiles = Tiles(*self._positions(q_positions, k_positions), block_q, block_k)
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
-    def _check_rows(self, q: Array, k: Array) -> None:
-        sizes = {"the mask": self.lead[0], "q_positions": q.shape[0], "k_positions": k.shape[0]}
+    def _positions(self, q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
+        """Return checked positions as [B or 1, length], known ones as NumPy's."""
+        found, sizes = [], {"the mask": self.lead[0]}
+        for name, given in (("q_positions", q_positions), ("k_positions", k_positions)):
+            at = as_int32(name, given)
+            # NumPy's compile nothing, and inside a trace only they stay known
+            known = known_value(at)
+            at = jnp.asarray(at) if known is None else known
+            if at.ndim not in (1, 2) or not jnp.issubdtype(at.dtype, jnp.integer):
+                rule = "must be integers [length] or [B, length]"
+                raise ValueError(f"{name} is {at.dtype}{at.shape}: {rule}")
+            found.append(at[None] if at.ndim == 1 else at)
+            sizes[name] = found[-1].shape[0]
         if len({size for size in sizes.values() if size != 1}) > 1:
             rows = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(f"batch rows differ: {rows}")
+        return found[0], found[1]
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, other) if isinstance(other, Mask) else NotImplemented
@@ -347,6 +359,7 @@ class And(_Pair):
         return self.left.sees(q, k) & self.right.sees(q, k)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
+        # side by side: where one is no program, the other may still exclude the tile
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some & b_some, a_every & b_every
@@ -418,7 +431,7 @@ class Not(Mask):
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         some, every = self.mask.some_and_every(tiles)
-        return ~every, ~some
+        return ~every, ~some  # empty slots come in later, so they stay unseen under ~
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -449,7 +462,7 @@ def check_mask(
             node.check_lengths(T, S)
             continue
         parameters = vars(kind).get("__dataclass_params__")
-        registered = not jax.tree_util.all_leaves([node])
+        registered = not jax.tree_util.all_leaves([node])  # what JAX does not know is a leaf
         if parameters is None or not parameters.frozen or not registered:
             wrong = "is not registered as a pytree" if parameters else "is no frozen dataclass"
             wrong = wrong if parameters is None or parameters.frozen else "is not frozen"
@@ -485,7 +498,8 @@ def refuse_mask(mask: Mask) -> str | None:
         return [*map(jnp.asarray, (*vectors.q, *vectors.k))]
 
     try:
-        jax.eval_shape(trial, mask, at, at)  # a function JAX has not seen
+        # a new function, of which JAX has no trace yet: what a predicate reads may have changed
+        jax.eval_shape(trial, mask, at, at)
     except Refused as error:
         return f"{error}; the mask is {Mask.__repr__(mask)}"
     except Exception as error:  # what a user's function may raise
@@ -513,14 +527,3 @@ def _slice(x: AnyArray, axis: int, first: Index, full: int, size: int) -> AnyArr
     if x.shape[axis] != full or full == size:
         return x
     return lax.dynamic_slice_in_dim(x, first, size, axis)
-
-
-def _rows(name: str, positions: Array) -> Array:
-    """Return positions as [B or 1, length], known ones as NumPy's."""
-    positions = as_int32(name, positions)
-    known = known_value(positions)
-    positions = jnp.asarray(positions) if known is None else known
-    if positions.ndim not in (1, 2) or not jnp.issubdtype(positions.dtype, jnp.integer):
-        given = f"{positions.dtype}{positions.shape}"
-        raise ValueError(f"{name} is {given}: must be integers [length] or [B, length]")
-    return positions[None] if positions.ndim == 1 else positions

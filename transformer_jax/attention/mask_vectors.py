@@ -85,6 +85,7 @@ class MaskVectors:
             raise Refused("takes a mask that is the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
             raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
+        # here, once for all masks: a `~` inside one must not show an empty slot
         vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
 
@@ -132,23 +133,18 @@ class MaskVectors:
         value = known.read(result, found.out_avals[0].shape)
         return value if value.is_bool else combined("ne", value, number(0))
 
-    def ranges(self, tiles: Tiles) -> Callable[[Operand], Range]:
-        """Return the function that gives the lowest and the highest integer of each tile."""
-
-        def of(operand: Operand) -> Range:
-            side, index = operand
-            if side == "pair":
-                some, every = tiles.pairs(self.matrices[index])
-                return every.astype(np.int32), some.astype(np.int32)
-            vector = _known_first((self.q if side == "q" else self.k)[index])
-            return tiles.query_range(vector) if side == "q" else tiles.key_range(vector)
-
-        return of
+    def range_of(self, tiles: Tiles, operand: Operand) -> Range:
+        """Return the lowest and the highest integer of each tile."""
+        side, index = operand
+        if side == "pair":
+            some, every = tiles.pairs(self.matrices[index])
+            return every.astype(np.int32), some.astype(np.int32)
+        return tiles.range(side, _known_first((self.q if side == "q" else self.k)[index]))
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
         """Return which tiles fused kernels skip and mask, by the program's bounds in each one."""
         tiles = Tiles(_known_first(self.q[0]), _known_first(self.k[0]), block_q, block_k)
-        every, some = self.visible.bounds(self.ranges(tiles))
+        every, some = self.visible.bounds(functools.partial(self.range_of, tiles))
         return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
 
     def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
@@ -223,7 +219,7 @@ class _Sides(Known):
         are_known = not traced(*arrays)
         with at_once(arrays):
             results = compute(*arrays)
-        on_host = are_known and not traced(*results)
+        on_host = are_known and not traced(*results)  # NumPy has no array of keys of random numbers
         return [
             _Side(side, np.asarray(x) if on_host and not is_key else x, fixed)
             for x in results
@@ -237,10 +233,11 @@ class _Sides(Known):
         if before is not None:
             return before[1]
         array = value.array
-        if array.dtype.itemsize > 4:
+        if array.dtype.itemsize > 4:  # steps are of 32 bits: 64 are read as two halves
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")
+        # one number for all, of structure alone: equal masks keep equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
         vectors = self.vectors

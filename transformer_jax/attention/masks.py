@@ -71,10 +71,6 @@ class _Ours(Mask):
     __slots__ = ()
     is_foreign = False
 
-    @property
-    def lead(self) -> tuple[int, int]:
-        return 1, 1
-
 
 @value_class(arrays=(), repr=False)
 class Everything(_Ours):
@@ -85,6 +81,8 @@ class Everything(_Ours):
     # # # #
     # # # #
     """
+
+    lead = 1, 1
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return jnp.ones((1, 1, 1, 1), bool)
@@ -99,6 +97,8 @@ class Causal(_Ours):
     # # # .
     # # # #
     """
+
+    lead = 1, 1
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         return k <= q
@@ -125,6 +125,7 @@ class Window(_Ours):
 
     left: int | None
     right: int | None = None
+    lead = 1, 1
 
     def __post_init__(self) -> None:
         if self.left is None and self.right is None:
@@ -149,6 +150,7 @@ class Window(_Ours):
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         if self.left is not None and self.right is not None and self.left + self.right < 2:
             return jnp.zeros((1, 1, 1, 1), bool)
+        # the ends of int32 stand for all that is wider: q - k is at most 2^31 - 1
         sides = [] if self.left is None else [q - k <= min(self.left - 1, INT32.max)]
         sides += [] if self.right is None else [q - k >= max(1 - self.right, INT32.min)]
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
@@ -328,11 +330,32 @@ class Dense(_Ours):
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         array = self.array if self.array.ndim == 4 else self.array[None, None]
-        return _look_up_pairs(array, q[:, 0, :, 0], k[:, 0, 0])
+        q, k = q[:, 0, :, 0], k[:, 0, 0]
+        q_inside, k_inside = (
+            (at >= 0) & ((at < length) | (length == 1))
+            for at, length in zip((q, k), array.shape[2:], strict=True)
+        )
+        inside = q_inside[:, None, :, None] & k_inside[:, None, None, :]
+        if 0 in array.shape[2:]:
+            return inside
+
+        # two takes, of whole rows and then of columns, are faster than a gather of elements
+        def take(array: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:  # [N or 1, T', S']
+            rows = jnp.take(array, q, axis=1, mode="clip")
+            return jnp.take(rows, k, axis=2, mode="clip")
+
+        if q.shape[0] == k.shape[0] == 1:
+            return jax.vmap(take, (0, None, None))(array, q[0], k[0]) & inside
+        rows = np.broadcast_shapes(array.shape[:1], q.shape[:1], k.shape[:1])
+        index = [jnp.broadcast_to(x, rows + x.shape[1:]) for x in (q, k)]
+        if array.shape[0] == 1:
+            return jax.vmap(take, (None, 0, 0))(array[0], *index) & inside
+        return jax.vmap(take)(array, *index) & inside
 
     def comparison(self, vectors: MaskVectors) -> Program:
         q, k = vectors.q_positions, vectors.k_positions
         lengths = q.shape[1], k.shape[1]
+        # the array itself is the matrix: no look-up is compiled
         if vectors.positions_are_indices and self.array.shape[-2:] == lengths:
             return vectors.pair_holds(jnp.asarray(self.array).reshape(*self.lead, *lengths))
         return vectors.pair_holds(self.materialize(q, k))
@@ -377,7 +400,7 @@ class Predicate(Mask):
                 ) from None
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        sees = jnp.asarray(self.fn(q, k))
+        sees = jnp.asarray(self.fn(q, k))  # `lambda q, k: True` gives a bool of Python
         if sees.dtype != np.bool_:
             raise ValueError(f"Predicate: fn returned {sees.dtype}: must be bool")
         return sees
@@ -421,7 +444,8 @@ class Closed(Mask):
     def comparison(self, vectors: MaskVectors) -> Program:
         if self.lead == (1, 1):
             return super().comparison(vectors)
-        return vectors.sees(self.as_written)  # by fused kernels alone, before any derivative
+        # only fused kernels come here, before any derivative, so the predicate may read tracers
+        return vectors.sees(self.as_written)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         if self.lead == (1, 1):
@@ -445,45 +469,17 @@ def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
 
 
 def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S].
-
-    Outside it is the nearest entry: bounds of a tile that reaches beyond the table stay those of
-    its part inside.
-    """
+    """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S]."""
     inside = (at >= 0) & (at < table.shape[1])
     rows = jnp.broadcast_shapes(table.shape[:1], at.shape[:1])
+    # `take_along_axis` has nothing to clip to in a table without entries
     if table.shape[1] == 0:
         return jnp.zeros(rows + at.shape[1:], table.dtype), inside
+    # outside, the nearest entry: bounds of a tile that reaches beyond the table stay those of its
+    # part inside
     index = jnp.clip(at, 0, table.shape[1] - 1).reshape(at.shape[0], -1)
     found = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
     return found.reshape(rows + at.shape[1:]), inside
-
-
-def _look_up_pairs(
-    array: jax.Array,  # bool[B or 1, N or 1, T', S']
-    q: jax.Array,  # i32[B or 1, T]
-    k: jax.Array,  # i32[B or 1, S]
-) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-    """Return array[b, n, q, k], False outside, by two takes: faster than a gather of elements."""
-    q_inside, k_inside = (
-        (at >= 0) & ((at < length) | (length == 1))
-        for at, length in zip((q, k), array.shape[2:], strict=True)
-    )
-    inside = q_inside[:, None, :, None] & k_inside[:, None, None, :]
-    if 0 in array.shape[2:]:
-        return inside
-
-    def take(array: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:  # [N or 1, T', S']
-        rows = jnp.take(array, q, axis=1, mode="clip")
-        return jnp.take(rows, k, axis=2, mode="clip")
-
-    if q.shape[0] == k.shape[0] == 1:
-        return jax.vmap(take, (0, None, None))(array, q[0], k[0]) & inside
-    rows = np.broadcast_shapes(array.shape[:1], q.shape[:1], k.shape[:1])
-    index = [jnp.broadcast_to(x, rows + x.shape[1:]) for x in (q, k)]
-    if array.shape[0] == 1:
-        return jax.vmap(take, (None, 0, 0))(array[0], *index) & inside
-    return jax.vmap(take)(array, *index) & inside
 
 
 def _check_length(

@@ -51,22 +51,21 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        narrow = jnp.finfo(value.dtype).bits < 32
-        average = _average if narrow else _weigh_and_divide
-        out = average(self.exponentials, self.denominator, keep, value)
+        if jnp.finfo(value.dtype).bits < 32:  # which have a backward pass of their own
+            out = _average(self.exponentials, self.denominator, keep, value)
+        else:
+            out = _weigh(self.exponentials, keep, value) / self.denominator[..., None]
         return jnp.where(self.broken[..., None], jnp.nan, out).swapaxes(1, 2)
 
 
-def _weigh_and_divide(
+@jax.custom_jvp
+def _average(
     exponentials: jax.Array,  # [B, N, T, S]
     denominator: jax.Array,  # [B, N, T]
     keep: jax.Array | None,  # [B, N, T, S]
     value: jax.Array,  # [B, S, K, Hv]
 ) -> jax.Array:  # [B, N, T, Hv]
     return _weigh(exponentials, keep, value) / denominator[..., None]
-
-
-_average = jax.custom_jvp(_weigh_and_divide)
 
 
 @_average.defjvp
@@ -107,7 +106,15 @@ class Xla(Implementation):
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return attention [B, T, N, Hv] and the log of its softmax's denominator, f32[B, T, N]."""
         result, value = _softmax_of(call)
-        kept = _kept(call) if call.dropout_rate else None
+        kept = None
+        if call.dropout_rate:
+            words, (_, T, _, S) = call.head_words(), call.sizes
+            assert words is not None
+            a, b = words[..., None, None]
+            q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
+            k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
+            stays = keep(a, b, q, k, call.dropout_rate)
+            kept = jnp.where(stays, 1 / (1 - call.dropout_rate), 0.0)
         return result.average(value, kept).astype(call.query.dtype), result.lse.swapaxes(1, 2)
 
 
@@ -122,7 +129,8 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)  # the heads of a group in a column
+    # the heads of a group as rows of one product: keys are not repeated for each of them
+    rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)
     scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
     # a hidden score that overflows is 0, or its slope, 0 * inf, would be NaN
     masked = (lambda s: s) if visible is None else lambda s: jnp.where(visible, s, 0.0)
@@ -150,11 +158,10 @@ def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1
 
 
 def finite_rows(x: jax.Array) -> jax.Array:  # [..., H] to bool[...]
-    """Find finite rows by a product with a vector: faster on a CPU than a reduction."""
+    """Return which rows are finite."""
     x = jax.lax.stop_gradient(x)
-    weights = jnp.full(
-        x.shape[-1:], 0.5 / max(x.shape[-1], 1), x.dtype
-    )  # a sum that cannot overflow
+    # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
+    weights = jnp.full(x.shape[-1:], 0.5 / max(x.shape[-1], 1), x.dtype)
     return jnp.isfinite(einsum("...H,H->...", x, weights))
 
 
@@ -194,7 +201,7 @@ def softmax(
     fully_masked = jnp.isneginf(row_max)
     broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
     dead, sink = fully_masked | broken, None
-    if sinks is not None:
+    if sinks is not None:  # a sink may be far above all scores, so it takes part in the maximum
         sink = sinks.astype(scores.dtype)[None, :, None]
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)
@@ -215,14 +222,3 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's own may be strict
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)
-
-
-def _kept(call: AttentionCall) -> jax.Array:  # [B, N, T, S]
-    """Return what dropout multiplies the weights by."""
-    _, T, _, S = call.sizes
-    words = call.head_words()
-    assert words is not None
-    a, b = words[..., None, None]
-    q = jnp.arange(T, dtype=jnp.uint32)[None, None, :, None]
-    k = jnp.arange(S, dtype=jnp.uint32)[None, None, None, :]
-    return jnp.where(keep(a, b, q, k, call.dropout_rate), 1 / (1 - call.dropout_rate), 0.0)

@@ -46,7 +46,8 @@ def bias_tile(
     else:
         heads = place.sizes.heads * place.sizes.G
         part = bias.materialize(*place.positions(call))
-        part = place.take(place.rows(part), 1, place.c * heads, heads)
+        part = place.take(part, 0, place.b * place.sizes.rows, place.sizes.rows)
+        part = place.take(part, 1, place.c * heads, heads)
     part = part.astype(jnp.float32)
     return place.spread(jnp.where(part < jnp.inf, part, bad))
 
@@ -67,12 +68,14 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     bias = call.bias
     assert bias is not None
     if isinstance(bias, Bias):
+        # a value has no tiles of a gradient: JAX differentiates how this tile was evaluated
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     shape = [1 if n == 1 else s[2] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     zeros = vary(jnp.zeros(shape, jnp.float32), ds)
+    # what `spread` broadcast is summed by its transpose
     (gradient,) = jax.vjp(place.spread, zeros)[1](ds)
     at = int32(starts)
     assert isinstance(total, jax.Array)
@@ -105,11 +108,8 @@ def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.
         return None
     if not isinstance(bias, Bias):
         return total[0].astype(bias.dtype)
-    leaves, structure = jax.tree.flatten(bias)
-    sums = iter(total)
-    floating = [jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
-    leaves = [next(sums).astype(x.dtype) if f else x for x, f in zip(leaves, floating, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    pairs = zip(total, differentiable(bias), strict=True)
+    return _replace(bias, [x.astype(own.dtype) for x, own in pairs])
 
 
 def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> list[AxisNames]:

@@ -55,44 +55,37 @@ class Sizes:
         """Return the sizes for the arrays and the mask of a call."""
         B, T, N, S = call.sizes
         K, H = call.key.shape[2:]
-
-        places = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
-        lead = 1 if call.mask is None else call.mask.lead[0]
-        apart = max(lead, *(p.shape[0] for p in places), 1) > 1
-        sizes = block_q, block_k, rows, heads = tile_sizes(B, T, S, N, K, apart)
+        if T <= FEW_QUERIES:
+            # decoding: every head of every row at once, as far as any row sees, in tiles so narrow
+            # that little is read beyond, and that divide S, for padding would copy the cache; but
+            # padded tiles of 64 where a divisor is shorter than 16
+            widest = _divisors(S, 64)[-1]
+            block_k = widest if widest == S or widest >= 16 else min(S, 64)
+            block_q, rows, heads = T, B, K
+        else:
+            # half a million scores, which two cores hold in L2 (benchmarks/NOTES.md)
+            length = max(T, S)
+            if not _SMALL_PRODUCTS_THREADED:
+                side = 128 if length <= 256 else 512
+            else:
+                side = 128 if length <= 256 or (B * K >= 16 and length <= 1024) else 256
+            # as many small tiles at once as there are: the less of one on the diagonal is empty
+            group = max(2, 2**19 // side**2)
+            block_q = min(max(side // 8, side // (N // K)), -(-T // 8) * 8)
+            block_k = min(side, -(-S // 8) * 8)
+            heads = min(_divisors(K, group), key=lambda n: (abs(n - group), -n))
+            # batch rows that differ share a tile only where there is little to skip
+            at = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
+            lead = 1 if call.mask is None else call.mask.lead[0]
+            apart = max(lead, *(p.shape[0] for p in at), 1) > 1
+            together = group // K if not apart or length <= 256 else 1
+            rows = max(_divisors(B, max(1, together))) if heads == K else 1
         groups, grid = (B // rows, K // heads), (-(-T // block_q), -(-S // block_k))
+        sizes = block_q, block_k, rows, heads
         return cls(B, T, S, N, K, H, *sizes, N // K, rows * heads, groups, grid)
 
 
 FEW_QUERIES = 8
-
-
-def tile_sizes(B: int, T: int, S: int, N: int, K: int, apart: bool) -> tuple[int, int, int, int]:
-    """Return (block_q, block_k, rows, heads): half a million scores, which two cores hold in L2.
-
-    As many small tiles at once as there are: the less of a tile on the diagonal is empty. Batch
-    rows that plan `apart` share a tile only where there is little to skip. Measurements are in
-    benchmarks/NOTES.md.
-
-    A few queries, as in decoding, take every head of every row at once, as far as any row sees, in
-    tiles so narrow that little is read beyond, and that divide S: padding would copy the cache.
-    """
-    if T <= FEW_QUERIES:
-        # as many keys up to 64 as divide S, but padded tiles of 64 where that is fewer than 16
-        widest = _divisors(S, 64)[-1]
-        return T, widest if widest == S or widest >= 16 else min(S, 64), B, K
-    length, most = max(T, S), B * K
-    if not _SMALL_PRODUCTS_THREADED:
-        side = 128 if length <= 256 else 512
-    else:
-        side = 128 if length <= 256 or (most >= 16 and length <= 1024) else 256
-    group = max(2, 2**19 // side**2)
-    block_q = min(max(side // 8, side // (N // K)), _round_up(T, 8))
-    block_k = min(side, _round_up(S, 8))
-    heads = min(_divisors(K, group), key=lambda n: (abs(n - group), -n))
-    together = group // K if not apart or length <= 256 else 1
-    rows = max(_divisors(B, max(1, together))) if heads == K else 1
-    return block_q, block_k, rows, heads
 
 
 # XLA of jax 0.10 computes a batch of products on one thread if each is small
@@ -103,10 +96,6 @@ def _divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 # Which tiles to visit
 
 
@@ -114,13 +103,15 @@ def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
     """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
     given = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with at_once(call.mask, call.q_positions, call.k_positions):
-        # indices are NumPy's: then nothing is compiled for the plan of a mask without arrays
+        # indices are NumPy's: then nothing is compiled for the plan of a mask without arrays, which
+        # took two seconds of the first call
         places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in given]
         mask = Everything() if call.mask is None else call.mask
         plan = mask.block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
         rows = sizes.rows if plan.classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
+        # a tile that only some of a group skip, or need no mask in, is a partial one for all
         low, high = shares.min(axis=-1), shares.max(axis=-1)
         same = (low == high).astype(low.dtype)
         return lists_of(low * same + PARTIAL * (1 - same))
@@ -141,9 +132,6 @@ class Place(NamedTuple):
     def take(self, x: jax.Array, axis: int, start: Index, length: int) -> jax.Array:
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
 
-    def rows(self, x: jax.Array) -> jax.Array:
-        return self.take(x, 0, self.b * self.sizes.rows, self.sizes.rows)
-
     def spread(self, x: jax.Array) -> jax.Array:
         """Spread [rows or 1, heads G or 1, block_q or 1, block_k or 1] over a tile.
 
@@ -156,21 +144,20 @@ class Place(NamedTuple):
 
     def queries(self, x: jax.Array) -> jax.Array:  # f32[group, G block_q, d]
         """Return the tile's part of x [B, nQ block_q, N, d]."""
-        start, shape = self._queries_at()
-        x = lax.dynamic_slice(x, int32(start), (*shape, x.shape[3]))
-        return rearrange(x, "r t (h G) d -> (r h) (G t) d", G=self.sizes.G).astype(jnp.float32)
-
-    def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """Return x [B, nQ block_q, N, d] with the tile's part [group, G block_q, d] written."""
-        names = dict(G=self.sizes.G, r=self.sizes.rows)
-        part = rearrange(part, "(r h) (G t) d -> r t (h G) d", **names)
-        return lax.dynamic_update_slice(x, part, int32(self._queries_at()[0]))
-
-    def _queries_at(self) -> tuple[tuple[Index, Index, Index, int], tuple[int, int, int]]:
         sizes = self.sizes
         heads = sizes.heads * sizes.G
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
-        return start, (sizes.rows, sizes.block_q, heads)
+        shape = sizes.rows, sizes.block_q, heads, x.shape[3]
+        tile = lax.dynamic_slice(x, int32(start), shape)
+        # the heads that share a key head lie side by side: one product serves all of them
+        return rearrange(tile, "r t (h G) d -> (r h) (G t) d", G=sizes.G).astype(jnp.float32)
+
+    def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """Return x [B, nQ block_q, N, d] with the tile's part [group, G block_q, d] written."""
+        sizes = self.sizes
+        start = self.b * sizes.rows, self.i * sizes.block_q, self.c * sizes.heads * sizes.G, 0
+        part = rearrange(part, "(r h) (G t) d -> r t (h G) d", G=sizes.G, r=sizes.rows)
+        return lax.dynamic_update_slice(x, part, int32(start))
 
     def keys(self, x: jax.Array) -> jax.Array:  # f32[group, block_k, d]
         """Return the tile's part of x [B, nK block_k, K, d]."""
@@ -191,10 +178,11 @@ class Place(NamedTuple):
         sizes = self.sizes
         q, k = call.positions(sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
-        k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
+        k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)  # an empty slot, which nobody sees
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
         k = lax.dynamic_slice_in_dim(k, self.j * sizes.block_k, sizes.block_k, 1)
-        return self.rows(q), self.rows(k)
+        first = self.b * sizes.rows
+        return self.take(q, 0, first, sizes.rows), self.take(k, 0, first, sizes.rows)
 
     def indices(self) -> tuple[jax.Array, jax.Array]:
         """Return the indices of the tile's queries [block_q] and keys [block_k] in the arrays."""
@@ -221,6 +209,7 @@ def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
     assert call.dropout_words is not None
     sizes, rate = place.sizes, call.dropout_rate
     heads = sizes.heads * sizes.G
+    # the call may be a device's part: words were hashed of the whole array's rows and heads
     words = place.take(call.dropout_words, 1, place.b * sizes.rows, sizes.rows)
     a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
     q, k = (index.astype(jnp.uint32) for index in place.indices())
@@ -239,7 +228,8 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G bloc
 
 
 def int32(starts: Sequence[Index]) -> list[jax.Array]:
-    """Return the starts of a slice in one dtype, also where 64 bits are on."""
+    """Return the starts of a slice in one dtype."""
+    # where 64 bits are on, Python's integers become i64, and `lax` takes no mixture
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
