@@ -121,6 +121,7 @@ def tpu_blocks(kind: str, H: int, Hv: int, itemsize: int, K: int = 1) -> Blocks:
     128 and at most 2048.
     """
     if kind == "decode":
+        # a register's row is filled up to 128 numbers, so narrow heads take as much room
         lanes = sum(-(-width // TPU_LANES) * TPU_LANES for width in (H, Hv))
         slots = TPU_FEW_BYTES // 2 // (K * lanes * itemsize)
         return Blocks(64, min(2048, max(TPU_LANES, 1 << max(slots, 1).bit_length() - 1)))
@@ -170,11 +171,14 @@ def blocks(
     found = dict(where.blocks).get(kind) or MEASURED.get(
         (where.name, where.chip, kind, H, Hv, itemsize)
     )
+    # a target's own tiles come first, for benchmarks that search for faster ones
     found = found or where.backend.blocks(kind, H, Hv, itemsize, K)
     least, q, k = where.backend.shortest, found.q, found.k
     if least is not None:  # a power of two that holds a short sequence, as blocks divide each other
         q = q if q <= T else min(q, max(least, 1 << (T - 1).bit_length()))
         k = k if k <= S else min(k, max(least, 1 << (S - 1).bit_length()))
+    # the kernel of few queries holds all of them, and a copy of keys may not cross into a page
+    # that lies elsewhere
     if kind != "decode":
         return dataclasses.replace(found, q=q, k=k)
     return dataclasses.replace(found, q=T, k=math.gcd(k, page) if page and least else k)

@@ -87,7 +87,7 @@ class _OfLeaves:
         @partial(call.defjvp, symbolic_zeros=True)
         def rule(leaves: Leaves, tangents: Leaves) -> tuple[Tree, Tree]:
             out, saved = self.forward(leaves)
-            # what is saved is only read by `backward`, which finds its own tangents
+            # only `backward` reads what is saved, and finds its own tangents
             zeros = jax.tree.map(partial(zero_from_primal, symbolic_zeros=False), saved)
             return (out, saved), (self.tangents(leaves, saved, out, tangents), zeros)
 
@@ -95,6 +95,7 @@ class _OfLeaves:
 
     def tangents(self, leaves: Leaves, saved: Tree, out: Tree, tangents: Leaves) -> Tree:
         """Return the tangents of the outputs."""
+        # leaves that nobody moves cost nothing: their gradients are not even asked for
         dots = _given(SymbolicZero, tangents)
         if not dots:
             return jax.tree.map(jnp.zeros_like, out)
@@ -206,6 +207,7 @@ def _differentiate(
     known, bind = arrays[:-moved], partial(_tangents.bind, moved=moved, compute=compute, **rest)
     given = _given(ad.Zero, changes)
     parts = []
+    # linear in the tangents, so theirs are the same operation on their changes
     if any(i >= len(known) for i in given):
         parts.append(bind(*known, *map(ad.instantiate_zeros, changes[-moved:])))
     by_known = {i: x for i, x in given.items() if i < len(known)}
@@ -239,6 +241,7 @@ def _map(
             return jnp.broadcast_to(x[None], (size, *x.shape))
         return jnp.moveaxis(x, axis, 0)
 
+    # all tangents are mapped, so that the results are, and the cotangents of a transpose
     arrays = [*arrays[:-moved], *map(mapped, arrays[-moved:], axes[-moved:])]
     axes = (*axes[:-moved], *(0 for _ in range(moved)))
     compute = jax.vmap(compute, in_axes=axes)
@@ -276,6 +279,7 @@ def _let_kernels_have_buffers() -> None:
         def rule(*given: Any, call_jaxpr: Jaxpr, **_: object) -> Tree:  # JAX's own types
             return usual(*given, call_jaxpr=call_jaxpr, symbolic_zeros=False, **unused)
 
+        # not over a rule of JAX's own, which a later version may have
         _discharge_rules.setdefault(custom_jvp_call_p, rule)
 
 

@@ -57,6 +57,8 @@ def keep(
     rate: float,
 ) -> jax.Array:  # bool[block_q, block_k]
     """Return which weights of a tile are kept, given the words of its head."""
+    # the query is absorbed once for a row of the tile, and the key's index mixed once for a column:
+    # a pair costs one `mix`
     a = mix(a ^ q_index)
     b = mix(b + a)
     return mix((mix(k_index) ^ a) + b) >= jnp.uint32(threshold(rate))

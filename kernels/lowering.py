@@ -62,6 +62,7 @@ def _lower(
     alone: bool,
 ) -> Sequence[ir.Value | Sequence[ir.Value]]:
     module = context.module_context
+    # an exported program may run where there is no library, even on a CPU
     exported = module.lowering_parameters.for_export
     stays = tuple(module.platforms) == ("cpu",) and not exported
     if alone:
@@ -74,6 +75,7 @@ def _differentiate(
     primals: Leaves, tangents: Leaves, *, elsewhere: Callable[..., Results], **_: object
 ) -> tuple[Results, Results]:
     """Return results and tangents of the plain functions: the library has no derivatives."""
+    # only along what moves: integers, such as lists of tiles, have no tangents
     moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def along(*changed: jax.Array) -> Results:
@@ -95,6 +97,7 @@ def _map(
     if alone:
         found: Results = jax.vmap(elsewhere, in_axes=axes)(*leaves)
         return found, (0,) * len(found)
+    # both again under one operation: which one runs is still decided when it is lowered
     library = jax.vmap(jaxpr_as_fun(here), in_axes=axes)
     found = here_or_elsewhere(library, jax.vmap(elsewhere, in_axes=axes), leaves)
     return found, (0,) * len(found)

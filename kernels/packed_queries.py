@@ -95,7 +95,8 @@ class PackedQueries:
 
     def lists(self, lists: TileLists, by_key: bool) -> TileLists:
         """Return lists of all tiles of rows, each of which visits the same."""
-        order, full, seen = (x[:, :: self.group] for x in lists[:3])  # one head's, or all heads'
+        # heads of one group have the same lists; where all heads share one, this takes that
+        order, full, seen = (x[:, :: self.group] for x in lists[:3])
         if by_key:
             every = jax.lax.broadcasted_iota(order.dtype, (*seen.shape, self.tiles), seen.ndim)
             order = jnp.where(seen[..., None] > 0, every, 0)
@@ -165,9 +166,9 @@ def with_sinks(
         m' = max(m, sink)    log l' = log(l exp(m - m') + exp(sink - m'))
         out' = out l exp(m - m') / l'
 
-    Fully masked rows stay as they are. A kernel takes one sink a head, and rows of a tile are of
-    several.
+    Fully masked rows stay as they are.
     """
+    # here, because a kernel takes one sink a head, and the rows of a tile are of several
     fully_masked = jnp.isneginf(row_max)
     sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
     new_max = jnp.maximum(row_max, sink)  # else m + log l' cancels where scores are far below

@@ -54,6 +54,7 @@ def forward(
             bad = ~tiles.spread(tiles.keys(finite, j)[..., 0])[:, :, None]
             lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
             s = jnp.where(lost[..., None], -jnp.inf, s)  # finite from here on, and its derivatives
+            # the maximum cancels out of the result, so its slope would only add rounding
             most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
             safe = jnp.where(jnp.isneginf(most), 0, most)
             p = jnp.exp(s - safe[..., None])
@@ -179,6 +180,7 @@ def _visit(visits: jax.Array, step: Callable[[jax.Array, State], State], state: 
 
     def one(state: State, at: tuple[jax.Array, jax.Array]) -> tuple[State, None]:
         visited, j = at
+        # skipped when it runs; `scan`, unlike `while_loop`, has a reverse mode
         return lax.cond(visited, partial(step, j), lambda state: state, state), None
 
     steps = jnp.arange(visits.shape[0], dtype=jnp.int32)
@@ -217,6 +219,7 @@ def _backward_inputs(
         tiles.rows_by_tile(saved.log_sum, 0),
         tiles.rows_by_tile(saved.D, 0),
     )
+    # the cotangent of a query that passes no gradient on may be NaN
     do = jnp.where(jnp.isposinf(rows.row_max)[..., None], 0, do)
     k, v, _ = _clean_keys(operands)
     return q, do, tiles.pad_keys(k), tiles.pad_keys(v), rows
@@ -231,6 +234,7 @@ class _Tiles:
         self.S, self.K = operands.key.shape[1:3]
         self.q, self.k = min(blocks.q, self.T), min(blocks.k, self.S)
         self.rows, self.columns = -(-self.T // self.q), -(-self.S // self.k)
+        # arrays are float32 here: only those that were so before lose bits at the default precision
         half = operands.query.dtype != jnp.float32
         self.precision = None if half else lax.Precision.HIGHEST
 
@@ -343,6 +347,7 @@ class _Tiles:
         row_max, log_sum, D = (x[i][..., None] for x in rows)
         s, seen, t = self.scores(q, k, i, j)
         seen = seen & ~jnp.isposinf(row_max)
+        # replaced before the exponential: what is selected afterwards would still have a NaN slope
         s, row_max = jnp.where(seen, s, 0), jnp.where(jnp.isposinf(row_max), 0, row_max)
         p = jnp.where(seen, jnp.exp((s - row_max) - log_sum), 0)
         dp = self.onto_pairs(do, v)

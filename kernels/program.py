@@ -146,11 +146,12 @@ class Program:
         there is one, the constants, then the result of each operation. The last one is the answer.
         """
         program, constants = self, []
-        if pairs:  # the bits of the pair are steps of their own here
+        if pairs:  # the interpreter in mask.h reads registers alone: bits become steps
             for bit in sorted(self.reads("pair")):
                 integer, mask = Program((), ("k", num_k)), number(1 << bit)
                 asked = combined("ne", combined("and", integer, mask), number(0))
                 program = program.with_operand(("pair", bit), asked)
+        # the last register is the answer, so a program that only reads a vector takes one step
         if not program.steps or program.result != ("step", len(program.steps) - 1):
             program = combined("max", program, program)
         for _, operands in program.steps:
@@ -244,6 +245,7 @@ def combined(name: str, *programs: Program) -> Program:
 def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Range:
     """Return bounds of an operation's results from bounds of its operands."""
     (x_low, x_high), (y_low, y_high) = x, y
+    # NumPy as long as all is known: a plan without arrays compiles nothing
     xp: ModuleType = np if all(isinstance(one, np.ndarray) for one in sum(rest, x + y)) else jnp
     corners, found = [(a, b) for a in x for b in y], list[Array]()
     if name in ("eq", "ne"):
@@ -266,7 +268,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         return pick_low, xp.where(first, y_high, xp.where(second, rest[0][1], high))
     if name in _LOGIC:
         found = [OPERATIONS[name](a, b) for a, b in ((x_low, y_low), (x_high, y_high))]
-        if are_bools and name != "xor":
+        if are_bools and name != "xor":  # monotone on 0 and 1, so the ends are exact
             return found[0], found[1]
         known = (x_low == x_high) & (y_low == y_high)
         if are_bools:
@@ -287,6 +289,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [((a ^ b) & (a ^ c)) < 0 for (a, b), c in zip(ends, found, strict=True)]
     elif name == "mul":
         found = [a * b for a, b in corners]
+        # float32 tells a product near 2^31 only roughly, so half of that counts as too large
         sizes = [a.astype(np.float32) * b.astype(np.float32) for a, b in corners]
         wraps = [xp.abs(size) > 2.0**30 for size in sizes]
     elif name == "shift_left":
@@ -298,7 +301,7 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [b < 0 for _, b in corners]
     else:  # div and rem, towards zero
         by = y_low > 0
-        divisors = [xp.where(by, b, 1) for b in y]
+        divisors = [xp.where(by, b, 1) for b in y]  # a divisor of 0 or below: anything
         found = []
         for a, b in ((a, b) for a in x for b in divisors):
             down = a // b
@@ -393,7 +396,7 @@ def write(
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
-        if name in _CALLS:
+        if name in _CALLS:  # `jnp` wraps some operations in a jit of its own
             inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
             found = write(inner.jaxpr, inner.consts, given, known)
         else:
@@ -418,6 +421,7 @@ def _step(
     hint = "; Dense(array) looks pairs up" if looks_up else ""
     kinds, shapes = zip(*((x.dtype, x.shape) for x in map(type_of, equation.invars)), strict=True)
     for dtype in (*kinds, out.dtype):
+        # a comparison may be of other integers: narrow ones fit, and 64 bits are equal by halves
         compared = name in _COMPARISONS and jnp.issubdtype(dtype, jnp.integer)
         fits = dtype.itemsize < 4 or name in ("eq", "ne")
         if dtype not in (jnp.int32, jnp.bool_) and not (compared and fits):

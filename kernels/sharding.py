@@ -88,10 +88,11 @@ class Parts:
             for splitting, name in zip(spec, array_names, strict=False):
                 if name is not None and name != "k" and name not in axes:
                     axes[name] = _mesh_axes(splitting)
-        taken: set[str] = set()
+        taken: set[str] = set()  # one axis of a mesh cannot split both rows and heads
         for name, splitting in axes.items():
             number = math.prod(mesh.shape[axis] for axis in splitting)
             fits = full[name] % number == 0 and not taken & {*splitting}
+            # a device's queries must be of whole key heads, or of parts of a single one
             if name == "n" and full["k"] % number and number % full["k"]:
                 fits = False
             axes[name] = splitting if fits else ()
@@ -113,6 +114,7 @@ class Parts:
         """Return the mesh axes over whose devices a result is still to be summed."""
         if not {"b", "n", "k"} & {*names}:
             return self.axes["b"] + self.axes["n"]
+        # devices that read one key head have each a part of its gradient
         axes = self._beyond_keys() if "k" in names else ()
         for size, name in zip(shape, names, strict=True):
             if name in ("b", "n") and size != self.full[name]:
@@ -143,6 +145,7 @@ class Parts:
         beyond = self._beyond_keys()
         if not beyond:
             return list(arrays)
+        # which of the key heads that a device holds its query heads read
         at = lax.axis_index(beyond) // (self._number("n") // self.full["k"])
         return [
             change(x, at, number, own.index("k")) if "k" in own else x
@@ -183,6 +186,7 @@ def partitioned(
 
     The compiler sees one operation, with a rule of how its operands and results lie together.
     """
+    # traced here, because `custom_partitioning` cannot have constants and does not tell its shapes
     whole = functools.partial(function, (0, 0))
     traced = jax.make_jaxpr(whole)(*arrays)
     constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
@@ -199,7 +203,7 @@ def partitioned(
         mesh: Mesh, arguments: tuple[jax.ShapeDtypeStruct, ...], _: object
     ) -> tuple[Mesh, Function, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         own = arguments[len(constants) :]
-        if mesh.empty:
+        if mesh.empty:  # a sharding of XLA's without a mesh: all devices are one axis
             mesh = Mesh([*_slices(own[0].sharding, own[0].ndim)], "devices")
         specs = [_spec(mesh, x.sharding, x.ndim) for x in own]
         parts = Parts.of(mesh, specs, names[len(constants) :], full)
@@ -233,19 +237,15 @@ def partitioned(
 
 
 def _slices(sharding: Sharding, ndim: int) -> dict[jax.Device, tuple[slice, ...]]:
-    """Return what each device holds of an array whose axes are as long as there are devices.
-
-    Of another array, which a compiler may have split unevenly, a sharding could not be asked.
-    """
+    """Return what each device holds of an array whose axes are as long as there are devices."""
+    # of an array that a compiler has split unevenly, a sharding could not be asked
     return dict(sharding.devices_indices_map((len(sharding.device_set),) * ndim))
 
 
 def _spec(mesh: Mesh, sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
-    """Return which axes of a mesh split each axis of an array, the slowest first.
-
-    Also where only a part of a mesh axis does, as where a compiler splits four heads over eight
-    devices.
-    """
+    """Return which axes of a mesh split each axis of an array, the slowest first."""
+    # by where each device's part begins: a compiler may split four heads over eight devices, by a
+    # part of a mesh axis, which no PartitionSpec can say
     slices = _slices(sharding, ndim)
 
     def of_axis(axis: int) -> tuple[str, ...]:
@@ -342,7 +342,7 @@ def over_devices(
         size: int, batched: Sequence[bool], *leaves: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        if size == 0:
+        if size == 0:  # a `vmap` over no calls; no kernel takes an axis of length 0
             return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
         name = f"v{len(full)}"  # a new one
 
@@ -389,6 +389,7 @@ def batched(
         folded = _folded(size, mapped, tree, copies_bias=of_bias)
         out = batched(kernel, results, of_bias=of_bias, splits=splits)(*folded)
         out = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in out)
+        # each call had its own copy of the bias for every row: its gradient sums over them
         if of_bias and tree[0].bias.shape[1 if mapped[0].bias else 0] == 1:
             out = tuple(x.sum(axis=1, keepdims=True) for x in out)
         return out, (True,) * len(out)
@@ -416,6 +417,7 @@ def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool)
                 return x
             x = jnp.broadcast_to(x[None], (size, *x.shape))
         shape = (*x.shape[: axis + 1], B, *x.shape[axis + 2 :])
+        # the rows of each call stay next to each other
         x = jnp.moveaxis(jnp.broadcast_to(x, shape), 0, axis)
         return x.reshape(*x.shape[:axis], size * B, *x.shape[axis + 2 :])
 
@@ -434,6 +436,7 @@ def _one_pool(size: int, mapped: Arguments, tree: Arguments) -> tuple[Arguments,
     def every(x: jax.Array, is_mapped: bool) -> jax.Array:  # [V, ..]
         return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
 
+    # even pools that are not mapped are copied for each call: a table names pages of one pool
     pools = {field: every(getattr(operands, field), getattr(flags, field)) for field in fields}
     first = jnp.arange(size, dtype=jnp.int32) * pools["key"].shape[1]
     pages = every(operands.pages, flags.pages) + first[:, None, None]
@@ -484,9 +487,10 @@ def result(shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array) -> jax.Sha
 def vary(tree: Tree, like: object = None) -> Tree:
     """Mark arrays as different on each device of a `shard_map`, if others of `like` or `tree` are.
 
-    A loop wants what it carries to be of one kind. Gradients of what was the same on all devices
-    are then summed over them. Outside of a `shard_map` nothing happens.
+    Outside of a `shard_map` nothing happens.
     """
+    # a loop wants what it carries to be of one kind, and a gradient of what was the same on all
+    # devices is summed over them only if it was marked
     leaves = jax.tree.leaves((tree, like))
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 

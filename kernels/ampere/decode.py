@@ -181,6 +181,7 @@ class _Program:
         k0 = at(self.lists.order, rows.b, rows.head, 0, rows.first + j)[...] * self.blocks.k
         if self.operands.pages is not None:
             return k0, i32(0)
+        # `cp.async` checks no bounds, so a last tile that would pass the end begins earlier
         start = jnp.minimum(k0, self.operands.key.shape[1] - self.blocks.k)
         return start, k0 - start
 

@@ -41,10 +41,7 @@ HAS_MMA = mma is not None
 def launch(
     problem: Problem, body: Callable[..., None], items: int, **options: Any
 ) -> Callable[..., Any]:
-    """Return the kernel of a body as a function of arrays: one program for each item.
-
-    Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
-    """
+    """Return the kernel of a body as a function of arrays: one program for each item."""
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
         body,
@@ -57,6 +54,7 @@ def launch(
         **interpret,
         **options,
     )
+    # Mosaic GPU forgets that results vary over a mesh as the arguments do
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 
@@ -111,9 +109,10 @@ def fetch(source: Ref, like: Ref | None = None) -> jax.Array:
 def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
     """Start copying rows of device memory into a tile of `slots` (`cp.async`): a group of copies.
 
-    Pallas's own copy is `cp.async` on capability 8 alone, and takes no rows that lie apart. The
-    instruction is on all GPUs after it too. A thread copies what `copy_layout` says.
+    A thread copies what `copy_layout` says.
     """
+    # Pallas's own copy is `cp.async` on capability 8 alone, and takes no rows that lie apart; the
+    # instruction is on all GPUs after it too
     if problem.interpret:  # which knows no copy without a barrier
         tile[...] = source[...]
         return
@@ -151,6 +150,7 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
 
 def start_nothing(problem: Problem) -> None:
     """Count as one group of copies."""
+    # `await_copies` counts groups: past the last tile, empty ones keep its number the same
     if problem.interpret:
         return
 
@@ -209,11 +209,8 @@ def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) ->
 
 
 def _as_left(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round the result of a product to a dtype, as the left factor of the next one.
-
-    The registers of a thread hold the same numbers in both layouts, which `layout_cast` does not
-    know.
-    """
+    """Round the result of a product to a dtype, as the left factor of the next one."""
+    # a thread's registers hold the same numbers in both layouts, which `layout_cast` does not know
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT.WGMMA,),

@@ -195,6 +195,7 @@ class _QueryConsumer:
         v = walk.v_tile.at[opaque(v_slot)]
         dp = product(walk.do_tile.at[opaque(w)], v.transpose((1, 0)))
         ds, du = differentiate(dp, across(rows.D, dp))
+        # values leave sooner than keys, which one more product reads
         plgpu.barrier_arrive(walk.v_empty.at[v_slot])
         if self.slope_out is not None:
             slope -= (ds * distance(where, ds.shape)).sum(axis=1)

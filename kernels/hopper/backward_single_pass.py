@@ -82,6 +82,7 @@ def backward_single_pass(
     operands = queries_as_columns(operands)
     like = operands.query
     slopes = (result((B, N, S), f32, like),) * learns_slopes(problem, operands)
+    # float32, and scaled at the end: programs add to it in any order
     dq = jax.new_ref(jnp.zeros((B, T, N, H), f32))
     dk, dv, *slopes = launch(
         problem,
@@ -151,11 +152,9 @@ def dq_slot(share: Share, H: int) -> Scratch:
 
 
 def _add_to_memory(problem: Problem, tile: Ref, target: Ref) -> None:
-    """Add a tile to device memory; the sum is there once the copy is done.
-
-    The interpreter knows no copy that adds. It reads, adds and writes instead, which is right as
-    only one program runs there; the instruction itself runs on the device only.
-    """
+    """Add a tile to device memory; the sum is there once the copy is done."""
+    # the interpreter knows no copy that adds: it reads, adds and writes, which is right because
+    # only one program runs there
     if problem.interpret:
         target[...] = target[...] + tile[...]
     else:

@@ -237,10 +237,12 @@ class _Consumer:
         softmax = functools.partial(self.softmax, row_max, total, where, slot, partial)
 
         plgpu.barrier_wait(walk.k_full.at[slot])
+        # two consumers take turns at the tensor cores: the softmax of one hides under the products
+        # of the other (FlashAttention-3, section 3.1)
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
-        if first:
+        if first:  # of a list there is no last tile whose values are still to be added
             p, row_max, total, _, _ = softmax(product(q, k, self.hand_over))
         else:
             acc, (p, row_max, total, shrink, risen) = overlapped_products(
@@ -310,10 +312,8 @@ class _Consumer:
 
 
 def any_of_warp(rows: jax.Array) -> jax.Array:  # bool[rows] -> bool[]
-    """Return whether one of a warp's own rows is true.
-
-    Warps may differ, so what depends on it may hold no barrier and no wgmma.
-    """
+    """Return whether one of a warp's own rows is true."""
+    # warps may differ, so what depends on this may hold no barrier and no wgmma
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA.reduce(1),),

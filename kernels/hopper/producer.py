@@ -51,17 +51,16 @@ class QueryWalk(NamedTuple):
     ) -> None:  # fmt: skip
         """Copy for every item its queries (and do), and the keys and values of its list.
 
-        The first keys are on their way before the queries' slot is free, which the last item holds
-        until its last product with keys. The forward kernel frees the keys of a tile before the
-        values of the tile before, so there keys are copied one tile ahead of values. What frees a
-        slot never waits for a copy that comes later: keys j + 1 take the slot of keys j - 1 or
-        older ones, which are freed once keys j - 1 and values j - 2 are there.
+        What frees a slot never waits for a copy that comes later: keys j + 1 take the slot of keys
+        j - 1 or older ones, which are freed once keys j - 1 and values j - 2 are there.
         """
         N, K, items = operands.query.shape[2], operands.key.shape[2], query_items(operands, blocks)
         staying: list[tuple[Ref, Ref]] = [(operands.query, self.q_tile)]
         staying += [] if do is None else [(do, self.do_tile)]
         stages, value_slots = self.k_tile.shape[0], self.v_tile.shape[0]
-        keys_lead = do is None  # and so `forward` has two stages at least
+        # the forward kernel frees the keys of a tile before the values of the tile before, so there
+        # keys are copied one tile ahead; it has two stages at least
+        keys_lead = do is None
 
         def copy_item(
             item: Index, carry: tuple[jax.Array, jax.Array]
@@ -108,6 +107,8 @@ class QueryWalk(NamedTuple):
                     pl.when(j + 1 < seen)(next_keys)
                 return step + 1, following
 
+            # the first keys are on their way before the queries' slot is free, which the last item
+            # holds until its last product with keys
             this = tile_of(jnp.int32(0))
             pl.when(seen > 0)(functools.partial(copy_keys, this, step))
             copy_queries()

@@ -19,12 +19,10 @@ Found = TypeVar("Found")
 
 
 def opaque(slot: Index) -> Index:
-    """Hide from the compiler which slot this is.
-
-    wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be
-    kept in registers from step to step, up to 64 of them, and something else spilled. So they cost
-    an addition each time instead.
-    """
+    """Hide from the compiler which slot this is."""
+    # wgmma takes a descriptor for every 16 columns of a tile. Those of a slot that stays would be
+    # kept in registers from step to step, up to 64 of them, and something else spilled. So they
+    # cost an addition each time instead
     return lax.optimization_barrier(jnp.asarray(slot, i32)) if HAS_JAX_11 else slot
 
 

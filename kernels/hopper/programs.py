@@ -28,10 +28,8 @@ def most_programs(problem: Problem) -> int:
 
 
 def each_item(total: int, body: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Run `carry = body(item, carry)` for the items of this program, out of so many.
-
-    The programs take them in turns, back and forth, so that the heavy ones are shared out evenly.
-    """
+    """Run `carry = body(item, carry)` for the items of this program, out of so many."""
+    # back and forth: items get lighter, so a program's first turn is heavy and its next one light
     programs, program = lax.axis_size("program"), lax.axis_index("program")
 
     def position(turn: jax.Array) -> jax.Array:
@@ -64,7 +62,6 @@ def launch(
     slot is not read, and so not freed again, before its last warp has seen it free; a consumer's
     for every slot that they free, so a slot is not filled again before the last warp has read it.
 
-    Mosaic GPU forgets that results vary over a mesh as the arguments do: the first two say how.
     """
     interpret = {"interpret": problem.interpret} if problem.interpret else {}
     kernel = plgpu.kernel(
@@ -78,6 +75,7 @@ def launch(
         **interpret,
         **options,
     )
+    # Mosaic GPU forgets that results vary over a mesh as the arguments do
     return lambda *arrays: vary(kernel(*arrays), like=arrays[:2])
 
 

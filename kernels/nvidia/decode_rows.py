@@ -94,6 +94,7 @@ def merged(
     """Return output, m and log l of the sums of all parts; the sink joins here."""
     T, N, K = *operands.query.shape[1:3], operands.key.shape[2]
     packed = PackedQueries(T, N // K, ROWS)
+    # in the order of the parts, not in that in which programs finish: the same bits in every run
     top = row_max.max(axis=2)
     weight = jnp.exp2(row_max - top[:, :, None])
     total = packed.unpacked((weight * total).sum(axis=2), OF_ROWS)  # f32[B, N, T]

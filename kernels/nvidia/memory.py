@@ -39,13 +39,11 @@ i32 = jnp.int32
 def tile_slots(
     slots: int | None, rows: int, width: int, dtype: DTypeLike, swizzle: int | None = None
 ) -> Scratch:
-    """Return the type of slots in shared memory, laid out as wgmma and TMA want them; None: one.
-
-    A swizzle of 16 bytes is none.
-    """
+    """Return the type of slots in shared memory, laid out as wgmma and TMA want them; None: one."""
     size = jnp.dtype(dtype).itemsize
     swizzle = swizzle or swizzle_of(size, width)
     tiling = plgpu.TilingTransform((8, swizzle // size))
+    # 16 bytes are the order of memory itself: no transform says so
     swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
     shape = (rows, width) if slots is None else (slots, rows, width)
     return plgpu.SMEM(shape, dtype, transforms=(tiling, *swizzled))
@@ -82,11 +80,9 @@ def load_along(ref: Ref, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def fence(problem: Problem) -> None:
-    """Order a thread's own reads and writes of shared memory before later copies and products.
-
-    No warp waits for another, as in `commit_smem`: an arrival at a barrier must follow, for which
-    the copies and products wait. The interpreter knows `commit_smem` alone.
-    """
+    """Order a thread's own reads and writes of shared memory before later copies and products."""
+    # `commit_smem` also makes all warps wait for each other. Here an arrival at a barrier must
+    # follow, for which the copies and products wait; the interpreter has no such fence
     if problem.interpret or not HAS_JAX_11:
         plgpu.commit_smem()
         return

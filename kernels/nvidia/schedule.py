@@ -25,9 +25,11 @@ def prepare(lists: TileLists) -> TileLists:
 
     What is known when tracing is made of constants, else it takes comparisons, and no sort.
     """
+    # heavy rows first, so that the programs share the work evenly; constants where known
     if not isinstance(lists.seen, jax.core.Tracer):
         order = np.argsort(-np.asarray(lists.seen), axis=-1, kind="stable")
         return lists._replace(rows=jnp.asarray(order, i32))
+    # comparisons instead of a sort, which is a dozen kernels of its own on a GPU
     this, other = lists.seen[..., :, None], lists.seen[..., None, :]
     index = jnp.arange(lists.seen.shape[-1], dtype=i32)[None, None, None]
     down = index.swapaxes(-1, -2)
@@ -100,11 +102,9 @@ def item_index(item: jax.Array, heads: int, rows: int) -> tuple[jax.Array, jax.A
 
 
 def each_tile(full: Index, seen: Index, body: Callable[..., Carry], carry: Carry) -> Carry:
-    """Run `carry = body(j, carry, partial)` for the tiles of a list: full ones, then partial ones.
-
-    Both loops count from 0: what is read of memory varies over a mesh, what is computed of it does
-    not, and a loop's counter must stay of one type.
-    """
+    """Run `carry = body(j, carry, partial)` for the tiles of a list, full ones first."""
+    # both loops count from 0: what is read of memory varies over a mesh, what is computed of it
+    # does not, and a loop's counter must stay of one type
     carry = lax.fori_loop(0, full, functools.partial(body, partial=False), carry)
     partial = functools.partial(body, partial=True)
     return lax.fori_loop(0, seen - full, lambda j, carry: partial(full + j, carry), carry)

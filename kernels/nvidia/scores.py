@@ -101,6 +101,7 @@ def scores(
         s = s + jnp.where(bias == -jnp.inf, -jnp.inf, jnp.maximum(bias * LOG2E, LOWEST))
     if operands.slopes is not None:
         s = s - distance(where, raw.shape) * (_slope(operands, where, raw) * LOG2E)
+    # a full tile has no pair to hide: its kernel code evaluates no mask
     if partial and problem.visible is not None:
         s = jnp.where(visible_pairs(problem, operands, where, raw.shape, q_axis), s, -jnp.inf)
     return s, tanh
@@ -175,7 +176,7 @@ def divided(
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
-    live = total != 0
+    live = total != 0  # a row that saw no key keeps zeros, whatever its sink is
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
         sink = at(operands.sinks, b, n)[...] * LOG2E
@@ -195,8 +196,7 @@ def base_of(saved: Saved) -> jax.Array:  # f32[B, N, T]
 class Weights(NamedTuple):
     """The weights that the backward pass computes from a tile's scores.
 
-    One number per pair lives until the gradient is known: what dropout leaves out is negative, and
-    what is not visible 0, as exp2(-inf) is.
+    What dropout leaves out is negative, and what is not visible 0, as exp2(-inf) is.
     """
 
     dropped: jax.Array  # p f, without what dropout leaves out
@@ -212,6 +212,7 @@ def weights(
     s, tanh = scores(problem, operands, raw, where, q_axis, partial)
     weight = dropped = jnp.exp2(s * score_unit(problem, operands) - base)
     grow = 1 / (1 - problem.dropout_rate)
+    # a sign marks what dropout leaves out: one number for each pair lives until the gradient
     if problem.dropout_rate:
         keep = kept(problem, operands, where, weight.shape, q_axis)
         weight = jnp.where(keep, weight, -weight)

@@ -155,6 +155,7 @@ def backward_bias(
         step.visit(tile)
 
     args = "attention_bias", kernel, problem, operands, saved
+    # a sum over keys is a row of queries, so the walk is by queries; and the other way round
     if bias[3] == 1:
         (rows,) = by_queries(
             *args, lists, blocks, writes=[("query row", (B, N, 1, T), jnp.float32)]

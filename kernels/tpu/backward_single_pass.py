@@ -62,6 +62,7 @@ def backward_single_pass_rows(
         def tile(masked: bool) -> None:
             p, ds, du = score_gradients(problem, x, step, masked)
             keys = pl.ds(pl.multiple_of(jnp.asarray(step.j), blocks.k), blocks.k)
+            # all keys' sums stay in VMEM: a row of tiles adds to each of them once
             dv_sums[keys] += dot(p.astype(dtype), x.do[...], 1, 0)
             du = du.astype(dtype)
             dk_sums[keys] += dot(du, x.query[...], 1, 0)

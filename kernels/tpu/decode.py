@@ -151,10 +151,8 @@ def decode(
 
 
 def of_all_heads(lists: TileLists, B: int) -> TileLists:
-    """Return the tiles that some head visits, of B batch rows as rows of one list.
-
-    The kernel compares positions in every tile, so it does not matter which of them are full.
-    """
+    """Return the tiles that some head visits, of B batch rows as rows of one list."""
+    # the kernel compares positions in every tile, so it does not matter which of them are full
     if lists.order.shape[1] > 1:
         lists = tile_lists(classes_of(lists).max(axis=1, keepdims=True))
 
@@ -165,11 +163,9 @@ def of_all_heads(lists: TileLists, B: int) -> TileLists:
 
 
 def _slots_first(x: jax.Array) -> bool:
-    """Whether an array [B, S, K, H] lies in that order: else as [B, K, S, H].
-
-    XLA chooses so: it fills a tile of 8 heads by 128 numbers, or one of 4, 2 or 1 heads whose
-    numbers fill 32 bits, and puts other numbers of heads outside.
-    """
+    """Whether an array [B, S, K, H] lies in that order: else as [B, K, S, H]."""
+    # XLA chooses so: it fills a tile of 8 heads by 128 numbers, or one of 4, 2 or 1 heads whose
+    # numbers fill 32 bits, and puts other numbers of heads outside
     K = x.shape[2]
     return K % SUBLANES == 0 or (K in (1, 2, 4) and K * x.dtype.itemsize >= 4)
 

@@ -27,11 +27,9 @@ def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
 
 
 def unit(x: TileInputs) -> float:
-    """Return by how much scores are multiplied: by log2(e) where only a scale makes them.
-
-    Then an exponential is one instruction, and that factor is in the scale. A bias would have to
-    be multiplied, and one of the lowest finite number would become -inf, which is a mask.
-    """
+    """Return by how much scores are multiplied: by log2(e) where only a scale makes them."""
+    # then an exponential is one instruction, and that factor is in the scale. A bias would have to
+    # be multiplied, and one of the lowest finite number would become -inf, which is a mask
     return math.log2(math.e) if x.bias is None and x.slopes is None else 1.0
 
 

@@ -88,6 +88,7 @@ def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     """
     heads = group if lists.order.shape[1] > 1 else 1
     packing = Packing(heads, lists.order.shape[3])
+    # `prepare` made these with the plan; heads that share a list of visits need another one
     if lists.visits is not None and lists.visit_counts is not None and heads == 1:
         return VisitLists(lists.visits[:, :, 0], lists.visit_counts.max(), packing)
     longest = _counts(lists, heads).sum(axis=-1, dtype=np.int32).max()
@@ -135,6 +136,7 @@ def _compact_known(packed: np.ndarray, counts: np.ndarray, columns: int) -> np.n
     order = np.argsort(~valid, axis=1, stable=True)
     place = np.take_along_axis(order, np.minimum(step, totals - 1), axis=1)
     found = np.take_along_axis(packed, place, axis=1)
+    # after its own visits a list repeats the last one, so that the pipeline loads nothing new
     return np.where(step < totals, found, found & ~3)
 
 
@@ -148,6 +150,7 @@ def _compact(
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
     place = jnp.minimum(step, totals - 1)
+    # comparing with every line is one pass over the numbers; a binary search pays from many on
     many = packed.shape[1] * counts.shape[1] > COMPARISONS
     search = "scan_unrolled" if many else "compare_all"
     line = jax.vmap(lambda end, at: jnp.searchsorted(end, at, side="right", method=search))(

@@ -60,6 +60,7 @@ def additive_attention(
             f"w_query {w_query.shape}, {key_said}, v {v.shape}: must be "
             f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
+    # one head of everything, so that the softmax and the rule on NaN are those of all attention
     heads = [x[:, :, None] for x in (query, keys, values)]
     visible = see(AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask))
     q, k, heads_values, nonfinite = clean(visible, *heads)

@@ -54,7 +54,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
 class ALiBi:
     """Add -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
 
-    The paper has causal attention only; both directions are penalised alike here.
+    Both directions are penalised alike; the paper has causal attention only.
 
     Attributes:
         slopes: [N], as `alibi_slopes(N)` gives them.
@@ -117,6 +117,8 @@ def relative_bucket(
     distance = jnp.asarray(as_int32("distance", distance))
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
     bucket = jnp.minimum(n, exact)
+    # by comparing with each bucket's start: a logarithm in floating point would put a distance
+    # that is a start into the bucket below
     for i in range(1, b - exact):
         starts = n >= _bucket_start(i, exact, b - exact, max_distance)
         bucket = bucket + starts.astype(jnp.int32)
@@ -124,10 +126,8 @@ def relative_bucket(
 
 
 def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
-    """Return the first integer from exact (max_distance / exact)^(i / logarithmic) on, unrounded.
-
-    A logarithm in floating point would put a distance that is a bucket's very start below it.
-    """
+    """Return the first integer from exact (max_distance / exact)^(i / logarithmic) on."""
+    # in whole numbers, from below the power that floating point finds
     n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
     while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
         n += 1

@@ -47,12 +47,10 @@ class Cudnn(Implementation):
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, None]:  # [B, T, N, H]
-        """Return cuDNN's output, NaN in the queries that see a row that is not finite.
-
-        `Window(left)` counts the query itself, jax.nn's `local_window_size` does not.
-        """
+        """Return cuDNN's output, NaN in the queries that see a row that is not finite."""
         query, key, value, causal = call.query, call.key, call.value, call.mask is not None
         (left,) = (None,) if call.mask is None else _causal_window(call.mask) or (None,)
+        # a window as long as the keys hides none, and may be beyond int32
         left = None if left is None or left >= key.shape[1] else left
         good_query = finite_rows(query)
         good_key = finite_rows(key) & finite_rows(value)  # [B, S, K]
@@ -64,6 +62,7 @@ class Cudnn(Implementation):
             value,
             scale=call.scale,
             is_causal=causal,
+            # `Window(left)` counts the query itself, this does not
             local_window_size=None if left is None else (left - 1, 0),
             implementation="cudnn",
         )

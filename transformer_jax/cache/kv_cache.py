@@ -15,7 +15,7 @@ scale = max|x| / 127 and q = round(x / scale): the error of an element is at mos
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +33,11 @@ from transformer_jax.pytree import Tree
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.values import value_class
 
+if TYPE_CHECKING:
+    from transformer_jax.cache.paged_cache import PagedCache
 
-class SlottedCache(Protocol):
-    """Hold keys and values by slot, as `KVCache` and `PagedCache` do."""
-
-    @property
-    def k(self) -> jax.Array: ...
-    @property
-    def v(self) -> jax.Array: ...
-    @property
-    def positions(self) -> jax.Array: ...
-    @property
-    def length(self) -> jax.Array: ...
-    @property
-    def k_scale(self) -> jax.Array | None: ...
-    @property
-    def v_scale(self) -> jax.Array | None: ...
+SlottedCache: TypeAlias = "KVCache | PagedCache"
+"""A cache that has keys and values by slot."""
 
 
 @value_class(pytree=True, exportable=True)
@@ -160,11 +149,14 @@ def update(
     if k.shape[1] == 0:
         return cache
     sinks, turning = cache.sinks, cache.capacity - cache.sinks
+    # of a chunk longer than the ring only the last tokens are written: with two of them for one
+    # slot, which one stays would be chance
     newest = positions.max(axis=1)  # [B]
     keep = (positions < sinks) | (positions > newest[:, None] - turning)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)  # S itself is dropped
     old, new = slot_leaves(cache), slot_leaves(held(cache, k, v, positions))
+    # on explicit axes of a mesh a scatter's result must be told how it is split
     written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
@@ -223,8 +215,9 @@ def extend_held(
     new = update(cache, k, v, positions)
     if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
         return new, new
+    # a token that is fed again replaces its old key, or queries would count it twice
     again = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
-    old = replace(cache, positions=jnp.where(again, -1, cache.positions))  # fed again: not twice
+    old = replace(cache, positions=jnp.where(again, -1, cache.positions))
     both = slot_leaves(old), slot_leaves(held(cache, k, v, positions))
     return new, replace(new, **jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *both))
 
@@ -268,6 +261,7 @@ def rewind(
         given = f"{length.dtype}{list(length.shape)}"
         raise ValueError(f"length is {given}: must be integers {list(cache.length.shape)}")
     length = jnp.clip(length.astype(jnp.int32), 0, cache.length)
+    # only positions change: what an empty slot holds is never read, so nothing is overwritten
     kept = jnp.where(cache.positions < length[:, None], cache.positions, -1)
     return replace(cache, positions=kept, length=length)
 
@@ -275,10 +269,10 @@ def rewind(
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
     """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
-    A row of zeros has the smallest normal scale; one that is not finite has no finite scale, and
-    reads as NaN.
+    A row that is not finite has no finite scale, and reads as NaN.
     """
     x = x.astype(jnp.float32)
+    # at least the smallest normal number: a row of zeros would divide by 0
     scale = jnp.maximum(largest(jnp.abs(x)) / 127, jnp.finfo(jnp.float32).tiny)
     finite = jnp.isfinite(scale)[..., None]
     q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)

@@ -188,14 +188,13 @@ def empty_layers(
         layers.append(kv.init(batch, slots, *heads, dtype, sinks))
     if not config.scan_layers:
         return tuple(layers)
+    # rows stay the first axis, so that beams reorder the leaves of both kinds of stack alike
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * depth, axis=1), layers[0])
 
 
 def _slots(config: ModelConfig, i: int, capacity: int, slack: int = 0) -> tuple[int, bool]:
-    """Return how many slots layer i has, where the longest have `capacity`, and whether they turn.
-
-    A cache that is too short for its window and the sinks never does, and has no sinks.
-    """
+    """Return how many slots layer i has, the longest having `capacity`, and whether they turn."""
+    # a cache too short for its window and the sinks never turns, so it keeps no sinks apart
     window = config.windows[i % len(config.windows)]
     if window is None:
         return capacity, False
@@ -245,13 +244,14 @@ def check_cache(config: ModelConfig, cache: ModelCache, tokens: jax.Array, cross
 def refuse_past_capacity(positions: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
     """Return positions with those past the cache's end made padding, and the rows [B] that had any.
 
-    A known one is a ValueError; a traced one makes its row's logits NaN and overwrites nothing.
+    A known one is a ValueError.
     """
     known = known_value(positions)
     if known is not None and known.size:
         last = known.max()
         if last >= limit:
             raise ValueError(f"position {last} is past the cache: its capacity is {limit}")
+    # traced, it cannot be an error: the caller makes those rows' logits NaN
     beyond = positions >= limit
     return jnp.where(beyond, -1, positions), beyond.any(axis=1)
 
@@ -261,9 +261,10 @@ def refuse_past_int32(
 ) -> tuple[jax.Array, jax.Array]:
     """Return positions with rows that reach 2^31 - 1 made padding, and which rows [B] these are.
 
-    A ring ends only there: after it positions would be negative, which is padding, and vanish in
-    silence. A known row is a ValueError. A row that counts past 2^31 - 1 holds it.
+    A known one is a ValueError. A row that counts past 2^31 - 1 holds it.
     """
+    # a ring ends only there: after it positions would be negative, which is padding, and vanish in
+    # silence
     last = np.iinfo(np.int32).max
     known = known_value(positions)
     if known is not None and (known >= last).any():

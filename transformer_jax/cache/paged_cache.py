@@ -144,13 +144,9 @@ def update(
     if k.shape[1] == 0:
         return cache
     new = _write(cache, kv.held(cache, k, v, positions))
-    if not traced(new.exhausted, cache.exhausted):
-        _refuse_exhausted(cache, new, positions)
-    return new
-
-
-def _refuse_exhausted(cache: PagedCache, new: PagedCache, positions: jax.Array) -> None:
-    """Raise ValueError where an update has marked a row."""
+    if traced(new.exhausted, cache.exhausted):
+        return new
+    # a row that was marked before goes on in silence: it takes nothing until it is rewound
     marked = np.flatnonzero(np.asarray(new.exhausted) & ~np.asarray(cache.exhausted))
     if len(marked):
         row = int(marked[0])
@@ -159,6 +155,7 @@ def _refuse_exhausted(cache: PagedCache, new: PagedCache, positions: jax.Array) 
             raise ValueError(f"position {last} of row {row} is past the capacity {cache.capacity}")
         pool = f"{free} of {cache.num_pages} pages of {cache.page_size} tokens were free"
         raise ValueError(f"row {row} finds no page for position {last}: {pool}")
+    return new
 
 
 @jax.jit
@@ -206,6 +203,7 @@ def _take_pages(
     turn = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
     failed = (taken & (turn >= (named == 0).sum())).any(axis=1)
     kept = ~failed[:, None]
+    # a page is free if no table names it: nothing is counted, so nothing can leak
     free_first = jnp.argsort(named > 0, stable=True).astype(jnp.int32)
     page = free_first[jnp.minimum(turn, len(named) - 1)]
     return jnp.where(taken & kept, page, table), touched & kept, taken & kept, failed
@@ -218,10 +216,8 @@ def _prepare_pages(
     taken: jax.Array,  # bool[B, M]
     T: int,
 ) -> PagedCache:
-    """Make the pages that are written to each row's own: copies of shared ones, or empty.
-
-    A row of T tokens touches few blocks: those of the tokens, and the one where it ends.
-    """
+    """Make the pages that are written to each row's own: copies of shared ones, or empty."""
+    # a row of T tokens touches few blocks: those of the tokens, and the one where it ends
     M, P = touched.shape[1], cache.num_pages
     blocks = jnp.argsort(~touched, axis=1, stable=True)[:, : min(T + 1, M)]
     pick = partial(jnp.take_along_axis, indices=blocks, axis=1)
@@ -229,6 +225,7 @@ def _prepare_pages(
     page = jnp.where(pick(touched), page, P)
     copied = pick(taken) & (old >= 0)
     positions = jnp.where((old >= 0)[..., None], before.positions[old], -1)
+    # a page that was taken back, or given to another row, may still hold later positions
     positions = jnp.where(positions < before.length[:, None, None], positions, -1)
     arrays = kv.slot_leaves(cache)
     arrays["positions"] = cache.positions.at[page].set(positions, mode="drop")
@@ -238,7 +235,8 @@ def _prepare_pages(
     first = jnp.argsort(~copied.reshape(-1), stable=True)  # those that are copied
     source, target = old.reshape(-1)[first], page.reshape(-1)[first]
 
-    def copy(i: jax.Array, pages: Tree) -> Tree:  # a scatter of pages would like another layout
+    # page by page: for a scatter of whole pages XLA would choose another layout of the pool
+    def copy(i: jax.Array, pages: Tree) -> Tree:
         read = partial(jax.lax.dynamic_index_in_dim, index=source[i])
         write = jax.lax.dynamic_update_index_in_dim
         return jax.tree.map(lambda x: write(x, read(x), target[i], 0), pages)
