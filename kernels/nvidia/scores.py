@@ -294,12 +294,12 @@ class TileVectors:
     ) -> tuple[Ref | None, ...]:
         """Return references to those of a tile's columns."""
 
-        def one(index: int, vector: Ref) -> Ref | None:
-            if index in self.copied:
-                return columns.at[slot * len(self.copied) + self.copied.index(index)]
-            return at(vector, b, pl.ds(start, width)) if index in self._columns else None
-
-        return tuple(one(*each) for each in enumerate(self.columns))
+        found: list[Ref | None] = [None] * len(self.columns)
+        for index in self._columns - {*self.copied}:
+            found[index] = at(self.columns[index], b, pl.ds(start, width))
+        for i, index in enumerate(self.copied):
+            found[index] = columns.at[slot * len(self.copied) + i]
+        return tuple(found)
 
     def late(self, partial: bool) -> bool:
         """Return whether a tile's scores read what was copied, so that its slot is freed after."""

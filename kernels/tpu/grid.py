@@ -214,19 +214,6 @@ class _Walk:
         """Return which axis goes along the visits."""
         return 3 if self.sharers_first else 2
 
-    @property
-    def sizes(self) -> tuple[Index, ...]:
-        """Return the lengths of the axes."""
-        visits = self.visits.longest
-        if self.sharers_first:
-            return *self.lead, *self.sharers, visits
-        return *self.lead, visits, *self.sharers
-
-    @property
-    def rank(self) -> int:
-        """Return how many axes the grid has."""
-        return 3 + len(self.sharers)
-
     def line(self, ids: Sequence[Index]) -> Index:
         """Return where the list of a place begins among all numbers."""
         batch, lists, size = self.visits.numbers.shape
@@ -248,7 +235,8 @@ class _Walk:
         blocks = self.blocks
 
         def index(*args: Any) -> tuple[Index, ...]:  # places, then tables
-            b, n, i, j = self.tile(args[: self.rank], args[self.rank])
+            rank = 3 + len(self.sharers)
+            b, n, i, j = self.tile(args[:rank], args[rank])
             b, h = (b if shape[0] > 1 else 0), (n if shape[1] > 1 else 0)
             return {
                 "query": (b, n, i, 0),
@@ -293,13 +281,16 @@ def _run(
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
+    # the axis of visits is as long as the longest list, which is known only at run time
+    later = *walk.sharers, walk.visits.longest
+    grid = *walk.lead, *(later if walk.sharers_first else later[::-1])
     N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
     bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
     result_of = packing.row if classes is None else packing.tile
 
     def body(*refs: Ref) -> None:
         (numbers, *rest), (x, *others) = refs[: len(tables)], refs[len(tables) :]
-        ids = [pl.program_id(axis) for axis in range(walk.rank)]
+        ids = [pl.program_id(axis) for axis in range(len(grid))]
         b, n, i, j = walk.tile(ids, numbers)
         at, line, end = ids[walk.axis], walk.line(ids), pl.num_programs(walk.axis) - 1
         # a result stays in VMEM while neighbours in the list are of it: compare with both
@@ -310,7 +301,7 @@ def _run(
         first = (at == 0) | (result_of(before) != result_of(here))
         last = (at == end) | (result_of(after) != result_of(here))
         begins, ends = at == 0, at == end
-        for axis in {*range(2, walk.rank)} - {walk.axis}:
+        for axis in {*range(2, len(grid))} - {walk.axis}:
             opens, closes = ids[axis] == 0, ids[axis] == pl.num_programs(axis) - 1
             begins, ends = begins & opens, ends & closes
             if not walk.sharers_first:
@@ -331,12 +322,12 @@ def _run(
 
     # sums stay in VMEM along the later axes, so only rows and heads may run in any order
     semantics: list[Literal["parallel", "arbitrary"]] = ["parallel", "parallel"]
-    semantics += ["arbitrary"] * (walk.rank - 2)
+    semantics += ["arbitrary"] * (len(grid) - 2)
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=walk.sizes,
+            grid=grid,
             in_specs=in_specs,
             out_specs=[walk.spec(kind, shape) for kind, shape, _ in writes],
             scratch_shapes=[

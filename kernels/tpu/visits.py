@@ -92,7 +92,7 @@ def flatten(lists: TileLists, group: int = 1) -> VisitLists:
     if lists.visits is not None and lists.visit_counts is not None and heads == 1:
         return VisitLists(lists.visits[:, :, 0], lists.visit_counts.max(), packing)
     longest = _counts(lists, heads).sum(axis=-1, dtype=np.int32).max()
-    return VisitLists(_numbers(lists, heads), longest, packing)
+    return VisitLists(jnp.asarray(_numbers(lists, heads)), longest, packing)
 
 
 def _by_row(
@@ -111,7 +111,7 @@ def _counts(lists: TileLists, heads: int) -> jax.Array:  # i32[.., rows * heads]
     return xp.maximum(seen, at_least.astype(np.int32)[None, None])
 
 
-def _numbers(lists: TileLists, heads: int) -> jax.Array:  # i32[B or 1, N or 1 // heads, visits]
+def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // heads, visits]
     """Return all visits, as numbers; NumPy's arrays give NumPy's."""
     order, full, seen = (_by_row(x, heads) for x in lists[:3])
     B, number, lines, columns = order.shape
@@ -119,38 +119,24 @@ def _numbers(lists: TileLists, heads: int) -> jax.Array:  # i32[B or 1, N or 1 /
     at = np.arange(columns, dtype=np.int32)[None, None, None]
     classes = (at < full[..., None]) * (FULL - PARTIAL) + (at < seen[..., None]) * PARTIAL
     packed = Packing(heads, columns).pack(line // heads, line % heads, order, classes)
-    compact: Any = _compact_known if isinstance(order, np.ndarray) else _compact
-    numbers = compact(
-        packed.reshape(B * number, lines * columns).astype(np.int32),
-        _counts(lists, heads).reshape(B * number, lines),
-        columns,
-    )
-    return numbers.reshape(B, number, lines * columns)
+    packed = packed.reshape(B * number, lines * columns).astype(np.int32)
+    counts = _counts(lists, heads).reshape(B * number, lines)  # of each line, how many come first
 
-
-def _compact_known(packed: np.ndarray, counts: np.ndarray, columns: int) -> np.ndarray:
-    """Put the first numbers of all lines side by side."""
-    valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
-    totals = valid.sum(axis=1, keepdims=True)
-    step = np.arange(packed.shape[1])[None]
-    order = np.argsort(~valid, axis=1, stable=True)
-    place = np.take_along_axis(order, np.minimum(step, totals - 1), axis=1)
-    found = np.take_along_axis(packed, place, axis=1)
-    # after its own visits a list repeats the last one, so that the pipeline loads nothing new
-    return np.where(step < totals, found, found & ~3)
-
-
-def _compact(
-    packed: jax.Array,  # i32[number, lines * columns]
-    counts: jax.Array,  # i32[number, lines]: of each line, how many come first
-    columns: int,
-) -> jax.Array:  # i32[number, lines * columns]
-    """Put the first numbers of all lines side by side, without a sort."""
+    # now the first numbers of all lines side by side. After its own visits a list repeats the last
+    # one, as class 0, so that the pipeline loads nothing new
+    if isinstance(packed, np.ndarray):
+        valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
+        ends = valid.sum(axis=1, keepdims=True)
+        at = np.arange(packed.shape[1])[None]
+        first = np.argsort(~valid, axis=1, stable=True)
+        place = np.take_along_axis(first, np.minimum(at, ends - 1), axis=1)
+        found = np.take_along_axis(packed, place, axis=1)
+        return np.where(at < ends, found, found & ~3).reshape(B, number, lines * columns)
     ends = jnp.cumsum(counts, axis=1, dtype=np.int32)
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
     place = jnp.minimum(step, totals - 1)
-    # comparing with every line is one pass over the numbers; a binary search pays from many on
+    # no sort: comparing with every line is one pass, and a binary search pays from many on
     many = packed.shape[1] * counts.shape[1] > COMPARISONS
     search = "scan_unrolled" if many else "compare_all"
     line = jax.vmap(lambda end, at: jnp.searchsorted(end, at, side="right", method=search))(
@@ -158,4 +144,4 @@ def _compact(
     ).astype(np.int32)
     starts = jnp.take_along_axis(ends - counts, line, axis=1)
     found = jnp.take_along_axis(packed, line * columns + place - starts, axis=1)
-    return jnp.where(step < totals, found, found & ~3)
+    return jnp.where(step < totals, found, found & ~3).reshape(B, number, lines * columns)
