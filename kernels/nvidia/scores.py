@@ -293,7 +293,6 @@ class TileVectors:
         self, columns: Ref, slot: Index, b: Index, start: Index, width: int
     ) -> tuple[Ref | None, ...]:
         """Return references to those of a tile's columns."""
-
         found: list[Ref | None] = [None] * len(self.columns)
         for index in self._columns - {*self.copied}:
             found[index] = at(self.columns[index], b, pl.ds(start, width))

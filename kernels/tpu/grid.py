@@ -40,6 +40,7 @@ from transformer_jax.kernels.tpu.visits import VisitLists, flatten
 Ref = jax.Ref
 """A reference to memory, or a part of one."""
 
+Span = pl.Slice | slice
 Scratch = tuple[int, ...] | pl.MemoryRef | pltpu.SemaphoreType
 """Memory of a kernel: a shape of float32, or what Pallas makes."""
 
