@@ -174,7 +174,8 @@ def blocks(
     # a target's own tiles come first, for benchmarks that search for faster ones
     found = found or where.backend.blocks(kind, H, Hv, itemsize, K)
     least, q, k = where.backend.shortest, found.q, found.k
-    if least is not None:  # a power of two that holds a short sequence, as blocks divide each other
+    # a power of two that holds a short sequence, as blocks divide each other
+    if least is not None:
         q = q if q <= T else min(q, max(least, 1 << (T - 1).bit_length()))
         k = k if k <= S else min(k, max(least, 1 << (S - 1).bit_length()))
     # the kernel of few queries holds all of them, and a copy of keys may not cross into a page

@@ -148,7 +148,8 @@ class _OfLeaves:
             leaves, saved, cotangents = primals
             out = self.backward(moved, leaves, saved, cotangents)
             dots = _given(SymbolicZero, [*tangents[0], *tangents[2]])
-            if not dots:  # of what is saved alone
+            # only what is saved moves
+            if not dots:
                 return out, jax.tree.map(jnp.zeros_like, out)
             return out, _along(plain, [*leaves, *cotangents], dots)
 

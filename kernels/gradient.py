@@ -69,7 +69,8 @@ def fused_attention(
             out = out if isinstance(out, tuple) else (out,)
             return tuple(x for x in out if x is not None)
 
-        packs = problem.packs and kind != "decode"  # which packs queries itself
+        # the decode kernel packs queries itself
+        packs = problem.packs and kind != "decode"
         own = packed(run, blocks[kind].q, results, by_key=kind in BY_KEY) if packs else run
         if plainly is not None:
             return own
@@ -123,7 +124,8 @@ def fused_attention(
         (given, lists), (out, row_max, log_sum), (do, dlse) = tree, saved, cotangents
         operands, narrow = widened(given)
         own = replace(problem, fixed_slopes=not wanted[0].slopes)
-        if backend.heads_first:  # else XLA makes do as the next weight gradient likes, and copies
+        # else XLA lays `do` out as the next weight gradient likes it, and copies
+        if backend.heads_first:
             do = with_layout_constraint(do, Layout((0, 2, 1, 3)))
         products = do.astype(jnp.float32) * out.astype(jnp.float32)
         D = jnp.moveaxis(products.sum(axis=-1), 1, 2) - dlse  # [B, N, T]

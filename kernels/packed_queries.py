@@ -104,7 +104,8 @@ class PackedQueries:
             return TileLists(order, full * self.tiles, seen * self.tiles, rows=rows)
         order, full, seen = (jnp.repeat(x, self.tiles, axis=2) for x in (order, full, seen))
         rows = None
-        if lists.rows is not None:  # of equally many tiles, so that any order serves
+        # all rows have equally many tiles, so any order serves
+        if lists.rows is not None:
             rows = jnp.broadcast_to(jnp.arange(self.tiles, dtype=jnp.int32), seen.shape)
         return TileLists(order, full, seen, rows=rows)
 
@@ -171,7 +172,8 @@ def with_sinks(
     # here, because a kernel takes one sink a head, and the rows of a tile are of several
     fully_masked = jnp.isneginf(row_max)
     sink = jnp.where(fully_masked, -jnp.inf, sinks[..., None])
-    new_max = jnp.maximum(row_max, sink)  # else m + log l' cancels where scores are far below
+    # else m + log l' cancels where scores are far below
+    new_max = jnp.maximum(row_max, sink)
     rescaled = log_sum + jnp.where(fully_masked, 0, row_max - new_max)
     total = jnp.logaddexp(rescaled, jnp.where(fully_masked, -jnp.inf, sink - new_max))
     share = jnp.swapaxes(jnp.exp(rescaled - total), 1, 2)[..., None]

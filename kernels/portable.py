@@ -53,7 +53,8 @@ def forward(
             s, seen, _ = tiles.scores(q[i], tiles.keys(keys, j), i, j)
             bad = ~tiles.spread(tiles.keys(finite, j)[..., 0])[:, :, None]
             lost = lost | (seen & (bad | jnp.isnan(s) | jnp.isposinf(s))).any(axis=-1)
-            s = jnp.where(lost[..., None], -jnp.inf, s)  # finite from here on, and its derivatives
+            # from here on everything is finite, derivatives too
+            s = jnp.where(lost[..., None], -jnp.inf, s)
             # the maximum cancels out of the result, so its slope would only add rounding
             most = lax.stop_gradient(jnp.maximum(row_max, s.max(axis=-1)))
             safe = jnp.where(jnp.isneginf(most), 0, most)

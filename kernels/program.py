@@ -146,7 +146,8 @@ class Program:
         there is one, the constants, then the result of each operation. The last one is the answer.
         """
         program, constants = self, []
-        if pairs:  # the interpreter in mask.h reads registers alone: bits become steps
+        # the interpreter in mask.h reads registers alone: bits become steps
+        if pairs:
             for bit in sorted(self.reads("pair")):
                 integer, mask = Program((), ("k", num_k)), number(1 << bit)
                 asked = combined("ne", combined("and", integer, mask), number(0))
@@ -228,7 +229,8 @@ def combined(name: str, *programs: Program) -> Program:
         for step, operands in program.steps:
             moved.append(steps.setdefault((step, tuple(map(at, operands))), len(steps)))
         results.append(at(program.result))
-    if name in ("and", "or"):  # what is true of every pair needs no step
+    # what is true of every pair needs no step
+    if name in ("and", "or"):
         neutral = "number", int(name == "and")
         for i, other in ((0, 1), (1, 0)):
             if results[i] == neutral and programs[other].is_bool:
@@ -268,7 +270,8 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         return pick_low, xp.where(first, y_high, xp.where(second, rest[0][1], high))
     if name in _LOGIC:
         found = [OPERATIONS[name](a, b) for a, b in ((x_low, y_low), (x_high, y_high))]
-        if are_bools and name != "xor":  # monotone on 0 and 1, so the ends are exact
+        # monotone on 0 and 1, so the ends are exact
+        if are_bools and name != "xor":
             return found[0], found[1]
         known = (x_low == x_high) & (y_low == y_high)
         if are_bools:
@@ -301,14 +304,16 @@ def _bounds(name: str, are_bools: bool, x: Range, y: Range, *rest: Range) -> Ran
         wraps = [b < 0 for _, b in corners]
     else:  # div and rem, towards zero
         by = y_low > 0
-        divisors = [xp.where(by, b, 1) for b in y]  # a divisor of 0 or below: anything
+        # with a divisor of 0 or below the result may be anything
+        divisors = [xp.where(by, b, 1) for b in y]
         found = []
         for a, b in ((a, b) for a in x for b in divisors):
             down = a // b
             found.append(down + ((a < 0) & (down * b != a)).astype(np.int32))
         wraps = [~by]
         if name == "rem":
-            same = (y_low == y_high) & (found[0] == found[2])  # no multiple lies between
+            # no multiple lies between
+            same = (y_low == y_high) & (found[0] == found[2])
             most = divisors[1] - 1
             low = xp.where(x_low >= 0, 0, xp.maximum(x_low, -most))
             high = xp.where(x_high <= 0, 0, xp.minimum(x_high, most))
@@ -396,7 +401,8 @@ def write(
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
-        if name in _CALLS:  # `jnp` wraps some operations in a jit of its own
+        # `jnp` wraps some operations in a jit of its own
+        if name in _CALLS:
             inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
             found = write(inner.jaxpr, inner.consts, given, known)
         else:
@@ -433,7 +439,8 @@ def _step(
         what = "a look-up" if looks_up else name
         raise Refused(f"takes no mask that computes {what} of a query and a key together{hint}")
     if kinds[0].itemsize > 4:
-        values = [x for x in given if not isinstance(x, Program)]  # as no program is of 64 bits
+        # no program is of 64 bits
+        values = [x for x in given if not isinstance(x, Program)]
         halves = zip(*map(known.halves, values, shapes), strict=True)
         same = functools.reduce(operator.and_, (combined("eq", *pair) for pair in halves))
         return same if name == "eq" else ~same

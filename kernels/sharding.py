@@ -88,7 +88,8 @@ class Parts:
             for splitting, name in zip(spec, array_names, strict=False):
                 if name is not None and name != "k" and name not in axes:
                     axes[name] = _mesh_axes(splitting)
-        taken: set[str] = set()  # one axis of a mesh cannot split both rows and heads
+        # one axis of a mesh cannot split both rows and heads
+        taken: set[str] = set()
         for name, splitting in axes.items():
             number = math.prod(mesh.shape[axis] for axis in splitting)
             fits = full[name] % number == 0 and not taken & {*splitting}
@@ -189,9 +190,11 @@ def partitioned(
     # traced here, because `custom_partitioning` cannot have constants and does not tell its shapes
     whole = functools.partial(function, (0, 0))
     traced = jax.make_jaxpr(whole)(*arrays)
-    constants = tuple(traced.consts)  # an operation may have none: they are operands, unused
+    # an operation may have no constants: they become operands
+    constants = tuple(traced.consts)
     is_closed = not any(isinstance(x, jax.core.Tracer) for x in constants)
-    config: Any = jax.config  # whose fields are not declared
+    # JAX does not declare its fields
+    config: Any = jax.config
     if not is_closed or not getattr(config, "jax_use_shardy_partitioner", True):
         return whole(*arrays)
     shapes = [x.shape for x in traced.out_avals]
@@ -203,7 +206,8 @@ def partitioned(
         mesh: Mesh, arguments: tuple[jax.ShapeDtypeStruct, ...], _: object
     ) -> tuple[Mesh, Function, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         own = arguments[len(constants) :]
-        if mesh.empty:  # a sharding of XLA's without a mesh: all devices are one axis
+        # a sharding of XLA's without a mesh: all devices are one axis
+        if mesh.empty:
             mesh = Mesh([*_slices(own[0].sharding, own[0].ndim)], "devices")
         specs = [_spec(mesh, x.sharding, x.ndim) for x in own]
         parts = Parts.of(mesh, specs, names[len(constants) :], full)
@@ -309,7 +313,8 @@ def by_types(
 
     def placed(x: jax.Array, names: AxisNames) -> jax.Array:
         if parts.summed(x.shape, names) and x.dtype in (jnp.bfloat16, jnp.float16):
-            x = x.astype(jnp.float32)  # and so are the gradients that are added up
+            # so that gradients, which are added up, are float32 too
+            x = x.astype(jnp.float32)
         return jax.sharding.reshard(x, NamedSharding(parts.mesh, parts.spec(x.shape, names)))
 
     found = jax.shard_map(
@@ -342,7 +347,8 @@ def over_devices(
         size: int, batched: Sequence[bool], *leaves: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         axes = tuple(0 if is_mapped else None for is_mapped in batched)
-        if size == 0:  # a `vmap` over no calls; no kernel takes an axis of length 0
+        # a `vmap` over no calls; no kernel takes an axis of length 0
+        if size == 0:
             return empty_batch(functools.partial(function, (0, 0)), leaves, tuple(batched))
         name = f"v{len(full)}"  # a new one
 
@@ -406,7 +412,8 @@ def _folded(size: int, mapped: Arguments, tree: Arguments, *, copies_bias: bool)
         """Whether rows may share an array; the lists of tiles must all have as many rows."""
         if x is bias:
             return not copies_bias
-        return x is pairs or B > 1  # what is small is copied
+        # what is small is copied
+        return x is pairs or B > 1
 
     def fold(x: jax.Array, is_mapped: bool, names: AxisNames) -> jax.Array:
         if "b" not in names:  # of pages

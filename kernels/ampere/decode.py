@@ -83,7 +83,8 @@ def decode(
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     wide = {}
-    if operands.k_scale is not None:  # two tiles of int8 take the room of one
+    # two tiles of int8 take the room of one
+    if operands.k_scale is not None:
         wide = dict(k_wide=slot(blocks.k, H, dtype), v_wide=slot(blocks.k, Hv, dtype))
         blocks = dataclasses.replace(blocks, stages=2 * (blocks.stages - 1))
     programs = problem.processors or chips.AMPERE_PROCESSORS
@@ -207,15 +208,18 @@ class _Program:
     def tile(self, rows: _Rows, j: jax.Array, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands, stages = self.problem, self.operands, self.blocks.stages
-        coming = self.scales(rows, j + 1)  # which takes as long as to reach memory
+        # early, because scales come from device memory
+        coming = self.scales(rows, j + 1)
         await_copies(problem, 2 * (stages - 2))
-        self.copy(rows, j + stages - 1)  # to where all warps have read the tile before this one
+        # into the slot of the tile before this one, which all warps have read
+        self.copy(rows, j + stages - 1)
         k, v = self.tiles(slot_of(j, stages), sums.scales)
         start, hidden = self.keys_of(rows, j)
         beside = self.vectors.of_columns(None, 0, rows.b, start, self.blocks.k)
         where = TilePosition(rows.b, rows.head, 0, start, rows.vectors, beside, rows.slopes)
         raw = filled((ROWS, self.blocks.k), 0)
-        for part in parts_of_rows(k):  # fewer registers than all at once
+        # fewer registers than all at once
+        for part in parts_of_rows(k):
             raw = add_product(problem, raw, self.q_tile.at[part], k.at[part].transpose((1, 0)))
         s, _ = scores(problem, operands, raw, where, ROW, partial)
         if partial and self.may_overlap():

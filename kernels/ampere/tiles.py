@@ -113,7 +113,8 @@ def start_copy(problem: Problem, source: Ref, tile: Ref) -> None:
     """
     # Pallas's own copy is `cp.async` on capability 8 alone, and takes no rows that lie apart; the
     # instruction is on all GPUs after it too
-    if problem.interpret:  # which knows no copy without a barrier
+    # the interpreter knows no copy without a barrier
+    if problem.interpret:
         tile[...] = source[...]
         return
     layout, (rows, width), dtype = copy_layout(tile), tile.shape, tile.dtype
@@ -201,7 +202,8 @@ def product(problem: Problem, a: Ref, b: Ref) -> jax.Array:
 def add_product(problem: Problem, acc: jax.Array, a: Ref | jax.Array, b: Ref) -> jax.Array:
     """Return acc + a @ b; `a` is a tile, or float32 in registers, rounded to the dtype of b."""
     in_registers = isinstance(a, jax.Array)
-    if problem.interpret:  # which has no `mma`
+    # the interpreter has no `mma`
+    if problem.interpret:
         left = a.astype(b.dtype) if in_registers else a[...]
         return acc + jnp.dot(left, b[...], preferred_element_type=jnp.float32)
     left = _as_left(a, b.dtype) if in_registers else load(a, LAYOUT.MMA_LHS(b.dtype))

@@ -102,7 +102,8 @@ def _is_of_these_sources(loaded: ctypes.CDLL) -> bool:
     folder = Path(__file__).parent / "source"
     sources = sorted(path for kind in ("cpp", "h", "map") for path in folder.glob(f"[!.]*.{kind}"))
     if not sources:
-        return True  # an installed package has the library alone
+        # an installed package has the library alone
+        return True
     if not hasattr(loaded, "attention_sources"):
         return False
     loaded.attention_sources.restype = ctypes.c_char_p

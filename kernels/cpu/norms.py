@@ -29,7 +29,8 @@ def takes(rows: int, width: int, eps: float | jax.Array, *parameters: jax.Array 
     return (
         not isinstance(eps, jax.core.Tracer)
         and all(one is None or one.shape == (width,) for one in parameters)
-        and isinstance(rows, int)  # an export may leave it open
+        # an export may leave it open
+        and isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and width >= SMALLEST
         and platform() == "cpu"

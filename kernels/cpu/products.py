@@ -27,7 +27,8 @@ DTYPES = "float32", "bfloat16", "int8"
 def takes(rows: int, dtype: jax.typing.DTypeLike, weights: jax.Array) -> bool:
     """Whether `product` should compute x W of so many rows of a dtype on this platform."""
     return (
-        isinstance(rows, int)  # an export may leave it open
+        # an export may leave it open
+        isinstance(rows, int)
         and 1 <= rows <= MOST_ROWS
         and weights.size >= SMALLEST
         and jnp.dtype(dtype).name in ("float32", "bfloat16")

@@ -77,7 +77,8 @@ def backward_dq(
     items = query_items(operands, blocks)
     rows = result((B, N, T), f32, operands.query)
     has_slopes = learns_slopes(problem, operands)
-    slots = stages if has_room(H, Hv) else 1  # values leave sooner than keys
+    # values leave sooner than keys
+    slots = stages if has_room(H, Hv) else 1
     vectors = TileVectors(problem, operands, ROW, copies=has_room(H, Hv))
     # else dq leaves through the queries' slot, where keys and values take more
     has_slot = blocks.k * (H + Hv) <= 64 * 256
@@ -166,13 +167,16 @@ class _QueryConsumer:
         if self.staged is not self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         else:
-            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
+            # a warp's last product may read rows that another writes next
+            plgpu.commit_smem()
         self.staged[w] = (acc * self.problem.scale).astype(self.staged.dtype)
         if self.slope_out is not None:
             self.slope_out[queries] = slope
-        plgpu.commit_smem()  # every warp has written before one thread copies
+        # every warp has written before one thread copies
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.staged.at[w], self.dq.at[b, pl.ds(q0, ROWS), n])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
+        # all warps wait, because they write here again
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.staged is self.walk.q_tile:
             plgpu.barrier_arrive(self.walk.q_empty.at[w])
         return step
@@ -347,7 +351,8 @@ class _KeyConsumer:
         plgpu.barrier_wait(walk.q_full.at[slot])
         add = {("dk", "dv"): self.add_both, ("dv",): self.add_dv, ("dk",): self.add_dk}
         sums = add[self.wanted](sums, slot, step, where, partial)
-        fence(self.problem)  # the next copies come after plain reads of the slot
+        # the next copies come after plain reads of the slot
+        fence(self.problem)
         plgpu.barrier_arrive(walk.q_empty.at[slot])
         return sums, step + 1
 
@@ -379,7 +384,8 @@ class _KeyConsumer:
         assert shared is not None
         raw, base = self.scores(slot)
         found = weights(problem, self.operands, raw, base, where, COLUMN, partial)
-        wait_from(1, step, shared.empty)  # every warp of the other has read the last tile's
+        # until every warp of the other has read the weights of the last tile
+        wait_from(1, step, shared.empty)
         shared.tile[...] = found.capped
         plgpu.barrier_arrive(shared.full)
         p = found.dropped.astype(walk.q_tile.dtype)
@@ -412,11 +418,13 @@ class _KeyConsumer:
     def write(self, keys: TileRows, sums: dict[str, jax.Array]) -> None:
         """Write an item's results to device memory, through the slots of its keys and values."""
         walk, part = self.walk, self.part
-        if self.blocks.k == ROWS:  # the other warpgroup reads the slots that are written next
+        # the other warpgroup reads the slots that are written next
+        if self.blocks.k == ROWS:
             plgpu.barrier_arrive(walk.both)
             plgpu.barrier_wait(walk.both)
         else:
-            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
+            # a warp's last product may read rows that another writes next
+            plgpu.commit_smem()
         dk_out, dv_out = self.results
         outs = {"dk": (walk.k_tile, dk_out, self.problem.scale), "dv": (walk.v_tile, dv_out, 1.0)}
         for name in self.wanted:

@@ -314,7 +314,8 @@ class _Consumer:
     def write(self, keys: TileRows, dk: jax.Array, dv: jax.Array) -> None:
         """Write an item's dk and dv to device memory, through the slots of its keys and values."""
         walk, w, (dk_out, dv_out) = self.walk, self.w, self.results
-        self.meet()  # all warps of both have read these keys and values for the last time
+        # until all warps of both have read these keys and values for the last time
+        self.meet()
         walk.k_tile[w] = (dk * self.problem.scale).astype(walk.k_tile.dtype)
         walk.v_tile[w] = dv.astype(walk.v_tile.dtype)
         plgpu.commit_smem()

@@ -137,7 +137,8 @@ class _Program:
 
         def visit(index: jax.Array, carry: Carry) -> Carry:
             parts = zip(digits(item, self.outer), digits(index, inner), strict=True)
-            tile = tuple(o + i for o, i in parts)  # one of the two is 0 on every axis
+            # one of the two is 0 on every axis
+            tile = tuple(o + i for o, i in parts)
             return lax.cond(
                 at(self.visits, *tile)[...] > 0, lambda c: body(*tile, c), lambda c: c, carry
             )

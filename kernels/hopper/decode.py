@@ -79,7 +79,8 @@ def decode(
     (B, T, N, H), (_, _, K, Hv) = operands.query.shape, operands.value.shape
     dtype, like = operands.query.dtype, operands.query
     consumers, wide = blocks.k // ROWS, {}
-    if operands.k_scale is not None:  # two tiles of int8 take the room of one
+    # two tiles of int8 take the room of one
+    if operands.k_scale is not None:
         if blocks.stages < 2:
             raise ValueError(f"stages is {blocks.stages}: int8 needs at least 2, one for its tiles")
         wide = dict(
@@ -92,7 +93,8 @@ def decode(
     packed = as_rows(operands)._replace(sinks=None)
     lists = lists_of_key_heads(operands, lists)
     vectors = TileVectors(problem, packed, ROW)
-    rows = -(-T * N // K // 8) * 8  # which a copy takes together
+    # a copy takes 8 rows together
+    rows = -(-T * N // K // 8) * 8
     width = columns_at_once(Hv)
     acc, row_max, total = launch(
         problem,
@@ -267,7 +269,8 @@ class _Consumer:
         beside = self.vectors.of_columns(slots.columns, slot, rows.b, k0, ROWS)
         where = TilePosition(rows.b, rows.head, 0, k0, rows.vectors, beside, rows.slopes)
 
-        coming = self.scales(rows, j + 1)  # which takes as long as to reach memory
+        # early, because scales come from device memory
+        coming = self.scales(rows, j + 1)
         plgpu.barrier_wait(slots.full.at[slot])
         k, v = slots.k_tile.at[slot], slots.v_tile.at[slot]
         if scales:
@@ -301,7 +304,8 @@ class _Consumer:
     def widen(self, k: Ref, v: Ref, k_scale: jax.Array, v_scale: jax.Array) -> tuple[Ref, Ref]:
         """Write scale * number of a tile of int8, and return where."""
         wide = self.slots.k_wide.at[self.w], self.slots.v_wide.at[self.w]
-        plgpu.commit_smem()  # all warps have read what the last tile left there
+        # all warps have read what the last tile left there
+        plgpu.commit_smem()
         for tile, scale, target in zip((k, v), (k_scale, v_scale), wide, strict=True):
             for columns, to in zip(_columns(tile), _columns(target), strict=True):
                 number = load(columns, WGMMA).astype(f32)

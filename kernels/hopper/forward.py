@@ -141,7 +141,8 @@ def _forward(
             problem, blocks, lists, operands, vectors, walk, turn, out_tile,
             (out, row_max_out, log_sum_out), w,
         )  # fmt: skip
-        if consumers == 2:  # the turns of the first begin and end with an arrival of the second
+        # the turns of the first begin and end with an arrival of the second
+        if consumers == 2:
             pl.when(w == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         items = query_items(operands, blocks).number
         each_item(items, consumer.attend, jnp.int32(0))
@@ -242,7 +243,8 @@ class _Consumer:
         if self.blocks.q == 2 * ROWS:
             plgpu.barrier_wait(self.turn.at[w])
         q, k = walk.q_tile.at[opaque(w)], walk.k_tile.at[slot].transpose((1, 0))
-        if first:  # of a list there is no last tile whose values are still to be added
+        # the first tile has none before it whose values are still to be added
+        if first:
             p, row_max, total, _, _ = softmax(product(q, k, self.hand_over))
         else:
             acc, (p, row_max, total, shrink, risen) = overlapped_products(
@@ -287,7 +289,8 @@ class _Consumer:
         if problem.dropout_rate:
             p = jnp.where(kept(problem, self.operands, where, p.shape, ROW), p, 0)
         p, grown, summed, shrink = lax.optimization_barrier((p, grown, summed, shrink))
-        plgpu.barrier_wait(walk.v_full.at[slot])  # for the next; and nothing sinks below
+        # for the next product; and nothing sinks below it
+        plgpu.barrier_wait(walk.v_full.at[slot])
         return p, grown, summed, shrink, risen
 
     def write(
@@ -297,16 +300,19 @@ class _Consumer:
         out, row_max_out, log_sum_out = self.results
         staged = self.walk.q_tile if self.out_tile is None else self.out_tile
         if self.out_tile is None:
-            plgpu.commit_smem()  # a warp's last product may read rows that another writes next
+            # a warp's last product may read rows that another writes next
+            plgpu.commit_smem()
         staged[self.w] = acc
         rows_out = rows.b, rows.head, pl.ds(rows.start, ROWS)
         row_max_out[rows_out] = jnp.where(live, row_max * LN2, -jnp.inf)
         log_sum_out[rows_out] = jnp.where(live, jnp.log2(total) * LN2, 0)
-        plgpu.commit_smem()  # every warp has written before one thread copies
+        # every warp has written before one thread copies
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             staged.at[self.w], out.at[rows.b, pl.ds(rows.start, ROWS), rows.head]
         )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for all warps: then they write again
+        # all warps wait, because they write here again
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.out_tile is None:
             plgpu.barrier_arrive(self.walk.q_empty.at[self.w])
 

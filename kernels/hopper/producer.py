@@ -73,7 +73,8 @@ class QueryWalk(NamedTuple):
                 return at(lists.order, b, n, row, j)[...]
 
             def copy_keys(tile: Index, step: Index) -> None:
-                start = tile * blocks.k  # of which the compiler has to see that tiles divide it
+                # a product, so that the compiler sees that tiles divide it
+                start = tile * blocks.k
                 slot = slot_of(step, stages)
                 wait_from(stages, step, self.k_empty.at[slot])
                 k: Ref = operands.key.at[b, pl.ds(start, blocks.k), n // (N // K)]

@@ -39,9 +39,11 @@ def product(a: Ref, b: Ref, after: Callable[[], None] = lambda: None) -> jax.Arr
 
 def add_products(problem: Problem, *sums: Sum) -> list[jax.Array]:
     """Return acc + a @ b of every sum, in place on the device; `a` may be in registers."""
-    if problem.interpret:  # which has no `run_state`, nor wgmma from registers
+    # the interpreter has no `run_state`, and no wgmma from registers
+    if problem.interpret:
         results = [acc + jnp.dot(a[...], b[...], preferred_element_type=f32) for acc, a, b in sums]
-        plgpu.commit_smem()  # the next copy into these slots comes after these plain reads
+        # the next copy into these slots comes after these plain reads
+        plgpu.commit_smem()
         return results
 
     def multiply(refs: list[Ref]) -> None:

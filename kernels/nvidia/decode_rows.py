@@ -71,7 +71,8 @@ def place_of(operands: Operands, b: Index, k0: Index, width: int = ROWS) -> tupl
         return b, pl.ds(k0, width)
     table: Ref = operands.pages
     page, columns = i32(operands.key.shape[1]), table.shape[1]
-    block = jnp.minimum(lax.div(k0, page), columns - 1)  # a tile may end after the last page
+    # a tile may end after the last page
+    block = jnp.minimum(lax.div(k0, page), columns - 1)
     return table.at[b, block][...], pl.ds(lax.rem(k0, page), width)
 
 

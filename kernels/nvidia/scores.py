@@ -125,7 +125,8 @@ def _softcap_tanh(scale: float, softcap: float, raw: jax.Array, dtype: DTypeLike
     # the 22 bits of exp2 and rsqrt, which is one instruction
     grown = 1.0 + jnp.exp2(raw * (2 * LOG2E * scale / softcap))
     tanh = 1.0 - 2.0 * lax.rsqrt(grown * grown)
-    if softcap > 256:  # whose multiple of a rounding counts: the series where x is small
+    # so large a multiple of a rounding counts: take the series where x is small
+    if softcap > 256:
         x = raw * (scale / softcap)
         square = x * x
         series = x - x * square * (1 / 3 - square * (2 / 15))
@@ -176,7 +177,8 @@ def divided(
     total: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the output, m, l and which rows saw a key, of sums over all keys; the sink joins."""
-    live = total != 0  # a row that saw no key keeps zeros, whatever its sink is
+    # a row that saw no key keeps zeros, whatever its sink is
+    live = total != 0
     shrink = filled(total.shape, 1)
     if operands.sinks is not None:
         sink = at(operands.sinks, b, n)[...] * LOG2E
@@ -218,7 +220,8 @@ def weights(
         weight = jnp.where(keep, weight, -weight)
         dropped = jnp.maximum(weight, 0) * grow
     capped = weight if tanh is None else weight * (1 - tanh * tanh)
-    if tanh is not None and partial:  # the product of a hidden pair may have overflowed
+    # the product of a hidden pair may have overflowed
+    if tanh is not None and partial:
         capped = jnp.where(weight == 0, 0, capped)
     return Weights(dropped, weight, capped)
 
@@ -230,7 +233,8 @@ def score_gradient(
     grow = 1 / (1 - problem.dropout_rate)
     d = jnp.where(weight < 0, 0, dp * grow) if problem.dropout_rate else dp
     ds = (jnp.abs(weight) if problem.dropout_rate else weight) * (d - D)
-    return jnp.where(weight == 0, 0, ds) if partial else ds  # dp may have overflowed
+    # dp may have overflowed
+    return jnp.where(weight == 0, 0, ds) if partial else ds
 
 
 # The mask

@@ -74,7 +74,8 @@ def decode(
 
     def kernel(numbers: Ref, *given: Any) -> None:
         """Add one tile of keys to the sums of its batch row."""
-        x, *refs = given if not tables else given[1:]  # a table is for the index maps
+        # the table is only for the index maps
+        x, *refs = given if not tables else given[1:]
         out, row_max, log_sum, m, total, acc = refs  # [heads, rows, Hv or 1] each
         at, end = pl.program_id(1), pl.num_programs(1) - 1
         before, here, after = (
@@ -94,7 +95,8 @@ def decode(
             dtype = x.query.dtype
             keys, values = (walk.by_head(tile).astype(dtype) for tile in (x.key, x.value))
             v_scale = None if x.v_scale is None else x.v_scale[...][:, None]  # [heads, 1, keys]
-            if ends is not None and ends % walk.k:  # zero times what lies after is NaN
+            # zero times what lies after is NaN
+            if ends is not None and ends % walk.k:
                 inside = k0 + lax.broadcasted_iota(jnp.int32, values.shape, 1) < ends
                 values = jnp.where(inside, values.astype(jnp.float32), 0.0).astype(dtype)
                 if v_scale is not None:
@@ -116,7 +118,8 @@ def decode(
         def _() -> None:
             top, whole, shrink = m[...], total[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = whole == 0
-            if x.sinks is not None:  # the sink joins here
+            # the sink joins here
+            if x.sinks is not None:
                 sink = x.sinks[...] * unit(x)
                 top = jnp.maximum(top, sink)
                 shrink = power(x, m[...] - top)
@@ -176,7 +179,8 @@ def tile_of_heads(operands: Operands, k: int) -> tuple[int, bool]:
     widths = [-(-x.shape[3] // TPU_LANES) * TPU_LANES for x in (operands.key, operands.value)]
     most = min(MOST_HEADS, TPU_FEW_BYTES // (k * sum(widths) * operands.query.dtype.itemsize))
     possible = [n for n in range(1, K + 1) if K % n == 0 and n <= most]
-    if slots_first or operands.k_scale is not None:  # whole registers of heads, or all
+    # a tile has whole registers of heads, or all heads
+    if slots_first or operands.k_scale is not None:
         least = SUBLANES if K % SUBLANES == 0 else K
         possible = [n for n in possible if n % SUBLANES == 0 or n == K] or [least]
     return max(possible, default=1), slots_first

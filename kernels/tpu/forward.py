@@ -49,7 +49,8 @@ def forward(
         def _() -> None:
             top, total, shrink = m[...], sums[...], jnp.ones(m.shape, jnp.float32)
             fully_masked = total == 0
-            if x.sinks is not None:  # the sink joins here
+            # the sink joins here
+            if x.sinks is not None:
                 sink = step.scalar(x.sinks) * unit(x)
                 top = jnp.maximum(top, sink)
                 shrink = power(x, m[...] - top)

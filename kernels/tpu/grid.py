@@ -278,7 +278,8 @@ def _run(
     inputs: list[TileInputs | jax.Array] = [arrays]
     aliases = {}
     in_specs = [jax.tree.map(lambda kind, x: walk.spec(kind, x.shape), kinds, arrays)]
-    if classes is not None:  # tiles that are not visited stay zero
+    # tiles that are not visited stay zero
+    if classes is not None:
         inputs += [jnp.zeros(shape, dtype) for _, shape, dtype in writes]
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)]
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}

@@ -71,7 +71,8 @@ def score_gradients(
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])
     du = ds if tanh is None else ds * (1 - tanh * tanh)
-    if masked:  # what overflowed where the mask hides it stays there
+    # what overflowed where the mask hides it stays there
+    if masked:
         ds, du = (jnp.where(s > -jnp.inf, x, 0.0) for x in (ds, du))
     return dropped(problem, p, x, step), ds, du
 

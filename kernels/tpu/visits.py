@@ -72,7 +72,8 @@ class VisitLists(NamedTuple):
 def prepare(lists: TileLists) -> TileLists:
     """Return tile lists with their visits; what is known when tracing is made of constants."""
     if not any(isinstance(x, jax.core.Tracer) for x in lists):
-        known: Any = map(np.asarray, lists[:3])  # then all below is NumPy's
+        # then everything below is NumPy's, and becomes constants
+        known: Any = map(np.asarray, lists[:3])
         lists = TileLists(*known)
     numbers = _numbers(lists, 1)[:, :, None]
     counts = _counts(lists, 1).sum(axis=-1, keepdims=True, dtype=np.int32)

@@ -404,7 +404,8 @@ def _candidates(
             raise ValueError(f"implementation is {implementation!r}: must be of {known}")
         return names
     B, T, N, S = call.sizes
-    if not known_sizes(B, T, S):  # open ones of an export: tiles need sizes that are numbers
+    # an export has left sizes open: tiles need numbers
+    if not known_sizes(B, T, S):
         return ["xla"]
     where = target()
     fewest = None if isinstance(where, str) else FASTEST.get((where.name, where.chip))
@@ -416,7 +417,8 @@ def _candidates(
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
     few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
     native = ["native"] if few_queries or many_scores else []
-    rows = B * S * call.key.shape[2]  # of keys, which may lie in the pages of a larger pool
+    # the keys of a call, which may lie in the pages of a larger pool
+    rows = B * S * call.key.shape[2]
     size = 4 * (B * T * N * S + rows * (call.key.shape[3] + call.value.shape[3]))
     in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
     return [*ours, *native, *(["xla", "blockwise"] if in_cache else ["blockwise", "xla"])]

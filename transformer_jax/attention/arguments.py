@@ -298,7 +298,8 @@ def check_call(
         mask = mask.mask
     # where positions are given, a mask is asked by them, and may be shorter than there are rows
     sizes = B, N, T if q_positions is None else None, S if k_positions is None else None
-    if sizes != checked:  # the layers of a model share a mask, which is checked once
+    # the layers of a model share a mask, which is checked once
+    if sizes != checked:
         check_mask(mask, *sizes)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
@@ -402,7 +403,8 @@ def _check_bias(
         )
     else:
         bias = given = as_array(bias)
-    pairs = zip(given.shape[::-1], full[::-1], strict=False)  # as NumPy broadcasts: from the right
+    # as NumPy broadcasts: from the right
+    pairs = zip(given.shape[::-1], full[::-1], strict=False)
     if len(given.shape) > 4 or any(n not in (1, size) for n, size in pairs):
         raise ValueError(f"bias {tuple(given.shape)} does not broadcast to {full}, [B, N, T, S]")
     if not _floating(given):

@@ -97,7 +97,8 @@ class Pallas(Implementation):
             inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
             found = jax.eval_shape(partial(_with_scale, where), *inputs, jnp.float32(1))
             query, key, value = map(as_array, found)
-        if isinstance(bias, Bias) and not isinstance(bias, ALiBi):  # whose slopes kernels read
+        # kernels read the slopes of ALiBi
+        if isinstance(bias, Bias) and not isinstance(bias, ALiBi):
             if not self.evaluates_biases:
                 return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
             array = bias_shape(bias, *plain.positions())
@@ -257,7 +258,8 @@ def _with_scale(
 
     Kernels that multiply only 16 bits get the query in two parts, next to keys of twice the width.
     """
-    wide = scaled(query, scale)  # float32: rounded, the scale would be lost in the query
+    # float32: rounded, the scale would be lost in the query
+    wide = scaled(query, scale)
     if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
     # the rounded value and the rest have at least 16 bits together
@@ -289,10 +291,12 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        if plan.packs:  # one tile has all queries
+        # one tile has all queries
+        if plan.packs:
             blocks = {kind: replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = {}
-        for b in blocks.values():  # tiles after the end are skipped
+        # tiles after the end are skipped
+        for b in blocks.values():
             grid = -(-padded_T // b.q), -(-padded_S // b.k)
             plans[b.q, b.k] = vectors.block_plan(b.q, b.k).padded(*grid)
         lists: ListsByKernel = {}
@@ -325,7 +329,8 @@ def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
             if bias.shape[axis] == given and given != 1:
                 bias = pad(bias, axis, length, 0)
     keys_values = call.key, call.value
-    if "decode" not in shared.lists:  # which reads past the end, where copies are zeros
+    # the decode kernel reads past the end, where copies are zeros
+    if "decode" not in shared.lists:
         keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
     return Operands(
         pad(call.query, 1, padded_T, 0),

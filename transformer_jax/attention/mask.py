@@ -74,7 +74,8 @@ class Mask:
         """Return (B or 1, N or 1): how many batch rows and heads the mask tells apart."""
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
-        with no_mesh():  # or operations would insist on the mesh of `jax.set_mesh`
+        # else operations would insist on the mesh of `jax.set_mesh`
+        with no_mesh():
             sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
         if sees.dtype != np.bool_ or len(sees.shape) > 4:
             given = f"{sees.dtype}[{', '.join(map(str, sees.shape))}]"
@@ -431,7 +432,8 @@ class Not(Mask):
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         some, every = self.mask.some_and_every(tiles)
-        return ~every, ~some  # empty slots come in later, so they stay unseen under ~
+        # empty slots come in later, so they stay unseen under ~
+        return ~every, ~some
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
@@ -462,7 +464,8 @@ def check_mask(
             node.check_lengths(T, S)
             continue
         parameters = vars(kind).get("__dataclass_params__")
-        registered = not jax.tree_util.all_leaves([node])  # what JAX does not know is a leaf
+        # what JAX does not know is a leaf
+        registered = not jax.tree_util.all_leaves([node])
         if parameters is None or not parameters.frozen or not registered:
             wrong = "is not registered as a pytree" if parameters else "is no frozen dataclass"
             wrong = wrong if parameters is None or parameters.frozen else "is not frozen"

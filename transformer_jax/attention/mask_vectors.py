@@ -113,11 +113,13 @@ class MaskVectors:
         a query and a key together what no program does.
         """
         at = []
-        for x in (self.q[0], self.k[0]):  # in a `shard_map` the trace must vary as they do
+        # in a `shard_map` the trace must vary as they do
+        for x in (self.q[0], self.k[0]):
             axes = None if isinstance(x, np.ndarray) else jax.typeof(x).manual_axis_type
             varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
             at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
-        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)  # of a shard_map, which vary
+        # the axes of a `shard_map`
+        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
         # without it each operation would insist on the mesh of `jax.set_mesh`
         with contextlib.nullcontext() if inside else no_mesh():
             # a new function each time: JAX remembers the traces of those that it has seen
@@ -233,7 +235,8 @@ class _Sides(Known):
         if before is not None:
             return before[1]
         array = value.array
-        if array.dtype.itemsize > 4:  # steps are of 32 bits: 64 are read as two halves
+        # steps are of 32 bits: 64 are read as two halves
+        if array.dtype.itemsize > 4:
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")

@@ -389,7 +389,8 @@ class Predicate(Mask):
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
         if inspect.isfunction(self.fn):
-            own = inspect.signature(self.fn, follow_wrapped=False)  # a wrapper may take fewer
+            # a wrapper may take fewer arguments than the function in it
+            own = inspect.signature(self.fn, follow_wrapped=False)
             try:
                 own.bind(None, None)
             except TypeError:
@@ -400,14 +401,16 @@ class Predicate(Mask):
                 ) from None
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        sees = jnp.asarray(self.fn(q, k))  # `lambda q, k: True` gives a bool of Python
+        # `lambda q, k: True` gives a bool of Python
+        sees = jnp.asarray(self.fn(q, k))
         if sees.dtype != np.bool_:
             raise ValueError(f"Predicate: fn returned {sees.dtype}: must be bool")
         return sees
 
     def closed(self) -> Mask:
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
-        with no_mesh():  # or each operation would insist on the mesh of `jax.set_mesh`
+        # else each operation would insist on the mesh of `jax.set_mesh`
+        with no_mesh():
             traced = jax.make_jaxpr(lambda q, k: self.sees(q, k))(at, at)
         if not any(isinstance(x, jax.core.Tracer) for x in traced.consts):
             return self

@@ -51,7 +51,8 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        if jnp.finfo(value.dtype).bits < 32:  # which have a backward pass of their own
+        # 16 bits have a backward pass of their own
+        if jnp.finfo(value.dtype).bits < 32:
             out = _average(self.exponentials, self.denominator, keep, value)
         else:
             out = _weigh(self.exponentials, keep, value) / self.denominator[..., None]
@@ -177,7 +178,8 @@ def clean(
     query = jnp.where(good_query[..., None], query, 0)
     key, value = (jnp.where(good_key[..., None], x, 0) for x in (key, value))
     bad_query, group = ~good_query.swapaxes(1, 2), query.shape[2] // key.shape[2]
-    if visible is None:  # a key reaches every query of its group
+    # a key reaches every query of its group
+    if visible is None:
         bad_heads = jnp.repeat(~good_key.all(axis=1), group, axis=1)  # [B, N]
         return query, key, value, Nonfinite(bad_query | bad_heads[..., None], None)
     by_key = jnp.where(good_key, 0.0, jnp.nan).swapaxes(1, 2)[:, :, None, :]
@@ -201,7 +203,8 @@ def softmax(
     fully_masked = jnp.isneginf(row_max)
     broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
     dead, sink = fully_masked | broken, None
-    if sinks is not None:  # a sink may be far above all scores, so it takes part in the maximum
+    # a sink may be far above all scores, so it takes part in the maximum
+    if sinks is not None:
         sink = sinks.astype(scores.dtype)[None, :, None]
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)

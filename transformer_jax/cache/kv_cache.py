@@ -15,7 +15,7 @@ scale = max|x| / 127 and q = round(x / scale): the error of an element is at mos
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,23 @@ from transformer_jax.pytree import Tree
 from transformer_jax.sharding import by_compiler, split
 from transformer_jax.values import value_class
 
-if TYPE_CHECKING:
-    from transformer_jax.cache.paged_cache import PagedCache
 
-SlottedCache: TypeAlias = "KVCache | PagedCache"
-"""A cache that has keys and values by slot."""
+class SlottedCache(Protocol):
+    """Hold keys and values by slot, as `KVCache` and `PagedCache` do."""
+
+    # properties, because mypy takes a frozen field for no attribute that could be assigned
+    @property
+    def k(self) -> jax.Array: ...
+    @property
+    def v(self) -> jax.Array: ...
+    @property
+    def positions(self) -> jax.Array: ...
+    @property
+    def length(self) -> jax.Array: ...
+    @property
+    def k_scale(self) -> jax.Array | None: ...
+    @property
+    def v_scale(self) -> jax.Array | None: ...
 
 
 @value_class(pytree=True, exportable=True)

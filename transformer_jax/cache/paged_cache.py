@@ -297,7 +297,8 @@ def share(
     if length.shape != rows.shape or not jnp.issubdtype(length.dtype, jnp.integer):
         given = f"{length.dtype}{list(length.shape)}"
         raise ValueError(f"length is {given}: must be integers {list(rows.shape)}")
-    if length is not held:  # a row that takes tokens back, or begins anew, may go on
+    # a row that takes tokens back, or begins anew, may go on
+    if length is not held:
         exhausted &= (length >= held) & (length > 0)
     length = jnp.clip(length.astype(jnp.int32), 0, held)
     blocks = -(-length // cache.page_size)

@@ -318,7 +318,8 @@ def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, 
     """Return which rows are finite."""
     # a product with a vector is faster on a CPU than a reduction
     weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / max(x.shape[2], 1), jnp.float32)
-    return jnp.isfinite(_dot(x, weights, (2, 1)))  # a sum that cannot overflow
+    # a sum that cannot overflow
+    return jnp.isfinite(_dot(x, weights, (2, 1)))
 
 
 def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -337,7 +338,8 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         call: AttentionCall,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
         out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
-        saved = out, row_max, log_sum, repaired  # float32: D of a rounded output would be off
+        # float32: D of a rounded output would be off
+        saved = out, row_max, log_sum, repaired
         return (out.astype(call.query.dtype), row_max + log_sum), saved
 
     def plain(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
@@ -447,7 +449,8 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
     state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and as a repair pass
     _, repaired, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, row_max, log_sum = (x[:, : sizes.T] for x in results)
-    repaired = jnp.broadcast_to(repaired, (sizes.B, sizes.N))  # so that it is split as all else
+    # by row and head, so that it is split like the others
+    repaired = jnp.broadcast_to(repaired, (sizes.B, sizes.N))
     return out, row_max[..., 0], log_sum[..., 0], repaired
 
 
@@ -587,7 +590,8 @@ def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
 
     keys = *sizes.groups, sizes.grid[1], sizes.group
     widths = (x.shape[3] for x in (call.key, call.value))
-    sums = (zeros((*keys, width, sizes.block_k)) for width in widths)  # adding is contiguous
+    # in this order the parts that are added are contiguous
+    sums = (zeros((*keys, width, sizes.block_k)) for width in widths)
     results = vary((zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes)), padded.query)
     total = math.prod((*sizes.groups, sizes.grid[0]))
     dq, dk, dv, dbias = lax.fori_loop(np.int32(0), np.int32(total), queries, results)

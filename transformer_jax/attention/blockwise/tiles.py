@@ -178,7 +178,8 @@ class Place(NamedTuple):
         sizes = self.sizes
         q, k = call.positions(sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
-        k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)  # an empty slot, which nobody sees
+        # an empty slot, which nobody sees
+        k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
         k = lax.dynamic_slice_in_dim(k, self.j * sizes.block_k, sizes.block_k, 1)
         first = self.b * sizes.rows
