@@ -115,6 +115,7 @@ def check_types(config: Dataclass) -> None:
         options = get_args(hint) if get_origin(hint) not in (None, Literal, tuple) else (hint,)
         kinds = {kind_name(o): o for o in options if isinstance(o, type) and is_dataclass(o)}
         if isinstance(value, str) and value in kinds and len(kinds) > 1:
+            # the class is frozen for callers; this is still its construction
             object.__setattr__(config, name, kinds[value]())
         elif not any(_fits(value, option) for option in options):
             choices = [c for o in options if get_origin(o) is Literal for c in get_args(o)]
@@ -152,6 +153,7 @@ def is_function(value: object) -> bool:
 
 def _fits(value: object, hint: Hint) -> bool:
     own = getattr(value, "own_kind_of", None)
+    # its own check says what it may contain: its class is not in the type of the field
     if own is not None and not isinstance(value, type):  # of a class of the user's
         return isinstance(hint, type) and issubclass(hint, own)
     if get_origin(hint) is Literal:

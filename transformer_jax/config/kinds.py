@@ -31,10 +31,12 @@ def register(base: type, **kinds: type | str) -> None:
             _check_kind(base, name, kind)
         for other, one in known.items():
             taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
+            # a cell of a notebook that runs again defines the same class anew
             if taken and _place(one) != _place(kind):
                 rule = f"the name {min(taken)!r} is that of {_place(one)}"
                 raise ValueError(f"{name} is {_place(kind)}: {rule}")
         known[name] = kind
+    # both caches know the kinds of before
     kinds_of.cache_clear()
     field_hints.cache_clear()
 

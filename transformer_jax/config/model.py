@@ -210,18 +210,16 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs glu", "glu_limit", "glu_unit_offset")
         if self.scale_embeddings:
             unread(self, "needs scale_embeddings False", "embedding_scale")
-        self._check_window()
-        self._check_heads()
-        if self.positions is not None:
-            self.positions.check_model(self)
-        if self.inputs is not None:
-            self.inputs.check_model(self)
-        if self.block is not None:
-            self.block.check_model(self)
-        self._check_feed_forward()
-        self._check_kind()
-
-    def _check_heads(self) -> None:
+        if not all(window is None or window > 0 for window in self.windows):
+            fail("window", self.window, "must be positive")
+        if isinstance(self.window, tuple):
+            depth = max(self.num_layers, self.decoder_layers)
+            if not 1 <= len(self.window) <= depth:
+                fail("window", self.window, f"a pattern has from 1 to {depth} (num_layers) items")
+            if self.scan_layers:
+                fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
+        if not any(self.windows):
+            unread(self, "needs a window", "sink_tokens")
         if self.head_dim is None and self.d_model % self.num_heads:
             fail("num_heads", self.num_heads, f"does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
@@ -239,20 +237,23 @@ class ModelConfig(AnyModelConfig):
             unread(self, "needs a looped stack: scan_layers False", "first_norm")
         if not self.qk_norm:
             unread(self, "needs qk_norm", "qk_norm_kind", "qk_norm_over")
-
-    def _check_feed_forward(self) -> None:
+        # positions, inputs and blocks read the sizes, which have been checked by now
+        if self.positions is not None:
+            self.positions.check_model(self)
+        if self.inputs is not None:
+            self.inputs.check_model(self)
+        if self.block is not None:
+            self.block.check_model(self)
         if self.experts is not None and self.experts.d_ff is not None:
             rule = f"experts.d_ff is {self.experts.d_ff}, and nothing else reads it"
             unread(self, rule, "d_ff")
         if self.d_ff == 0:
             if self.experts is not None:
                 fail("d_ff", 0, "must be positive: experts stand in the place of a feed-forward")
+            # the head of hidden tokens has the activation too; cross-attention is a second branch
             activation = () if self.masked_token_head else ("activation",)
             alone = ("norm_order",) if self.is_parallel and self.kind != "encoder-decoder" else ()
             unread(self, "needs a feed-forward: d_ff is 0", "glu", "ff_bias", *activation, *alone)
-
-    def _check_kind(self) -> None:
-        """Check what only some kinds have."""
         if self.kind != "encoder-decoder":
             rule = "needs kind 'encoder-decoder'"
             unread(self, rule, "num_decoder_layers", "source_vocab_size")
@@ -273,18 +274,6 @@ class ModelConfig(AnyModelConfig):
             fail("pooler", "transform", "needs masked_token_head False, whose layers it takes")
         if self.classes_of == "span" and self.num_classes != 2:
             fail("num_classes", self.num_classes, "must be 2: classes_of is 'span'")
-
-    def _check_window(self) -> None:
-        if not all(window is None or window > 0 for window in self.windows):
-            fail("window", self.window, "must be positive")
-        if isinstance(self.window, tuple):
-            depth = max(self.num_layers, self.decoder_layers)
-            if not 1 <= len(self.window) <= depth:
-                fail("window", self.window, f"a pattern has from 1 to {depth} (num_layers) items")
-            if self.scan_layers:
-                fail("window", self.window, "a pattern needs a looped stack: scan_layers False")
-        if not any(self.windows):
-            unread(self, "needs a window", "sink_tokens")
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
 

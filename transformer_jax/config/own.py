@@ -35,16 +35,16 @@ def name_of(field: str, value: object) -> str:
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     top = str(module).partition(".")[0]
-    known = [m for m in sorted(sys.modules, key=lambda m: (m.count("."), m)) if _public(m, top)]
+    # a file says `jax.nn:mish`, and not the private module that defines it
+    known = [
+        m
+        for m in sorted(sys.modules, key=lambda m: (m.count("."), m))
+        if m.partition(".")[0] == top and "._" not in m
+    ]
     for found in (*known, str(module)):
         if name and getattr(sys.modules.get(found), name, None) is value:
             return f"{found}:{name}"
     fail(field, value, "must be defined by its name in a module, for a file to say what it is")
-
-
-def _public(module: str, top: str) -> bool:
-    parts = module.split(".")
-    return parts[0] == top and not any(part.startswith("_") for part in parts[1:])
 
 
 def found_again(field: str, name: str) -> Any:

@@ -144,10 +144,6 @@ class Rope(_Positions):
             fail("dims", self.dims, "must be even")
         if self.pattern is not None and not any(self.pattern):
             fail("pattern", self.pattern, "must have a layer that turns, or positions be None")
-        self._check_scaling()
-        self._check_factors()
-
-    def _check_scaling(self) -> None:
         trained = ("dynamic", "llama3", "yarn", "longrope")
         if self.scaling in trained and self.original_len is None:
             fail("original_len", None, f"scaling {self.scaling!r} needs the original length")
@@ -166,14 +162,13 @@ class Rope(_Positions):
             unread(self, "needs scaling 'yarn'", "beta_fast", "beta_slow", "truncate")
         if self.scaling not in ("yarn", "longrope"):
             unread(self, "needs scaling 'yarn' or 'longrope'", "attention_factor")
+        # ln(original_len) divides in the factor that is not given
         if (self.scaling, self.original_len, self.attention_factor) == ("longrope", 1, None):
             fail("original_len", 1, "must be above 1, or attention_factor be given")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             fail("high_freq_factor", self.high_freq_factor, "must be above low_freq_factor")
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
             fail("beta_fast", self.beta_fast, "must be above beta_slow")
-
-    def _check_factors(self) -> None:
         if self.scaling != "longrope":
             unread(self, "needs scaling 'longrope'", "short_factors", "long_factors")
             return

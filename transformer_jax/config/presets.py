@@ -125,6 +125,7 @@ def train_preset(name: str | None = None, **changes: FieldValue) -> TrainConfig:
 def _fitted(model: AnyModelConfig, task: Task | str | None) -> AnyModelConfig:
     """Return the model with the heads that the task asks of it and no other, or its dropout."""
     task = kinds_of(Task)[task]() if isinstance(task, str) and task in names_of(Task) else task
+    # the other tasks leave the heads of a published model as they are
     if isinstance(task, MaskedTask | ClassifyTask | PreferenceTask):
         return task.fit_model(model)
     return model

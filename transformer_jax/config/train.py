@@ -146,11 +146,36 @@ class TrainConfig:
         log = self.log or ()
         if not {*log} <= {*TRACKERS} or len({*log}) < len(log):
             fail("log", self.log, f"must name some of {', '.join(TRACKERS)}, each once")
-        self._check_profile()
-        self._check_context()
-        self._check_optimizer()
-        if self.mesh is not None:
-            self._check_mesh(self.mesh)
+        if self.profile is not None:
+            parts = self.profile.split("-")
+            # `isdigit` alone takes digits of other scripts, and superscripts, which `int` refuses
+            if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+                fail("profile", self.profile, "must be a first and a last step, as 10-12")
+            if not 1 <= int(parts[0]) <= int(parts[1]) <= self.steps:
+                fail("profile", self.profile, f"must be steps from 1 to {self.steps}, in order")
+        longest = self.model.max_len
+        if self.context is not None and longest is not None and self.context > longest:
+            fail("context", self.context, f"exceeds the model's max_len {longest}")
+        if isinstance(self.optimizer, Muon):
+            what = "the blocks of transformers"
+            self.model.check_supports("muon", "optimizer", "muon", what)
+        if isinstance(self.optimizer, ScheduleFree):
+            # its average stands for a schedule, and for the average of `ema_decay`
+            needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
+            for name, value in needed.items():
+                if getattr(self, name) != value:
+                    fail(name, getattr(self, name), f"optimizer 'schedulefree' needs {value!r}")
+        if (mesh := self.mesh) is not None:
+            self.model.check_supports("mesh", "mesh", str(mesh))
+            if self.batch_size % mesh.row_shards:
+                rule = (
+                    f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
+                )
+                fail("batch_size", self.batch_size, rule)
+            count = 1 if self.model.experts is None else self.model.experts.count
+            if count % mesh.expert:
+                there = "there are none" if self.model.experts is None else f"there are {count}"
+                fail("mesh", str(mesh), f"expert must divide the experts of the model: {there}")
         if self.bpe_vocab_size < 257:
             rule = "must be at least 257 (every byte, one merge)"
             fail("bpe_vocab_size", self.bpe_vocab_size, rule)
@@ -158,20 +183,35 @@ class TrainConfig:
             rule = f"must be 'pretrained' where init_from is given, it is {self.init_from!r}"
             fail("tokenizer", self.tokenizer, rule)
         if self.lora is not None:
-            self._check_lora()
-        self._check_unread()
-
-    def _check_lora(self) -> None:
-        """Check what adapters need of the other fields."""
-        self.model.check_supports("adapters", "lora", "LoraConfig")
-        if isinstance(self.optimizer, Muon):
-            fail("optimizer", "muon", "is for kernels, and lora trains none")
-        assert self.lora is not None
-        if isinstance(self.task, PreferenceTask) and self.lora.trained:
-            rule = "task 'preference' compares with the base, which has them as they were"
-            fail("lora.trained", self.lora.trained, rule)
-        rule = "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
-        unread(self, rule, "frozen", "param_dtype")
+            self.model.check_supports("adapters", "lora", "LoraConfig")
+            if isinstance(self.optimizer, Muon):
+                fail("optimizer", "muon", "is for kernels, and lora trains none")
+            if isinstance(self.task, PreferenceTask) and self.lora.trained:
+                rule = "task 'preference' compares with the base, which has them as they were"
+                fail("lora.trained", self.lora.trained, rule)
+            rule = (
+                "with lora, lora.base and lora.trained say what stays as it is, and how it is held"
+            )
+            unread(self, rule, "frozen", "param_dtype")
+        # a field that nothing reads would be a wish that a run silently ignores
+        if not self.model.supports("output_layer"):
+            unread(self, "needs a transformer", "loss_chunk")
+        if isinstance(self.task, ClassifyTask):
+            unread(self, "needs a task with labels of tokens", "loss_chunk")
+        if isinstance(self.task, PreferenceTask):
+            rule = "is of a cross-entropy, which 'preference' has not"
+            unread(self, rule, "label_smoothing", "z_loss")
+        if self.tokenizer != "bpe":
+            unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
+        if self.tokenizer != "word":
+            unread(self, "needs tokenizer 'word'", "word_count")
+        if self.schedule != "wsd":
+            unread(self, "needs schedule 'wsd'", "decay_steps")
+        if self.decay_steps is not None and self.decay_steps > self.steps:
+            fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
+        if self.task.makes_examples:
+            rule = f"task {self.task.kind!r} makes its own examples"
+            unread(self, rule, "val_data", "data", "data_weights")
 
     @property
     def warmup(self) -> int:
@@ -187,17 +227,6 @@ class TrainConfig:
             return "head_dense", "head_norm", "classifier"
         return ("classifier",) if self.model.pooling is None else ("pooler", "classifier")
 
-    def _check_profile(self) -> None:
-        """Check the steps of a profile."""
-        if self.profile is None:
-            return
-        parts = self.profile.split("-")
-        if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-            fail("profile", self.profile, "must be a first and a last step, as 10-12")
-        first, last = (int(part) for part in parts)
-        if not 1 <= first <= last <= self.steps:
-            fail("profile", self.profile, f"must be steps from 1 to {self.steps}, in order")
-
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """Return the first and the last step of a profile, from 1 on."""
@@ -205,59 +234,6 @@ class TrainConfig:
             return None
         first, last = self.profile.split("-")
         return int(first), int(last)
-
-    def _check_context(self) -> None:
-        """Check the length of a sequence against the model's longest."""
-        longest = self.model.max_len
-        if self.context is not None and longest is not None and self.context > longest:
-            fail("context", self.context, f"exceeds the model's max_len {longest}")
-
-    def _check_mesh(self, mesh: MeshConfig) -> None:
-        """Check what a mesh needs of the other fields."""
-        self.model.check_supports("mesh", "mesh", str(mesh))
-        if self.batch_size % mesh.row_shards:
-            rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
-            fail("batch_size", self.batch_size, rule)
-        count = 1 if self.model.experts is None else self.model.experts.count
-        if count % mesh.expert:
-            there = "there are none" if self.model.experts is None else f"there are {count}"
-            fail("mesh", str(mesh), f"expert must divide the experts of the model: {there}")
-
-    def _check_optimizer(self) -> None:
-        """Check what an optimizer needs of the other fields."""
-        if isinstance(self.optimizer, Muon):
-            what = "the blocks of transformers"
-            self.model.check_supports("muon", "optimizer", "muon", what)
-        if isinstance(self.optimizer, ScheduleFree):
-            needed = dict(schedule="constant", param_dtype="float32", ema_decay=None)
-            for name, value in needed.items():
-                if getattr(self, name) != value:
-                    fail(name, getattr(self, name), f"optimizer 'schedulefree' needs {value!r}")
-
-    def _check_unread(self) -> None:
-        """Check that no field is set that nothing reads."""
-        if not self.model.supports("output_layer"):
-            unread(self, "needs a transformer", "loss_chunk")
-        if isinstance(self.task, ClassifyTask):
-            unread(self, "needs a task with labels of tokens", "loss_chunk")
-        if isinstance(self.task, PreferenceTask):
-            unread(
-                self,
-                "is of a cross-entropy, which 'preference' has not",
-                "label_smoothing",
-                "z_loss",
-            )
-        if self.tokenizer != "bpe":
-            unread(self, "needs tokenizer 'bpe'", "bpe_vocab_size")
-        if self.tokenizer != "word":
-            unread(self, "needs tokenizer 'word'", "word_count")
-        if self.schedule != "wsd":
-            unread(self, "needs schedule 'wsd'", "decay_steps")
-        if self.decay_steps is not None and self.decay_steps > self.steps:
-            fail("decay_steps", self.decay_steps, f"must not exceed steps {self.steps}")
-        if self.task.makes_examples:
-            rule = f"task {self.task.kind!r} makes its own examples"
-            unread(self, rule, "val_data", "data", "data_weights")
 
     @property
     def sequence_len(self) -> int:
