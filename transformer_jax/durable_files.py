@@ -86,11 +86,14 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
         except OSError as error:
             os.close(handle)
             file.unlink(missing_ok=True)
+            # two runs in one folder would overwrite each other's checkpoints
             rule = f"its file system has no locks ({error.strerror}): choose one on a local disk"
             raise OSError(error.errno, rule, str(folder)) from None
-        if _same_file(handle, file):
-            break
-        os.close(handle)  # its owner removed it in between
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(file)):
+                break
+        # its owner removed the file between our `open` and our `flock`: that lock locks nothing
+        os.close(handle)
     try:
         with contextlib.suppress(OSError):  # the number is for people
             os.ftruncate(handle, 0)
@@ -99,10 +102,3 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
-
-
-def _same_file(handle: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(file))
-    except FileNotFoundError:
-        return False

@@ -95,7 +95,20 @@ class Saver:
         though the caller donates them next. An older `step-N` is replaced.
         """
         self.wait()
-        leaves, keys, arrays = _staged(tree)
+        leaves, keys, arrays = list[Leaf](), dict[str, str](), dict[str, Array]()
+        for name, value in _named(tree).items():
+            if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                keys[name] = str(jax.random.key_impl(value))
+                value = jax.random.key_data(value)
+            array = value if isinstance(value, jax.Array) else np.array(value)
+            if str(array.dtype) not in DTYPES:
+                raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
+            leaves.append(Leaf(name, str(array.dtype), array.shape))
+            arrays[name] = array
+        # no copy to the host begins before every leaf is known to be one that can be saved
+        for name, array in arrays.items():
+            if isinstance(array, jax.Array):
+                arrays[name] = orbax_arrays.staged(array)
         content = {
             "format": FORMAT,
             "step": step,
@@ -103,6 +116,7 @@ class Saver:
             "leaves": [[leaf.name, leaf.dtype, list(leaf.shape)] for leaf in leaves],
             "keys": keys,
         }
+        # what is not JSON is refused now, and metadata that the caller changes later is not written
         content = json.loads(json.dumps(content, allow_nan=False))
         final = step_path(self._folder, step)
         groups: dict[str, dict[str, Array]] = {}
@@ -150,12 +164,24 @@ class Saver:
                 if first:
                     for group in groups:
                         orbax_arrays.finish(partial / group)
+            # what was written is read back before any older checkpoint is removed
             with _together(f"{meeting}:read"):
                 for group, staged in groups.items():
                     _read_back(partial / group, staged, final)
             with _together(f"{meeting}:committed"):
                 if first:
-                    _commit(partial, final, content)
+                    names = sorted(name for name, is_folder in contents(partial) if not is_folder)
+                    files = {name: digest_of(partial / name) for name in names}
+                    write_synced(partial / MANIFEST, sealed(content | {"files": files}))
+                    # a crash after the rename must find all of the folder on the disk
+                    for name, is_folder in contents(partial):
+                        if is_folder:
+                            sync(partial / name)
+                    sync(partial)
+                    if final.exists():
+                        _remove(final)
+                    partial.rename(final)
+                    sync(final.parent)
                     if self._keep is not None:
                         prune(self._folder, self._keep)
         except BaseException as error:
@@ -194,7 +220,34 @@ def restore(path: str | Path, like: PyTree, *, verified: bool = False) -> PyTree
     arrays: dict[str, Array] = {}
     for group in sorted(groups):
         leaves = [leaf for leaf in manifest.leaves if leaf.group == group]
-        arrays |= _read_group(manifest, group, leaves, wanted)
+        asked: dict[str, jax.ShapeDtypeStruct] = {}
+        for leaf in leaves:
+            given = wanted[leaf.name]
+            sharding = given.sharding if isinstance(given, jax.ShapeDtypeStruct) else None
+            if 0 in leaf.shape:  # of which there is no file
+                arrays[leaf.name] = np.zeros(leaf.shape, leaf.numpy_dtype)
+            elif sharding is None or leaf.name in manifest.keys:
+                asked[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype)
+            else:
+                _check_width(leaf.numpy_dtype)
+                asked[leaf.name] = jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.numpy_dtype, sharding=sharding
+                )
+        if asked:
+            try:
+                arrays |= orbax_arrays.read(manifest.path / group, asked)
+            except (ValueError, KeyError, OSError) as error:
+                why = str(error).splitlines()[0] if str(error) else repr(error)
+                raise CheckpointError(f"{manifest.path / group}: cannot be read ({why})") from None
+        # a forged manifest may have the hashes of the files, and other shapes
+        for leaf in leaves:
+            array = arrays[leaf.name]
+            if array.shape != leaf.shape or array.dtype != leaf.numpy_dtype:
+                there = f"{array.dtype}{list(array.shape)}"
+                raise CheckpointError(
+                    f"{manifest.path / group}: {leaf.name} is {there}, the manifest says "
+                    f"{leaf.dtype}{list(leaf.shape)}"
+                )
     values = {
         name: _as(value, arrays[name], manifest.keys.get(name)) for name, value in wanted.items()
     }
@@ -271,27 +324,6 @@ def _named(tree: PyTree) -> dict[str, PyTree]:
     return found
 
 
-def _staged(
-    tree: PyTree,
-) -> tuple[list[Leaf], dict[str, str], dict[str, Array]]:
-    """Return the leaves, the kinds of the keys among them, and their values copied to the host."""
-    leaves, keys, arrays = [], {}, {}
-    for name, value in _named(tree).items():
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            keys[name] = str(jax.random.key_impl(value))
-            value = jax.random.key_data(value)
-        array = value if isinstance(value, jax.Array) else np.array(value)
-        if str(array.dtype) not in DTYPES:
-            raise ValueError(f"{name}: dtype {array.dtype} cannot be saved")
-        leaves.append(Leaf(name, str(array.dtype), array.shape))
-        arrays[name] = array
-    values = {
-        name: orbax_arrays.staged(array) if isinstance(array, jax.Array) else array
-        for name, array in arrays.items()
-    }
-    return leaves, keys, values
-
-
 def _on_host(array: Array) -> Array:
     """Return a staged array as NumPy's, unless several devices share it."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
@@ -357,55 +389,6 @@ def _together(name: str) -> Iterator[None]:
         raise
     else:
         orbax_arrays.agree(name)
-
-
-def _commit(partial: Path, final: Path, content: JsonObject) -> None:
-    """Write the manifest of what is in `partial`, and rename it once all is on the disk."""
-    names = sorted(name for name, is_folder in contents(partial) if not is_folder)
-    files = {name: digest_of(partial / name) for name in names}
-    text = sealed(content | {"files": files})
-    write_synced(partial / MANIFEST, text)
-    for name, is_folder in contents(partial):
-        if is_folder:
-            sync(partial / name)
-    sync(partial)
-    if final.exists():
-        _remove(final)
-    partial.rename(final)
-    sync(final.parent)
-
-
-def _read_group(
-    manifest: Manifest, group: str, leaves: list[Leaf], wanted: Mapping[str, PyTree]
-) -> dict[str, Array]:
-    """Read the leaves of one folder, each as its own kind or as NumPy's."""
-    like: dict[str, jax.ShapeDtypeStruct] = {}
-    arrays: dict[str, Array] = {}
-    for leaf in leaves:
-        value = wanted[leaf.name]
-        sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
-        if 0 in leaf.shape:
-            arrays[leaf.name] = np.zeros(leaf.shape, leaf.numpy_dtype)
-        elif sharding is None or leaf.name in manifest.keys:
-            like[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype)
-        else:
-            _check_width(leaf.numpy_dtype)
-            like[leaf.name] = jax.ShapeDtypeStruct(leaf.shape, leaf.numpy_dtype, sharding=sharding)
-    if like:
-        try:
-            arrays |= orbax_arrays.read(manifest.path / group, like)
-        except (ValueError, KeyError, OSError) as error:
-            why = str(error).splitlines()[0] if str(error) else repr(error)
-            raise CheckpointError(f"{manifest.path / group}: cannot be read ({why})") from None
-    for leaf in leaves:
-        array = arrays[leaf.name]
-        if array.shape != leaf.shape or array.dtype != leaf.numpy_dtype:
-            there = f"{array.dtype}{list(array.shape)}"
-            raise CheckpointError(
-                f"{manifest.path / group}: {leaf.name} is {there}, the manifest says "
-                f"{leaf.dtype}{list(leaf.shape)}"
-            )
-    return arrays
 
 
 def _remove(path: Path) -> None:

@@ -87,6 +87,7 @@ def read_manifest(path: str | Path) -> Manifest:
     try:
         content = json.loads(text)
         del content["sha256"]
+        # the text and not the content: another order of keys has another text
         if text != sealed(content):
             raise ValueError("its checksum is wrong")
         if content["format"] != FORMAT:
@@ -109,8 +110,14 @@ def read_manifest(path: str | Path) -> Manifest:
                 raise ValueError(f"dtype of {leaf.name}")
         for entry in manifest.files.values():
             int(entry["bytes"])
-        groups = {leaf.group for leaf in leaves if 0 not in leaf.shape}
-        if groups != {_group_of(name) for name in manifest.files}:
+        groups, folders = {leaf.group for leaf in leaves if 0 not in leaf.shape}, set[str]()
+        for name in manifest.files:
+            parts = name.split("/")
+            # a name with a dot in front, or with none of these letters, could lie elsewhere
+            if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
+                raise ValueError(f"file {name!r}")
+            folders.add(parts[0])
+        if groups != folders:
             raise ValueError("its files are not those of its leaves")
     except CheckpointError:
         raise
@@ -168,14 +175,6 @@ def check_name(name: str) -> None:
     """Raise ValueError for a name of a leaf that could be no file's."""
     if not re.fullmatch(r"\w+(/\w+)*", name, re.ASCII):
         raise ValueError(f"leaf {name!r}: must be words separated by /")
-
-
-def _group_of(name: str) -> str:
-    """Return the folder of a file; ValueError for a name that could be elsewhere."""
-    parts = name.split("/")
-    if len(parts) < 2 or any(not re.fullmatch(r"\w[\w.-]*", p, re.ASCII) for p in parts):
-        raise ValueError(f"file {name!r}")
-    return parts[0]
 
 
 def _read(file: Path, size: int | None) -> bytes:

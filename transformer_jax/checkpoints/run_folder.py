@@ -94,9 +94,18 @@ class RunFolder:
         if self.config_file.stat().st_size > CONFIG_LIMIT:
             raise ConfigError(f"{self.config_file}: longer than {CONFIG_LIMIT} bytes")
         try:
-            return _found_again(config_from_json(self.config_file.read_bytes()), self.path)
+            config = config_from_json(self.config_file.read_bytes())
         except ConfigError as error:
             raise ConfigError(f"{self.config_file}: {error}") from None
+
+        def found(name: str) -> str:
+            if os.path.exists(name) or os.path.isabs(name) != os.path.isabs(config.out):
+                return name
+            # what has moved together with the run lies where it lay, as seen from the run's folder
+            moved = os.path.abspath(self.path / os.path.relpath(name, config.out))
+            return moved if os.path.exists(moved) else name
+
+        return _with_paths(config, found)
 
     @property
     def source_tokenizer_file(self) -> Path:
@@ -133,6 +142,7 @@ class RunFolder:
         """
         lines = self._metrics()
         kept = [line for line in lines if line is not None and line["step"] <= step]
+        # the file is replaced as a whole: a crash leaves the old lines or the new ones
         write_file(self.metrics_file, "".join(json_text(line) + "\n" for line in kept))
         return lines.count(None)
 
@@ -144,8 +154,20 @@ class RunFolder:
         """Read the finished lines of metrics.jsonl, None for a damaged one."""
         if not self.metrics_file.is_file():
             return []
-        lines = self.metrics_file.read_text(errors="replace").split("\n")[:-1]
-        return [_measurement(line) for line in lines]
+        found: list[JsonObject | None] = []
+        # what follows the last newline was being written when the process ended
+        for text in self.metrics_file.read_text(errors="replace").split("\n")[:-1]:
+            try:
+                line = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict) and type(line.get("step")) is int:
+                losses = line.get("loss"), line.get("val_loss")
+                is_whole = all(type(loss) in (int, float, type(None)) for loss in losses)
+                found.append(line if is_whole else None)
+            else:
+                found.append(None)
+        return found
 
 
 def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
@@ -153,7 +175,7 @@ def _read_tokenizer(file: Path, sha256: str | None) -> Tokenizer:
         content = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
-    if sha256 is not None and _sha256(content) != sha256:
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise CheckpointError(f"{file}: sha256 mismatch")
     try:
         return tokenizer_from_json(content.decode("utf-8", "surrogatepass"))
@@ -174,18 +196,6 @@ def json_text(content: JsonObject, indent: int | None = None) -> str:
     return json.dumps(plain(content), indent=indent, allow_nan=False)
 
 
-def _measurement(text: str) -> JsonObject | None:
-    """Parse a line of metrics.jsonl: an object with an integer `step`, whose losses are numbers."""
-    try:
-        line = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return None
-    losses = line.get("loss"), line.get("val_loss")
-    return line if all(type(loss) in (int, float, type(None)) for loss in losses) else None
-
-
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return a config that names the same files and folders wherever the process is.
 
@@ -198,32 +208,19 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return replace(_with_paths(config, absolute), out=os.path.abspath(config.out))
 
 
-def _found_again(config: TrainConfig, path: Path) -> TrainConfig:
-    """Return a run's config with what has moved together with it, as seen from its folder."""
-
-    def found(name: str) -> str:
-        if os.path.exists(name) or os.path.isabs(name) != os.path.isabs(config.out):
-            return name
-        moved = os.path.abspath(path / os.path.relpath(name, config.out))
-        return moved if os.path.exists(moved) else name
-
-    return _with_paths(config, found)
-
-
 def _with_paths(config: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
     """Return a config with each name of a file or folder that it reads changed."""
 
     def changed(config: C, *names: str) -> C:
-        values = {name: getattr(config, name, None) for name in names}
-        given = {name: value for name, value in values.items() if value}
-        return replace(config, **{name: several(value) for name, value in given.items()})
-
-    def several(value: str) -> str:  # prepared folders have commas between them
-        if value in SOURCES:
-            return value
-        whole = change(value)
-        many = "," in value and not os.path.exists(whole)
-        return ",".join(map(change, value.split(","))) if many else whole
+        given: dict[str, str] = {}
+        for name in names:
+            value = getattr(config, name, None)
+            if value and value not in SOURCES:
+                whole = given[name] = change(value)
+                # prepared folders have commas between them, and so may the name of one file
+                if "," in value and not os.path.exists(whole):
+                    given[name] = ",".join(map(change, value.split(",")))
+        return replace(config, **given)
 
     task = changed(config.task, "targets", "val_targets")
     return changed(replace(config, task=task), "data", "val_data", "init_from")
@@ -356,11 +353,7 @@ def check_unused(path: Path) -> None:
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
     """Return the hash of the file that `write_tokenizer` writes."""
-    return _sha256(tokenizer.to_json().encode("utf-8", "surrogatepass"))
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(tokenizer.to_json().encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def plot_losses(folder: RunFolder) -> None:
@@ -383,6 +376,7 @@ def plot_losses(folder: RunFolder) -> None:
     if held_out:
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color=orange, linewidth=1.8, marker="o", ms=4, label="held out")
+        # losses over other numbers of batches cannot be compared
         alike = [m for m in evaluated if m.get("eval_batches") == evaluated[-1].get("eval_batches")]
         best, step = min((m["val_loss"], m["step"]) for m in alike)
         axes.annotate(
