@@ -58,6 +58,7 @@ def as_int32(name: str, values: Any) -> Any:
 
 def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
     """Raise ValueError where an integer is known and does not fit int32."""
+    # an int8 or uint16 fits whatever its values
     if np.can_cast(values.dtype, np.int32):
         return
     known = known_value(values)
@@ -84,6 +85,7 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> N
 
     What counts tokens is at most INT32.max, the largest position.
     """
+    # the number is known when the exported program is called
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
@@ -146,6 +148,7 @@ def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Arra
     Wherever a NaN matters it is looked for with this function. XLA's maximum on a CPU loses a NaN
     in rows of 1,000, and `lax.top_k` ranks one that arithmetic made, whose sign is set, last.
     """
+    # infinity stays the largest in every reduction, whatever the backend does with NaN
     known = jnp.where(jnp.isnan(x), jnp.inf, x)
     return jnp.max(known, axis=axis, keepdims=keepdims, initial=-jnp.inf)
 

@@ -323,7 +323,8 @@ SLIPS: tuple[Slip, ...] = (
             "the best checkpoint goes with the old ones",
             "        if step != best:\n",
             "        if step:\n",
-            "checkpoints/test_checkpoint.py::test_the_best_and_the_last_stay",
+            "checkpoints/test_run_folder.py::"
+            "test_checkpoints_are_found_pruned_and_set_aside_by_their_steps",
         ),
     ),
     *of(
@@ -368,7 +369,7 @@ SLIPS: tuple[Slip, ...] = (
             "rows are split over one of two axes",
             "return self.data * self.fsdp",
             "return max(self.data, self.fsdp)",
-            "config/test_config.py::test_rows_are_split_over_two_axes_of_a_mesh_and_not_over_the_third",
+            "config/test_what_configs_refuse.py::test_what_follows_from_fields_is_theirs",
         ),
     ),
     *of(
@@ -1096,8 +1097,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/training/step.py",
         (
             "micro-batches share a key",
-            "differentiate(params, batch, jax.random.fold_in(key, index))",
-            "differentiate(params, batch, jax.random.fold_in(key, 0 * index))",
+            "differentiate(params, batch, jax.random.fold_in(key, index), frozen)",
+            "differentiate(params, batch, jax.random.fold_in(key, 0 * index), frozen)",
             "training/test_training.py::test_dropout_draws_anew_at_each_step_and_in_each_micro_batch",
         ),
         (

@@ -62,16 +62,29 @@ class Reader:
     def documents(self, chunk: Chunk) -> Iterator[str]:
         """Yield the documents that are not empty; DataError names the file and the place."""
         if chunk.format == "parquet":
-            yield from self._parquet(chunk)
+            file = open_parquet(chunk.path)
+            if self.field not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise DataError(f"{chunk.path}: has no column {self.field!r} (there are {names})")
+            for group in range(chunk.start, chunk.end):
+                try:
+                    values = file.read_row_group(group, columns=[self.field]).column(0).to_pylist()
+                except Exception as error:  # the library raises its own, and OSError
+                    raise _damaged(chunk.path, error) from None
+                for row, value in enumerate(values):
+                    yield from self._text(value, f"{chunk.path}: row {row} of row group {group}")
             return
-        content = _content(chunk)
-        if chunk.format == "jsonl":
-            yield from self._json_lines(chunk, content)
-        else:
+        try:
+            with open(chunk.path, "rb") as stream:
+                stream.seek(chunk.start)
+                content = stream.read(chunk.end - chunk.start)
+        except OSError as error:
+            raise DataError(f"{chunk.path}: cannot be read ({error.strerror})") from None
+        if chunk.format != "jsonl":
             text = read_text(content, chunk.path, self.text_errors, chunk.start)
             yield from split_documents(text, chunk.format)
-
-    def _json_lines(self, chunk: Chunk, content: bytes) -> Iterator[str]:
+            return
+        # `str.splitlines` would cut at U+2028 too, which a JSON string may contain
         for match in re.finditer(rb"[^\r\n]+", content):
             at = chunk.start + match.start()
             line = read_text(match[0], chunk.path, self.text_errors, at)
@@ -82,19 +95,6 @@ class Reader:
             if not isinstance(found, dict):
                 raise DataError(f"{where}: must be an object")
             yield from self._text(found.get(self.field), where)
-
-    def _parquet(self, chunk: Chunk) -> Iterator[str]:
-        file = open_parquet(chunk.path)
-        if self.field not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)
-            raise DataError(f"{chunk.path}: has no column {self.field!r} (there are {names})")
-        for group in range(chunk.start, chunk.end):
-            try:
-                values = file.read_row_group(group, columns=[self.field]).column(0).to_pylist()
-            except Exception as error:  # the library raises its own, and OSError
-                raise _damaged(chunk.path, error) from None
-            for row, value in enumerate(values):
-                yield from self._text(value, f"{chunk.path}: row {row} of row group {group}")
 
     def _text(self, value: object, where: str) -> Iterator[str]:
         """Yield a document if it is not empty; DataError where it is no text."""
@@ -182,13 +182,3 @@ def check_unchanged(given: Input) -> None:
         raise DataError(f"{given.path}: cannot be read ({error.strerror})") from None
     if (found.st_size, found.st_mtime_ns) != (given.bytes, given.changed):
         raise DataError(f"{given.path}: has changed while it was read")
-
-
-def _content(chunk: Chunk) -> bytes:
-    """Return the bytes of a chunk."""
-    try:
-        with open(chunk.path, "rb") as stream:
-            stream.seek(chunk.start)
-            return stream.read(chunk.end - chunk.start)
-    except OSError as error:
-        raise DataError(f"{chunk.path}: cannot be read ({error.strerror})") from None

@@ -111,10 +111,12 @@ class Part:
             part = into[done : done + self.shard_tokens - at]
             size, offset = part.nbytes, at * self.dtype.itemsize
             try:
+                # pread has no position that threads would share
                 found = os.preadv(self._handle(shard), [part.view(np.uint8)], offset)
             except OSError as error:
                 where = self.folder / shard_file(self.name, shard)
                 raise DataError(f"{where}: cannot be read ({error.strerror})") from None
+            # a mapped file that was cut short would end the process with SIGBUS instead
             if found < size:
                 where = self.folder / shard_file(self.name, shard)
                 rule = f"ends before byte {offset + size}: was cut short after it was checked"

@@ -497,7 +497,9 @@ class _Workers:
 
 def _start_worker() -> None:
     """Leave Ctrl-C to the parent, and end with it, however it ends."""
+    # Ctrl-C reaches all processes of a terminal; the parent's answer ends the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # each worker would start as many threads as there are cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
     assert parent is not None

@@ -12,7 +12,6 @@ import optax
 from flax.traverse_util import flatten_dict
 
 from transformer_jax.config import ConfigError, LoraConfig, TrainConfig
-from transformer_jax.loading import check_base
 from transformer_jax.models.factory import init_params
 from transformer_jax.models.lora import frozen_part, rejoined, trained_part
 from transformer_jax.pytree import sha256_of
@@ -72,6 +71,7 @@ class FrozenBase:
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
+        # the base is not loaded before the step is known to fit the memory
         shapes = jax.eval_shape(lambda: self.part(init_params(config.model, jax.random.key(0))))
         self.params = placement.state(shapes)
 
@@ -112,6 +112,8 @@ class FrozenBase:
         if metadata is None:
             self.sha256 = sha256_of(given)
         else:
+            from transformer_jax.loading import check_base
+
             assert config.init_from is not None
             check_base(config.init_from, given, metadata)
             self.sha256 = metadata["base_sha256"]

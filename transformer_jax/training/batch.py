@@ -68,47 +68,54 @@ def as_given(batch: Batch) -> Batch:
     return batch
 
 
-def _reading(model: AnyModel) -> Callable[..., Any]:
-    """Return `read(method, params, batch, key)`: a method of the model on what a batch holds."""
-    config: AnyModelConfig = model.config
-    experts, shape = config.experts, config.kind
+def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
+    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
 
-    def padding(name: str, valid: Leaf) -> dict[str, Leaf]:
-        """Return the argument that tells the model where padding stands, if there is any."""
-        if valid is None:
-            return {}
-        if not config.supports("positions"):
-            return {name + "valid": valid}
-        index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
-        return {name + "positions": jnp.where(valid, index, -1)}
+    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
+    encoder reads a row in both directions; an encoder-decoder reads the source too. The `config`
+    may be the model itself, with its edits. With `method="output_layer"` the function returns what
+    the logits are computed of.
+    """
+    model = build(config)
+    config = model.config
 
     def read(
-        method: str,
         params: Params,
         batch: Batch,
         key: jax.Array | None,
         routed: list[jax.Array] | None = None,
+        method: str | None = None,
     ) -> Any:
-        """Call a method; to `routed` add the loss of experts, where there are any."""
-        given = padding("", batch.valid)
-        if config.supports("dropout"):
-            given["key"] = key
+        """Call the model; to `routed` add the loss of experts, where there are any."""
+        given: dict[str, Any] = {"key": key} if config.supports("dropout") else {}
         if batch.segments is not None:
             given["segments"] = batch.segments
         if batch.prefix is not None:
             given["mask"] = Causal() | Padding(batch.prefix)
-        if shape == "encoder-decoder":
-            given |= {"source": batch.source, **padding("source_", batch.source_valid)}
+        sides = {"": batch.valid}
+        if config.kind == "encoder-decoder":
+            given["source"] = batch.source
+            sides["source_"] = batch.source_valid
+        for side, valid in sides.items():
+            if valid is not None and config.supports("positions"):
+                # a position of -1 is padding, whatever kind of positions the model has
+                index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+                given[side + "positions"] = jnp.where(valid, index, -1)
+            elif valid is not None:
+                given[side + "valid"] = valid
         several = len(batch.tokens) > 1  # of which some may be none, to fill a batch up
         told = model.told(apart=several, padded=several and batch.valid is not None)
-        if experts is None or routed is None:
-            return told.apply({"params": params}, batch.tokens, method=method, **given)
-        given["mutable"] = [ROUTED]
-        found, state = told.apply({"params": params}, batch.tokens, method=method, **given)
-        logits = jax.tree_util.tree_leaves_with_path(state[ROUTED])
-        valid = [_real(batch, path[0].key == "encoder", shape, x) for path, x in logits]
-        routed.append(router_loss(experts, [x for _, x in logits], valid))
-        return found
+        name = method or ("classify" if batch.labels.ndim == 1 else "__call__")
+        experts = None if routed is None else config.experts
+        if experts is not None:
+            given["mutable"] = [ROUTED]
+        found = told.apply({"params": params}, batch.tokens, method=name, **given)
+        if routed is not None and experts is not None:
+            found, state = found
+            logits = jax.tree_util.tree_leaves_with_path(state[ROUTED])
+            valid = [_real(batch, path[0].key == "encoder", config.kind, x) for path, x in logits]
+            routed.append(router_loss(experts, [x for _, x in logits], valid))
+        return found[0] if name == "__call__" else found
 
     return read
 
@@ -123,29 +130,6 @@ def _real(batch: Batch, source: bool, shape: str, logits: jax.Array) -> jax.Arra
         valid = batch.segments > 0
     fits = valid is not None and valid.shape == logits.shape[-3:-1]
     return jnp.asarray(valid) if fits else None
-
-
-def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., jax.Array]:
-    """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
-
-    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
-    encoder reads a row in both directions; an encoder-decoder reads the source too. The `config`
-    may be the model itself, with its edits.
-    """
-    read = _reading(build(config))
-
-    def logits(
-        params: Params,
-        batch: Batch,
-        key: jax.Array | None,
-        routed: list[jax.Array] | None = None,
-    ) -> jax.Array:
-        if batch.labels.ndim == 1:
-            found: jax.Array = read("classify", params, batch, key, routed)
-            return found
-        return read("__call__", params, batch, key, routed)[0]
-
-    return logits
 
 
 LOGITS_AT_ONCE = 2**26
@@ -198,7 +182,7 @@ def batch_loss(
     Returns:
         A function `loss(params, batch, key) -> (mean, weight)`; a key turns dropout on.
     """
-    read, logits = _reading(build(config)), batch_logits(config)
+    read = batch_logits(config)
     whole = partial(
         cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
     )
@@ -216,15 +200,16 @@ def batch_loss(
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
+            # a chunk that is asked for holds whatever the sizes are
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
-                x, table, bias = read("output_layer", params, batch, key, routed)
+                x, table, bias = read(params, batch, key, routed, method="output_layer")
                 cap = config.logit_softcap
                 mean, weight = in_chunks(
                     x, table, labels, chunk_size=size, softcap=cap, logit_bias=bias
                 )
                 return sum(routed, mean), weight
-        mean, weight = whole(logits(params, batch, key, routed), labels)
+        mean, weight = whole(read(params, batch, key, routed), labels)
         return sum(routed, mean), weight
 
     return loss
@@ -239,7 +224,8 @@ def batch_scores(
     chunks, as in `batch_loss`, unless they are edited.
     """
     model = build(config)
-    read, logits, config = _reading(model), batch_logits(model), model.config
+    read, config = batch_logits(model), model.config
+    # an edit of the logits sees those of a whole row
     whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
@@ -252,7 +238,7 @@ def batch_scores(
         if config.supports("output_layer") and labels.ndim == 2 and not whole:
             size = chosen_chunk(len(labels) // row_shards, labels.shape[1], config.vocab_size)
             if size < labels.shape[1]:
-                x, table, bias = read("output_layer", params, batch, None)
+                x, table, bias = read(params, batch, None, method="output_layer")
                 cap = config.logit_softcap
 
                 def in_chunks(
@@ -278,7 +264,7 @@ def batch_scores(
 
                 found: jax.Array = by_compiler(in_chunks, [x, table, bias, labels], PartitionSpec())
                 return found
-        return judged(logits(params, batch, None), labels)
+        return judged(read(params, batch, None), labels)
 
     return scores
 
@@ -291,7 +277,7 @@ def token_nats(
     labels, model = batch.labels, build(config)
     config = model.config
     if config.supports("output_layer") and not model.edits:
-        x, table, bias = _reading(model)("output_layer", params, batch, None)
+        x, table, bias = batch_logits(model)(params, batch, None, method="output_layer")
         rows, length = labels.shape
         size = chosen_chunk(rows, length, config.vocab_size)
         log_probs, _ = label_scores(

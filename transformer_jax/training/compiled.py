@@ -54,6 +54,7 @@ class CompiledAhead(Generic[R]):
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function: Any = function  # of `jax.jit`, whose type forgets R
+        # `jax.jit` compiles when it is called, and by then the arrays must exist
         self._programs: dict[Hashable, Compiled] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> R:
@@ -90,6 +91,7 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
     config = task.config
     if not config.model.supports("gradients"):
         return counted(config, task)
+    # with these at their defaults, a second run of other paths finds the first one's programs
     others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}  # what enters no program
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
@@ -138,7 +140,14 @@ def make_programs(
     fresh: Callable[[jax.typing.ArrayLike], TrainState]
     fresh = partial(init_state, config.model, optimizer, **held_as)
     if learner is not None:
-        fresh = partial(_fresh_learner, learner, optimizer, held_as)
+        made = learner.fresh
+
+        def fresh_learner(seed: jax.typing.ArrayLike) -> TrainState:
+            init_key, key = split_seed(seed)
+            return start_state(made(init_key), optimizer, key, **held_as)
+
+        fresh = fresh_learner
+    # XLA leaves out what only the gradients of frozen parameters would need
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
@@ -153,16 +162,6 @@ def make_programs(
         eval_step=make_eval_step(scores, prepare),
         rate=jax.jit(learning_rate_schedule(config)),
     )
-
-
-def _fresh_learner(
-    learner: Learner,
-    optimizer: optax.GradientTransformation,
-    held_as: dict[str, Any],
-    seed: jax.typing.ArrayLike,
-) -> TrainState:
-    init_key, key = split_seed(seed)
-    return start_state(learner.fresh(init_key), optimizer, key, **held_as)
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:

@@ -68,6 +68,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
+        # part of every Python, so a first run needs neither a file nor a network
         topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
         return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
@@ -103,20 +104,19 @@ def _files(path: Path, out: str | None) -> list[Path]:
     def unreadable(error: OSError) -> None:
         raise error
 
-    found = []
+    found, own = [], None if out is None else os.path.realpath(out)
+    of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
     for folder, folders, names in os.walk(path, onerror=unreadable):
         shown = [Path(folder, name) for name in folders if not name.startswith(".")]
-        folders[:] = [inner.name for inner in shown if not _is_run(inner, out)]
+        # what is left out of `folders` is not walked: a run trained on its own samples and losses
+        folders[:] = [
+            inner.name
+            for inner in shown
+            if os.path.realpath(inner) != own
+            and not all(os.path.isfile(inner / name) for name in of_a_run)
+        ]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found)
-
-
-def _is_run(folder: Path, out: str | None) -> bool:
-    """Say whether this is `out`, or holds what every run folder does."""
-    if out is not None and os.path.realpath(folder) == os.path.realpath(out):
-        return True
-    names = "config.json", "tokenizer.json", "metrics.jsonl"
-    return all(os.path.isfile(folder / name) for name in names)
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
@@ -142,6 +142,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{name}: what {url} gave has another sha256 than {sha256}")
     file.parent.mkdir(parents=True, exist_ok=True)
+    # two runs may download at once: each writes a file of its own, and one name wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)
@@ -192,6 +193,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
             rule = f"{config.init_from} has {config.model.vocab_size} tokens"
             raise DataError(f"data is {config.data!r}: it has token {largest}: {rule}")
         val_characters = len(text) - cut
+    # a text of bytes stays as large as its file
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
     needed = config.sequence_len + 1
@@ -260,6 +262,7 @@ def random_starts(
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
+    # NumPy promises this stream for all versions, unlike that of a Generator's methods
     words = np.random.Philox(key=(seed << 64) + step).random_raw(int(np.prod(shape)))
     scaled = (words >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
     return scaled.astype(np.int32).reshape(shape)

@@ -53,7 +53,9 @@ def evaluate(
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
 
     parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
+    # one transfer at the end: reading each batch's numbers would wait for it
     losses, weights, right = np.array(jax.device_get(parts), np.float64).T
+    # batches that fill up have no labels, and weigh nothing
     labels = max(weights.sum(), 1.0)
     return Scores(float(losses.sum() / labels), float(right.sum() / labels))
 
@@ -102,6 +104,7 @@ def decode_held_out(
 ) -> tuple[str, dict[str, float]]:
     """Return what the model writes, and how it compares; the first process also writes files."""
     sample, judged = "", dict[str, float]()
+    # all processes take part in the gathering, and the first alone decodes
     params = gathered_here(run.used_params(state))
     if is_first():
         if run.config.sample_tokens:

@@ -10,29 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.checkpoints.run_folder import RunFolder
-from transformer_jax.config import ConfigError, ModelConfig, TrainConfig
+from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.tasks import ClassifyTask
-from transformer_jax.loading import (
-    base_params,
-    is_run,
-    published_tokenizer,
-    with_targets,
-)
 from transformer_jax.models.factory import init_params, merged
-from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
-from transformer_jax.pretrained.load import pretrained_config
-from transformer_jax.pretrained.safetensors_folder import WeightFolder
-from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.training.batch import Params
 from transformer_jax.training.tasks.task import Tokenizers
 from transformer_jax.values import value_class
+
+if TYPE_CHECKING:
+    from transformer_jax.config import ModelConfig
+    from transformer_jax.pretrained.safetensors_folder import WeightFolder
 
 TASK_FIELDS = frozenset(
     """
@@ -57,31 +52,40 @@ class StartModel:
 
 def start_model(init_from: str) -> StartModel:
     """Find the model to start from; ConfigError or CheckpointError where it cannot be used."""
+    # the tables of the published families are no part of a run that starts from nothing
+    from transformer_jax.loading import base_params, is_run, published_tokenizer, with_targets
+    from transformer_jax.pretrained.load import pretrained_config
+    from transformer_jax.pretrained.weights import open_weights
+
     if not is_run(init_from):
         opened, config = open_weights(init_from), pretrained_config(init_from)
         tokenizer = with_targets(published_tokenizer(opened), opened, config)
         params = partial(base_params, init_from)
         return StartModel(config, Tokenizers(tokenizer), params, _published_labels(config, opened))
     folder = RunFolder(Path(init_from))
-    found = folder.read_config()
+    run = folder.read_config()
     tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
-    labels = found.task.labels if isinstance(found.task, ClassifyTask) else None
-    return StartModel(found.model, tokenizers, partial(base_params, init_from), labels)
+    labels = run.task.labels if isinstance(run.task, ClassifyTask) else None
+    return StartModel(run.model, tokenizers, partial(base_params, init_from), labels)
 
 
 def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, ...] | None:
     """Return the names of a published classifier's classes; None where it has none of its own."""
     names = folder.config.get("id2label")
+    # BERT's head of two sentences says whether one follows the other: those are no classes
     if config.num_classes is None or config.masked_token_head or not isinstance(names, dict):
         return None
     found = [names.get(str(i)) for i in range(config.num_classes)]
     named = [name for name in found if isinstance(name, str)]
+    # transformers writes LABEL_0, LABEL_1, ... where classes were given no names
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(found))
     return None if unnamed or len(named) < len(found) else tuple(named)
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
     """Raise ConfigError where a run's model is not the one that it starts from."""
+    from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
+
     if type(model) is not type(start.config):
         raise ConfigError(f"model: {init_from} has another kind of model")
     for field in fields(start.config):
@@ -102,6 +106,7 @@ def start_params(
     model, params, task = config.model, given, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
         params = _with_head_of(task.labels or (), start, params)
+    # drawing parameters takes long: only what is missing needs them
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
@@ -121,6 +126,7 @@ def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) ->
     count = kernel.shape[-1]
     if of_sentences or count != len(labels) or (names is not None and {*names} != {*labels}):
         return {name: part for name, part in params.items() if name != "classifier"}
+    # transformers calls classes LABEL_0, LABEL_1, ...; a file of labels may have bare numbers
     for form in ("LABEL_{}", "{}") if names is None else ():
         numbered = tuple(form.format(i) for i in range(count))
         names = numbered if {*numbered} == {*labels} else names

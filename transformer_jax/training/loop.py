@@ -31,7 +31,6 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
-from transformer_jax.loading import naming_run
 from transformer_jax.training.evaluation import decode_held_out, evaluate_run, measure_alike
 from transformer_jax.training.initial import check_model, start_model
 from transformer_jax.training.processes import any_process, by_first, is_first, wait_for_all
@@ -39,7 +38,7 @@ from transformer_jax.training.progress import Progress, Silent, progress_for_not
 from transformer_jax.training.report import Report, finite
 from transformer_jax.training.run import Run, continued
 from transformer_jax.training.step import TrainState
-from transformer_jax.training.tasks import Tokenizers, load_task
+from transformer_jax.training.tasks import load_task
 from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import check_trackers
 from transformer_jax.values import value_class
@@ -87,6 +86,7 @@ class Result:
         own = isinstance(task, OwnTask) and task.loaded_by is not None  # no loss of tokens
         if self.val_loss is None or own or isinstance(task, PreferenceTask):
             return None
+        # exp(710) is infinite in float64
         return math.exp(min(self.val_loss, 700.0))
 
 
@@ -132,6 +132,7 @@ def fit(
     if task is not None:
         config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
+    # every process sees the same numbers: one tells of them
     progress = progress if is_first() else Silent()
     keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
     if keeps and config.init_from is None:
@@ -145,8 +146,11 @@ def fit(
         if resume:
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
+            # the lock comes first: another process may be writing the checkpoint that is chosen
             data, found = continued(config, stored, folder, vocab_size, progress)
             if config.init_from is not None and (found is None or keeps):
+                from transformer_jax.loading import naming_run
+
                 with naming_run(config.out, config.init_from):
                     start = start_model(config.init_from)
         else:
@@ -156,6 +160,7 @@ def fit(
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
             data = load_task(config, None if start is None else start.tokenizers, vocab_size)
+        # nothing is written before the step is known to fit the memory
         run = Run(data, folder)
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
@@ -169,7 +174,9 @@ def fit(
         done = int(state.step)
         if found is not None:
             by_first(lambda: checkpoint.set_aside(folder.checkpoints, done))
-        by_first(lambda: _write_folder(folder, run.config, data.tokenizers))
+        by_first(lambda: folder.write_config(run.config))
+        by_first(lambda: folder.write_tokenizer(data.tokenizers.tokenizer))
+        by_first(lambda: folder.write_source_tokenizer(data.tokenizers.source))
         if damaged := by_first(lambda: folder.cut_metrics(done)):
             progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
         for line in run.described(done):
@@ -180,6 +187,7 @@ def fit(
                 logging.getLogger(__name__).warning(line)
         stack.callback(progress.stop)
         report = stack.enter_context(closing(Report(run, progress)))
+        # an error of the last save ends the run here, and not in a thread
         with run.saver:
             return _train(run, report, state, first, stop)
 
@@ -199,13 +207,6 @@ def _doubts(config: TrainConfig) -> Iterator[str]:
     if experts is not None and experts.top_k == 1 < experts.count and experts.normalize:
         rule = "each token's only weight is 1, so the router learns nothing from the task's loss"
         yield f"experts have top_k=1 and normalize=True: {rule} (it does with normalize=False)"
-
-
-def _write_folder(folder: RunFolder, config: TrainConfig, tokenizers: Tokenizers) -> None:
-    """Write what a run's folder holds beside measurements and checkpoints."""
-    folder.write_config(config)
-    folder.write_tokenizer(tokenizers.tokenizer)
-    folder.write_source_tokenizer(tokenizers.source)
 
 
 @contextmanager
@@ -246,6 +247,7 @@ def _train(
         with phases.of("step"):
             state, metrics = run.step(state, inputs)
         report.profile.after(done + 1, state)
+        # the numbers of a step are read while the next one runs: waiting would idle the device
         if pending is not None:
             report.write(report.read(*pending))
         done += 1
@@ -267,6 +269,7 @@ def _train(
                     scores = evaluate_run(run, state)
                 val_loss = finite(scores.loss)
             report.write(numbers, scores)
+            # the best so far is kept, whether or not a checkpoint is due
             if val_loss is not None and (best_loss is None or val_loss < best_loss):
                 best_loss, kept = val_loss, True
             if kept:

@@ -63,14 +63,14 @@ def cross_entropy(
             f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
         )
     labels, weights = _count(labels, weights, ignore_label, logits.shape[-1])
-    return by_compiler(partial(_weighted_mean, terms), [logits, labels, weights], PartitionSpec())
 
+    def mean(
+        logits: jax.Array, labels: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        loss = _token_loss(terms, logits, labels, weights != 0)
+        return _mean(jnp.sum(weights * loss), weights)
 
-def _weighted_mean(
-    terms: _Terms, logits: jax.Array, labels: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    loss = _token_loss(terms, logits, labels, weights != 0)
-    return _mean(jnp.sum(weights * loss), weights)
+    return by_compiler(mean, [logits, labels, weights], PartitionSpec())
 
 
 @known_keywords
@@ -138,8 +138,13 @@ def chunked_cross_entropy(
     labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
     chunk_size = _rows(chunk_size, hidden.shape[1])
     head = _Head(terms, chunk_size, softcap)
+    plain = partial(_chunked_sum, head)
+    passes = Passes(partial(_sum_and_gradients, head), _scaled_gradients, plain)
     arrays = vary((hidden, output_weights, logit_bias, labels, weights))
-    return _mean(by_compiler(partial(_chunked_sum, head), arrays, PartitionSpec()), weights)
+    total = by_compiler(
+        lambda *arrays: differentiable(plain, passes, arrays)[0], arrays, PartitionSpec()
+    )
+    return _mean(total, weights)
 
 
 def label_scores(
@@ -227,33 +232,26 @@ def _count(
         check_array("weights", weights, "of the labels' shape")
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights have shape {weights.shape}, labels {labels.shape}")
-    _check_known(labels, weights, ignore_label, vocab)
+    values = labels, weights
+    if not any(
+        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in values
+    ):
+        # before any conversion, which would wrap 2**32 + 1 around to a label that there is
+        known = np.asarray(labels)
+        wrong = (known != ignore_label) & ((known < 0) | (known >= vocab))
+        if weights is not None:
+            wrong &= np.asarray(weights) != 0
+        if wrong.any():
+            where = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"label {known[where]} at {where} is outside the vocabulary of {vocab} "
+                f"and is not ignore_label {ignore_label}"
+            )
     labels = jnp.asarray(labels, jnp.int32)
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else jnp.asarray(weights)
     weights = jnp.where(labels == ignore_label, 0.0, weights.astype(jnp.float32))
     return jnp.where(weights == 0, 0, labels), weights
-
-
-def _check_known(
-    labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
-) -> None:
-    """Raise ValueError for a label outside the vocabulary, where the values are known.
-
-    It runs before any conversion, which could wrap them.
-    """
-    for x in (labels, weights):
-        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-            return
-    known = np.asarray(labels)
-    wrong = (known != ignore_label) & ((known < 0) | (known >= vocab))
-    if weights is not None:
-        wrong &= np.asarray(weights) != 0
-    if wrong.any():
-        where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"label {known[where]} at {where} is outside the vocabulary of {vocab} "
-            f"and is not ignore_label {ignore_label}"
-        )
 
 
 def _mean(total: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -294,6 +292,7 @@ def _loss_and_slope(
     exp = jnp.exp(shifted)
     denominator = jnp.sum(exp, axis=-1)
     known = (labels >= 0) & (labels < vocab)
+    # a label outside the vocabulary is seen in the loss, where it cannot be raised
     denominator = jnp.where(known, denominator, jnp.nan)
     labels = jnp.where(known, labels, 0)[..., None]
     picked = jnp.take_along_axis(x, labels, axis=-1, mode="promise_in_bounds")[..., 0] - top
@@ -314,28 +313,24 @@ def _loss_and_slope(
     return jnp.where(counts, loss, 0.0), jnp.where(counts[..., None], slope, 0.0)
 
 
-def _chunked_sum(
-    head: _Head,
-    hidden: jax.Array,  # [B, T, D]
-    table: jax.Array,  # [V, D]
-    bias: jax.Array | None,  # [V]
-    labels: jax.Array,  # i32[B, T]
-    weights: jax.Array,  # f32[B, T]
-) -> jax.Array:  # f32[]
-    """Return the sum of weights * losses."""
-    plain = partial(_chunked_sum_plainly, head)
-    passes = Passes(partial(_sum_and_gradients, head), _scaled_gradients, plain)
-    return differentiable(plain, passes, (hidden, table, bias, labels, weights))[0]
-
-
 Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-"""The arguments of `_chunked_sum` after the first."""
+"""Hidden states [B, T, D], table [V, D], bias [V], labels i32[B, T], weights f32[B, T]."""
 
 
-def _chunked_sum_plainly(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
-    """Return the sum; a derivative by JAX computes the logits of each chunk again."""
+def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
+    """Return the sum of weights * losses; JAX's own derivative computes the logits again."""
     hidden, table, bias, labels, weights = arrays
-    of_chunk = jax.checkpoint(partial(_chunk_sum, head))
+
+    @jax.checkpoint
+    def of_chunk(
+        hidden: jax.Array,
+        table: jax.Array,
+        bias: jax.Array | None,
+        labels: jax.Array,
+        weights: jax.Array,
+    ) -> jax.Array:  # f32[]
+        hidden = jnp.where((weights != 0)[..., None], hidden, 0)
+        return _loss_of_products(head, _products(hidden, table), bias, labels, weights)
 
     def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         hidden, labels, weights = chunk
@@ -386,19 +381,6 @@ def _scaled_gradients(
     return jax.tree.map(
         lambda x, to: (cotangent * x.astype(jnp.float32)).astype(to.dtype), gradients, arrays
     )
-
-
-def _chunk_sum(
-    head: _Head,
-    hidden: jax.Array,
-    table: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    weights: jax.Array,
-) -> jax.Array:  # f32[]
-    """Return the sum of weights * losses of one chunk, all of whose logits exist at once."""
-    hidden = jnp.where((weights != 0)[..., None], hidden, 0)
-    return _loss_of_products(head, _products(hidden, table), bias, labels, weights)
 
 
 def _products(hidden: jax.Array, table: jax.Array) -> jax.Array:  # f32[B, T, V]

@@ -46,7 +46,9 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     elif config.schedule == "linear":
         after = [optax.linear_schedule(peak, end, left)]
     elif config.schedule == "inverse_sqrt":
-        after = [partial(_inverse_sqrt, peak, end, warmup)]
+        after = [  # of the updates after the warm-up
+            lambda count: jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
+        ]
     elif config.schedule == "wsd":
         decay = min(config.decay_steps or max(config.steps // 10, 1), left)
         after = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)]
@@ -54,11 +56,6 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
     else:
         after = [optax.constant_schedule(peak)]
     return optax.join_schedules([rising, *after], more)
-
-
-def _inverse_sqrt(peak: float, end: float, warmup: int, count: jax.Array) -> jax.Array:
-    """Return the rate `count` updates after the warm-up."""
-    return jnp.maximum(peak * jnp.sqrt((warmup + 1) / (count + warmup + 1)), end)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -95,7 +92,13 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             others = optax.adamw(
                 rate, own.beta1, own.beta2, weight_decay=own.weight_decay, mask=decays
             )
-            steps = optax.partition({"matrix": matrices, "other": others}, _muon_labels)
+            is_leaf = lambda leaf: leaf is None or isinstance(leaf, MuonDimensionNumbers)  # noqa: E731
+            labels = lambda params: jax.tree.map(  # noqa: E731
+                lambda leaf: "other" if leaf is None else "matrix",
+                matrix_dimensions(params),
+                is_leaf=is_leaf,
+            )
+            steps = optax.partition({"matrix": matrices, "other": others}, labels)
         case ScheduleFree(beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay):
             adamw = optax.adamw(rate, 0.0, beta2, eps, weight_decay=decay, mask=decays)
             steps = schedule_free(optax.chain(adamw, *last), rate, beta1)
@@ -234,12 +237,6 @@ def matrix_dimensions(params: Params) -> Params:
         return MuonDimensionNumbers(inputs, tuple(range(first + reads, leaf.ndim)))
 
     return jax.tree_util.tree_map_with_path(dimensions, params)
-
-
-def _muon_labels(params: Params) -> Params:
-    found = matrix_dimensions(params)
-    is_leaf = lambda leaf: leaf is None or isinstance(leaf, MuonDimensionNumbers)  # noqa: E731
-    return jax.tree.map(lambda leaf: "other" if leaf is None else "matrix", found, is_leaf=is_leaf)
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:

@@ -32,6 +32,7 @@ class Phases:
         try:
             yield
         finally:
+            # also of a phase that fails: the time has passed
             self._seconds[phase] += time.perf_counter() - start
 
     def taken(self) -> dict[str, float]:
@@ -49,6 +50,7 @@ def peak_memory() -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
+    # getrusage counts bytes on macOS and KiB on Linux
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

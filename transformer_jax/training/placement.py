@@ -67,6 +67,7 @@ def parameter_spec(
     sizes: dict[str, int],  # of the axes of the mesh
 ) -> PartitionSpec:
     """Return how a parameter is split, or an array of the optimizer with the same path."""
+    # sums of rows have the path of their parameter, and not its axes
     if {"v_row", "v_col"} & set(names):  # Adafactor's, which lack an axis of their parameter
         return PartitionSpec()
     first = 1 if "blocks" in names else 0  # the layers of a scanned stack
@@ -128,6 +129,7 @@ class Placement:
         def put(x: np.ndarray) -> jax.Array:
             rows = x.shape[axis] * jax.process_count()
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
+            # no process has to hold the batch of all
             return jax.make_array_from_process_local_data(sharding, x, shape)
 
         return jax.tree.map(put, batch)
@@ -183,5 +185,6 @@ def make_placement(config: MeshConfig | None) -> Placement:
         found = "there is one" if there == 1 else f"there are {there}"
         raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, {found}")
     shape = config.shape
+    # the type of an array then says how it is split, and modules can ask it
     axes = (AxisType.Explicit,) * len(shape)
     return Placement(jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axes))

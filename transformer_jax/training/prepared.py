@@ -251,6 +251,7 @@ class Prefetched:
 
     def __call__(self, step: int) -> Batch:
         """Return element `step`."""
+        # a resumed run, or a step back: reading goes on there, and not from the beginning
         if step != self._next:
             self._iterator.set_state({"next_index": step})
         self._next = step + 1

@@ -43,24 +43,21 @@ def by_first(work: Callable[[], T]) -> T | None:
             result = work()
         except Exception as raised:
             error = raised
-    _agree_on(error)
-    if error is not None:
-        raise error
-    return result
-
-
-def _agree_on(error: Exception | None) -> None:
-    """Tell all processes of the first one's error, which then raise it too."""
     from jax.experimental import multihost_utils
 
+    # arrays are all that processes can broadcast: an error is told as bytes, of one length for all
     told = np.zeros(_LONGEST, np.uint8)
     if error is not None:
         content = f"{type(error).__name__}\n{error}".encode()[:_LONGEST]
+        # cut where it is too long: part of a message is better than none
         told[: len(content)] = np.frombuffer(content, np.uint8)
     said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told))).rstrip(b"\0")
     if said and not is_first():
         name, _, message = said.decode(errors="replace").partition("\n")
         raise _ERRORS.get(name, RuntimeError)(message)
+    if error is not None:
+        raise error
+    return result
 
 
 def any_process(flag: bool) -> bool:

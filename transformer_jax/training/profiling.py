@@ -18,6 +18,7 @@ class Profile:
 
     def before(self, step: int, state: PyTree) -> None:
         """Start where `step`, from 1 on, is the first; earlier ones are computed by then."""
+        # steps that were begun before may still be running, and are not to be in the profile
         if self._steps is not None and not self._on and step == self._steps[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder)

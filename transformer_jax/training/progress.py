@@ -60,11 +60,8 @@ class DecodingLine:
         self._first = self._first or (done, now)  # after the compilation
         if done == total:
             self._write("\r" + " " * self._drawn + "\r" if self._drawn else "")
-        elif now - self._begun >= 10:
-            self._show(done, total, now)
-
-    def _show(self, done: int, total: int, now: float) -> None:
-        assert self._first is not None
+        if done == total or now - self._begun < 10:
+            return
         line = f"decoded {done:{len(str(total))}}/{total}"
         if done > self._first[0]:
             seconds = (now - self._first[1]) / (done - self._first[0])
@@ -171,6 +168,7 @@ def show(line: str) -> None:
     try:
         print(line, flush=True)
     except BrokenPipeError:
+        # Python flushes standard output once more at its exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -63,6 +63,7 @@ class Report:
         before = time.perf_counter()
         yield
         pause = time.perf_counter() - before
+        # later beginnings instead of a shorter time: the window of steps stays one of clock times
         self._times = [t + pause for t in self._times]
 
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
@@ -110,6 +111,7 @@ class Report:
             )
         elif step % config.log_every and step not in (1, config.steps):
             return
+        # a rejected step moves neither the parameters nor the schedule
         learning_rate = self.run.programs.rate(jax.device_put(np.int32(numbers.updates)))
         line = {
             "step": step,

@@ -53,6 +53,7 @@ class Run:
             self.base = FrozenBase(self.config, self.placement)
         elif isinstance(self.config.task, PreferenceTask):
             self.base = Reference(self.config, self.placement)
+        # before anything is compiled: a model that cannot fit may take minutes to compile
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.own_rows, axis=1)
@@ -138,6 +139,7 @@ class Run:
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
         """Write a checkpoint, while other steps are computed."""
+        # its parameters are those that gradients are taken at: the ones to use are an average
         if isinstance(self.config.optimizer, ScheduleFree):
             state = replace(state, average=state.used_params)  # for those who use the model
         metadata = {
@@ -179,6 +181,7 @@ def continued(
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
+    # verifying reads every byte: damage is found before the run goes on, and not at its end
     for step in reversed(checkpoint.saved_steps(folder.checkpoints)):
         try:
             found = checkpoint.verify(checkpoint.step_path(folder.checkpoints, step))
@@ -200,6 +203,7 @@ def continued(
             [stored.checkpoint_every, *evaluated]
         )  # the first evaluation is the best so far
         last = max((line["step"] for line in lines), default=0)
+        # a run that never saved may begin again; one whose checkpoints were lost may not
         if last > first:
             rule = f"metrics.jsonl reaches step {last}, step {first} was saved"
             raise CheckpointError(f"{folder.checkpoints}: no checkpoint is left ({rule})")

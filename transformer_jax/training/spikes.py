@@ -42,6 +42,7 @@ class Spikes:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         known = len(self._recent) >= LEAST
         high = finite and known and loss > self.factor * statistics.median(self._recent)
+        # a loss that stands out would raise the median that the next ones are compared with
         if finite and not high:
             self._recent.append(loss)
         return not finite or high
@@ -64,6 +65,7 @@ class Spikes:
         partial = file.with_suffix(".tmp")
         with open(partial, "wb") as content:
             np.savez(content, **arrays, step=step, loss=loss, grad_norm=grad_norm)
+        # whoever looks at the folder while the run goes on sees whole files
         os.replace(partial, file)
         tokens = arrays["tokens"]
         if tokenizer is not None and np.issubdtype(tokens.dtype, np.integer):

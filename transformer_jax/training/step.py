@@ -114,6 +114,7 @@ def start_state(
     Raises:
         ValueError: if the dtype has no room for a parameter.
     """
+    # a compiled program cannot raise: the values are known only here
     check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
@@ -135,17 +136,13 @@ def _start(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=cast_floats(params, dtype),
-        opt_state=optimizer.init(_wide(params)),
+        # steps are computed in float32, whatever the parameters are held in
+        opt_state=optimizer.init(cast_floats(params, jnp.float32)),
         key=key,
         rejected=jnp.zeros((), jnp.int32),
         rejected_in_a_row=jnp.zeros((), jnp.int32),
-        average=_wide(params) if average else None,
+        average=cast_floats(params, jnp.float32) if average else None,
     )
-
-
-def _wide(tree: Params) -> Params:
-    """Return the leaves in float32, in which a step is computed."""
-    return cast_floats(tree, jnp.float32)
 
 
 def windows(
@@ -154,6 +151,7 @@ def windows(
     length: int,
 ) -> Batch:
     """Return `length` tokens from each start, labelled with the next; past the end, ignored."""
+    # an index past the end is clamped, and its label ignored: no window needs a shape of its own
     last = corpus.shape[0] - 1
 
     def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,103 +186,85 @@ def make_train_step(
         ema_decay: d: the average a becomes d a + (1 - d) params; None keeps none.
     """
 
-    def step(
-        state: TrainState, *inputs: PyTree, frozen: tuple[Params, ...] = ()
-    ) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        mean, weight, grads = _gradient(loss, state.params, prepare(*inputs), key, frozen)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
-        state = _updated(state, optimizer, ema_decay, grads, accepted, key)
-        return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
-
-    return jax.jit(step, donate_argnums=0)
-
-
-def _gradient(
-    loss: Loss,
-    params: Params,
-    batches: Batch,  # leaves [A, B, T]
-    key: jax.Array,
-    frozen: tuple[Params, ...],
-) -> tuple[jax.Array, jax.Array, Params]:  # f32[], f32[], like params
-    """Return mean loss, tokens and gradient of micro-batches, as those of one big batch.
-
-    With g_a the mean gradient of w_a tokens, it is sum(w_a g_a) / sum(w_a).
-    """
-
-    def total(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def total(
+        params: Params, batch: Batch, key: jax.Array, frozen: tuple[Params, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         mean, weight = loss(params, batch, key, *frozen)
         return mean * weight, weight
 
     differentiate = jax.value_and_grad(total, has_aux=True)
 
-    def add(carry: PyTree, micro: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
-        index, batch = micro
-        found, grads = differentiate(params, batch, jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, carry, (found, _wide(grads))), None
-
-    count = jax.tree.leaves(batches)[0].shape[0]
-    if count == 1:
-        only = jax.tree.map(lambda leaf: leaf[0], batches)
-        (summed, weight), grads = differentiate(params, only, jax.random.fold_in(key, 0))
-    else:
-        zero = jnp.zeros((), jnp.float32)
-        start = (
-            (zero, zero),
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params),
-        )
-        ((summed, weight), grads), _ = jax.lax.scan(add, start, (jnp.arange(count), batches))
-    divisor = jnp.where(weight > 0, weight, 1.0)
-    return summed / divisor, weight, jax.tree.map(lambda g: g / divisor, _wide(grads))
-
-
-def _updated(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    ema_decay: float | None,
-    grads: Params,  # f32
-    accepted: jax.Array,  # bool[]
-    key: jax.Array,
-) -> TrainState:
-    """Return the state after a step: updated where it is accepted, else only counted."""
-    held = state.params, state.opt_state, state.average
-
     def update(held: PyTree, grads: Params, key: jax.Array) -> PyTree:
         params, opt_state, average = held
-        wide = _wide(params)
+        wide = cast_floats(params, jnp.float32)
         updates, opt_state = optimizer.update(grads, opt_state, wide)
         new = optax.apply_updates(wide, updates)
         if ema_decay is not None:
             average = optax.incremental_update(new, average, 1 - ema_decay)
-        return _held_like(params, new, jax.random.fold_in(key, _ROUNDING)), opt_state, average
+        old, structure = jax.tree.flatten(params)
+        key = jax.random.fold_in(key, _ROUNDING)
+        # rounded to the nearest, most steps would leave a bfloat16 where it is
+        found = [
+            value.astype(leaf.dtype)
+            if leaf.dtype != jnp.bfloat16
+            else round_stochastically(value, jax.random.fold_in(key, number))
+            for number, (leaf, value) in enumerate(zip(old, jax.tree.leaves(new), strict=True))
+        ]
+        return jax.tree.unflatten(structure, found), opt_state, average
 
-    def update_or_keep(held: PyTree, grads: Params, accepted: jax.Array, key: jax.Array) -> PyTree:
-        return jax.lax.cond(accepted, update, lambda held, *_: held, held, grads, key)
+    def step(
+        state: TrainState, *inputs: PyTree, frozen: tuple[Params, ...] = ()
+    ) -> tuple[TrainState, Metrics]:
+        params, batches = state.params, prepare(*inputs)
+        key = jax.random.fold_in(state.key, state.step)
 
-    splits = jax.tree.map(lambda leaf: split(leaf), held)
-    params, opt_state, average = by_compiler(update_or_keep, (held, grads, accepted, key), splits)
-    return TrainState(
-        step=state.step + 1,
-        params=params,
-        opt_state=opt_state,
-        key=state.key,
-        rejected=state.rejected + jnp.where(accepted, 0, 1),
-        rejected_in_a_row=jnp.where(accepted, 0, state.rejected_in_a_row + 1),
-        average=average,
-    )
+        def add(carry: PyTree, micro: tuple[jax.Array, Batch]) -> tuple[PyTree, None]:
+            index, batch = micro
+            found, grads = differentiate(params, batch, jax.random.fold_in(key, index), frozen)
+            wide = cast_floats(grads, jnp.float32)
+            return jax.tree.map(jnp.add, carry, (found, wide)), None
 
+        # the micro-batches weigh by their tokens, as in one big batch: with g_a the mean gradient
+        # of w_a tokens, the gradient is sum(w_a g_a) / sum(w_a)
+        count = jax.tree.leaves(batches)[0].shape[0]
+        if count == 1:
+            only = jax.tree.map(lambda leaf: leaf[0], batches)
+            found = differentiate(params, only, jax.random.fold_in(key, 0), frozen)
+        else:
+            zero = jnp.zeros((), jnp.float32)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+            micro = jnp.arange(count), batches
+            found, _ = jax.lax.scan(add, ((zero, zero), zeros), micro)
+        (summed, weight), grads = found
+        divisor = jnp.where(weight > 0, weight, 1.0)
+        mean = summed / divisor
+        grads = jax.tree.map(lambda g: g / divisor, cast_floats(grads, jnp.float32))
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        # a finite loss can have a gradient that is not, as sqrt has at 0
+        accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
 
-def _held_like(params: Params, new: Params, key: jax.Array) -> Params:
-    """Return parameters of a step in the dtypes that they are held in."""
-    old, structure = jax.tree.flatten(params)
-    found = [
-        value.astype(leaf.dtype)
-        if leaf.dtype != jnp.bfloat16
-        else round_stochastically(value, jax.random.fold_in(key, number))
-        for number, (leaf, value) in enumerate(zip(old, jax.tree.leaves(new), strict=True))
-    ]
-    return jax.tree.unflatten(structure, found)
+        held = params, state.opt_state, state.average
+        # the compiler splits the update as the state is split: optax knows no mesh
+        held = by_compiler(
+            lambda held, grads, accepted, key: jax.lax.cond(
+                accepted, update, lambda held, *_: held, held, grads, key
+            ),
+            (held, grads, accepted, key),
+            jax.tree.map(lambda leaf: split(leaf), held),
+        )
+        state = TrainState(
+            step=state.step + 1,
+            params=held[0],
+            opt_state=held[1],
+            key=state.key,
+            rejected=state.rejected + jnp.where(accepted, 0, 1),
+            rejected_in_a_row=jnp.where(accepted, 0, state.rejected_in_a_row + 1),
+            average=held[2],
+        )
+        return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
+
+    # the old state dies with the step, so a run needs memory for one
+    return jax.jit(step, donate_argnums=0)
 
 
 def make_eval_step(

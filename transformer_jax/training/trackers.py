@@ -130,6 +130,7 @@ class Trackers:
         """End all of them."""
         for name, tracker in list(self._open.items()):
             self._try(name, tracker.close)
+        # closed twice, a tracker would be told of its end twice
         self._open.clear()
 
     def _try(self, name: str, action: Callable[[], None]) -> None:

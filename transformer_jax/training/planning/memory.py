@@ -68,6 +68,7 @@ def step_memory(
     """
     found = program.memory_analysis()
     assert found is not None
+    # a donated argument and the result in its memory count once
     held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     parameters = bytes_on_device((state.params, frozen))
     optimizer = bytes_on_device((state.opt_state, state.average))

@@ -51,6 +51,7 @@ _KINDS = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """Return the chip that JAX calls `device_kind`; None where its peak is not known."""
+    # "TPU v5" is the beginning of "TPU v5 lite" too
     for kind, name in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if device_kind.startswith(kind):
             return CHIPS[name]

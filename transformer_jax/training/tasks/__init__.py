@@ -56,7 +56,13 @@ def load_task(
             rule = "a task with a learner says what loads its runs, and no other one does"
             fail("task", config.task, f"loaded_by is {loaded_by!r}: {rule}")
         return task
-    if folders := _prepared(config):
+    folders, weights = prepared_folders(config.data), config.data_weights
+    if weights is not None and len(weights) != len(folders):
+        rule = f"must be one for each of the prepared folders in data, {len(folders)}"
+        fail("data_weights", weights, rule)
+    if not folders and getattr(config.task, "documents", None) == "prepared":
+        fail("documents", "prepared", f"data is {config.data!r}: no prepared folder")
+    if folders:
         if importlib.util.find_spec("grain") is None:
             fail("data", config.data, "reading prepared folders needs grain: pip install grain")
         from transformer_jax.training.tasks.prepared import PreparedText  # which imports grain
@@ -78,16 +84,3 @@ def load_task(
         case Seq2SeqTask() | PrefixTask():
             return Pairs(config, tokenizers, vocab_size)
     fail("task", config.task, "has no method load, which returns its examples")
-
-
-def _prepared(config: TrainConfig) -> tuple[str, ...]:
-    """Return the prepared folders that a config names; ConfigError where they are needed."""
-    folders = prepared_folders(config.data)
-    weights = config.data_weights
-    if weights is not None and len(weights) != len(folders):
-        rule = f"must be one for each of the prepared folders in data, {len(folders)}"
-        fail("data_weights", weights, rule)
-    if not folders and isinstance(config.task, LanguageTask):
-        if config.task.documents == "prepared":
-            fail("documents", "prepared", f"data is {config.data!r}: no prepared folder")
-    return folders

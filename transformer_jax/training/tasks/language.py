@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from transformer_jax.config import TrainConfig
-from transformer_jax.config.tasks import Documents, LanguageTask
+from transformer_jax.config.tasks import LanguageTask
 from transformer_jax.decoding.completion import TextGenerator, read_prompt
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.tokenizers.plain_text import split_documents
@@ -54,6 +54,28 @@ class Windows:
         return windows(corpus, starts, self.length)
 
 
+def write_sample(self: TrainingTask, params: Params) -> str:
+    """Return a text of `sample_tokens` tokens that the model writes from nothing."""
+    config, model = self.config, self.config.model
+    if config.init_from is not None:
+        model = model.with_max_len(config.sequence_len)  # a cache of that length
+    tokenizer = self.tokenizers.tokenizer
+    prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
+    if isinstance(config.task, LanguageTask) and config.task.documents is not None:
+        end = special_ids(tokenizer)["eos"]
+        begin = None if frame(tokenizer).first else end
+        prompt, stop = read_prompt(tokenizer, "", begin), (end,)
+    generator = TextGenerator(
+        model,
+        params,
+        tokenizer,
+        sampler=Sample(Temperature(0.8)),
+        key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
+        stop_ids=stop,
+    )
+    return "".join(generator.complete(prompt, config.sample_tokens))
+
+
 class LanguageWindows(TrainingTask):
     """Train on windows of one long text, which start anywhere."""
 
@@ -83,6 +105,7 @@ class LanguageWindows(TrainingTask):
             yield from random_starts(config.seed, _EVAL_STREAM, shape, count)
             return
         starts = consecutive_starts(len(self.data.val), length)
+        # one shape for all batches compiles one program
         padding = np.full(-len(starts) % size, len(self.data.val), np.int32)  # no labels there
         yield from np.concatenate([starts, padding]).reshape(-1, size)
 
@@ -99,9 +122,7 @@ class LanguageWindows(TrainingTask):
             return loss, "byte"
         return loss * len(self.data.val) / self.data.val_characters, "character"
 
-    def sample(self, params: Params) -> str:
-        """Return a text that the model writes."""
-        return write_sample(self.config, self.tokenizers, params)
+    sample = write_sample
 
     def documents(self) -> list[np.ndarray]:
         """Return the training part as one sequence."""
@@ -119,7 +140,20 @@ class LanguageDocuments(RowsTask):
     ) -> None:
         task = config.task
         assert isinstance(task, LanguageTask) and task.documents is not None
-        train, val, content = _documents(config, task.documents)
+        kind, parts, contents = task.documents, list[list[str]](), list[bytes]()
+        assert kind != "prepared"  # which is no text
+        for data in filter(None, (config.data, config.val_data)):
+            sources = read(data, config.out)
+            contents += [source.content for source in sources]
+            texts = [source.text(config.text_errors) for source in sources]
+            parts.append([document for text in texts for document in split_documents(text, kind)])
+        if len(parts) == 1:
+            cut = int(len(parts[0]) * (1 - config.val_fraction))
+            parts = [parts[0][:cut], parts[0][cut:]]
+        train, val = parts
+        if not (train and val):
+            rule = "must have one for training and one held out at least"
+            raise DataError(f"data is {config.data!r}: {len(train + val)} {kind}: {rule}")
         if tokenizers is None:
             tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
         tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
@@ -138,52 +172,10 @@ class LanguageDocuments(RowsTask):
                 examples += [Batch(piece[:-1], piece[1:]) for piece in pieces]
             return laid_out(examples, config.sequence_len if task.packed else None)
 
-        super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
+        super().__init__(config, tokenizers, sha256_of(*contents), rows(train), rows(val))
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
         """Return the loss a character, each document with one for its end."""
         return loss * self.val.labels / self.characters, "character"
 
-    def sample(self, params: Params) -> str:
-        """Return a text that the model writes."""
-        return write_sample(self.config, self.tokenizers, params)
-
-
-def _documents(config: TrainConfig, kind: Documents) -> tuple[list[str], list[str], bytes]:
-    """Return the documents of the training part and of the held-out one, and all bytes."""
-    assert kind != "prepared"  # which is no text
-    parts, contents = [], []
-    for data in filter(None, (config.data, config.val_data)):
-        sources = read(data, config.out)
-        contents += [source.content for source in sources]
-        texts = [source.text(config.text_errors) for source in sources]
-        parts.append([document for text in texts for document in split_documents(text, kind)])
-    if len(parts) == 1:
-        cut = int(len(parts[0]) * (1 - config.val_fraction))
-        parts = [parts[0][:cut], parts[0][cut:]]
-    if not (parts[0] and parts[1]):
-        rule = "must have one for training and one held out at least"
-        raise DataError(f"data is {config.data!r}: {len(parts[0] + parts[1])} {kind}: {rule}")
-    return parts[0], parts[1], b"".join(contents)
-
-
-def write_sample(config: TrainConfig, tokenizers: Tokenizers, params: Params) -> str:
-    """Return a text of `sample_tokens` tokens that the model writes from nothing."""
-    model = config.model
-    if config.init_from is not None:
-        model = model.with_max_len(config.sequence_len)  # a cache of that length
-    tokenizer = tokenizers.tokenizer
-    prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
-    if isinstance(config.task, LanguageTask) and config.task.documents is not None:
-        end = special_ids(tokenizer)["eos"]
-        begin = None if frame(tokenizer).first else end
-        prompt, stop = read_prompt(tokenizer, "", begin), (end,)
-    generator = TextGenerator(
-        model,
-        params,
-        tokenizer,
-        sampler=Sample(Temperature(0.8)),
-        key=jax.random.fold_in(jax.random.key(config.seed), 2),  # 0 and 1 are in use
-        stop_ids=stop,
-    )
-    return "".join(generator.complete(prompt, config.sample_tokens))
+    sample = write_sample

@@ -204,6 +204,7 @@ def _uniform(
     It is another stream than where windows start. A row's numbers are the same in every batch.
     """
     *rows, tokens = shape
+    # each row has a whole number of Philox's blocks, so its numbers do not depend on the batch
     blocks = -(-3 * tokens // 4)  # Philox makes four words of a count
     philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
     words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)

@@ -138,7 +138,23 @@ def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
 
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
     """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
-    both = [[_answer_ids(config, tokenizer, pair, name) for name in FIELDS[1:]] for pair in pairs]
+    both = []
+    for pair in pairs:
+        found = list[tuple[np.ndarray, int]]()
+        for name in FIELDS[1:]:
+            answer, where = getattr(pair, name), f"{pair.where}: {name}"
+            if isinstance(pair.prompt, str):
+                turn = located(where, text_turn, tokenizer, pair.prompt, answer)
+            else:
+                turn = located(where, message_turn, tokenizer, [*pair.prompt, *answer])
+            ids = np.concatenate(turn)
+            if not len(turn.prompt):
+                raise DataError(f"{pair.where}: prompt has no tokens: there must be one to answer")
+            check_known(config.model.vocab_size, tokenizer, where, ids)
+            check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
+            found.append((ids, len(turn.prompt)))
+        both.append(found)
+    # different texts may have the same tokens: a template may trim them
     for pair, ((chosen, _), (rejected, _)) in zip(pairs, both, strict=True):
         if np.array_equal(chosen, rejected):
             rule = "there is nothing to learn"
@@ -154,23 +170,6 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
             labels[here] = np.where(np.arange(1, len(ids)) >= start, ids[1:], IGNORE)
     flat = len(pairs), 2 * length
     return Rows((Batch(tokens.reshape(flat), labels.reshape(flat)),))
-
-
-def _answer_ids(
-    config: TrainConfig, tokenizer: Tokenizer, pair: Pair, name: str
-) -> tuple[np.ndarray, int]:
-    """Return a prompt with one of its answers, i32[n], and where the answer begins."""
-    answer, where = getattr(pair, name), f"{pair.where}: {name}"
-    if isinstance(pair.prompt, str):
-        turn = located(where, text_turn, tokenizer, pair.prompt, answer)
-    else:
-        turn = located(where, message_turn, tokenizer, [*pair.prompt, *answer])
-    ids = np.concatenate(turn)
-    if not len(turn.prompt):
-        raise DataError(f"{pair.where}: prompt has no tokens: there must be one to answer")
-    check_known(config.model.vocab_size, tokenizer, where, ids)
-    check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
-    return ids, len(turn.prompt)
 
 
 def _pair(where: str, read: Json) -> Pair:

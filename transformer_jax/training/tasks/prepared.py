@@ -20,7 +20,7 @@ from transformer_jax.corpus.folder import (
 from transformer_jax.tokenizers.special import plain, with_special_tokens
 from transformer_jax.tokenizers.trained import ByteTokenizer
 from transformer_jax.tokenizers.utf8 import DataError
-from transformer_jax.training.batch import Batch, Params
+from transformer_jax.training.batch import Batch
 from transformer_jax.training.data import ShortText, random_starts
 from transformer_jax.training.prepared import (
     DocumentRows,
@@ -169,9 +169,7 @@ class PreparedText(TrainingTask):
         characters = sum(part.characters + part.documents for part in parts)
         return loss * labels / characters, "character"
 
-    def sample(self, params: Params) -> str:
-        """Return a text that the model writes."""
-        return write_sample(self.config, self.tokenizers, params)
+    sample = write_sample
 
     def documents(self) -> list[np.ndarray]:
         """Return the training parts, for a model that counts: it needs all of it in memory."""

@@ -277,6 +277,7 @@ def located(where: str, work: Callable[P, T], *given: P.args, **named: P.kwargs)
     try:
         return work(*given, **named)
     except DataError as error:
+        # it was located already, further in
         if str(error).startswith(where):
             raise
         raise DataError(f"{where}: {error}") from None
