@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 NAMES = ("xla", "blockwise", "pallas", "pallas_unordered", "cudnn", "native")
 compiled = pytest.mark.skipif(isinstance(cpu.library(), str), reason=str(cpu.library()))
 WHERE_COMPILED = pytest.param("native", marks=compiled)
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is an accelerator")
 
 
 @pytest.mark.slow_except(
@@ -422,16 +423,14 @@ def test_a_step_of_decoding_copies_no_cache():
         (128, 128, "native", "blockwise"),
     ],
 )  # fmt: skip
+@on_a_cpu
 def test_on_a_cpu_the_size_decides(queries, keys, best, without):
-    if jax.default_backend() != "cpu":
-        pytest.skip("this machine has an accelerator")
     explained = explain(draw(4, queries=queries, keys=keys))
     assert explained.chosen == (best if explained["native"] is None else without)
 
 
+@on_a_cpu
 def test_what_the_compiled_kernels_refuse_goes_to_another():
-    if jax.default_backend() != "cpu":
-        pytest.skip("this machine has an accelerator")
     with jax.enable_x64(True):
         arrays = {name: oracle.double(x) for name, x in draw(4, queries=99, keys=99).items()}
         assert explain(arrays).chosen == "xla" and call(arrays).dtype == jnp.float64
@@ -495,9 +494,8 @@ def test_explanation_says_what_a_named_implementation_will_do(settings):
 
 
 @pytest.mark.parametrize("name", ["pallas", "pallas_unordered", "cudnn"])
+@on_a_cpu
 def test_an_implementation_that_cannot_run_on_a_cpu_says_so(name):
-    if jax.default_backend() != "cpu":
-        pytest.skip("this machine has an accelerator")
     with pytest.raises(NotImplementedError, match=name) as error:
         call(draw(5), implementation=name)
     assert len(str(error.value)) > len(name) + 10, "the message names no condition"
@@ -570,9 +568,8 @@ def test_attention_is_compiled_once_for_equal_arguments(implementation):
 
 
 @pytest.mark.slow
+@on_a_cpu
 def test_a_sequence_falls_through_what_cannot_run():
-    if jax.default_backend() != "cpu":
-        pytest.skip("this machine has an accelerator")
     arrays = draw(7)
     expected = call(arrays, implementation="blockwise")
     assert_same_bits(call(arrays, implementation=("pallas", "cudnn", "blockwise")), expected)

@@ -32,7 +32,7 @@ from tests.support.hopper_kernels import (
     window_in_document,
 )
 from tests.support.tolerances import largest_error
-from transformer_jax import ALiBi, Causal, dot_product_attention
+from transformer_jax import Causal, dot_product_attention
 from transformer_jax.attention.api import explain_attention
 from transformer_jax.kernels import Target, ampere, nvidia, using
 from transformer_jax.kernels.chips import AMPERE_SHARED_MEMORY
@@ -206,20 +206,17 @@ def test_what_cannot_be_done_is_named(monkeypatch):
     assert "install CUDA 13" in reason()
 
 
-def loss_of(**settings):
-    def loss(query, key, value):
-        out = dot_product_attention(query, key, value, implementation="pallas", **settings)
-        return out.astype(jnp.float32).sum()
-
-    return loss
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
 def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+
+    def loss(*inputs):
+        out = dot_product_attention(*inputs, mask=Causal(), implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
     with using(Target("ampere")):
-        traced = str(jax.make_jaxpr(jax.grad(loss_of(mask=Causal()), (0, 1, 2)))(x, x, x))
+        traced = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
         said = explain_attention(x, x, x, mask=Causal())
     for name in ("forward", "backward_dq", "backward_dkdv"):
         assert f"kernel_name='attention_{name}'" in traced
@@ -227,36 +224,6 @@ def test_kernels_are_those_of_ampere_and_are_asked_for_by_name():
     assert not re.search(r"\b(wgmma\w*|copy_gmem_to_smem|barrier_\w+|commit_smem)\[", traced)
     assert said["pallas"] is None and said.chosen != "pallas"
     assert "needs a Hopper GPU" in said["pallas_unordered"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
-def test_the_kernels_trace_where_python_integers_have_64_bits():
-    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
-    loss = loss_of(mask=Causal(), bias=ALiBi(jnp.ones(4, jnp.float32)))
-    with jax.enable_x64(True), using(Target("ampere")):
-        shapes = jax.eval_shape(jax.grad(loss, (0, 1, 2)), query, key, key)
-    assert {x.dtype for x in shapes} == {jnp.dtype("bfloat16")}
-
-
-@pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
-@pytest.mark.parametrize("bias", [None, (1, 4, 256, 1)], ids=["plain", "bias"])
-def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(bias):
-    """Traced, not run: `shard_map` compares types."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
-
-    def gradients(*inputs):
-        loss = loss_of(mask=Causal(), bias=None if bias is None else jnp.zeros(bias))
-        found = jax.grad(loss, (0, 1, 2))(*inputs)
-        assert all(jax.typeof(x).manual_axis_type.varying == {"data"} for x in found)
-        return found
-
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    with using(Target("ampere")):
-        shapes = jax.eval_shape(mapped, query, key, key)
-    assert [x.shape for x in shapes] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.long

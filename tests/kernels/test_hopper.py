@@ -27,7 +27,7 @@ from tests.support.hopper_kernels import (
 )
 from tests.support.tolerances import largest_error
 from transformer_jax import ALiBi, Causal, dot_product_attention, explain_attention
-from transformer_jax.kernels import Target, hopper, nvidia, using
+from transformer_jax.kernels import Target, ampere, hopper, nvidia, using
 from transformer_jax.kernels.contract import Blocks, Problem, Saved, TileLists
 from transformer_jax.kernels.hopper import programs
 from transformer_jax.kernels.nvidia import schedule, scores
@@ -442,12 +442,25 @@ def test_every_head_dim_has_tiles_that_divide_128(kind):
 
 
 WITH_SLACK = Target("hopper", blocks=(("forward", LAZY),))
+NO_MMA = pytest.mark.skipif(not ampere.HAS_MMA, reason="jax 0.10 has no mma in Pallas")
+each_nvidia = pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param("pallas", Target("hopper"), id="hopper"),
+        pytest.param("pallas", WITH_SLACK, id="slack"),
+        *[
+            pytest.param("pallas_unordered", Target("hopper"), id="unordered"),
+            pytest.param("pallas_unordered", WITH_SLACK, id="unordered, slack"),
+        ]
+        * hopper.HAS_JAX_11,
+        pytest.param("pallas", Target("ampere"), id="ampere", marks=NO_MMA),
+    ],
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", [Target("hopper"), WITH_SLACK], ids=["", "slack"])
+@pytest.mark.slow_except("ampere-*")
 @pytest.mark.parametrize("options", [{}, {"bias": (1, 4, 256, 1)}], ids=["plain", "bias"])
-@pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
+@each_nvidia
 def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, options, where):
     """Traced, not run: `shard_map` compares types."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -472,8 +485,7 @@ def test_inside_a_shard_map_what_comes_back_varies_as_the_inputs_do(name, option
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [Target("hopper"), WITH_SLACK], ids=["", "slack"])
-@pytest.mark.parametrize("name", ["pallas"] + ["pallas_unordered"] * hopper.HAS_JAX_11)
+@each_nvidia
 def test_the_kernels_trace_where_python_integers_have_64_bits(name, where):
     query, key = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16) for n in (4, 2))
 

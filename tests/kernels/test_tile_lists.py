@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.plain_kernels import visited
-from transformer_jax.attention.api import dot_product_attention
 from transformer_jax.attention.block_plan import BlockPlan
 from transformer_jax.attention.mask_vectors import MaskVectors
 from transformer_jax.attention.masks import (
@@ -16,7 +14,6 @@ from transformer_jax.attention.masks import (
     Segments,
     Window,
 )
-from transformer_jax.kernels import Target, using
 from transformer_jax.kernels.contract import Blocks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -63,21 +60,3 @@ def test_after_the_last_tile_a_list_repeats_it():
     lists = BlockPlan(classes, 1, 1).key_tiles()
     assert lists.order[0, 0].tolist() == [[0, 3, 2, 2], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert lists.full[0, 0].tolist() == [2, 0, 0] and lists.seen[0, 0].tolist() == [3, 0, 1]
-
-
-@pytest.mark.slow
-def test_tiles_of_a_mask_without_arrays_are_listed_before_the_program():
-    """Or the compiler does, for up to half a minute: lists by query and by key."""
-    shape = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
-    ids = jnp.arange(512, dtype=jnp.int32)[None] // 100
-
-    def classes(mask):
-        def loss(*inputs):
-            return dot_product_attention(*inputs, mask=mask, implementation="pallas").sum()
-
-        with using(Target("tpu")):
-            program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape))
-        assert "pallas_call[" in program
-        return program.count("i8[")  # classes of tiles
-
-    assert classes(Causal() & Window(100)) == 0 < classes(Segments(ids))

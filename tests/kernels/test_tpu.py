@@ -265,13 +265,17 @@ def test_no_race_no_read_out_of_bounds_and_none_of_unwritten_memory(name):
     assert not interpret_pallas_call.races.races_found
 
 
-@pytest.mark.slow
-def test_two_runs_give_the_same_bits():
-    case = Case(window, B=1, N=2)
+def forward_of(case):
+    """(operands, bool[B, N, T, S] who sees whom, the forward kernel as a function of operands)"""
     operands, sees, *_ = draw(case)
     lists = lists_of(sees, case.blocks.q, case.blocks.k)
-    forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
-    assert_same_bits(forward(operands), forward(operands))
+    return operands, sees, lambda x: tpu.forward(case.problem(), x, lists, case.blocks)
+
+
+@pytest.mark.slow
+def test_two_runs_give_the_same_bits():
+    operands, _, forward = forward_of(Case(window, B=1, N=2))
+    assert_same_bits(jax.jit(forward)(operands)[0], jax.jit(forward)(operands)[0])
 
 
 @pytest.mark.slow
@@ -294,23 +298,19 @@ def test_the_single_pass_is_taken_where_its_sums_fit():
 
 @pytest.mark.slow
 def test_scores_far_below_zero_count():
-    case = Case(window, bias=(False, False, True, True))
-    operands, sees, *_ = draw(case)
-    lists = lists_of(sees, case.blocks.q, case.blocks.k)
-    forward = jax.jit(lambda x: tpu.forward(case.problem(), x, lists, case.blocks)[0])
-    low = operands._replace(bias=jnp.full_like(operands.bias, -1e5))
-    zero = operands._replace(bias=jnp.zeros_like(operands.bias))
-    assert np.abs(np.asarray(forward(zero))).max() > 0.1
-    assert np.abs(np.asarray(forward(low) - forward(zero))).max() < 0.05
+    operands, _, forward = forward_of(Case(window, bias=(False, False, True, True)))
+    low, zero = (
+        jax.jit(forward)(operands._replace(bias=jnp.full_like(operands.bias, level)))[0]
+        for level in (-1e5, 0)
+    )
+    assert np.abs(np.asarray(zero)).max() > 0.1
+    assert np.abs(np.asarray(low - zero)).max() < 0.05
 
 
 @pytest.mark.slow
 def test_a_bias_of_the_lowest_number_is_no_mask():
     """Scores are in base 2 where only a scale makes them: times log2(e) such a bias were -inf."""
-    case = Case(window, B=1, N=2, bias=(False, False, True, True))
-    operands, sees, *_ = draw(case)
-    lists = lists_of(sees, case.blocks.q, case.blocks.k)
-    forward = lambda x: tpu.forward(case.problem(), x, lists, case.blocks)  # noqa: E731
+    operands, sees, forward = forward_of(Case(window, B=1, N=2, bias=(False, False, True, True)))
     lowest = jnp.full_like(operands.bias, np.finfo(np.float32).min)
     out, row_max, *_ = jax.jit(forward)(operands._replace(bias=lowest))
     assert np.isfinite(np.asarray(row_max)).all()
