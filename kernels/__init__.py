@@ -94,6 +94,7 @@ def target() -> Target | str:
 def platform() -> str:
     """Return what programs are made for: cpu, gpu or tpu, of a target that is not interpreted."""
     chosen = _chosen.get()
+    # an interpreter runs on whatever is attached
     if chosen is None or chosen.interpret:
         return jax.default_backend()
     return "tpu" if chosen.name == "tpu" else "gpu"

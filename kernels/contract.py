@@ -181,18 +181,20 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2  # classes of tiles, as in transformer_jax.atte
 def tile_lists(classes: Array) -> TileLists:  # of [B or 1, N or 1, rows, columns]
     """Return the lists of tiles of some classes: full, then partial, then the last one repeated.
 
-    NumPy's arrays give NumPy's. Of others a tile's place is counted, which compiles to two passes
-    over pairs of tiles, where a sort would be a dozen.
+    NumPy's arrays give NumPy's.
     """
     xp: ModuleType = np if isinstance(classes, np.ndarray) else jnp
     is_full, is_partial = classes == FULL, classes == PARTIAL
     full = is_full.sum(axis=-1, dtype=np.int32)
     seen = full + is_partial.sum(axis=-1, dtype=np.int32)
     steps = xp.arange(classes.shape[-1], dtype=np.int32)[None, None, None]
+    # after `seen` the last tile again, so that a pipeline that prefetches it loads nothing new
     wanted = xp.minimum(steps, xp.maximum(seen - 1, 0)[..., None])
     if xp is np:
         order = np.argsort(-classes, axis=-1, kind="stable").astype(np.int32)
         return TileLists(xp.take_along_axis(order, wanted, axis=-1), full, seen)
+    # a tile's place is counted, which compiles to two passes over pairs of tiles: a sort would be a
+    # dozen
     alike = classes[..., :, None] == classes[..., None, :]
     earlier = steps[..., None, :] < steps[..., :, None]
     before = (alike & earlier).sum(axis=-1, dtype=np.int32)

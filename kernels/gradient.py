@@ -137,12 +137,14 @@ def fused_attention(
             jnp.where(lost, 0, log_sum),
             jnp.where(lost, 0, D),
         )
+        # the slopes of ALiBi's paper are not learned, and their gradient is a sum over every tile
         sinks, bias, learns = operands.sinks, operands.bias, learns_slopes(own, operands)
         per_row = (ROWS,) if learns else ()  # of dslopes; per key in the single-pass backward
 
         def run(kind: Kind, *results: AxisNames, of_bias: bool = False) -> tuple[jax.Array, ...]:
             return kernel(own, kind, results, of_bias=of_bias)(operands, lists[kind], rows)
 
+        # the lists say which backward kernels the plan has chosen
         if "single_pass_rows" in lists:
             dq, dk, dv, *slope_rows = run("single_pass_rows", QUERIES, KEYS, KEYS, *per_row)
         elif problem.nondeterministic:
@@ -157,6 +159,7 @@ def fused_attention(
         if sinks is not None:
             weights = jnp.exp(sinks[..., None] - rows.row_max - rows.log_sum)
             dsinks = -(weights * rows.D).sum(axis=(0, 2))[None]
+        # back to pages, int8 and lengths that were not padded, by the transpose of `widened`
         [((dk, dk_scale), (dv, dv_scale))] = narrow([dk, dv])
         gradients = given._replace(
             query=dq, key=dk, value=dv, bias=dbias, slopes=dslopes, sinks=dsinks,

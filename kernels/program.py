@@ -194,6 +194,7 @@ class Program:
         """
         known: list[Range] = []
 
+        # cached: the range of a vector takes a pass over all positions
         @functools.cache
         def value(operand: Operand) -> Range:
             kind, index = operand
@@ -218,6 +219,7 @@ def number(n: int) -> Program:
 
 def combined(name: str, *programs: Program) -> Program:
     """Return the program of an operation on the results of others; equal steps are one."""
+    # equal steps are one: two windows share their `q - k`
     steps: dict[tuple[str, tuple[Operand, ...]], int] = {}
     results = []
     for program in programs:

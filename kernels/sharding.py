@@ -98,6 +98,7 @@ class Parts:
                 fits = False
             axes[name] = splitting if fits else ()
             taken |= {*axes[name]}
+        # key heads are split by the first of those axes, as far as they divide them
         sizes = itertools.accumulate((mesh.shape[axis] for axis in axes["n"]), operator.mul)
         of_keys = sum(full["k"] % size == 0 for size in sizes)
         return cls(mesh, full, axes | dict(k=axes["n"][:of_keys]))
@@ -275,6 +276,7 @@ def _rule(
 
     Query heads spread to key heads where any axis of the mesh can split these.
     """
+    # "(k g)" lets a split of query heads spread to key heads, if any axis of the mesh divides these
     group = full["n"] // full["k"]
     together = all(full["k"] % size == 0 for size in mesh.shape.values())
     heads = "n" if not together else "k" if group == 1 else "(k g)"

@@ -203,6 +203,7 @@ def backward_bias(
         out_type=result(sums, f32, operands.query),
         scratch_types=_query_slots(blocks, H, Hv, operands.query.dtype),
     )(visited(lists), _given(operands, saved))
+    # along an axis that the bias lacks, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 
@@ -245,6 +246,7 @@ def backward_dkdv(
     """Return dk [B, S, K, H] and dv [B, S, K, Hv]; the rows of `lists` are key tiles here."""
     check_rows("dk/dv", blocks.k)
     H, (B, S, K, Hv), dtype = operands.query.shape[-1], operands.value.shape, operands.key.dtype
+    # where dk and dv together are too many registers, one program sums dk and another one dv
     parts: tuple[tuple[str, ...], ...] = (("dk", "dv"),) if H + Hv <= WIDEST else (("dv",), ("dk",))
     return launch(
         problem,

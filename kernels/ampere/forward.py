@@ -114,7 +114,8 @@ class _Program:
     v_tile: Ref
 
     def k0(self, rows: TileRows, j: Index) -> jax.Array:
-        """Return the first key of a list's tile; of one after the end, those of the last."""
+        """Return the first key of a list's tile."""
+        # the tile after the last one is loaded too, and never used: it must lie inside the keys
         last = jnp.minimum(j, self.lists.order.shape[-1] - 1)
         return at(self.lists.order, rows.b, rows.head, rows.row, last)[...] * self.blocks.k
 
@@ -132,6 +133,7 @@ class _Program:
     def tile(self, rows: TileRows, j: Index, sums: _Sums, partial: bool) -> _Sums:
         """Add a tile of keys."""
         problem, operands = self.problem, self.operands
+        # with two stages they came into registers while the tile before was multiplied
         self.k_tile[...], self.v_tile[...] = sums.ahead or self.load(rows, j)
         ahead = self.ahead(rows, j + 1)
         k0 = self.k0(rows, j)

@@ -283,6 +283,7 @@ def _backward_dkdv(
     def consume_part(w: jax.Array) -> None:
         consume(w, ("dk", "dv"))
 
+    # both hold the same 64 keys: the first computes the weights and sums dv, the second sums dk
     def consume_half(w: jax.Array) -> None:
         pl.when(w == 0)(lambda: consume(0, ("dv",)))
         pl.when(w == 1)(lambda: consume(0, ("dk",)))

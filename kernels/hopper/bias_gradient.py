@@ -71,6 +71,7 @@ def backward_bias(
             **vectors.slots(stages, blocks.k),
         ),
     )(visits, operands, saved.do, base_of(saved), saved.D)
+    # along an axis that the bias lacks, the kernel has summed all tiles into one
     lacking = tuple(axis for axis in (2, 3) if shape[axis] == 1)
     return total.sum(axis=lacking, keepdims=True)
 

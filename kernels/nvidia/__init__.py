@@ -20,8 +20,8 @@ BROKEN_CUDA = range(12080, 12100)  # up to 12.9.0 ptxas breaks causal kernels, a
 
 @functools.cache
 def cuda_version() -> int | None:
-    """Return CUDA's version, 13020 for 13.2, or None without it; jax has no public name for it."""
-    try:
+    """Return CUDA's version, 13020 for 13.2, or None without it."""
+    try:  # jax has no public name for it
         from jax._src.lib import cuda_versions
     except ImportError:
         return None

@@ -58,6 +58,7 @@ def decode(
         if operands.key.shape[1] % blocks.k:
             raise ValueError(f"page is {page}: must be a multiple of the tile, {blocks.k} keys")
         tables = [operands.pages.reshape(-1)]
+    # one list for all batch rows: what is read follows the filled lengths, not the capacity
     lists = of_all_heads(lists, B)
     refuse_long(lists, beside=4 * sum(x.size for x in tables))
     visits = flatten(lists)

@@ -48,6 +48,7 @@ def tile_inputs(operands: Operands, saved: Saved | None) -> tuple[TileInputs, Ti
         kind = {(0, 0): "one", (0, 1): "key row", (1, 0): "query row", (1, 1): "pairs"}[
             T > 1, S > 1
         ]
+        # what belongs to queries is a row along the lanes, also where an array has it as a column
         bias = bias.swapaxes(2, 3) if kind == "query row" else bias
     words = operands.dropout
     arrays = TileInputs(

@@ -67,6 +67,7 @@ def score_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [block_k, block_q]
     """Return p after dropout, ds and du."""
     s, tanh = scores(problem, x, step, masked)
+    # m and log l apart: their sum has no bits left for log l where scores are large
     p = power(x, s - x.row_max[...] * unit(x) - x.log_sum[...] * unit(x))
     dp = dropped(problem, dot(x.value[...], x.do[...], 1, 1), x, step)
     ds = p * (dp - x.D[...])

@@ -81,6 +81,7 @@ class MaskVectors:
         if not isinstance(seen, Program):
             given = f"{mask!r}.comparison returned a {type(seen).__name__}"
             raise TypeError(f"{given}: must be a Program, as the methods of its argument return")
+        # a kernel reads one row of integers for all heads of a batch row
         if any(x.ndim > 2 for x in (*vectors.q, *vectors.k)):
             raise Refused("takes a mask that is the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
@@ -208,6 +209,7 @@ class _Sides(Known):
         arrays = [x.array for x in known]
         if name in SHAPES:
             return [_Side(side, _reshaped(known[0], equation), fixed)]
+        # NumPy as long as all is known: a mask without arrays compiles nothing
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in known]
             return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]

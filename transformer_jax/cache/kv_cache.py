@@ -166,7 +166,8 @@ def update(
     newest = positions.max(axis=1)  # [B]
     keep = (positions < sinks) | (positions > newest[:, None] - turning)
     slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
-    slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)  # S itself is dropped
+    # slot S does not exist: a scatter drops what is written there
+    slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)
     old, new = slot_leaves(cache), slot_leaves(held(cache, k, v, positions))
     # on explicit axes of a mesh a scatter's result must be told how it is split
     written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))

@@ -172,7 +172,8 @@ def _write(cache: PagedCache, new: kv.KVCache) -> PagedCache:
     )
 
     block = jnp.where(inside, positions // size, 0)
-    page = jnp.where(inside, jnp.take_along_axis(table, block, axis=1), P)  # P itself is dropped
+    # page P does not exist: a scatter drops what is written there
+    page = jnp.where(inside, jnp.take_along_axis(table, block, axis=1), P)
     written = jax.tree.map(
         lambda x, token: x.at[page, positions % size].set(token, mode="drop"),
         kv.slot_leaves(cache),
@@ -201,6 +202,7 @@ def _take_pages(
     named = _named(cache)
     taken = touched & ((table < 0) | (named[table] > 1))
     turn = jnp.cumsum(taken.reshape(-1)).reshape(B, M) - 1
+    # pages are handed out in the order of the rows, so a later row finds too few first
     failed = (taken & (turn >= (named == 0).sum())).any(axis=1)
     kept = ~failed[:, None]
     # a page is free if no table names it: nothing is counted, so nothing can leak
