@@ -238,11 +238,6 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
         ("evaluate --model plain --choices nowhere",
          "choices is 'nowhere': cannot be read (No such"),
         ("evaluate --model masks --text /dev/null", "text is '/dev/null': the file is empty"),
-        ("evaluate --model pairs --prompt a", "target is None: a run of task 'seq2seq' writes"),
-        ("evaluate --model chat --prompt a",
-         "target is None: a run of task 'chat' answers messages"),
-        ("evaluate --model classes --prompt a --target b",
-         "target is 'b': a run of task 'classify'"),
         ("evaluate --model masks --prompt a", "score: a masked model has no probability of a text"),
     ],
 )  # fmt: skip

@@ -40,7 +40,6 @@ from transformer_jax.config.positions import KINDS
 from transformer_jax.config.tasks import TASKS, LanguageTask
 from transformer_jax.decoding.completion import FirstIds, TextGenerator
 from transformer_jax.decoding.samplers import Sample, Temperature
-from transformer_jax.decoding.writer import pieces
 from transformer_jax.models.factory import build, init_params
 from transformer_jax.text.language_model import load
 from transformer_jax.text.reading import MASKS
@@ -269,12 +268,8 @@ def test_fields_of_tables_and_norms_are_flags():
     assert configured(argv.split())[0].model.positions.truncate is False
 
 
-def test_no_flag_at_all_is_the_default_run():
-    config, vocab_size = configured([])
-    assert (config, vocab_size) == (tj.train_preset(None), None)
-
-
 def test_a_preset_is_the_start_and_flags_change_it():
+    assert configured([]) == (tj.train_preset(None), None)
     config, vocab_size = configured("--data x.txt --preset=shakespeare-cpu --vocab-size 99".split())
     assert (config.model.d_model, config.model.max_len, config.data) == (128, 64, "x.txt")
     assert vocab_size == 99
@@ -850,13 +845,6 @@ def test_a_text_may_outgrow_the_model(key):
         expected.append(best)
     assert len(set(expected)) > 3
     assert found == expected
-
-
-def test_characters_of_several_bytes_come_whole():
-    text = "aé漢\U0001f469‍é"
-    assert list(pieces(ByteTokenizer(), text.encode())) == list(text)
-    assert "".join(pieces(ByteTokenizer(), b"a\xe6\xbcb\xff")) == "a\ufffdb\ufffd"
-    assert "".join(pieces(ByteTokenizer(), b"a\xe6\xbc")) == "a\ufffd"
 
 
 @pytest.mark.slow

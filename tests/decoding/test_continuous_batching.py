@@ -441,6 +441,10 @@ def follow_to_20(params, tokens, state, *, valid=None):
     return jnp.where(tokens[..., None] == 20, jnp.nan, logits), state
 
 
+START = jnp.zeros((1,), jnp.int32)
+"""The state of `follow` before any token; it stays whole."""
+
+
 class UpTo:
     """A constraint that allows the next token, up to the last one; it cannot read `wrong`."""
 
@@ -483,9 +487,8 @@ def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
         dataclasses.replace(request, id=name, constraint=copy.copy(request.constraint))
         for name, (request, *_) in ENDS.items()
     ]
-    empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=5, capacity=16, stop=9, steps_per_call=3)
-    found = list(serve_requests(follow_to_20, {}, requests, empty, stream=streamed, **arguments))
+    found = list(serve_requests(follow_to_20, {}, requests, START, stream=streamed, **arguments))
     for name, (_, tokens, end, error) in ENDS.items():
         parts = [part for part in found if part.id == name]
         assert streamed or len(parts) == 1
@@ -498,9 +501,8 @@ def test_each_request_ends_by_its_own_rule_beside_the_others(streamed):
 def test_a_request_that_is_dropped_makes_room_for_the_next(streamed):
     """It ends with its first part: nothing more of it comes, in the same turn or later."""
     requests = [Request([3], 12, id="a", top=2), Request([7], 9), Request([3], 2, id="c", top=1)]
-    empty = jnp.zeros((1,), jnp.int32)
-    held = init_slots(follow, {}, empty, 2, 16)
-    batcher = Batcher(held, {}, iter(requests), empty, steps=3, stream=streamed)
+    held = init_slots(follow, {}, START, 2, 16)
+    batcher = Batcher(held, {}, iter(requests), START, steps=3, stream=streamed)
     got: dict = {}
     for part in batcher:
         got.setdefault(part.id, []).append(part)
@@ -557,9 +559,8 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
             assert len(asked) < 20, "the request in its slot makes no progress"
             yield None
 
-    empty = jnp.zeros((1,), jnp.int32)
     running = serve_requests(
-        follow, {}, queue(), empty, slots=2, capacity=16, steps_per_call=2, pause=True, stream=True
+        follow, {}, queue(), START, slots=2, capacity=16, steps_per_call=2, pause=True, stream=True
     )
     for part in running:
         parts.append(part)
@@ -571,14 +572,13 @@ def test_with_pause_requests_advance_while_the_queue_yields_none():
 def test_with_pause_a_free_slot_is_filled_before_the_next_step():
     """One of two slots is free after a step, and the third request takes it before the next one."""
     requests = [Request([3], 2, id="a"), Request([7], 9, id="b"), Request([11], 9, id="c")]
-    empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=2, capacity=16, steps_per_call=8, stream=True)
     calls = {  # of each call, how many tokens it gives whom; the first token comes by itself
         True: ["a1 b1 a1 b1", "c1 c7 b7", "c1"],
         False: ["a1 b1 a1 b8", "c1 c8"],
     }
     for pause, expected in calls.items():
-        parts = serve_requests(follow, {}, requests, empty, pause=pause, **arguments)
+        parts = serve_requests(follow, {}, requests, START, pause=pause, **arguments)
         given = [f"{part.id}{len(part.tokens)}" for part in parts]
         assert given == " ".join(expected).split()
 
@@ -587,13 +587,12 @@ def test_with_pause_a_free_slot_is_filled_before_the_next_step():
 def test_raw_words_are_a_key():
     key = jax.random.key(5)
     requests = [Request([3], 9, key=key), Request([3], 9, key=jax.random.key_data(key))]
-    empty = jnp.zeros((1,), jnp.int32)
     arguments: dict = dict(slots=2, capacity=16, sampler=Sample())
-    one, two = serve_requests(follow, {}, requests, empty, **arguments)
+    one, two = serve_requests(follow, {}, requests, START, **arguments)
     assert len(one.tokens) == 9 and one.tokens.tolist() == two.tokens.tolist()
-    held = init_slots(follow, {}, empty, 2, 16, sampler=Sample())
-    held, first = admit(held, {}, 0, [[3]], empty, limits=9, key=key)
-    held, again = admit(held, {}, 1, [[3]], empty, limits=9, key=jax.random.key_data(key))
+    held = init_slots(follow, {}, START, 2, 16, sampler=Sample())
+    held, first = admit(held, {}, 0, [[3]], START, limits=9, key=key)
+    held, again = admit(held, {}, 1, [[3]], START, limits=9, key=jax.random.key_data(key))
     assert first.token.tolist() == again.token.tolist()
 
 

@@ -149,19 +149,15 @@ def test_a_history_holds_each_rows_text_without_gaps(rng):
     assert made.length.tolist() == [len(p) + len(t) for p, t in zip(prompts, new, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
-@pytest.mark.parametrize("bad", [math.nan, INFINITE, -INFINITE, "1", None])
-def test_penalties_that_are_no_finite_number_are_refused(kind, bad):
-    with pytest.raises(ValueError, match="must be finite"):
-        kind(bad)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [tj.PresencePenalty, tj.FrequencyPenalty, tj.RepetitionPenalty])
-@pytest.mark.parametrize("far", [1e39, 1e300, 10**400, 1.1e30])
-def test_penalties_whose_products_float32_does_not_hold_are_refused(kind, far):
-    with pytest.raises(ValueError, match=r"must be finite.*, from -?1e-?30 to 1e30"):
-        kind(far)
+def test_penalties_that_float32_does_not_hold_are_refused(kind):
+    for bad in (math.nan, INFINITE, -INFINITE, "1", None):
+        with pytest.raises(ValueError, match="must be finite"):
+            kind(bad)
+    for far in (1e39, 1e300, 10**400, 1.1e30):
+        with pytest.raises(ValueError, match=r"must be finite.*, from -?1e-?30 to 1e30"):
+            kind(far)
     largest = np.asarray(kind(1e30)(history([[1]], [[2]]), jnp.zeros((1, V))))
     assert np.isfinite(largest).all() and largest[0, 3] == 0
 

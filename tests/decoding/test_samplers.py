@@ -171,27 +171,18 @@ def test_a_probability_of_one_keeps_a_tail_that_rounds_away():
     assert kept(TopP(1), -logits)[0] == everything(logits[0])
 
 
-@pytest.mark.parametrize("bad", [-1, -1e-9, math.nan, INFINITE, -INFINITE, "1", None])
-def test_bad_settings_are_refused(bad):
-    for processor in (Temperature, TopP, MinP, Typical):
-        with pytest.raises(ValueError, match=r"must be"):
-            processor(bad)
-    with pytest.raises(ValueError, match="k is"):
-        TopK(bad)
+NUMBERS = -1, -1e-9, math.nan, INFINITE, -INFINITE, "1", None
 
 
-@pytest.mark.parametrize("bad", [0, -3, 2.0, True])
-def test_bad_counts_are_refused(bad):
-    with pytest.raises(ValueError, match="k is"):
-        TopK(bad)
-
-
-def test_probabilities_above_one_and_classes_are_refused():
-    for processor in (TopP, MinP, Typical):
-        with pytest.raises(ValueError, match=r"p is 1\.5"):
-            processor(1.5)
-    with pytest.raises(ValueError, match="processor is"):
-        Sample(TopK)
+@pytest.mark.parametrize(("kinds", "bad", "rule"), [
+    *(((Temperature, TopP, MinP, Typical), bad, "must be") for bad in NUMBERS),
+    *(((TopK,), bad, "k is") for bad in (*NUMBERS, 0, -3, 2.0, True)),
+    ((TopP, MinP, Typical), 1.5, r"p is 1\.5"), ((Sample,), TopK, "processor is"),
+])  # fmt: skip
+def test_bad_settings_are_refused(kinds, bad, rule):
+    for kind in kinds:
+        with pytest.raises(ValueError, match=rule):
+            kind(bad)
 
 
 @pytest.mark.slow_except("Greedy()", "MinP(p=0.1)", "TopK(k=2)")

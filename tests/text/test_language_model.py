@@ -103,6 +103,9 @@ def test_a_score_is_the_sum_of_log_probabilities_by_definition():
     assert found.nats == pytest.approx(each.sum(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(each.sum() / math.log(2) / 9, rel=1e-5)
+    assert [one.nats for one in plain().score([text, "ab"])] == [
+        found.nats, plain().score("ab").nats
+    ], "texts of a list as alone"  # fmt: skip
 
 
 @pytest.mark.slow
@@ -113,13 +116,6 @@ def test_the_first_token_is_scored_where_one_begins_every_text():
     each = nats(logits_of(begun, [11, *ids[:-1]]), ids)
     assert begun.score(text).nats == pytest.approx(each.sum(), rel=1e-5)
     assert begun.score(text).num_tokens == begun.score(text).num_bytes == 10
-
-
-@pytest.mark.slow
-def test_texts_of_a_list_are_scored_as_alone():
-    text = "badcabfeed"
-    alone = [plain().score(text).nats, plain().score("ab").nats]
-    assert [one.nats for one in plain().score([text, "ab"])] == alone
 
 
 @pytest.mark.slow

@@ -19,6 +19,9 @@ from transformer_jax.config import ConfigError
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.model import as_transformer
 
+TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
+"""What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(ModelOptions):
@@ -67,7 +70,31 @@ def convert(options: Convert) -> list[str]:
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"to is {str(target)!r}: exists already: must be new or empty")
     if options.adapter:
-        return _adapter(options, target)
+        import jax
+
+        from transformer_jax.loading import load_adapters
+        from transformer_jax.models.factory import init_params
+        from transformer_jax.pretrained.peft import save_lora
+        from transformer_jax.pretrained.tensors import tensor_names
+        from transformer_jax.text.save import written_as
+
+        training, adapters = load_adapters(
+            options.model, options.checkpoint, init_from=options.init_from
+        )
+        model = as_transformer(training.model)
+        assert training.lora is not None
+        family, model = written_as(model, options.family)
+        names = tensor_names(model, family)
+        shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+        written = save_lora(
+            target, shapes, adapters, training.lora, names, base_model=training.init_from or "",
+            task_type=TASK_TYPES.get(model.kind), fan_in_fan_out=family == "gpt2",
+        )  # fmt: skip
+        count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
+        return [
+            f"{target}: adapters of {count:,} parameters, rank {written.rank}, of a {family}; "
+            f"base model: {training.init_from}"
+        ]
     if of_run:
         given: dict[str, Any] = dict(
             family=options.family, dtype=options.dtype, shard_bytes=shard_bytes
@@ -80,34 +107,3 @@ def convert(options: Convert) -> list[str]:
     folder = open_weights(options.model)  # `load` needs a tokenizer, which a folder may not have
     config, params = load_pretrained(folder.path, dtype=options.dtype)
     return save_published(target, folder, config, params, shard_bytes)
-
-
-TASK_TYPES = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
-"""What PEFT calls the tasks of kinds of models; it has no name for an encoder's hidden tokens."""
-
-
-def _adapter(options: Convert, target: Path) -> list[str]:
-    """Write the adapters of a run as a folder of PEFT."""
-    import jax
-
-    from transformer_jax.loading import load_adapters
-    from transformer_jax.models.factory import init_params
-    from transformer_jax.pretrained.peft import save_lora
-    from transformer_jax.pretrained.tensors import tensor_names
-    from transformer_jax.text.save import written_as
-
-    config, adapters = load_adapters(options.model, options.checkpoint, init_from=options.init_from)
-    model = as_transformer(config.model)
-    assert config.lora is not None
-    family, model = written_as(model, options.family)
-    names = tensor_names(model, family)
-    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-    written = save_lora(
-        target, shapes, adapters, config.lora, names, base_model=config.init_from or "",
-        task_type=TASK_TYPES.get(model.kind), fan_in_fan_out=family == "gpt2",
-    )  # fmt: skip
-    count = sum(leaf.size for leaf in jax.tree.leaves(adapters))
-    return [
-        f"{target}: adapters of {count:,} parameters, rank {written.rank}, of a {family}; "
-        f"base model: {config.init_from}"
-    ]

@@ -99,7 +99,23 @@ def evaluate(options: Evaluate) -> None:
         if (hint := missing_metrics(found)) is not None:
             print(f"evaluate: {hint}", file=sys.stderr)
     elif options.prompt is not None:
-        found = _of_prompt(_load(options), options.prompt, options.target)
+        model, prompt, target = _load(options), options.prompt, options.target
+        if model.kind in ("targets", "chat") and target is None:
+            what = "answer" if model.kind == "chat" else "target"
+            raise ConfigError(f"target is None: {model.instead()}: the {what} to score is needed")
+        say_unknown("evaluate", model.tokenizers.of_source, [prompt])
+        say_unknown("evaluate", model.tokenizer, [target] if target else [])
+        if model.kind == "labels":
+            if target is not None:
+                raise ConfigError(f"target is {target!r}: {model.instead()}")
+            label, probability = model.classify(prompt)
+            found = {"label": label, "probability": probability}
+        else:
+            scored: Scored = prompt if target is None else (prompt, target)
+            if model.kind == "chat":
+                said = {"user": prompt, "assistant": target}
+                scored = [{"role": role, "content": content} for role, content in said.items()]
+            found = _measures(model.score(scored))
     elif options.text is not None:
         from transformer_jax.tokenizers.plain_text import read_text
 
@@ -142,25 +158,6 @@ def _load(options: Evaluate) -> LanguageModel:
     from transformer_jax.inside import zero
 
     return model.edited(zero(options.zero, heads=options.heads))
-
-
-def _of_prompt(model: LanguageModel, prompt: str, target: str | None) -> Mapping[str, float | str]:
-    """Return how likely a model finds a text, or the class that it gives it."""
-    if model.kind in ("targets", "chat") and target is None:
-        what = "answer" if model.kind == "chat" else "target"
-        raise ConfigError(f"target is None: {model.instead()}: the {what} to score is needed")
-    say_unknown("evaluate", model.tokenizers.of_source, [prompt])
-    say_unknown("evaluate", model.tokenizer, [target] if target else [])
-    if model.kind == "labels":
-        if target is not None:
-            raise ConfigError(f"target is {target!r}: {model.instead()}")
-        label, probability = model.classify(prompt)
-        return {"label": label, "probability": probability}
-    text: Scored = prompt if target is None else (prompt, target)
-    if model.kind == "chat":
-        said = {"user": prompt, "assistant": target}
-        text = [{"role": role, "content": content} for role, content in said.items()]
-    return _measures(model.score(text))
 
 
 def _measures(score: Score) -> dict[str, float | str]:

@@ -31,10 +31,10 @@ class Export(TypedModelOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (the model cannot be read) or 2 (usage)."""
-    return run(Export, argv, lambda options: print(*_export(options), sep="\n"))
+    return run(Export, argv, lambda options: print(*export(options), sep="\n"))
 
 
-def _export(options: Export) -> list[str]:
+def export(options: Export) -> list[str]:
     """Export, and return what was written, line by line."""
     check_new_folder("to", options.to)
     from transformer_jax.text.export import check_is_decoder, export_decoder

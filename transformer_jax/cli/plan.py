@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from transformer_jax.cli.command import run
 from transformer_jax.cli.flags import Path, Text
 from transformer_jax.cli.run_flags import FLAGS, RunFlags, Start, configure
-from transformer_jax.config import PRESETS, ConfigError, TrainConfig
+from transformer_jax.config import PRESETS, ConfigError
 from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.kinds import names_of
 from transformer_jax.config.model import as_transformer
@@ -115,9 +115,28 @@ def plan(own: PlanOptions, given: Mapping[Path, Text]) -> bool:
     rows = config.accumulation * config.batch_size
     print(f"training on {rows:,} x {config.sequence_len:,} tokens a step, over {found.mesh}")
     _print(found)
-    if not own.quick:
-        _advise(config, found)
-    return found.fits
+    if own.quick:
+        return found.fits
+    from transformer_jax.training.planning.plan import largest_batch, least_chips, remedies
+
+    largest = largest_batch(config, hardware, found)
+    if largest is not None:
+        size, plan = largest
+        print(f"largest --batch-size        {size:,} ({plan.total / GIB:.3f} GiB)")
+    if found.fits:
+        return True
+    for flags, changed in remedies(config, hardware):
+        plan = plan_training(changed, hardware)
+        if plan.fits:
+            print(f"fits with                   {flags} ({plan.total / GIB:.3f} GiB)")
+            break
+    else:
+        print("no remat, batch or optimizer makes it fit on this target")
+    if hardware.chip is not None and not found.compiled:
+        least = least_chips(config, hardware)
+        if least is not None:
+            print(f"state and gradients alone   fit when split by --mesh fsdp={least}")
+    return False
 
 
 def _print(found: Plan) -> None:
@@ -161,32 +180,3 @@ def _print(found: Plan) -> None:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _advise(config: TrainConfig, found: Plan) -> None:
-    """Print the largest batch that fits, or what to change where nothing does."""
-    from transformer_jax.training.planning.plan import (
-        largest_batch,
-        least_chips,
-        plan_training,
-        remedies,
-    )
-
-    hardware = found.hardware
-    largest = largest_batch(config, hardware, found)
-    if largest is not None:
-        size, plan = largest
-        print(f"largest --batch-size        {size:,} ({plan.total / GIB:.3f} GiB)")
-    if found.fits:
-        return
-    for flags, changed in remedies(config, hardware):
-        plan = plan_training(changed, hardware)
-        if plan.fits:
-            print(f"fits with                   {flags} ({plan.total / GIB:.3f} GiB)")
-            break
-    else:
-        print("no remat, batch or optimizer makes it fit on this target")
-    if hardware.chip is not None and not found.compiled:
-        least = least_chips(config, hardware)
-        if least is not None:
-            print(f"state and gradients alone   fit when split by --mesh fsdp={least}")

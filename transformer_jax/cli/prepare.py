@@ -43,10 +43,11 @@ class Prepare(PrepareConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (a model cannot be read) or 2 (usage)."""
-    return run(Prepare, argv, _prepare)
+    return run(Prepare, argv, write_folder)
 
 
-def _prepare(options: Prepare) -> None:
+def write_folder(options: Prepare) -> None:
+    """Prepare the files as the options say, and print what was written."""
     # The folder records its config: without `out` and `workers`, which may change as it continues.
     own = {one.name: getattr(options, one.name) for one in fields(PrepareConfig)}
     config = PrepareConfig(**own)

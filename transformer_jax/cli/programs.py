@@ -55,11 +55,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return where programs for this processor and this jaxlib are kept."""
     base = environment.get("XDG_CACHE_HOME")
     parent = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return parent / "transformer_jax" / f"jaxlib-{jaxlib.__version__}-{_processor()}"
-
-
-def _processor() -> str:
-    """Return a name of the architecture and of all that the processor says it can do."""
+    # A program for a CPU may have instructions that another CPU does not know.
     wanted = "vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features"
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -68,7 +64,8 @@ def _processor() -> str:
         said = sorted(f"{name.strip()}:{value}" for name, value in fields if name.strip() in wanted)
     except OSError:
         said = [platform.processor(), platform.node()]
-    return f"{platform.machine()}-{hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"
+    processor = f"{platform.machine()}-{hashlib.sha256(repr(said).encode()).hexdigest()[:12]}"
+    return parent / "transformer_jax" / f"jaxlib-{jaxlib.__version__}-{processor}"
 
 
 def _prepared(folder: Path) -> None:

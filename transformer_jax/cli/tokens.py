@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from transformer_jax.cli.command import read_tokenizer, run
 from transformer_jax.config import ConfigError
-
-if TYPE_CHECKING:
-    from transformer_jax.tokenizers.trained import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,28 @@ def tokens(options: Tokens) -> None:
     from transformer_jax.tokenizers.special import plain
     from transformer_jax.tokenizers.trained import WordTokenizer
 
-    tokenizer = _tokenizer(options)
+    if (options.model is None) == (options.data is None):
+        raise ConfigError("model and data: give one of them")
+    kind, size = options.tokenizer, options.bpe_vocab_size
+    if options.data is not None:
+        from transformer_jax.config import TrainConfig
+        from transformer_jax.training.data import read, train_tokenizer
+
+        kind = kind or "char"
+        if size is not None and kind != "bpe":
+            raise ConfigError(f"bpe_vocab_size is {size}: needs tokenizer bpe, it is {kind}")
+        whole = "".join(source.text() for source in read(options.data))
+        sizes: dict[str, Any] = {} if size is None else {"bpe_vocab_size": size}
+        tokenizer = train_tokenizer(TrainConfig(tokenizer=kind, **sizes), whole, whole)
+    else:
+        for name, value in {"tokenizer": kind, "bpe_vocab_size": size}.items():
+            if value is not None:
+                raise ConfigError(f"{name} is {value!r}: needs data")
+        from transformer_jax.checkpoints.run_folder import RunFolder
+
+        assert options.model is not None
+        own = RunFolder(Path(options.model)).read_source_tokenizer()  # of a translator's run
+        tokenizer = own or read_tokenizer(options.model)
     found = pieces(tokenizer, text)
     print(f"{plain(tokenizer)!r}: the text is {len(found)}")
     # Unknown words share token 0: what they were is known only from the text.
@@ -69,28 +87,3 @@ def tokens(options: Tokens) -> None:
         print("\nmerges:" if not n else "")
         for ids in merged:
             print("  " + " ".join(map(marked, token_texts(tokenizer, ids))))
-
-
-def _tokenizer(options: Tokens) -> Tokenizer:
-    """Load the tokenizer of a run or of a published model, or make one of a text."""
-    if (options.model is None) == (options.data is None):
-        raise ConfigError("model and data: give one of them")
-    kind, size = options.tokenizer, options.bpe_vocab_size
-    if options.data is not None:
-        from transformer_jax.config import TrainConfig
-        from transformer_jax.training.data import read, train_tokenizer
-
-        kind = kind or "char"
-        if size is not None and kind != "bpe":
-            raise ConfigError(f"bpe_vocab_size is {size}: needs tokenizer bpe, it is {kind}")
-        text = "".join(source.text() for source in read(options.data))
-        sizes: dict[str, Any] = {} if size is None else {"bpe_vocab_size": size}
-        return train_tokenizer(TrainConfig(tokenizer=kind, **sizes), text, text)
-    for name, value in {"tokenizer": kind, "bpe_vocab_size": size}.items():
-        if value is not None:
-            raise ConfigError(f"{name} is {value!r}: needs data")
-    from transformer_jax.checkpoints.run_folder import RunFolder
-
-    assert options.model is not None
-    source = RunFolder(Path(options.model)).read_source_tokenizer()  # of a translator's run
-    return source or read_tokenizer(options.model)

@@ -430,7 +430,10 @@ def read_prompt(
         if len(ids) or starts:
             return ids if len(ids) else np.array(starts[:1], np.int32)
     ids = tokenizer.encode(prompt)
-    return ids if len(ids) else _first_prompt(tokenizer)
+    if not len(ids):
+        with contextlib.suppress(ValueError):  # a tokenizer of characters may not know the newline
+            ids = tokenizer.encode("\n")
+    return ids if len(ids) else np.zeros(1, np.int32)
 
 
 def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, ...]:
@@ -445,14 +448,6 @@ def known_ids(config: AnyModelConfig, tokenizer: Tokenizer) -> tuple[FirstIds, .
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens: {rule}")
     known = FirstIds(tokenizer.vocab_size)
     return (known,) if tokenizer.vocab_size < config.vocab_size else ()
-
-
-def _first_prompt(tokenizer: Tokenizer) -> np.ndarray:  # i32[P]
-    # A tokenizer of characters may not know the newline.
-    with contextlib.suppress(ValueError):
-        if len(ids := tokenizer.encode("\n")):
-            return ids
-    return np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True)

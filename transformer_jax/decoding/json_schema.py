@@ -175,7 +175,15 @@ def _checked(schema: Any, where: str, seen: dict[str, list[Any]], depth: int) ->
         seen.setdefault(_UNIONS, []).append(found)
     if "multipleOf" in found:
         seen.setdefault(_LIMITS, []).append(_limits({key: [found[key]] for key in found}))
-    if _meets(found):
+    # The parser may combine several schemas for one value here.
+    combines, patterns = len(found.keys() - _APART) > 1, found.get("patternProperties", ())
+    if (
+        "oneOf" in found
+        or (combines and found.keys() & {"$ref", "anyOf", "allOf"})
+        or len(found.get("allOf", ())) > 1
+        or len(patterns) > 1
+        or (patterns and "properties" in found)
+    ):
         seen.setdefault(_MEETING, []).append(True)
     # which llguidance reads in one of two ways, each without the other's key
     old = "additionalItems" in found, isinstance(found.get("items"), list)
@@ -266,19 +274,6 @@ def _tags(schema: Any, root: Any) -> dict[str, set[str]]:
         if values and all(isinstance(value, str) for value in values):
             found[name] = {*values}
     return found
-
-
-def _meets(schema: Mapping[str, Any]) -> bool:
-    """Return whether the parser may combine several schemas for one value here."""
-    alone = len(schema.keys() - _APART) < 2
-    patterns = schema.get("patternProperties", ())
-    return (
-        "oneOf" in schema
-        or (not alone and bool(schema.keys() & {"$ref", "anyOf", "allOf"}))
-        or len(schema.get("allOf", ())) > 1
-        or len(patterns) > 1
-        or (bool(patterns) and "properties" in schema)
-    )
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
