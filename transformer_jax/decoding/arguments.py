@@ -16,7 +16,6 @@ from transformer_jax.decoding.batch_rows import State
 from transformer_jax.decoding.logit_processors import (
     HistoryProcessor,
     as_token_ids,
-    as_tuple,
     check_processors,
 )
 from transformer_jax.decoding.samplers import Greedy, RowSampling, Sampler, as_threefry
@@ -273,10 +272,7 @@ def stop_tokens(stop: int | Sequence[int] | None) -> tuple[int, ...]:
     if isinstance(stop, str | bytes):
         rule = "must be token ids; load(FOLDER).generate(..., stop=...) ends at a text"
         raise ValueError(f"stop is {stop!r}: {rule}")
-    if stop is None:
-        return ()
-    ids = as_tuple("stop", stop)
-    return as_token_ids("stop", ids) if ids else ()
+    return () if stop is None else as_token_ids("stop", stop, least=0)
 
 
 def make_donatable(state: State) -> State:

@@ -300,7 +300,7 @@ class MinLength:
     def __init__(self, n: int, stop: int | Sequence[int]) -> None:
         check_count("n", n, 0)
         object.__setattr__(self, "n", int(n))
-        object.__setattr__(self, "stop", as_token_ids("stop", as_tuple("stop", stop)))
+        object.__setattr__(self, "stop", as_token_ids("stop", stop))
 
     def __call__(self, history: History, logits: jax.Array) -> jax.Array:
         longer = (history.new >= self.n)[:, None]
@@ -398,22 +398,21 @@ def _check_vocab(processor: HistoryProcessor, tokens: Sequence[int], vocab: int)
         raise ValueError(f"token {max(tokens)} of {processor!r}: must be in 0..{vocab - 1}")
 
 
-def as_tuple(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
-    """Return one token id, also as an array without axes, or several of them as a tuple."""
+def as_token_ids(name: str, ids: int | Iterable[int], *, least: int = 1) -> tuple[int, ...]:
+    """Return one token id, also as an array without axes, or several of them as a tuple of ints.
+
+    ValueError where one is no token id, or there are fewer than `least`.
+    """
     if isinstance(ids, jax.Array | np.ndarray | np.generic) and ids.ndim == 0:
-        if isinstance(ids, jax.core.Tracer):
+        if isinstance(ids, jax.core.Tracer):  # ids are static: a program is compiled for them
             raise ValueError(f"{name} is {ids!r}: must be a known token id")
         ids = ids.item()
     if not isinstance(ids, Integral | Iterable):
         raise ValueError(f"{name} is {ids!r}: must be a token id or several")
-    return tuple(ids) if isinstance(ids, Iterable) else (ids,)
-
-
-def as_token_ids(name: str, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens as ints; ValueError where there are none, or one is no token id."""
+    tokens = tuple(ids) if isinstance(ids, Iterable) else (ids,)
     for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
             raise ValueError(f"{name} have {token!r}: must be token ids, integers from 0")
-    if not tokens:
+    if len(tokens) < least:
         raise ValueError(f"{name} is empty: must name at least one token")
     return tuple(int(token) for token in tokens)
