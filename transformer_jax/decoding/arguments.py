@@ -195,7 +195,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
     dtype or a known value is wrong; traced values are not checked.
     """
     try:
-        tokens = prompt if isinstance(prompt, jax.core.Tracer) else np.asarray(prompt)
+        tokens: Array = prompt if isinstance(prompt, jax.core.Tracer) else np.asarray(prompt)
     except ValueError:
         raise ValueError(
             "prompt has rows of several lengths: fill them up to one, and give `lengths`"
@@ -211,7 +211,7 @@ def check_prompt(prompt: TokenRows, lengths: Lengths | None) -> tuple[Array, Arr
     rows, columns = tokens.shape
     if lengths is None:
         return as_int32("prompt", tokens), np.full(rows, columns, np.int32)
-    counts = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
+    counts: Array = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
     if counts.shape not in ((rows,), tokens.shape):
         rule = f"must be ({rows},), or a mask {tokens.shape} of the tokens"
         raise ValueError(f"lengths have shape {counts.shape}: {rule}")
@@ -299,7 +299,7 @@ def check_limits(limits: PerRow | None, rows: int, num_tokens: int) -> Array:  #
     """
     if limits is None:
         return np.full(rows, num_tokens, np.int32)
-    given = limits if isinstance(limits, jax.core.Tracer) else np.asarray(limits)
+    given: Array = limits if isinstance(limits, jax.core.Tracer) else np.asarray(limits)
     if given.shape != (rows,) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(f"limits are {given.dtype}{list(given.shape)}: must be integers [{rows}]")
     if traced(given):

@@ -82,7 +82,8 @@ def prefill(
     check_with_step(step, *given, 1, state)
     if not traced(given[1]) and (given[1] < given[0].shape[1]).any():
         step = step.told(padded=True)
-    return read_prompts(step, params, *map(jnp.asarray, given), state, chunk)
+    prompt, lengths = map(jnp.asarray, given)
+    return read_prompts(step, params, prompt, lengths, state, chunk)
 
 
 def read_prompts(
