@@ -144,9 +144,9 @@ def generate(options: Generate) -> None:
     named = model.name if model.task is None else f"a run of task {model.task.kind!r}"
     usual = "prompt", "prompts", "checkpoint"
     kinds = {"masks": (*usual, "samples"), "labels": usual, "signals": ("prompts", "checkpoint")}
-    known = kinds.get(model.kind)
+    known = kinds.get(model.kind, ())
     loads = "model", "init_from", "dtype", "weights", "max_len"
-    for name in (one.name for one in fields(options)) if known is not None else ():
+    for name in (one.name for one in fields(options)) if known else ():
         value = getattr(options, name)
         if name not in (*loads, *known) and value not in (None, False, ()):
             raise ConfigError(f"{name} is {value!r}: {named} reads {', '.join(known)}")

@@ -124,11 +124,10 @@ def score_requests(
     by_context: dict[tuple[int, ...], list[int]] = {}
     for n, request in enumerate(given):
         by_context.setdefault(request.context, []).append(n)
-    built = model.module
+    built, together = model.module, list[list[int]]()
     if built.edits:  # it may be of one row, and of tokens that are counted from the beginning
-        batch_size, together = 1, []
+        batch_size = 1
     else:
-        together = []
         for ns in by_context.values() if model.config.supports("cache") else ():
             # A context is read once if it is longer than what follows it, and if all logits of the
             # continuations of a batch, which exist at once then, are not too many.
