@@ -127,6 +127,7 @@ def gradients(
     keys = jax.random.split(jax.random.key(seed), seeds)
     found = np.stack([np.asarray(slope(key), np.float64) for key in keys])
     norms = np.sqrt((found**2).sum(axis=(2, 3, 4)))  # [seeds, L]
+    # without sums a gradient is 0 in float32 after some blocks, and 0 has no logarithm
     return np.exp(np.log(norms / norms[:, -1:] + 1e-300).mean(axis=0))
 
 

@@ -43,6 +43,7 @@ ROWS, LENGTH = 8, 8
 
 def make_texts(rows: int, seed: int) -> np.ndarray:  # i32[B, T + 1]
     """Return texts of x_t = f(x_{t-1}) for one permutation f, with a tenth of noise."""
+    # the rule of the texts is the same for every seed
     after = np.random.default_rng(0).permutation(VOCAB)
     draw = np.random.default_rng(seed)
     texts = draw.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)

@@ -71,6 +71,7 @@ def layers(n: int, d: int) -> list[tuple[Callable[..., Any], Any]]:
 
     def of_module(module: nn.Module) -> Callable[..., Any]:
         params = jax.eval_shape(module.init, jax.random.key(0), x)
+        # a traced program has the same products, whatever the numbers
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
         return lambda x: module.apply(params, x)
 

@@ -122,6 +122,7 @@ def demonstrate(arguments: Namespace) -> dict[str, Any]:
     print(f"{layers} layers of window {window}: R = {reach + 1} frames; chunks of {CHUNK}")
     print_table(["way", "largest error", "frames a frame", "products a frame"], rows)
     figure, (left, right) = new_figure(2)
+    # a logarithmic axis has no 0
     errors = [max(found[f"overlap {h}"][0], 1e-8) for h in histories]
     left.plot(histories, errors, "o-", color=COLOURS[1], label="overlapping")
     left.axhline(found["streaming"][0], color=COLOURS[0], label="streaming")

@@ -79,6 +79,7 @@ def held_out_losses(
     for seed in seeds:
         batches = texts[np.random.default_rng(seed).integers(0, len(texts), (steps, 12))]
         params = learn(init_params(config, jax.random.key(seed)), batches)
+        # parts of one size share a program; a rest is left out, unless there is nothing else
         parts = np.split(held_out, range(32, len(held_out), 32))
         losses = [float(measure(params, rows)) for rows in parts if len(rows) == 32] or [
             float(measure(params, held_out))
