@@ -579,7 +579,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/ops.py",
         (
             "an id below 0 reads a row from the end",
-            "ids = jnp.where(ids < 0, table.shape[0], ids)\n",
+            "    ids = jnp.where(ids < 0, table.shape[0], ids)\n",
             "",
             "models/test_layers.py::test_an_id_outside_the_table_gives_nan_and_never_another_row",
         ),
