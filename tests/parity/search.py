@@ -16,18 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.parity.matrix import (
-    HEADS,
-    KINDS,
-    LENGTHS,
-    MEMORY,
-    POSITIONS,
-    PROMPT,
-    SOURCE,
-    VOCAB,
-    WINDOWS,
-    Case,
-)
+from tests.parity import matrix
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
 from transformer_jax.decoding.generation import generate, prefill
@@ -41,17 +30,22 @@ TOLERANCE = 1e-5
 SAMPLER = Sample(Temperature(1.3))
 
 
-def search_cases() -> Iterator[Case]:
+def search_cases() -> Iterator[matrix.Case]:
     """Every position kind in both kinds of model; heads and extents in turn."""
-    for k, kind in enumerate(KINDS):
-        for i, positions in enumerate(POSITIONS):
-            case = Case(positions, list(HEADS)[(i + k) % 3], WINDOWS[(i + i // 2 + k) % 2], kind)
-            yield replace(case, **MEMORY[0]) if i % 4 == 1 else case
+    for k, kind in enumerate(matrix.KINDS):
+        for i, positions in enumerate(matrix.POSITIONS):
+            case = matrix.Case(
+                positions,
+                list(matrix.HEADS)[(i + k) % 3],
+                matrix.WINDOWS[(i + i // 2 + k) % 2],
+                kind,
+            )
+            yield replace(case, **matrix.MEMORY[0]) if i % 4 == 1 else case
 
 
 @dataclass(frozen=True)
 class Searched:
-    case: Case
+    case: matrix.Case
     texts: int
     error: float
     """Largest error of a text's log-probability, a token."""
@@ -69,17 +63,17 @@ class Searched:
         )
 
 
-def measure_search(case: Case) -> list[Searched]:
+def measure_search(case: matrix.Case) -> list[Searched]:
     """Beams and forks of one model against its full pass."""
     config = case.config
     model = build(config)
     params = init_params(config, jax.random.key(sum(map(ord, str(case)))))
     rng = np.random.default_rng(7)
-    lengths = np.array(LENGTHS["ragged"], np.int32)
+    lengths = np.array(matrix.LENGTHS["ragged"], np.int32)
     rows = len(lengths)
-    prompt = rng.integers(0, VOCAB, (rows, PROMPT), dtype=np.int32)
-    source = rng.integers(0, VOCAB, (rows, SOURCE), dtype=np.int32)
-    places = np.tile(np.arange(SOURCE, dtype=np.int32), (rows, 1))
+    prompt = rng.integers(0, matrix.VOCAB, (rows, matrix.PROMPT), dtype=np.int32)
+    source = rng.integers(0, matrix.VOCAB, (rows, matrix.SOURCE), dtype=np.int32)
+    places = np.tile(np.arange(matrix.SOURCE, dtype=np.int32), (rows, 1))
     places[1, 8:] = -1  # a padded source
     crossed = case.kind == "encoder-decoder"
 
@@ -96,10 +90,10 @@ def measure_search(case: Case) -> list[Searched]:
     def logits_of(new, copies):
         """f32[B copies, NEW, V]: what chooses each new token, of the full pass without a cache."""
         each = partial(np.repeat, repeats=copies, axis=0)
-        read, n = each(lengths), jnp.arange(PROMPT + NEW)
+        read, n = each(lengths), jnp.arange(matrix.PROMPT + NEW)
         joined = jnp.concatenate([each(prompt), new], axis=1)
-        at = jnp.where(n[None] < read[:, None], n[None], n[None] - read[:, None] + PROMPT)
-        text = jnp.take_along_axis(joined, jnp.clip(at, 0, PROMPT + NEW - 1), axis=1)
+        at = jnp.where(n[None] < read[:, None], n[None], n[None] - read[:, None] + matrix.PROMPT)
+        text = jnp.take_along_axis(joined, jnp.clip(at, 0, matrix.PROMPT + NEW - 1), axis=1)
         positions = jnp.where(n[None] < (read + NEW)[:, None], n[None], -1).astype(jnp.int32)
         more = dict(source=each(source), source_positions=each(places)) if crossed else {}
         logits, _ = model.apply({"params": params}, text, positions=positions, **more)

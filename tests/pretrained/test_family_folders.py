@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.drawn import drawn
+from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError, Experts, Learned, LoraConfig, Rope
 from transformer_jax.inside import logit_lens
 from transformer_jax.models.factory import build
@@ -132,9 +133,7 @@ def saved(folder, config, family=None):
     """Save drawn parameters; check that they come back; return them and the tensors of the file."""
     params = drawn(config)
     save_pretrained(folder, config, params, family=family)
-    back, loaded = load_pretrained(folder)
-    assert back == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(folder, config, params)
     return params, load_file(folder / "model.safetensors")
 
 
@@ -438,9 +437,7 @@ def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
     if bare:
         named = {name.removeprefix("gpt_neox."): tensor for name, tensor in tensors.items()}
         save_file(named, tmp_path / "one" / "model.safetensors")
-    back, loaded = load_pretrained(tmp_path / "one")
-    assert back == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(tmp_path / "one", config, params)
 
 
 # Decoders: keys that are logic

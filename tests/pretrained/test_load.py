@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tests.support.devices import on_devices
 from tests.support.drawn import drawn
+from tests.support.model_folders import assert_loads, assert_same_bits, changed
 from transformer_jax.config import (
     ConfigError,
     Experts,
@@ -595,25 +596,6 @@ GPT2, LLAMA3, GEMMA3 = (
 )
 
 
-def changed(folder: Path, target: Path, change: Any, **keys: Any) -> Path:
-    """A copy of a folder whose tensors went through `change`, with other keys in config.json."""
-    target.mkdir()
-    content = json.loads((folder / "config.json").read_text()) | keys
-    content = {key: value for key, value in content.items() if value is not ...}
-    (target / "config.json").write_text(json.dumps(content))
-    tensors = load_file(folder / "model.safetensors")
-    save_file(change(tensors) or tensors, target / "model.safetensors")
-    return target
-
-
-def assert_same_bits(got: Any, want: Any) -> None:
-    got, want = (jax.tree_util.tree_leaves_with_path(x) for x in (got, want))
-    assert [path for path, _ in got] == [path for path, _ in want]
-    for (path, one), (_, two) in zip(got, want, strict=True):
-        assert (one.dtype, one.shape) == (two.dtype, two.shape), path
-        assert np.asarray(one).tobytes() == np.asarray(two).tobytes(), path
-
-
 def test_parameters_are_placed_as_the_layout_says():
     """Against the tensors themselves: GPT-2's one matrix for three, Llama's transposed ones."""
     tensors, (_, params) = load_file(GPT2 / "model.safetensors"), load_pretrained(GPT2)
@@ -642,9 +624,7 @@ def test_a_folder_of_many_files_is_the_same_model(tmp_path):
     assert len(files) > 3
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(load_file(LLAMA3 / "model.safetensors"))
-    config, params = load_pretrained(tmp_path / "parts")
-    assert config == whole[0]
-    assert_same_bits(params, whole[1])
+    assert_loads(tmp_path / "parts", whole[0], whole[1])
 
 
 def bare(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -684,9 +664,7 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
     assert not {"rope_parameters", "rope_scaling", "torch_dtype"} & set(content)
     assert content["initializer_range"] == old["initializer_range"]
     assert (content["dtype"], content["max_position_embeddings"]) == ("bfloat16", 32)
-    back, loaded = load_pretrained(tmp_path / "new")
-    assert back == plain
-    assert_same_bits(loaded, params)
+    assert_loads(tmp_path / "new", plain, params)
 
 
 @pytest.mark.slow_except("folder0-keys0", "folder1-keys1")
@@ -1057,9 +1035,7 @@ def test_a_mistral_that_lists_its_layers_is_saved_as_it_was(tmp_path):
     assert config.window == (7, None)
     for name, like in (("new", None), ("like", before)):
         save_pretrained(tmp_path / name, config, params, family="mistral", like=like)
-        again, loaded = load_pretrained(tmp_path / name)
-        assert again == config
-        assert_same_bits(loaded, params)
+        assert_loads(tmp_path / name, config, params)
 
 
 def test_a_model_without_its_output_matrix_is_refused_with_the_reason(tmp_path):

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.pretrained.test_family_folders import GPT_OSS
 from tests.support.drawn import drawn
+from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.config_json import read_config
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
@@ -76,9 +77,7 @@ def test_what_is_saved_of_four_bits_says_bfloat16(folders, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
     tensors = load_file(tmp_path / "again" / "model.safetensors")
     np.testing.assert_array_equal(tensors[PREFIX + "gate_up_proj"], wanted["gate_up_proj"])
-    back, loaded = load_pretrained(tmp_path / "again")
-    assert back == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(tmp_path / "again", config, params)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 127, 252])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ published = pytest.importorskip("tests.support.published")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
+from tests.support.model_folders import assert_loads  # noqa: E402
 from tests.support.published import (  # noqa: E402
     assert_same_gradients,
     assert_same_logits,
@@ -388,9 +388,7 @@ def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
 
     rewritten(folder, old)
     assert any(name.endswith("gamma") for name in load_file(folder / "model.safetensors"))
-    again, loaded = load_pretrained(folder)
-    assert again == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(folder, config, params)
 
     def other(found):
         found["cls.predictions.decoder.bias"] = found["cls.predictions.decoder.bias"] + 1
@@ -410,9 +408,7 @@ def test_a_bare_file_may_have_heads(family, tmp_path):
     prefix = FAMILIES[family].prefix
     rewritten(folder, lambda found: {k.removeprefix(prefix): v for k, v in found.items()})
     assert not any(name.startswith(prefix) for name in load_file(folder / "model.safetensors"))
-    again, loaded = load_pretrained(folder)
-    assert again == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(folder, config, params)
 
 
 def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
@@ -427,9 +423,7 @@ def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
         return found
 
     rewritten(folder, left)
-    again, loaded = load_pretrained(folder)
-    assert again == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(folder, config, params)
 
 
 def test_a_masked_token_head_with_a_pooler_is_both(tmp_path):

@@ -7,21 +7,14 @@ import jax
 import numpy as np
 import pytest
 
+import transformer_jax as tj
 from tests.support.drawn import drawn
-from transformer_jax import (
-    ConfigError,
-    ModelConfig,
-    build,
-    init_params,
-    load_sentence_encoder,
-    save_pretrained,
-)
 from transformer_jax.checkpoints.checkpoint import CheckpointError
 from transformer_jax.pretrained.sentences import SentenceEncoder, pool_sentences
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-CONFIG = ModelConfig(
+CONFIG = tj.ModelConfig(
     kind="encoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5, max_len=29,
     norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu", type_vocab_size=2,
 )  # fmt: skip
@@ -79,7 +72,7 @@ def test_a_vector_of_zeros_has_a_finite_gradient():
 def test_what_is_wrong_is_named(rng):
     hidden, valid = rng.normal(size=(2, 3, 5)), np.ones((2, 3), bool)
     known = "must be one of 'mean', 'cls', 'max', 'last'"
-    with pytest.raises(ConfigError, match=f"pooling is 'first': {known}"):
+    with pytest.raises(tj.ConfigError, match=f"pooling is 'first': {known}"):
         pool_sentences(hidden, valid, "first")
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 5\), valid \(2, 4\)"):
         pool_sentences(hidden, np.ones((2, 4), bool))
@@ -95,7 +88,7 @@ class Words:
 
 @pytest.fixture(scope="module")
 def params():
-    params = init_params(CONFIG, jax.random.key(3))
+    params = tj.init_params(CONFIG, jax.random.key(3))
     return jax.tree.map(
         lambda leaf: leaf + 0.3 * np.cos(np.arange(leaf.size)).reshape(leaf.shape), params
     )
@@ -113,7 +106,7 @@ def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
     got = np.asarray(encoder.encode(tokens, at))
     for row, length in enumerate((4, 3)):
         alone = tokens[row : row + 1, :length]
-        states = build(CONFIG).apply({"params": params}, alone, method="encode")
+        states = tj.build(CONFIG).apply({"params": params}, alone, method="encode")
         want = plainly(states, np.ones((1, length), bool), "mean", True)
         np.testing.assert_allclose(got[row : row + 1], want, rtol=0, atol=1e-5)
         np.testing.assert_allclose(encoder.encode(alone), want, rtol=0, atol=1e-5)
@@ -189,13 +182,13 @@ def lay(folder, files):
 
 @pytest.fixture
 def folder(params, tmp_path):
-    save_pretrained(tmp_path / "model", CONFIG, params, family="bert")
+    tj.save_pretrained(tmp_path / "model", CONFIG, params, family="bert")
     return lay(tmp_path / "model", OLD)
 
 
 @pytest.mark.slow
 def test_a_folder_says_how_sentences_are_made(folder, encoder):
-    found = load_sentence_encoder(folder)
+    found = tj.load_sentence_encoder(folder)
     tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
     for name in ("config", "pooling", "normalise", "max_len", "lower_case"):
         assert getattr(found, name) == getattr(encoder, name), name
@@ -207,7 +200,7 @@ def test_a_folder_says_how_sentences_are_made(folder, encoder):
     }
     lay(folder, {"modules.json": OLD["modules.json"][:2], "1_Pooling/config.json": pooling})
     lay(folder, {"sentence_bert_config.json": {"max_seq_length": None, "do_lower_case": True}})
-    found = load_sentence_encoder(folder, dtype="bfloat16")
+    found = tj.load_sentence_encoder(folder, dtype="bfloat16")
     assert (found.pooling, found.normalise, found.lower_case) == ("max", False, True)
     assert (found.max_len, found.config.dtype) == (29, "bfloat16")
     assert found.encode(tokens).dtype == np.float32
@@ -222,14 +215,14 @@ def test_limits_are_read_from_the_config_of_each_kind_of_encoder(name, folder):
     lay(folder, {f"sentence_{name}_config.json": {"max_seq_length": 8, "do_lower_case": True}})
     if name != "xlnet":  # the last one that is looked for
         lay(folder, {"sentence_xlnet_config.json": {"max_seq_length": 9}})
-    found = load_sentence_encoder(folder)
+    found = tj.load_sentence_encoder(folder)
     assert (found.max_len, found.lower_case, found.keeps_end) == (8, True, False)
 
 
 def test_long_texts_lose_the_side_that_the_tokenizer_names(folder):
     for side in "left", "right":
         lay(folder, {"tokenizer_config.json": {"truncation_side": side}})
-        assert load_sentence_encoder(folder).keeps_end == (side == "left")
+        assert tj.load_sentence_encoder(folder).keeps_end == (side == "left")
 
 
 def test_newer_keys_of_sentence_transformers_are_read(folder):
@@ -253,10 +246,10 @@ def test_newer_keys_of_sentence_transformers_are_read(folder):
         },
         "tokenizer_config.json": {"model_max_length": 19},
     })  # fmt: skip
-    found = load_sentence_encoder(folder)
+    found = tj.load_sentence_encoder(folder)
     assert (found.pooling, found.normalise, found.max_len) == ("cls", True, 19)
     lay(folder, {"tokenizer_config.json": {"model_max_length": 1e30}})
-    assert load_sentence_encoder(folder).max_len == 29
+    assert tj.load_sentence_encoder(folder).max_len == 29
 
 
 def part(number, **changes):
@@ -313,17 +306,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_is_refused_by_name(name, folder):
     file, content, message = REFUSED[name]
-    load_sentence_encoder(folder)
+    tj.load_sentence_encoder(folder)
     lay(folder, {file: content})
-    with pytest.raises((ConfigError, CheckpointError), match=message) as caught:
-        load_sentence_encoder(folder)
+    with pytest.raises((tj.ConfigError, CheckpointError), match=message) as caught:
+        tj.load_sentence_encoder(folder)
     assert str(folder) in str(caught.value)
 
 
 def test_a_prompt_stands_before_every_text(folder):
     said = {"prompts": {"query": "9 ", "document": ""}, "default_prompt_name": "query"}
     lay(folder, {"config_sentence_transformers.json": said})
-    found = load_sentence_encoder(folder)
+    found = tj.load_sentence_encoder(folder)
     assert (found.prompts, found.prompt) == (said["prompts"], "9 ")
     by_hand = found.encode_texts(["9 4 5"], Words(), prompt="")
     np.testing.assert_array_equal(found.encode_texts(["4 5"], Words()), by_hand)
@@ -332,15 +325,17 @@ def test_a_prompt_stands_before_every_text(folder):
 
 
 def test_an_encoder_and_decoder_makes_no_vectors(tmp_path):
-    config = ModelConfig(
+    config = tj.ModelConfig(
         kind="encoder-decoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5,
         norm="rmsnorm", use_bias=False, activation="relu", positions="t5", norm_eps=1e-6,
         attention_scale=1.0, logit_scale=6**-0.5,
     )  # fmt: skip
-    save_pretrained(tmp_path / "t5", config, drawn(config))
+    tj.save_pretrained(tmp_path / "t5", config, drawn(config))
     lay(tmp_path / "t5", OLD)
-    with pytest.raises(ConfigError, match="is an encoder-decoder: must be an encoder or a decoder"):
-        load_sentence_encoder(tmp_path / "t5")
+    with pytest.raises(
+        tj.ConfigError, match="is an encoder-decoder: must be an encoder or a decoder"
+    ):
+        tj.load_sentence_encoder(tmp_path / "t5")
 
 
 @pytest.mark.slow_except("modules.json")
@@ -348,4 +343,4 @@ def test_an_encoder_and_decoder_makes_no_vectors(tmp_path):
 def test_a_folder_of_something_else_is_refused(file, folder):
     (folder / file).unlink()
     with pytest.raises(CheckpointError, match=file):
-        load_sentence_encoder(folder)
+        tj.load_sentence_encoder(folder)

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from tests.support import model_folders
 from tests.support import model_oracle as oracle
+from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError, Learned, ModelConfig, Sinusoidal
 from transformer_jax.decoding.batch_rows import fork
 from transformer_jax.decoding.beams import LengthPenalty, beam_search
@@ -137,9 +139,7 @@ def test_saved_and_read_again_nothing_changes(name, tmp_path):
     two = load_file(tmp_path / "a" / "model.safetensors")
     assert one.keys() == two.keys() and len(one) > 30
     assert all(one[k].tobytes() == two[k].tobytes() for k in one)
-    back, again = load_pretrained(tmp_path / "a")
-    assert back == config
-    chex.assert_trees_all_equal(again, params, strict=True)
+    assert_loads(tmp_path / "a", config, params)
     content = json.loads((tmp_path / "a" / "config.json").read_text())
     first = json.loads((GOLDEN / name / "config.json").read_text())
     assert {key: content[key] for key in first} == first
@@ -218,9 +218,7 @@ def test_tables_that_are_not_shared_are_read_used_and_saved(name, tmp_path):
         with pytest.raises(ConfigError, match="of transformers has two input tables: set it"):
             save_pretrained(tmp_path / "saved", config, params)
     save_pretrained(tmp_path / "saved", config, params, like=like)
-    back, again = load_pretrained(tmp_path / "saved")
-    assert back == config
-    chex.assert_trees_all_equal(again, params, strict=True)
+    assert_loads(tmp_path / "saved", config, params)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     found = load_file(folder / "model.safetensors")
     assert saved.keys() <= found.keys()
@@ -332,17 +330,9 @@ def test_ids_of_a_source_are_checked_against_its_own_vocabulary():
 # What a folder may hold, and what not
 
 
-def changed(tmp_path: Path, name: str, tensors: Any = None, **keys: Any) -> Path:
+def changed(tmp_path: Path, name: str, tensors: Any = dict, **keys: Any) -> Path:
     """The golden with other keys of config.json (... removes one) and other tensors."""
-    folder = tmp_path / "changed"
-    shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
-    content = json.loads((folder / "config.json").read_text()) | keys
-    content = {key: value for key, value in content.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(content))
-    held = load_file(folder / "model.safetensors")
-    if tensors is not None:
-        save_file(tensors(held), folder / "model.safetensors")
-    return folder
+    return model_folders.changed(GOLDEN / name, tmp_path / "changed", tensors or dict, **keys)
 
 
 def head(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

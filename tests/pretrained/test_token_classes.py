@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 
-import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from tests.support.drawn import drawn
+from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError, Learned, ModelConfig
 from transformer_jax.config.tasks import ClassifyTask
 from transformer_jax.models.factory import build
@@ -46,9 +46,7 @@ def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, arch
     held = load_file(tmp_path / "m" / "model.safetensors")
     kernel = np.asarray(params["classifier"]["kernel"])
     np.testing.assert_array_equal(held[f"{tensor}.weight"], kernel.T)
-    back, loaded = load_pretrained(tmp_path / "m")
-    assert back == config
-    chex.assert_trees_all_equal(loaded, params, strict=True)
+    assert_loads(tmp_path / "m", config, params)
     if of == "token":
         del content["architectures"]
         (tmp_path / "m" / "config.json").write_text(json.dumps(content))

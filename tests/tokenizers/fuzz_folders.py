@@ -15,14 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.published_folders import (
-    OPTIONS,
-    USUAL,
-    Layout,
-    NotReadByTransformers,
-    differences,
-    folder_of,
-)
+from tests.support import published_folders
 from tests.support.published_text import transformers
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.tokenizers.classes import CLASSES
@@ -43,7 +36,7 @@ def some(rng, options):
 def draw(rng):
     kinds = sorted(FAMILIES)
     model_type = kinds[rng.integers(len(kinds))]
-    kind = USUAL[model_type]
+    kind = published_folders.USUAL[model_type]
     if model_type == "mbart" and rng.integers(2):
         kind = "MBart50"
     names = [None, None, kind + "Tokenizer", kind + "TokenizerFast", "PreTrainedTokenizerFast"]
@@ -61,9 +54,9 @@ def draw(rng):
         roles[role] = [None, *tokens][rng.integers(len(tokens) + 1)]
     decoder = not mapped and bool(rng.integers(2))  # with it transformers leaves the map unread
     ends = some(rng, ENDS) if rng.integers(3) == 0 else {}
-    return Layout(
-        model_type, kind, named, some(rng, OPTIONS.get(kind, {})) | ends,
-        some(rng, OPTIONS.get(kind, {})), roles, mapped,
+    return published_folders.Layout(
+        model_type, kind, named, some(rng, published_folders.OPTIONS.get(kind, {})) | ends,
+        some(rng, published_folders.OPTIONS.get(kind, {})), roles, mapped,
         decoder=decoder,
         whole=kind not in MADE_OF_FILES or bool(rng.integers(3)),
         framed=bool(rng.integers(4)), listed=bool(rng.integers(4)),
@@ -77,12 +70,12 @@ def case(seed, texts=9):
     layout = draw(rng)
     drawn = tuple("".join(rng.choice(LETTERS, rng.integers(0, 17))) for _ in range(texts))
     with tempfile.TemporaryDirectory() as name:
-        folder = folder_of(layout, Path(name, "model"))
+        folder = published_folders.folder_of(layout, Path(name, "model"))
         try:
-            found = differences(folder, drawn)
+            found = published_folders.differences(folder, drawn)
         except DataError as error:
             return layout.model_type, f"refused: {str(error).removeprefix(str(folder))}"
-        except NotReadByTransformers as error:
+        except published_folders.NotReadByTransformers as error:
             return layout.model_type, f"not read by transformers: {error}"
         assert not found, (layout, found[:3])
     return layout.model_type, "equal"

@@ -8,18 +8,13 @@ import json
 import numpy as np
 import pytest
 
+from transformer_jax.tokenizers import trained
 from transformer_jax.tokenizers.pieces import marked, merge_steps, pieces
 from transformer_jax.tokenizers.pretrained import PretrainedTokenizer
 from transformer_jax.tokenizers.special import with_special_tokens
-from transformer_jax.tokenizers.trained import (
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    WordTokenizer,
-)
 
 TEXT = "unhappy happiness, unhappiness happy\n" * 5 + "happily un un"
-BPE = BPETokenizer.train(TEXT, 283)
+BPE = trained.BPETokenizer.train(TEXT, 283)
 
 
 def sentence_piece() -> PretrainedTokenizer:
@@ -85,20 +80,20 @@ def test_a_word_of_the_vocabulary_may_need_no_merge():
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [CharTokenizer.train(TEXT), ByteTokenizer(), WordTokenizer.train(TEXT)],
+    [trained.CharTokenizer.train(TEXT), trained.ByteTokenizer(), trained.WordTokenizer.train(TEXT)],
     ids=lambda one: repr(one)[:4],
 )
 def test_what_has_no_merges_shows_none(tokenizer):
     assert merge_steps(tokenizer, "happy") == []
     found = pieces(tokenizer, "happy un")
     assert [i for i, _ in found] == tokenizer.encode("happy un").tolist()
-    whole = " ".join if isinstance(tokenizer, WordTokenizer) else "".join
+    whole = " ".join if isinstance(tokenizer, trained.WordTokenizer) else "".join
     assert whole([text for _, text in found]) == "happy un"
 
 
 def test_pieces_have_what_stands_around_a_text_and_what_is_part_of_a_letter():
-    assert pieces(ByteTokenizer(), "é") == [(0xC3, "\\xc3"), (0xA9, "\\xa9")]
-    assert pieces(WordTokenizer(("to",)), "to zz\nto") == [
+    assert pieces(trained.ByteTokenizer(), "é") == [(0xC3, "\\xc3"), (0xA9, "\\xa9")]
+    assert pieces(trained.WordTokenizer(("to",)), "to zz\nto") == [
         (2, "to"), (0, "<unk>"), (1, "\n"), (2, "to"),
     ]  # fmt: skip
     content = json.loads(BPE.definition)
