@@ -18,13 +18,6 @@ from transformer_jax.pretrained.tensors import tensor_names
 __getattr__ = later(__name__, {"read_g2p": "transformer_jax.lectures.g2p"})
 
 __all__ = [
-    "SentenceEncoder",
-    "load_lora",
-    "load_pretrained",
-    "load_sentence_encoder",
-    "pool_sentences",
-    "read_g2p",
-    "save_lora",
-    "save_pretrained",
-    "tensor_names",
-]
+    "SentenceEncoder", "load_lora", "load_pretrained", "load_sentence_encoder", "pool_sentences",
+    "read_g2p", "save_lora", "save_pretrained", "tensor_names",
+]  # fmt: skip

@@ -70,6 +70,7 @@ def read_keys(
             keys.fail("architectures", architectures, rule)
     try:
         config = family.read(keys)
+    # The numbers of a hostile stretch overflow, or divide by zero.
     except ArithmeticError as error:
         raise ConfigError(f"{where}: its numbers do not go together ({error})") from None
     except ConfigError as error:

@@ -155,6 +155,7 @@ def _opened(path_or_id: str | Path, revision: str | None) -> tuple[ModelConfig, 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
     """Return the name of a dtype: "bfloat16" for that text, `jnp.bfloat16` or an array's dtype."""
     name: Any = dtype
+    # NumPy raises for what is no dtype; the error below names the choices.
     with contextlib.suppress(TypeError):
         name = np.dtype(dtype).name
     if name not in DTYPES:

@@ -324,6 +324,7 @@ def _read_config(file: Path) -> JsonObject:
     if content.get("peft_type") != "LORA":
         fail("peft_type", "must be 'LORA'")
     for key in sorted(content.keys() - _READ_KEYS - _IGNORED_KEYS):
+        # A key of a newer version of PEFT changes nothing while it is empty.
         if content[key] not in (None, False, "", [], {}):
             fail(key, "is not supported")
     r, alpha = content.get("r"), content.get("lora_alpha")

@@ -233,7 +233,7 @@ def write_folder(
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
-    except BaseException:
+    except BaseException:  # an interrupt leaves nothing behind either
         shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -124,6 +124,7 @@ def save_pretrained(
     if like is not None:
         original = _Original(like, family)
         family = original.family.name
+        # The caller's files replace those of the folder.
         extra = original.text_files() | extra
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)

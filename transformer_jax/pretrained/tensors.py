@@ -148,6 +148,7 @@ class CheckpointTensors:
                     f"{self._where(name)}: is there twice, as {name!r} and {today!r}"
                 )
             self._in_file[today] = name
+        # AutoModel saves a model without its head, and then no name has the prefix.
         self.bare = bool(family.prefix) and not any(
             name.startswith(family.prefix) for name in self._in_file
         )

@@ -18,14 +18,6 @@ from transformer_jax.tokenizers.trained import (
 from transformer_jax.tokenizers.utf8 import DataError
 
 __all__ = [
-    "BPETokenizer",
-    "ByteTokenizer",
-    "CharTokenizer",
-    "DataError",
-    "PretrainedTokenizer",
-    "SpecialTokens",
-    "Tokenizer",
-    "WordTokenizer",
-    "load_tokenizer_folder",
-    "tokenizer_from_json",
-]
+    "BPETokenizer", "ByteTokenizer", "CharTokenizer", "DataError", "PretrainedTokenizer",
+    "SpecialTokens", "Tokenizer", "WordTokenizer", "load_tokenizer_folder", "tokenizer_from_json",
+]  # fmt: skip

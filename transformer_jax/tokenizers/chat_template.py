@@ -149,6 +149,7 @@ class _Names(Namespace):
     """Restrict Jinja's namespace to names without a leading underscore."""
 
     def __init__(*args: Value, **kwargs: Value) -> None:
+        # A template may give a keyword of the name `self`.
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:

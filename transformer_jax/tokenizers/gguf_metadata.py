@@ -92,6 +92,7 @@ def tokenizer_of_metadata(metadata: Mapping[str, Any], where: str) -> Pretrained
     for i, token in enumerate(tokens):
         if kinds[i] == _UNUSED:  # no text has it; the table of embeddings is only as long
             continue
+        # llama.cpp gives an empty token this name, too.
         token = tokens[i] = token or f"[EMPTY_{i}]"
         if ids.setdefault(token, i) != i:
             keys.fail("tokens", tokens, f"{shown(token)} has ids {ids[token]} and {i}")

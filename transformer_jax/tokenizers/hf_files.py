@@ -40,20 +40,11 @@ from transformer_jax.tokenizers.utf8 import DataError, byte_letters
 from transformer_jax.untrusted_files import Json, JsonObject, Untrusted, check_path, shown
 
 LIMITS = {
-    "tokenizer.json": 2**26,
-    "vocab.json": 2**24,
-    "encoder.json": 2**24,
-    "merges.txt": 2**24,
-    "vocab.bpe": 2**24,
-    "vocab.txt": 2**24,
-    "tokenizer_config.json": 2**22,
-    "special_tokens_map.json": 2**20,
-    "added_tokens.json": 2**20,
-    "generation_config.json": 2**20,
-    "config.json": 2**23,
-    "chat_template.jinja": 2**20,
-    "chat_template.json": 2**20,
-}
+    "tokenizer.json": 2**26, "vocab.json": 2**24, "encoder.json": 2**24, "merges.txt": 2**24,
+    "vocab.bpe": 2**24, "vocab.txt": 2**24, "tokenizer_config.json": 2**22,
+    "special_tokens_map.json": 2**20, "added_tokens.json": 2**20, "generation_config.json": 2**20,
+    "config.json": 2**23, "chat_template.jinja": 2**20, "chat_template.json": 2**20,
+}  # fmt: skip
 """Largest file that is read, in bytes."""
 VALUES = 2**22
 """Most values in a JSON; a vocabulary of half a million tokens has two million."""
@@ -354,6 +345,7 @@ def _listed(folder: Path, config: JsonObject, definition: JsonObject) -> dict[st
     for token in listed:
         tokens.append(("added_tokens", token, token.get("id") if isinstance(token, dict) else None))
     for key, token in decoder.items():
+        # "²" is a digit too, and int() does not read it.
         number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
         tokens.append(("added_tokens_decoder of tokenizer_config.json", token, number))
     beside = _json(folder, "added_tokens.json") or {}

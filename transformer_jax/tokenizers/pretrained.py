@@ -246,6 +246,7 @@ class PretrainedTokenizer:
         spell, last = self._spelling, len(kept) - 1
         drops = begins or not spell.marks_spaces
         pieces = [
+            # Only the first and the last token of a text may be spelled in another way.
             self._piece(i, n == 0 and drops, n == last) if n in (0, last) else self._pieces[i]
             for n, i in enumerate(kept)
         ]
@@ -433,6 +434,7 @@ class PretrainedTokenizer:
         if token is None:
             return b""
         if self._spelling.byte_level:
+            # An added token is its own text: its é is no letter that spells a byte.
             if i in self._added and token not in self._vocabulary:
                 return token.encode()
             known = all(letter in _LETTERS for letter in token)

@@ -15,12 +15,9 @@ from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.values import short_repr, value_class
 
 STAND_INS = {
-    "bos": ("bos", "cls", "eos"),
-    "eos": ("eos", "sep"),
-    "sep": ("sep", "eos", "bos"),
-    "cls": ("cls", "bos", "eos"),
-    "mask": ("mask",),
-}
+    "bos": ("bos", "cls", "eos"), "eos": ("eos", "sep"), "sep": ("sep", "eos", "bos"),
+    "cls": ("cls", "bos", "eos"), "mask": ("mask",),
+}  # fmt: skip
 """Roles of a published tokenizer that may serve for one that it has not, the first there is."""
 
 

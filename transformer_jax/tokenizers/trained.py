@@ -102,6 +102,7 @@ class CharTokenizer(WholeText):
 
     def encode(self, text: str) -> np.ndarray:
         points, known = _code_points(text), _code_points(self.characters)
+        # A character that is not known gets the place of another one, which is compared below.
         ids = np.minimum(np.searchsorted(known, points), len(known) - 1).astype(np.int32)
         wrong = np.flatnonzero(known[ids] != points)
         if len(wrong):

@@ -37,14 +37,6 @@ FAMILIES: dict[str, Family] = {
 """Each family by the `model_type` of its config.json; saving tries them in this order."""
 
 __all__ = [
-    "FAMILIES",
-    "Code",
-    "ConfigKeys",
-    "Family",
-    "Fixed",
-    "Flag",
-    "Key",
-    "Layout",
-    "TensorMapping",
+    "FAMILIES", "Code", "ConfigKeys", "Family", "Fixed", "Flag", "Key", "Layout", "TensorMapping",
     "Written",
-]
+]  # fmt: skip

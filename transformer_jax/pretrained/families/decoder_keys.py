@@ -66,14 +66,9 @@ BIASES = (
 # Rotation
 
 SCALINGS: dict[str, RopeScaling | None] = {
-    "default": None,
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-    "su": "longrope",
-}
+    "default": None, "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
+    "longrope": "longrope", "su": "longrope",
+}  # fmt: skip
 """Published names of the ways to stretch a rotation."""
 
 SCALING_KEYS = (
@@ -123,6 +118,7 @@ def read_rope(
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
+    # Phi 3 has it outside of the object, where it counts first.
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
         # Transformers ignores the key for this kind: max_position_embeddings is the trained length.

@@ -22,26 +22,16 @@ JsonValue: TypeAlias = Any
 Value = TypeVar("Value")
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
+    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu",
     "swish": "silu",
-}
+}  # fmt: skip
 """Published names of activations; several names may mean one function."""
 ACTIVATION_KEYS: dict[Activation, str] = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
+    "gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu",
     "silu": "silu",
-}
+}  # fmt: skip
 """The name that is written for each activation."""
 
 
@@ -181,6 +171,7 @@ class ConfigKeys(ObjectKeys):
         def same(known: object) -> bool:
             if isinstance(known, tuple):  # a list of nothing else
                 return isinstance(value, list) and all(part in known for part in value)
+            # 1 == True in Python, and no key that is true or false may be a number.
             return type(value) is type(known) and value == known
 
         off = value is None and not any(allowed)  # null is as good as false or nothing

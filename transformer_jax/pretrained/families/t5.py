@@ -56,6 +56,7 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
         dense = f"{last}.DenseReluDense"
         if config.glu:
             own["feed_forward/gate"] = f"{dense}.wi_0"
+        # wi_0 is the gate, and wi_1 what it multiplies.
         own["feed_forward/up"] = f"{dense}.wi_1" if config.glu else f"{dense}.wi"
         own["feed_forward/down"] = f"{dense}.wo"
         own["norm_feed_forward"] = f"{last}.layer_norm"

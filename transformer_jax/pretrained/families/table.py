@@ -327,6 +327,7 @@ class Family:
         fields: Fields = {}
         for entry in self.keys:  # in their order: windows need the number of layers
             fields |= entry.read(keys, fields)
+        # Fields of the inner config have a dot, so that one list of keys serves both.
         own = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
         if own:
             fields["experts"] = Experts(**{n.removeprefix("experts."): v for n, v in own.items()})
