@@ -6,7 +6,15 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import first_light
+from benchmarks.first_light import (
+    __main__,
+    checks,
+    machine,
+    rehearsal,
+    smoke,
+    smoke_calls,
+    summary,
+)
 from benchmarks.first_light.checks import Check
 
 
@@ -26,14 +34,14 @@ FOUR = (
 @pytest.fixture
 def four(monkeypatch):
     """A step of checks that end in every way, on a machine that is not looked at."""
-    known = dict.fromkeys(first_light.machine.SHOWN, "known")
-    monkeypatch.setattr(first_light.__main__, "look", lambda options: known)
-    monkeypatch.setitem(first_light.__main__.STEPS, "smoke", lambda step: step.run(*FOUR))
+    known = dict.fromkeys(machine.SHOWN, "known")
+    monkeypatch.setattr(__main__, "look", lambda options: known)
+    monkeypatch.setitem(__main__.STEPS, "smoke", lambda step: step.run(*FOUR))
 
 
 @pytest.mark.slow
 def test_a_check_that_hangs_crashes_or_fails_costs_only_itself_and_is_named(four, tmp_path):
-    status = first_light.__main__.main(["--rehearse", "--step", "smoke", "--out", str(tmp_path)])
+    status = __main__.main(["--rehearse", "--step", "smoke", "--out", str(tmp_path)])
     assert status == 1
     head, *records = map(json.loads, (tmp_path / "rehearsed_smoke.jsonl").read_text().splitlines())
     assert head["rehearsed"] and all(record["rehearsed"] for record in records)
@@ -43,8 +51,8 @@ def test_a_check_that_hangs_crashes_or_fails_costs_only_itself_and_is_named(four
     assert records[0]["seconds"] < 30 and "begun" in records[0]["output"]
     assert records[3]["found"] == [7]
     page = (tmp_path / "rehearsed_summary.txt").read_text()
-    assert page.splitlines()[0] == f"{first_light.summary.MARK} {first_light.rehearsal.SAID}"
-    assert all(line.startswith(first_light.summary.MARK) for line in page.splitlines())
+    assert page.splitlines()[0] == f"{summary.MARK} {rehearsal.SAID}"
+    assert all(line.startswith(summary.MARK) for line in page.splitlines())
     for said in (
         "smoke: 1 passed, 1 failed, 1 crashed, 1 hung, 1 absent",
         "hung: one that hangs: still ran after 2 s",
@@ -60,11 +68,11 @@ def test_a_check_that_hangs_crashes_or_fails_costs_only_itself_and_is_named(four
 
 @pytest.mark.slow
 @pytest.mark.long_except("decode, a cache of int8", "decode, a paged cache")
-@pytest.mark.parametrize("name", first_light.smoke_calls.CHECKS)
+@pytest.mark.parametrize("name", smoke_calls.CHECKS)
 @pytest.mark.usefixtures("quick_compilation")
 def test_smoke_checks_pass_in_the_interpreter(name):
-    with first_light.rehearsal.kernels(True):
-        found = first_light.smoke_calls.CHECKS[name](first_light.smoke_calls.Where(rehearsed=True))
+    with rehearsal.kernels(True):
+        found = smoke_calls.CHECKS[name](smoke_calls.Where(rehearsed=True))
     assert found and all(0 <= share <= 1 for share in found.values())
 
 
@@ -73,30 +81,30 @@ def test_smoke_checks_pass_in_the_interpreter(name):
 def test_a_smoke_check_fails_where_a_result_is_wrong(name):
     expected = {"out": np.ones((2, 3)), "dquery": np.ones((2, 3))}
     limit = {"out": 2**-7, "dquery": 2**-6}[name]
-    assert first_light.smoke_calls.shares({name: expected[name] + 0.9 * limit}, expected)[
+    assert smoke_calls.shares({name: expected[name] + 0.9 * limit}, expected)[
         name
     ] == pytest.approx(0.9)
     with pytest.raises(AssertionError, match=rf"'{name}': '1.1'"):
-        first_light.smoke_calls.shares({name: expected[name] + 1.1 * limit}, expected)
+        smoke_calls.shares({name: expected[name] + 1.1 * limit}, expected)
     with pytest.raises(AssertionError, match="not finite"):
-        first_light.smoke_calls.shares({name: expected[name] * np.nan}, expected)
+        smoke_calls.shares({name: expected[name] * np.nan}, expected)
 
 
 @pytest.mark.slow
 def test_attached_tests_that_are_named_exist():
     listing = (sys.executable, "-m", "pytest", "--collect-only", "-m", "")
-    ended = first_light.checks.run((*listing, "tests/kernels/test_attached.py"), 200)
+    ended = checks.run((*listing, "tests/kernels/test_attached.py"), 200)
     there = {line.strip() for line in ended.output.splitlines()}
-    assert len(first_light.smoke.ATTACHED) == 15
-    assert {*first_light.smoke.ATTACHED} <= there
+    assert len(smoke.ATTACHED) == 15
+    assert {*smoke.ATTACHED} <= there
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["speed", "why", "tune"])
 def test_a_step_is_rehearsed(step, tmp_path):
-    status = first_light.__main__.main(["--rehearse", "--step", step, "--out", str(tmp_path)])
+    status = __main__.main(["--rehearse", "--step", step, "--out", str(tmp_path)])
     lines = (tmp_path / f"rehearsed_{step}.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines[1:]]
     assert status == 0 and records
     assert {record["outcome"] for record in records} <= {"passed", "absent"}
-    assert first_light.summary.MARK in (tmp_path / "rehearsed_summary.txt").read_text()
+    assert summary.MARK in (tmp_path / "rehearsed_summary.txt").read_text()

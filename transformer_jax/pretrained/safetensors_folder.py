@@ -333,6 +333,7 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     content.pop("__metadata__", None)
     room = size - 8 - length
     found: dict[str, TensorInfo] = {}
+    entry: Any  # whatever the file has: what is not there is an error below
     for name, entry in content.items():
         where = f"{path}: {shown(name)}"
         try:

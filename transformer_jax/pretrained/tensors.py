@@ -257,10 +257,10 @@ class CheckpointTensors:
             elif name in self._family.computed_tensors:  # compared to the precision of its dtype
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
-                want = self._family.computed_tensors[name](config, shape)
-                if want is not None:
-                    found = self._folder.read(actual).astype(np.float64)
-                if want is None or not np.abs(found - want).max() <= tolerance:
+                made = self._family.computed_tensors[name](config, shape)
+                if made is not None:
+                    held = self._folder.read(actual).astype(np.float64)
+                if made is None or not np.abs(held - made).max() <= tolerance:
                     raise CheckpointError(f"{self._where(actual)} is not what config.json makes it")
         return table
 

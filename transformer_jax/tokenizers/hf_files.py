@@ -92,15 +92,16 @@ def load_tokenizer_folder(path: str | os.PathLike[str]) -> PretrainedTokenizer:
         roles, extra, named, flags = _roles(folder, config, kind, added, vocabulary)
         definition["added_tokens"] = _added(added, vocabulary, roles, extra, flags)
         ids = vocabulary | {token["content"]: token["id"] for token in definition["added_tokens"]}
-        ends = {role: config.get(f"add_{role}_token") for role in ("bos", "eos")}
-        for role, adds in ends.items() if name != "tokenizer.json" else ():
-            if adds not in (None, True, False):
-                said = f"add_{role}_token of tokenizer_config.json is {shown(adds)}"
-                raise DataError(f"{said}: true or false")
         # Beside a tokenizer.json these keys say nothing, as in transformers 5.
-        if name != "tokenizer.json" and set(ends.values()) != {None}:
-            put = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
-            definition["post_processor"] = around(ids, put["bos"], put["eos"])
+        if name != "tokenizer.json":
+            ends = {role: config.get(f"add_{role}_token") for role in ("bos", "eos")}
+            for role, adds in ends.items():
+                if adds not in (None, True, False):
+                    said = f"add_{role}_token of tokenizer_config.json is {shown(adds)}"
+                    raise DataError(f"{said}: true or false")
+            if set(ends.values()) != {None}:
+                put = {r: (roles[r],) if ends[r] and roles.get(r) in ids else () for r in ends}
+                definition["post_processor"] = around(ids, put["bos"], put["eos"])
         stop = generation.get("eos_token_id")
         if stop is None:  # those that the model names, without ids that the tokenizer has not
             last = max((i for i in ids.values() if isinstance(i, int)), default=-1)
