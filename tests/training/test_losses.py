@@ -109,13 +109,30 @@ def test_any_number_of_leading_axes(rng, shape):
     assert weight == total
 
 
-def test_low_precision_logits_are_summed_in_float32(rng):
+EXTREME = [[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4]], [0, 0, 2]
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "all near 1e4", "all near -1e4", "apart", "excluded"])
+def test_logits_that_cost_precision_have_the_loss_and_gradient_of_the_formula(rng, case):
+    """Low precision is summed in float32; tokens that are excluded are not the labels."""
     logits, labels, _ = batch(rng)
-    low = logits.astype(jnp.bfloat16)
-    mean, _, by_logits, _ = expected_loss(low, labels)
-    loss, _, gradient = loss_and_gradient(low, labels)
+    if case == "bfloat16":
+        logits = logits.astype(jnp.bfloat16)
+    elif case.startswith("all near"):
+        # 1e4 + x is rounded to 2^-10, which is exact for multiples of it
+        level = float(case.split()[-1])
+        logits = jnp.asarray(level + np.round(oracle.double(logits) * 1024) / 1024, jnp.float32)
+    elif case == "apart":
+        logits, labels = map(jnp.asarray, EXTREME)
+    else:
+        token = jnp.arange(V)[None, None]
+        off = (token != labels[..., None]) & (token % 3 == 0)
+        logits = jnp.where(off, -jnp.inf, logits)
+    mean, _, by_logits, _ = expected_loss(logits, labels)
+    loss, _, gradient = loss_and_gradient(logits, labels)
+    assert case != "apart" or mean > 6e3
     assert_near(loss, mean, FORWARD_F32)
-    assert_near(gradient, by_logits, 2.0**-8)
+    assert_near(gradient, by_logits, 2.0**-8 if case == "bfloat16" else GRADIENT_F32)
 
 
 @pytest.mark.slow_except("{'label_smoothing': 0.3, 'z_loss': 0.001}")
@@ -159,37 +176,6 @@ def test_logits_that_do_not_count_change_nothing(rng, nonfinite):
         strict=True,
     ):
         assert_same_bits(actual, clean)
-
-
-@pytest.mark.parametrize("level", [1e4, -1e4])
-def test_a_common_offset_costs_no_precision(rng, level):
-    # 1e4 + x is rounded to 2^-10, which is exact for multiples of it
-    x = np.round(rng.normal(size=(11, V)) * 1024) / 1024
-    labels = jnp.asarray(rng.integers(0, V, 11), jnp.int32)
-    mean, _, by_logits, _ = expected_loss(x + level, labels)
-    loss, _, gradient = loss_and_gradient(jnp.asarray(x + level, jnp.float32), labels)
-    assert_near(loss, mean, FORWARD_F32)
-    assert_near(gradient, by_logits, GRADIENT_F32)
-
-
-def test_extreme_logits_are_finite_and_right():
-    logits = jnp.asarray([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4]])
-    labels = jnp.asarray([0, 0, 2])
-    mean, _, by_logits, _ = expected_loss(logits, labels)
-    loss, _, gradient = loss_and_gradient(logits, labels)
-    assert mean > 6e3
-    assert_near(loss, mean, FORWARD_F32)
-    assert_near(gradient, by_logits, GRADIENT_F32)
-
-
-def test_excluded_tokens_off_the_label_are_fine(rng):
-    logits, labels, _ = batch(rng)
-    off = (jnp.arange(V)[None, None] != labels[..., None]) & (jnp.arange(V) % 3 == 0)[None, None]
-    logits = jnp.where(off, -jnp.inf, logits)
-    mean, _, by_logits, _ = expected_loss(logits, labels)
-    loss, _, gradient = loss_and_gradient(logits, labels)
-    assert_near(loss, mean, FORWARD_F32)
-    assert_near(gradient, by_logits, GRADIENT_F32)
 
 
 def test_smoothing_over_an_excluded_token_is_infinite_but_never_nan():

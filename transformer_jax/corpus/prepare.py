@@ -419,20 +419,16 @@ class _Appended:
         while done < len(tokens):
             number, at = divmod(self.tokens, self.capacity)
             part = tokens[done : done + self.capacity - at]
-            with _writing(self.folder / shard_file(self.part, number)):
-                self._shard_stream(number).write(part.tobytes())
+            file = self.folder / shard_file(self.part, number)
+            with _writing(file):
+                if self._shard is None or self._shard[0] != number:
+                    if self._shard is not None:  # it is whole, and leaves for the disk
+                        _sync(self._shard[1])
+                        self._shard[1].close()
+                    self._shard = number, open(file, "ab")
+                self._shard[1].write(part.tobytes())
             self.tokens += len(part)
             done += len(part)
-
-    def _shard_stream(self, number: int) -> BinaryIO:
-        """Return the open file of a shard; the one before it is whole and leaves for the disk."""
-        if self._shard is None or self._shard[0] != number:
-            if self._shard is not None:
-                _sync(self._shard[1])
-                self._shard[1].close()
-            stream = open(self.folder / shard_file(self.part, number), "ab")
-            self._shard = (number, stream)
-        return self._shard[1]
 
     def synced(self) -> dict[str, int]:
         """Bring all to the disk and return what there is, for the record."""

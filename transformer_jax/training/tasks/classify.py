@@ -58,7 +58,17 @@ class Classes(RowsTask):
         else:
             val, more = read_pairs(config, "val_data", config.val_data, None, _RULE)
             content += more
-        config = replace(config, task=ClassifyTask(labels=_labels(config, train, val)))
+        assert isinstance(config.task, ClassifyTask)
+        labels = config.task.labels or tuple(sorted({pair.source for pair in train}))
+        if len(labels) < 2:
+            rule = f"its only label is {labels[0]!r}: must have two"
+            raise DataError(f"data is {config.data!r}: {rule}")
+        for pair in (*train, *val):
+            if pair.source not in labels:
+                listed = ", ".join(labels[:10])
+                raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
+        # the run's config names the classes from here on: a resumed run has the same order of them
+        config = replace(config, task=ClassifyTask(labels=labels))
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
             tokenizers = Tokenizers(line_tokenizer(config, *texts))
@@ -186,16 +196,3 @@ def _class_logits(
         return logits
     at = (batch.labels != IGNORE).argmax(axis=1)
     return jax.numpy.take_along_axis(logits, at[:, None, None], axis=1)[:, 0][:, columns]
-
-
-def _labels(config: TrainConfig, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
-    """Return the names of the classes; DataError for one that the training part has not."""
-    assert isinstance(config.task, ClassifyTask)
-    labels = config.task.labels or tuple(sorted({pair.source for pair in train}))
-    if len(labels) < 2:
-        raise DataError(f"data is {config.data!r}: its only label is {labels[0]!r}: must have two")
-    for pair in (*train, *val):
-        if pair.source not in labels:
-            listed = ", ".join(labels[:10])
-            raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
-    return labels

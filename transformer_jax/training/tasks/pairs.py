@@ -134,14 +134,12 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     check_lengths(config, {f"{pair.where}: source and target": len(whole) - 1})
     labels = whole[1:].copy()
     labels[: len(source) - 1] = IGNORE
-    prefix = np.arange(len(labels)) < len(source) if both_directions(config) else None
-    return Batch(whole[:-1], labels, prefix=prefix)
-
-
-def both_directions(config: TrainConfig) -> bool:
-    """Say whether the tokens of a source see each other in both directions."""
+    prefix = None
+    # a model that takes no mask reads the source from left to right, as it reads the target
     wanted = isinstance(config.task, PrefixTask) and config.task.bidirectional
-    return wanted and config.model.supports("masks")
+    if wanted and config.model.supports("masks"):
+        prefix = np.arange(len(labels)) < len(source)
+    return Batch(whole[:-1], labels, prefix=prefix)
 
 
 def _tokenizers(
