@@ -43,6 +43,7 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     from matplotlib.patches import Rectangle
 
     labels, families = drawable([text for part in parts for text in (*part.rows, *part.columns)])
+    # Its size is set at the end: labels have to be measured first, and measuring needs a figure.
     figure = Figure(figsize=(1, 1), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(color=INK, fontfamily=families, parse_math=False)

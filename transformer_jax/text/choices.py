@@ -91,6 +91,7 @@ class Choices:
         return self._accuracy(lambda choice: len(utf8(choice)))
 
     def _accuracy(self, length: Callable[[str], int]) -> float:
+        # `argmax` takes a NaN for the largest: a broken model would look decided.
         if any(math.isnan(p) for row in self.log_probs for p in row):
             return math.nan
         right = [
@@ -166,6 +167,7 @@ def score_choices(
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
+    # All choices of all questions at once: batches are of one length, and contexts are shared.
     scores = iter(score_requests(model, requests, batch_size))
     rows = [tuple(next(scores).log_prob for _ in question.choices) for question in given]
     return Choices(tuple(given), tuple(rows))

@@ -41,6 +41,7 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
     prefill, step = load_programs(folder)
     logits, state = prefill(tokens, lengths)
     stop, ended = np.array(about["stop"], np.int32), np.zeros(len(prompts), bool)
+    # A row that has ended is decoded on until all have; what it writes is cut off below.
     found = [likeliest(logits, ended)]
     ended = np.isin(found[0], stop)
     while len(found) < count and not ended.all():
@@ -75,6 +76,7 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
     for file in sorted(folder.glob("model*.safetensors")):
         params |= _read(file, load_file)
     calls = [
+        # `deserialize` takes a bytearray.
         _read(folder / f"{name}.jax", lambda file: export.deserialize(bytearray(file.read_bytes())))
         for name in ("prefill", "step")
     ]
@@ -101,6 +103,7 @@ def _read(file: Path, read: Callable[[Path], Any]) -> Any:
         return read(file)
     except OSError:
         raise
+    # A missing file names itself; what is damaged is reported by its libraries without a name.
     except Exception as error:  # of whatever kind the libraries raise of wrong bytes
         raise ValueError(f"{file} cannot be read: {error or type(error).__name__}") from error
 
@@ -159,6 +162,7 @@ def main() -> None:
 
 def _ids(prompt: str) -> list[int]:
     """Return the ids of a prompt such as "12,5,9"."""
+    # `int` would also read 1_000 and digits of other alphabets.
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
         rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"
         raise ValueError(f"a prompt is {prompt!r:.80}: {rule}")

@@ -106,6 +106,7 @@ def export_decoder(
         written[f"{name}.jax"] = bytes(exported.serialize())
     about = describe(config, context, batch, state, first, stop)
     about |= {"jax": version("jax"), "platforms": listed}
+    # A module of this package that imports nothing of it: tested here, copied there.
     script = Path(decode_exported.__file__).read_bytes()
     tensors = ((name, np.asarray(leaf)) for name, leaf in named(params).items())
     write_folder(path, about, tensors, files={**(files or {}), **written, "decode.py": script})
@@ -116,7 +117,9 @@ def decoding_programs(
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
     """Return prefill and step as functions of dicts of arrays, and the shapes of a row's state."""
     if hasattr(config, "implementation"):
+        # A kernel of this package is code of this machine; XLA's own operations run anywhere.
         config = replace(config, implementation="xla")
+    # The script has no classes of this package: trees go in and out as flat dicts.
     structure, names = jax.tree.structure(params), [*named(params)]
     model: Any = build(config)  # one that writes: `make_step` refuses the others
     step: Any = make_step(model)
@@ -135,6 +138,7 @@ def decoding_programs(
         return logits, named(state)
 
     def advance(params: Named, tokens: jax.Array, state: Named) -> tuple[jax.Array, Named]:
+        # A dict is flattened in the order of its keys, which is not the state's.
         held = jax.tree.unflatten(state_structure, [state[name] for name in state_names])
         logits, held = step(whole(params), tokens[:, None], held)
         return logits[:, 0].astype(jnp.float32), named(held)

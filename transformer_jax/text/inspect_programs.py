@@ -115,6 +115,7 @@ def without(
     whole = value({})
 
     def silenced(branch: str, head: jax.Array) -> jax.Array:
+        # One mask for all layers: the number of the head is traced, and one program serves all.
         mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
         return value(inside.scale(f"block_*/{branch}/heads", mask)) - whole
 
@@ -161,6 +162,7 @@ def attributed(
     start = jnp.full(tokens.shape, baseline)
     shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
     value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
+    # A norm after each branch, or a softcap, makes the logits no sum of parts.
     if no_sum(model.config) is not None:
         return (value, base, shares), None
     parts = inside.logit_attribution(model, params, tokens, *ids, **rest)

@@ -60,6 +60,7 @@ def _base() -> Any:
     try:
         from lm_eval.api.model import TemplateLM
     except ModuleNotFoundError as error:
+        # A module that lm-eval itself lacks is an error of its own.
         if error.name != "lm_eval":
             raise
         return object
@@ -94,6 +95,7 @@ def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
     """
     left = dict(given)
     until = left.pop("until", None)
+    # Tasks spell it in several ways; the first of `COUNTS` wins, and the others are read, too.
     counts = [value for name in COUNTS if (value := left.pop(name, None)) is not None]
     count = int(counts[0]) if counts else num_tokens
     check_count("max_gen_toks", count, 1)
@@ -104,6 +106,7 @@ def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
         raise ConfigError(f"temperature is {temperature}: do_sample needs one above 0")
     chosen: list[Any] = [Temperature(temperature if draws else 0.0)]
     for name, kind in dict(top_k=TopK, top_p=TopP, min_p=MinP).items():
+        # A task that does not draw may name these all the same: they change nothing then.
         if (value := left.pop(name, None)) is not None and draws:
             chosen.append(kind(value))
     if left:
@@ -125,6 +128,7 @@ def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[Scori
     found = []
     for start in range(0, len(ids), longest):
         end = min(start + longest, len(ids))
+        # The last window is short, so more tokens fit before it: it overlaps the one before.
         before = ids[max(0, end - longest - 1) : start] if start else [prefix]
         found.append(ScoringRequest(tuple(before), tuple(ids[start:end])))
     return found
@@ -200,6 +204,7 @@ class TransformerJaxLM(_Base):
         if max_length is not None:
             check_count("max_length", max_length, 2, most)
         self.model, self.rows, self.seed = pretrained, int(rows), seed
+        # A recurrent model reads any length, for which no window can be made.
         self.max_length = min(most, DEFAULT_LENGTH if most > INT32.max // 4 else most)
         self.max_length = self.max_length if max_length is None else max_length
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
@@ -241,6 +246,7 @@ class TransformerJaxLM(_Base):
         own, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
         published = isinstance(own, PretrainedTokenizer)
+        # A text that spells it out, as a rendered chat template does, must not get a second one.
         if add_special_tokens is None and published and string.startswith(self._prefix_text):
             adds = False
         adds = adds is not False
@@ -250,6 +256,7 @@ class TransformerJaxLM(_Base):
             ids = encode_text(own, string)
         found = [*([begin] if adds and begin is not None else []), *map(int, ids)]
         self.model.known(np.array(found, np.int32), "the text")
+        # From the left: lm-eval cuts contexts, and what is asked stands at their end.
         return found[-left_truncate_len:] if left_truncate_len else found
 
     @property
@@ -319,6 +326,7 @@ class TransformerJaxLM(_Base):
         """Return what follows each context, up to one of its task's stop strings."""
         from tqdm import tqdm
 
+        # Requests of one kind of generation share a program; a task may have several kinds.
         groups: dict[str, list[int]] = {}
         for n, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(n)
@@ -349,6 +357,7 @@ class TransformerJaxLM(_Base):
         end = self.eot_token_id
         stop_ids = tuple({*model.model.stop_ids, *([] if end is None else [end])})
         until = given.until
+        # lm-eval's own backend also ends at the text of the token that ends texts.
         if end is not None and isinstance(own, PretrainedTokenizer):
             until = (*until, *filter(None, [own.decode([end])]))
         room = max(map(len, prompts.values())) + given.num_tokens
@@ -360,6 +369,7 @@ class TransformerJaxLM(_Base):
             Request(
                 ids, given.num_tokens, key=jax.random.fold_in(jax.random.fold_in(key, n), 0), id=n
             )
+            # The longest first, so that a cache that does not fit fails at once.
             for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
         )
         slots = init_slots(
@@ -372,6 +382,7 @@ class TransformerJaxLM(_Base):
         for part in batcher:
             mine = tokens[part.id]
             mine += part.tokens.tolist()
+            # Decoded whole each time: a token may be a part of a character, or bring a space.
             text = self.tok_decode([token for token in mine if token not in stop_ids])
             is_cut = any(stop in text for stop in until)
             if part.error is not None and not is_cut:
@@ -409,6 +420,7 @@ class TransformerJaxLM(_Base):
         try:
             text = own.chat(messages, add_generation_prompt=add_generation_prompt)
         except DataError as error:
+            # Templates such as Gemma's raise an error of their own for a system message.
             kept = [one for one in messages if one.get("role") != "system"]
             if len(kept) == len(messages):
                 raise
@@ -416,6 +428,7 @@ class TransformerJaxLM(_Base):
             text = own.chat(kept, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
+        # Everything after the mark is what the template puts behind a message.
         before, mark, after = text.rpartition(GOES_ON.strip())
         return before if not mark or after.startswith(" ") else before.rstrip()
 

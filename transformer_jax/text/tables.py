@@ -77,6 +77,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
 
     inner = [text for table in tables for row in table.cells or () for text in row]
     sides = [text for table in tables for text in (*table.rows, *table.columns)]
+    # Fonts are chosen for all texts at once: see `spelled`.
     short = {text: shortened(text) for text in (*inner, *sides)}
     short |= {table.title: table.title for table in tables}
     labels, families = spelled(list(short.values()))
@@ -118,6 +119,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
         frame = Rectangle((left, top), right - left, bottom - top, fill=False, ec=FAINT, lw=0.6)
         axes.add_patch(frame)
         small: dict[str, Any] = dict(fontsize=8, va="center", **styles)
+        # Numbers in cells that are narrower than they are would overlap.
         for (r, c), value in np.ndenumerate(table.values) if pitch > 0.9 * wanted else ():
             at = left + (c + 0.5) * pitch, top + (r + 0.5) * tall
             said = number(value) if cells is None else cells[r][c]
@@ -170,6 +172,7 @@ td:hover i, .text b:hover i { display: block; }
 
 def page(title: str, summary: str, tables: Sequence[Table]) -> str:
     """Return tables as one file of HTML; what is hovered is said at the foot of the window."""
+    # Texts of a model are untrusted: should one get past `escape`, nothing of it runs or loads.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     parts = [
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
@@ -181,6 +184,7 @@ def page(title: str, summary: str, tables: Sequence[Table]) -> str:
     for table in tables:
         shades = table.shades()
         parts.append(f"<h2>{escape(table.title)}</h2>")
+        # Shades of one text read best as the text itself.
         is_text = len(table.rows) == 1 and not table.rows[0]
         tag = "b" if is_text else "td"
         lines = []
