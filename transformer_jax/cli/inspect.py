@@ -87,6 +87,7 @@ def inspect(options: Inspect) -> None:
     refuse_unread(options, READS, what, "needs what to be")
     if what == "patch" and not options.other:
         raise ConfigError(f"other is {options.other!r}: the prompt to patch is needed")
+    # Numbers are compared across tokens and heads: rounding to bfloat16 would show.
     model = options.load_float32()
     others = [options.other] if options.other else []
     texts: list[str | tuple[str, str]] = [prompt, *others]
@@ -94,6 +95,7 @@ def inspect(options: Inspect) -> None:
         target = options.target
         say_unknown("inspect", model.tokenizers.of_source, [prompt])
         say_unknown("inspect", model.tokenizer, [*([target] if target else []), *others])
+        # The attention of a translation is that over its own target, so one is written first.
         if target is None and what == "attention":
             target = model.generate(prompt)
         elif target is None and what == "lens":

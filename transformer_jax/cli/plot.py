@@ -68,6 +68,7 @@ class Curves:
         found = []
         seconds, last = 0.0, 0
         for line in self.lines:
+            # Hours of training steps: evaluation and pauses between resumed parts do not count.
             rate = line.get("tokens_per_second")
             if rate:
                 seconds += (line["step"] - last) * self.tokens_per_step / rate
@@ -120,6 +121,7 @@ def read_runs(paths: Sequence[Path]) -> list[Curves]:
         lines = folder.read_metrics()
         if not lines:
             raise ConfigError(f"{path}: nothing is measured yet (metrics.jsonl has no line)")
+        # A run that was killed may leave half a line.
         written = folder.metrics_file.read_text(errors="replace").count("\n")
         tokens = config.accumulation * config.batch_size * config.sequence_len
         lines.sort(key=lambda line: line["step"])
@@ -133,6 +135,7 @@ def named(configs: Sequence[TrainConfig]) -> list[str]:
     flat = [dict(_flat(config, "")) for config in configs]
     paths = list(dict.fromkeys(path for one in flat for path in one))
     differing = [path for path in paths if len({one.get(path) for one in flat}) > 1]
+    # If the kind of a config differs, its fields do as well, and the kind says enough.
     whole = {path for path in differing if path.rpartition(".")[0] not in differing}
     telling = [path for path in differing if path.split(".")[0] not in UNNAMED and path in whole]
     telling = telling or [path for path in differing if path == "seed"]

@@ -40,8 +40,10 @@ def interrupts() -> Iterator[list[int]]:
 
     def receive(number: int, frame: FrameType | None) -> None:
         if received:
+            # Not `sys.exit`: the first signal's cleanup may be what hangs.
             os._exit(128 + number)
         received.append(number)
+        # `print` may be in the middle of a line when a signal comes, and is not reentrant.
         os.write(2, b"\nstopping after this step; once more stops at once\n")
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -68,6 +70,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
+    # The text of a KeyError is only the key.
     if isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError):
         return f"{kind}: {said} (--debug shows where)"
     return said or kind

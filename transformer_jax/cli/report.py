@@ -36,6 +36,7 @@ def summary(result: Result) -> str:
         if result.accuracy is not None:
             lines.append(f"of {result.accuracy:.1%} of the pairs the chosen answer is preferred")
     else:
+        # Both units: papers on characters have bits, and training logs have nats.
         bits = nats / math.log(2)
         lines.append(f"held-out loss: {nats:.4f} nats per {result.unit} = {bits:.4f} bits")
         if result.accuracy is not None:
@@ -72,6 +73,7 @@ def how_to_resume(config: TrainConfig, command: str, more: str = "") -> str:
 
 def shell_path(path: str) -> str:
     """Return a path as a shell and a flag read it."""
+    # A path that begins with a dash would be read as a flag.
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
@@ -97,9 +99,11 @@ def suggested_prompt(result: Result) -> str:
             return lines[1] if len(lines) > 1 else ""
         case ClassifyTask() | ChatTask() | PreferenceTask():
             return lines[0].partition(": ")[2]
+        # Samples of the other tasks are lines of `source -> target`.
         case task if not isinstance(task, LanguageTask):
             return lines[0].partition(" -> ")[0]
     tokenizer = RunFolder(Path(result.config.out)).read_tokenizer()
+    # Plain words only: the line is pasted into a shell.
     words = [word for word in result.sample.split() if word.isascii() and word.isalpha()]
     for start in (" ".join(words[:3]), *words[:1], "The"):
         with contextlib.suppress(ValueError):

@@ -73,11 +73,13 @@ def serve(options: Serve) -> None:
         path = Path(options.model)
         name = path.resolve().name if path.exists() else options.model
     app = make_app(engine, name, timeout=options.timeout)
+    # The port is taken before the model is compiled: one that is in use fails at once.
     with socket.create_server((options.host, options.port)) as listening:
         print(f"serve: compiling for {engine.slots} slots of {engine.context} tokens", flush=True)
         engine.start()
         host, port = listening.getsockname()[:2]
         print(f"serve: {name} at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+        # Open streams would keep the process from ending after Ctrl-C.
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
         uvicorn.Server(settings).run(sockets=[listening])
     print("serve: stopped", file=sys.stderr)

@@ -45,6 +45,7 @@ def main(
     """
     print_anything()
     argv = list(sys.argv[1:] if argv is None else argv)
+    # Before JAX allocates anything: it changes how the heap grows.
     keep_freed_memory()
     try:
         return _train(argv, command)
@@ -54,6 +55,7 @@ def main(
         if "--debug" in argv:
             raise
         print(f"{command.split()[-1]}: {one_line(error)}", file=sys.stderr)
+        # Imported only now, because modules of training import JAX.
         from transformer_jax.training.data import DataError
 
         return 2 if isinstance(error, ConfigError | DataError) else 1
@@ -90,6 +92,7 @@ def _train(argv: Sequence[str], command: str) -> int:
     else:
         show(f"Write with the model, or train on{what_text(config)}:")
         show(f"  {how_to_write(result)}")
+    # A model that is counted, such as n-grams, has nothing to continue.
     if config.steps > 1:
         show(f"  {how_to_resume(config, command, f' --steps {2 * config.steps}')}")
     return 0

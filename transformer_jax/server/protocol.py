@@ -134,6 +134,7 @@ def _checked(given: Json, schema: Schema, model: str) -> dict[str, Any]:
     except Misfit as error:
         raise RequestError(str(error), param=error.param) from None
     assert isinstance(given, dict)
+    # Clients send null for what they leave out.
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if asked["model"] != model:
         message = f"model is {asked['model'][:80]!r}: this server has {model!r}"
@@ -177,6 +178,7 @@ def embedding_answer(
     num_tokens: int,
 ) -> JsonObject:
     """Return the JSON of vectors."""
+    # Little-endian whatever the machine: the client decodes bytes.
     rows = vectors.astype("<f4")
     sent = [b64encode(row.tobytes()).decode() if asked.base64 else row.tolist() for row in rows]
     return {
@@ -191,6 +193,7 @@ def _form(body: bytes, asked: JsonObject) -> AnswerForm | None:
     """Return the one form that a request names; RequestError where it names two."""
     if not asked.keys() & {"response_format", "structured_outputs"}:
         return None
+    # Read again with its digits: a schema's 0.1 must not become a float on the way.
     asked = read_json(body, decimals=True)  # type: ignore[assignment]
     response_format = asked.get("response_format") or {}
     structured_outputs = asked.get("structured_outputs") or {}
@@ -222,6 +225,7 @@ def read_json(body: bytes, *, decimals: bool = False) -> Json:
     """Return strict JSON, whose texts are Unicode; RequestError says what is wrong with it."""
     try:
         found = Untrusted(_BodyError).json(body, "the body", decimals=decimals)
+        # JSON can escape half of a surrogate pair, which has no UTF-8.
         json.dumps(found, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RequestError("the body: a text has half of a surrogate pair") from None
@@ -243,6 +247,7 @@ def _messages(given: list[JsonObject]) -> tuple[dict[str, str], ...]:
         said = message["content"]
         text = said if isinstance(said, str) else "".join(part["text"] for part in said)
         role = message["role"]
+        # OpenAI renamed the role; templates know the old name.
         found.append({"role": "system" if role == "developer" else role, "content": text})
     return tuple(found)
 
@@ -341,6 +346,7 @@ def chunks(
     choices: list[JsonObject] = []
     if asked.endpoint == "chat":
         kind = "chat.completion.chunk"
+        # OpenAI's first chunk has the role and no text.
         if first:
             delta = {"role": "assistant", "content": ""}
             choices.append({"delta": delta, "logprobs": None, "finish_reason": None})
@@ -356,6 +362,7 @@ def chunks(
             choices.append({"text": part.text, "logprobs": log_probs, "finish_reason": part.end})
     found = [_framed(kind, stamp, [{"index": 0} | choice]) for choice in choices]
     if asked.include_usage:
+        # With usage, OpenAI's chunks have the key from the first one on.
         found = [{**one, "usage": None} for one in found]
         if part.end is not None:
             found.append(_framed(kind, stamp, []) | {"usage": usage(prompt_tokens, part)})
