@@ -127,19 +127,20 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     # one, as class 0, so that the pipeline loads nothing new
     if isinstance(packed, np.ndarray):
         valid = (np.arange(columns) < counts[..., None]).reshape(packed.shape)
-        ends = valid.sum(axis=1, keepdims=True)
-        at = np.arange(packed.shape[1])[None]
+        many = valid.sum(axis=1, keepdims=True)
+        turn = np.arange(packed.shape[1])[None]
         first = np.argsort(~valid, axis=1, stable=True)
-        place = np.take_along_axis(first, np.minimum(at, ends - 1), axis=1)
-        found = np.take_along_axis(packed, place, axis=1)
-        return np.where(at < ends, found, found & ~3).reshape(B, number, lines * columns)
+        chosen = np.take_along_axis(first, np.minimum(turn, many - 1), axis=1)
+        listed = np.take_along_axis(packed, chosen, axis=1)
+        return np.where(turn < many, listed, listed & ~3).reshape(B, number, lines * columns)
     ends = jnp.cumsum(counts, axis=1, dtype=np.int32)
     totals = ends[:, -1:]
     step = jnp.arange(packed.shape[1], dtype=np.int32)[None]
     place = jnp.minimum(step, totals - 1)
     # no sort: comparing with every line is one pass, and a binary search pays from many on
-    many = packed.shape[1] * counts.shape[1] > COMPARISONS
-    search = "scan_unrolled" if many else "compare_all"
+    search = "compare_all"
+    if packed.shape[1] * counts.shape[1] > COMPARISONS:
+        search = "scan_unrolled"
     line = jax.vmap(lambda end, at: jnp.searchsorted(end, at, side="right", method=search))(
         ends, place
     ).astype(np.int32)
