@@ -13,9 +13,10 @@ import pytest
 
 import transformer_jax as tj
 from transformer_jax.checkpoints.run_folder import config_from_json, config_to_json
+from transformer_jax.cli import run_flags
 from transformer_jax.config import AnyModelConfig, ConfigError, TrainConfig, kinds, register
 from transformer_jax.config.presets import task_recipe
-from transformer_jax.config.tasks import ReverseTask, Task
+from transformer_jax.config.tasks import OwnTask, ReverseTask, Task
 from transformer_jax.decoding.step import AppliedStep
 from transformer_jax.models.arguments import CheckedModule
 from transformer_jax.tokenizers.trained import CharTokenizer
@@ -153,13 +154,55 @@ def test_a_registered_kind_has_a_recipe_and_comes_back_from_its_file():
         (AnyModelConfig, "a", "m:WindowConfig", "a is m:WindowConfig: the name 'window' is that"),
         (AnyModelConfig, "b", "m:DecoderConfig", "the name 'decoder' is that of .*ModelConfig"),
         (AnyModelConfig, "c", type("C", (AverageConfig,), {}), "must be a frozen dataclass"),
+        (AnyModelConfig, "mean", AverageConfig, "mean is .*AverageConfig: must be named average"),
+        (AnyModelConfig, "mean", "means", "mean is 'means': must be \"module:Class\""),
+        (int, "mean", int, "base is <class 'int'>: must be AnyModelConfig or Task"),
+        (OwnTask, "mine", AlphabetTask, "base is .*OwnTask.*: must be AnyModelConfig or Task"),
     ],
 )  # fmt: skip
 def test_kinds_that_cannot_be_registered_are_refused(base, name, kind, rule):
-    before = kinds.names_of(base)
+    known = kinds.names_of(AnyModelConfig), kinds.names_of(Task)
+    good = dict(average=AverageConfig) if base is AnyModelConfig else {}
     with pytest.raises(ValueError, match=rule):
-        register(base, **{name: kind})
-    assert kinds.names_of(base) == before
+        register(base, **good, **{name: kind})
+    assert (kinds.names_of(AnyModelConfig), kinds.names_of(Task)) == known
+    assert TrainConfig().model.kind == "decoder"
+
+
+@pytest.mark.usefixtures("registering")
+@pytest.mark.parametrize("place", ["no_such_module:Mean", "transformer_jax:Nope"])
+def test_kind_that_cannot_be_imported_is_named(place):
+    register(AnyModelConfig, mean=place)
+    with pytest.raises(ValueError, match=f"mean is '{place}': .*(no_such_module|Nope)"):
+        TrainConfig()
+
+
+@pytest.mark.usefixtures("registering")
+def test_registered_kind_has_flags_and_checked_fields():
+    assert "--model.width" not in run_flags.FLAGS.names
+    register(AnyModelConfig, average=AverageConfig)
+    flags = run_flags.parse(["--model", "average", "--model.width", "5"])
+    assert run_flags.configure(flags)[0].model == AverageConfig(width=5, vocab_size=256)
+    with pytest.raises(ConfigError, match="width is 'x': must be int"):
+        AverageConfig(width="x")
+
+
+def test_run_of_a_kind_that_is_not_registered_names_the_remedy():
+    text = config_to_json(TrainConfig()).replace('"decoder"', '"average"')
+    with pytest.raises(ConfigError, match=r"model.kind is 'average'.*register a kind of your own"):
+        config_from_json(text)
+
+
+def test_model_without_places_is_not_edited_and_has_no_word_vectors():
+    config = AverageConfig()
+    with pytest.raises(ValueError, match="logits"):
+        config.build().edited({"logits": jnp.zeros_like})
+    assert config.word_vectors({}) is None
+
+
+def test_names_of_the_lectures_are_listed_where_they_are_public():
+    for module in (tj.config, tj.config.tasks, tj.decoding):
+        assert {"RecurrentConfig", "ReverseTask", "RecurrentStep"} & {*dir(module)}
 
 
 @pytest.mark.usefixtures("registering")

@@ -442,12 +442,31 @@ def bad_message(*messages):
         (lambda: tj.load("/nonexistent", checkpoint="best"), "checkpoint is 'best': .*is no run"),
         (lambda: tj.load(3), "path_or_id is a int: must be a folder"),
         (lambda: tj.load("a", device="cpu"), "load.. has no argument 'device'"),
+        (lambda: plain().search("a", beams=None), "beams is None: a search has at least 1"),
+        (lambda: plain().generate(["a"], slots=None), "slots is None: must be an integer of at"),
+        (lambda: plain().search("a", results=None), "results is None: must be an integer of at"),
+        (lambda: plain().generate("a", stream="no"), "stream is 'no': must be True or False"),
+        (lambda: plain().search("a", length_penalty=np.nan), "length_penalty is nan: must be fin"),
+        (lambda: plain().look_up(["a"], 3), r"prompt is \['a'\]: must be a text, or the ids"),
+        (lambda: plain().continuations([]), r"pairs is \[\]: must be a list of \(context, contin"),
+        (lambda: plain().evaluate("f", edit={}), r"no argument 'edit', meant: .* model.edited\("),
+        (lambda: plain().inspect.lens("a", edit={}), r"no argument 'edit', meant: .*model.edited"),
+        (lambda: plain().inspect.attribution("a", baseline="ab"), "baseline is 'ab': 2 tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(call, message):
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("attend", "attention$"), ("lens", "lens$"), ("nearest", "nearest$"), ("serve", "$")],
+)
+def test_attribute_that_moved_names_its_place(name, rule):
+    with pytest.raises(AttributeError, match=f"a LanguageModel has no attribute '{name}'.*{rule}"):
+        getattr(plain(), name)
 
 
 @pytest.mark.parametrize("tokenizer", [

@@ -301,7 +301,10 @@ def _field(hint: Hint, value: FieldValue, path: str) -> FieldValue:
             raise ConfigError(f"{path}.kind is {kind!r}: must be a class for {path} of your own")
         return _build(cast(type, cls), content, f"{path}.")
     if not isinstance(kind, str) or kind not in kinds:
-        raise ConfigError(f"{path}.kind is {kind!r}: must be one of {', '.join(kinds)}")
+        rule = f"must be one of {', '.join(kinds)}"
+        if path in ("model", "task"):  # kinds register only in the process that reads the file
+            rule += "; register a kind of your own before you read its run"
+        raise ConfigError(f"{path}.kind is {kind!r}: {rule}")
     if kinds[kind] in own:
         content["kind"] = kind
     return _build(kinds[kind], content, f"{path}.")

@@ -106,7 +106,7 @@ class Field:
         words: list[str | None] = [f"{_kind_name(self.owner)}:"] if named else []
         words += [self.metadata.get("help") or field_docs(self.owner).get(self.path[-1]), kinds]
         if known := self.metadata.get("known"):
-            words += [", ".join(known)]
+            words += [", ".join(known() if callable(known) else known)]
         if isinstance(shown, tuple) and self.metadata.get("words"):
             shown = " ".join(map(str, shown)) or None
         typed = shown is not None or NoneType in _options(self.hint)
@@ -126,10 +126,14 @@ class ConfigFlags:
         False for the options of a command, where leaving the flag out is None and a text may be
         "none".
         """
-        self.config, self._whole = config, whole
+        self.config, self._whole, self._without, self._none = config, whole, without, none
+        self.collect()
+
+    def collect(self) -> None:
+        """Collect the fields again, with those of kinds that have registered since."""
         self.fields: dict[Path, list[Field]] = {}
-        for field in _walk(config, (), none):
-            if field.path not in without:
+        for field in _walk(self.config, (), self._none):
+            if field.path not in self._without:
                 self.fields.setdefault(field.path, []).append(field)
         # A path into an optional config, as lora.dropout, gives way to one that is not.
         optional = {

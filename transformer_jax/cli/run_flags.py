@@ -7,6 +7,7 @@ import dataclasses
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path as Folder
 
 from transformer_jax.cli.flags import ConfigFlags, Parser, Path, Text, changed, spelled, value_at
@@ -31,7 +32,7 @@ class Start:
 
     preset: str | None = field(default=None, metadata={"known": PRESETS})
     """Model and recipe to start from:"""
-    model: str | None = field(default=None, metadata={"known": names_of(AnyModelConfig)})
+    model: str | None = field(default=None, metadata={"known": partial(names_of, AnyModelConfig)})
     """Kind of model; default: the first of"""
     resume: bool = False
     """Continue the run in --out."""
@@ -140,6 +141,7 @@ def parse(
 
     Raises ConfigError for a flag, or a group of the help, that there is not.
     """
+    FLAGS.collect()  # also the kinds that the caller has registered
     names = FLAGS.names | START.names | {"--help": "--help", "--debug": "--debug"}
     arguments = _parser(command, None).parse_args(spelled(argv, names))
     flags = RunFlags(START.options(arguments), FLAGS.given(arguments))

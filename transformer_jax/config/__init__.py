@@ -45,7 +45,7 @@ from transformer_jax.config.positions import (
 from transformer_jax.config.presets import PRESETS, fine_tuning, preset, train_preset
 from transformer_jax.config.train import Tokenizer, TrainConfig
 
-__getattr__ = later(
+__getattr__, __dir__ = later(
     __name__,
     {
         "Cell": "transformer_jax.lectures.recurrent",

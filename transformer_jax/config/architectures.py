@@ -6,9 +6,9 @@ from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from transformer_jax.config.experts import Experts
-from transformer_jax.config.fields import FieldValue, fail
+from transformer_jax.config.fields import FieldValue, check_types, fail
 from transformer_jax.config.inputs import Inputs
-from transformer_jax.config.kinds import kind_name, kinds_of
+from transformer_jax.config.kinds import has_kinds, kind_name, kinds_of
 
 Shape = Literal["decoder", "encoder", "encoder-decoder"]
 
@@ -26,6 +26,7 @@ PlaceShapes = dict[str, tuple[str | int, ...]]
 """The shape of each place of a model; letters are sizes of a call."""
 
 
+@has_kinds
 class AnyModelConfig:
     """The config of a model of any kind: all that the package may ask about a model.
 
@@ -54,6 +55,9 @@ class AnyModelConfig:
     logit_softcap: float | None = None
     masked_token_head: bool = False
     abilities: ClassVar[frozenset[Ability]] = frozenset({"dropout", "gradients"})
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def kind(self) -> Shape:
@@ -126,8 +130,12 @@ class AnyModelConfig:
         raise NotImplementedError
 
     def places(self) -> PlaceShapes:
-        """Return the shape of each place of the model (`transformer_jax.places`)."""
-        return {"logits": ("B", "T", self.vocab_size)}
+        """Return the shape of each place of the model (`transformer_jax.places`).
+
+        A module captures and edits the values of all places itself; without places it is neither
+        looked into nor edited.
+        """
+        return {}
 
     def count(self, documents: Any) -> tuple[AnyModelConfig, Any]:
         """Return the config and the parameters that are counted instead of trained."""
@@ -135,7 +143,7 @@ class AnyModelConfig:
 
     def word_vectors(self, params: Any) -> Any:
         """Return the vectors [V, D] of the tokens that are read, or None."""
-        return None if self.inputs is not None else params["embed"]["tokens"]
+        return None
 
 
 def architecture_names(config: FieldValue) -> str:

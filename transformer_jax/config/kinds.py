@@ -1,41 +1,61 @@
 """Kinds of models and of tasks that register by name, the package's own and yours alike.
 
-A base class has kinds: `register(AnyModelConfig, gru="my_models:GRUConfig")` makes one known to
-`--model gru`, to config.json and to every field of type `AnyModelConfig`.
+A base class has kinds: `register(AnyModelConfig, mamba="my_models:MambaConfig")` makes one known to
+`--model mamba`, to config.json and to every field of type `AnyModelConfig`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Union, get_args, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_type_hints
 
 _KINDS: dict[type, dict[str, type | str]] = {}
+
+C = TypeVar("C", bound=type)
+
+
+def has_kinds(base: C) -> C:
+    """Let kinds of a base class register by name."""
+    _KINDS[base] = {}
+    return base
 
 
 def register(base: type, **kinds: type | str) -> None:
     """Make kinds of a base class known by name, after those that are known.
 
     A kind is a frozen dataclass, or the "module:Class" to import when a config, a flag or a file is
-    first read. A class may have several names. A class that is defined again, as by a cell of a
+    first read. Its name is that of the class, in lower case and without "Config" or "Task"; a class
+    with its own `usual` may have other names. A class that is defined again, as by a cell of a
     notebook, replaces the old one.
 
     Raises:
-        ValueError: if a kind is not of the base class, or another class has its name.
+        ValueError: if the base class has no kinds, a kind is not of it or has another name, or
+            another class has its name. Then nothing is registered.
     """
-    known = _KINDS.setdefault(base, {})
+    if base not in _KINDS:
+        rule = f"must be {' or '.join(one.__name__ for one in _KINDS)}"
+        raise ValueError(f"base is {base!r}: {rule}")
+    known = dict(_KINDS[base])
     for name, kind in kinds.items():
         if not isinstance(kind, str):
             _check_kind(base, name, kind)
+        elif not re.fullmatch(r"[\w.]+:\w+", kind):
+            raise ValueError(f'{name} is {kind!r}: must be "module:Class"')
         for other, one in known.items():
             taken = {name} & {other} | {*names_in_files(kind)} & {*names_in_files(one)}
             # a cell of a notebook that runs again defines the same class anew
             if taken and _place(one) != _place(kind):
                 rule = f"the name {min(taken)!r} is that of {_place(one)}"
                 raise ValueError(f"{name} is {_place(kind)}: {rule}")
+        if not isinstance(kind, str):
+            _check_name(base, name, kind)
         known[name] = kind
+    _KINDS[base] = known
     # both caches know the kinds of before
     kinds_of.cache_clear()
     field_hints.cache_clear()
@@ -48,13 +68,20 @@ def names_of(base: type) -> tuple[str, ...]:
 
 @functools.cache
 def kinds_of(base: type) -> Mapping[str, type]:
-    """Return the kinds of a base by name, and import those that are not there yet."""
+    """Return the kinds of a base by name, and import those that are not there yet.
+
+    ValueError if a "module:Class" cannot be imported.
+    """
     found = {}
     for name, kind in _KINDS.get(base, {}).items():
         if isinstance(kind, str):
             module, _, own = kind.partition(":")
-            kind = getattr(importlib.import_module(module), own)
+            try:
+                kind = getattr(importlib.import_module(module), own)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(f"{name} is {kind!r}: {error}") from error
             _check_kind(base, name, kind)
+            _check_name(base, name, kind)
         found[name] = kind
     return found
 
@@ -98,14 +125,27 @@ def _check_kind(base: type, name: str, kind: object) -> None:
         raise ValueError(f"{name} is {kind!r}: {rule}")
 
 
+def _check_name(base: type, name: str, kind: type) -> None:
+    own = kind.__mro__[: kind.__mro__.index(base)]
+    if name not in names_in_files(kind) and not any("usual" in vars(one) for one in own):
+        rule = f"must be named {' or '.join(names_in_files(kind))}, or have its own `usual`"
+        raise ValueError(f"{name} is {_place(kind)}: {rule}")
+
+
 def _place(kind: type | str) -> str:
     return kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
 
 
-def later(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that imports names, by their modules, when needed.
+def later(
+    module: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a module that imports names when they are needed.
 
     A name of a floor above is public here without an import of that floor.
+
+    Args:
+        module: the name of the module.
+        names: the modules of the names.
     """
 
     def attribute(name: str) -> Any:
@@ -113,4 +153,4 @@ def later(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return getattr(importlib.import_module(names[name]), name)
 
-    return attribute
+    return attribute, lambda: sorted({*vars(sys.modules[module]), *names})

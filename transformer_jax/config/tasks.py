@@ -21,7 +21,7 @@ from transformer_jax.config.fields import (
     unread,
 )
 from transformer_jax.config.keywords import config_class
-from transformer_jax.config.kinds import kind_name, kinds_of, later, register
+from transformer_jax.config.kinds import has_kinds, kind_name, kinds_of, later, register
 from transformer_jax.config.model import ModelConfig, transformer_with
 from transformer_jax.config.own import check_own
 from transformer_jax.config.positions import Learned, Rope
@@ -30,6 +30,7 @@ Documents = Literal["lines", "paragraphs", "files", "prepared"]
 Vocabulary = Literal["shared", "separate"]
 
 
+@has_kinds
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A task of any kind: all that the package may ask about its settings.
@@ -316,7 +317,7 @@ def usual_task(model: AnyModelConfig) -> Task:
     return usual[model.kind] if model.num_classes is None else ClassifyTask()
 
 
-_of_lectures = later(
+_of_lectures, __dir__ = later(
     __name__,
     dict.fromkeys(
         (

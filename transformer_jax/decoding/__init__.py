@@ -40,7 +40,7 @@ from transformer_jax.decoding.slots import Slots, admit, advance_slots, init_slo
 from transformer_jax.decoding.speculative import Speculation, speculate
 from transformer_jax.decoding.step import ModelStep, Step, make_step
 
-__getattr__ = later(
+__getattr__, __dir__ = later(
     __name__,
     {
         "RecentTokensStep": "transformer_jax.lectures.recent_tokens",

@@ -13,6 +13,8 @@ stands one learned vector, `begin`. The state is the last tokens, from which a s
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -77,7 +79,10 @@ class ConvolutionConfig(AnyModelConfig):
         return init_recent_tokens(self, batch)
 
     def places(self) -> PlaceShapes:
-        return {"read_out": ("B", "T", self.d_hidden)} | super().places()
+        return {"read_out": ("B", "T", self.d_hidden), "logits": ("B", "T", self.vocab_size)}
+
+    def word_vectors(self, params: Any) -> Any:
+        return params["embed"]["tokens"]
 
 
 class ConvolutionLM(RecentTokensLM):

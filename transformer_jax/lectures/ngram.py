@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from transformer_jax.config.architectures import Ability, AnyModelConfig
+from transformer_jax.config.architectures import Ability, AnyModelConfig, PlaceShapes
 from transformer_jax.config.fields import FieldValue, Size, check_types, fail, unread
 from transformer_jax.config.keywords import config_class
 from transformer_jax.lectures.recent_tokens import (
@@ -94,8 +94,8 @@ class NgramConfig(AnyModelConfig):
     def count(self, documents: Any) -> tuple[NgramConfig, Any]:
         return count_ngrams(self, documents)
 
-    def word_vectors(self, params: Any) -> None:
-        return None
+    def places(self) -> PlaceShapes:
+        return {"logits": ("B", "T", self.vocab_size)}
 
 
 def count_ngrams(

@@ -218,7 +218,7 @@ class RecurrentConfig(AnyModelConfig):
             for i in range(self.num_layers):
                 found[f"encoder/layer_{i}/output"] = ("B", "T", self.memory_dim)
         found["read_out"] = ("B", "T", self.read_out_dim)
-        return found | super().places()
+        return found | {"logits": ("B", "T", self.vocab_size)}
 
     def word_vectors(self, params: Any) -> Any:
         part = "embed" if self.source_vocab_size is None else "encoder"

@@ -13,6 +13,8 @@ at once: their windows are gathers, not a loop.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -73,11 +75,14 @@ class WindowConfig(AnyModelConfig):
     def init_state(self, batch: int) -> RecentTokens:
         return init_recent_tokens(self, batch)
 
+    def word_vectors(self, params: Any) -> Any:
+        return params["embed"]["tokens"]
+
     def places(self) -> PlaceShapes:
         found: PlaceShapes = {"embedding": ("B", "T", self.context * self.d_embed)}
         for i in range(self.num_layers):
             found[f"layer_{i}/hidden"] = ("B", "T", self.d_hidden)
-        return found | super().places()
+        return found | {"logits": ("B", "T", self.vocab_size)}
 
 
 class WindowLM(RecentTokensLM):

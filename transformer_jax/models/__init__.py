@@ -50,7 +50,7 @@ from transformer_jax.models.streaming import (
 )
 from transformer_jax.models.transformer import Decoder, Encoder
 
-__getattr__ = later(
+__getattr__, __dir__ = later(
     __name__,
     {
         name: f"transformer_jax.lectures.{module}"

@@ -15,7 +15,7 @@ from transformer_jax.pretrained.sentences import (
 )
 from transformer_jax.pretrained.tensors import tensor_names
 
-__getattr__ = later(__name__, {"read_g2p": "transformer_jax.lectures.g2p"})
+__getattr__, __dir__ = later(__name__, {"read_g2p": "transformer_jax.lectures.g2p"})
 
 __all__ = [
     "SentenceEncoder", "load_lora", "load_pretrained", "load_sentence_encoder", "pool_sentences",

@@ -80,8 +80,8 @@ def evaluate(
         model, data, targets=targets, examples=examples, beams=beams, context=context, asked=task
     )
     built = model.edited_module
-    if built is not None and isinstance(config.task, OwnTask):
-        rule = "the model of a task of your own is edited by model.edited(...)"
+    if built is not None and built.edits and isinstance(config.task, OwnTask):
+        rule = "a task of your own calls its model itself, which is to be edited there"
         raise ConfigError(f"edit of {built.edits[0][0]}: {rule}")
     if config.task.reads_numbers:
         own: Any = config.task  # that `ReadsNumbers`

@@ -349,8 +349,9 @@ class Inspect:
         blocks = config if isinstance(config, ModelConfig) else None
         attends = blocks is not None and blocks.inputs is None
         if not attends and getattr(config, "attention", None) is None:
-            rule = "has no attention over tokens; model.apply(..., capture=places(config))"
-            rule += " looks inside"
+            rule = "has no attention over tokens"
+            if config.places():
+                rule += "; model.apply(..., capture=places(config)) looks inside"
             raise ConfigError(f"attention: a {type(config).__name__} of {model.name!r} {rule}")
         whole = read_whole(model, text)
         ids, source = whole.ids, whole.source
@@ -377,6 +378,7 @@ class Inspect:
             encoder, token_texts(model.tokenizer, whole.labels),
         )  # fmt: skip
 
+    @known_keywords
     def lens(self, text: Text, *, count: int = 5) -> Lens:
         """Return what the model would write after each block, at each token: the logit lens.
 
@@ -402,6 +404,7 @@ class Inspect:
         masks = _masks(model, prompt) if model.kind == "masks" else None
         return Lens(token_texts(model.tokenizer, prompt.ids), texts, p, masks)
 
+    @known_keywords
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Patching:
@@ -461,6 +464,7 @@ class Inspect:
             {f"{b}/heads": share(x) for b, x in zip(branches, by_head, strict=True)},
         )  # fmt: skip
 
+    @known_keywords
     def heads(
         self, text: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Heads:
@@ -496,6 +500,7 @@ class Inspect:
             scores, *cross,
         )  # fmt: skip
 
+    @known_keywords
     def attribution(
         self,
         text: Text,
@@ -520,7 +525,6 @@ class Inspect:
         """
         model = self.model
         config, prompt, given = _read(model, "attribution", text)
-        ids, at, said = _answers(model, prompt, given, answer, other_answer)
         # The token that stands for no token: a mask or padding if there is one, else a space.
         size, named_ids = config.vocab_size, special_ids(model.tokenizer)
         if isinstance(plain(model.tokenizer), WordTokenizer):
@@ -536,6 +540,7 @@ class Inspect:
                     raise
                 rule = "the tokenizer has no mask, padding or space: give a text of one token"
                 raise DataError(f"baseline is None: {rule}") from None
+        ids, at, said = _answers(model, prompt, given, answer, other_answer)
         found = programs.attributed(
             model.module, model.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
         )
@@ -628,7 +633,9 @@ def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText,
     if model.kind in ("labels", "signals", "vectors"):
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
     if not isinstance(config, ModelConfig):
-        rule = "has no blocks and heads; model.apply(..., capture=places(config)) looks inside"
+        rule = "has no blocks and heads"
+        if config.places():
+            rule += "; model.apply(..., capture=places(config)) looks inside"
         raise ConfigError(f"{tool}: a {type(config).__name__} of {model.name!r} {rule}")
     prompt = read_whole(model, text)
     return config, prompt, prompt.given()

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
 
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, DType
-from transformer_jax.config.keywords import known_keywords
+from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.config.model import as_transformer
 from transformer_jax.decoding.arguments import bucket
 from transformer_jax.decoding.completion import TextGenerator, longest_text
@@ -133,6 +133,14 @@ class LanguageModel(Reader):
     def inspect(self) -> Inspect:
         """What is inside the model as it reads a text."""
         return Inspect(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, which names the tool of `inspect` of that name."""
+            tool = "attention" if name in ("attend", "attention_weights") else name
+            rule = f": use model.inspect.{tool}" if tool in vars(Inspect) and tool[0] != "_" else ""
+            raise AttributeError(f"a LanguageModel has no attribute {name!r}{rule}")
 
     def edited(self, edit: Mapping[str, Edit]) -> LanguageModel:
         """Return a copy of the model with other values inside; every method uses them.
@@ -354,7 +362,8 @@ class LanguageModel(Reader):
         if not (of_chat or self.kind in ("text", "targets")):
             raise ConfigError(f"search: {self.instead()}")
         self.warn_of_unknown([prompt] if isinstance(prompt, str) else [])
-        assert given.beams is not None
+        if given.beams is None:
+            raise ValueError("beams is None: a search has at least 1")
         chosen: dict[str, Any] = dict(
             beams=given.beams, results=given.results, length_penalty=self._length_penalty(given)
         )
@@ -400,6 +409,8 @@ class LanguageModel(Reader):
         if not self.config.supports("cache"):
             rule = "must be a transformer, which has a cache"
             raise ConfigError(f"look_up: a {type(self.config).__name__} of {self.name!r}: {rule}")
+        if not isinstance(prompt, str | np.ndarray):
+            raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
         count = self.fitting(num_tokens, [ids])
         return self._generator(given).sized([ids], count).look_up(ids, count, num_draft)
@@ -563,7 +574,8 @@ class LanguageModel(Reader):
         """
         check_count("batch_size", batch_size, 1)
         check_continues(self, "continuations")
-        if not isinstance(pairs, list | tuple) or not all(is_pair(pair) for pair in pairs):
+        listed = isinstance(pairs, list | tuple) and len(pairs) > 0
+        if not listed or not all(is_pair(pair) for pair in pairs):
             raise DataError(f"pairs is {pairs!r:.80}: must be a list of (context, continuation)")
         return score_requests(self, [read_pair(self, *pair) for pair in pairs], batch_size)
 
@@ -638,6 +650,8 @@ class LanguageModel(Reader):
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:
         """Return the measures of the model's task on a file; see `text.evaluation.evaluate`."""
+        named = EvaluateOptions.__annotations__
+        refuse_keywords(self.evaluate, {x: y for x, y in options.items() if x not in named}, named)
         if not isinstance(data, str | Path):
             raise ConfigError(f"data is {data!r:.80}: must be a file")
         return evaluate(self, str(data), **options)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from transformer_jax.checks import INT32, check_count, check_key
+from transformer_jax.checks import INT32, check_count, check_finite, check_key
 from transformer_jax.config import ConfigError
 from transformer_jax.config.keywords import refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor, check_processors
@@ -100,8 +100,13 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         for name in ("beams", "results", "samples", "slots"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None or name in ("results", "slots"):
                 check_count(name, value, 1)
+        if not isinstance(self.stream, bool):
+            raise ValueError(f"stream is {self.stream!r}: must be True or False")
+        if self.length_penalty is not None:
+            check_finite("length_penalty", self.length_penalty)
         if self.num_tokens is not None:
             check_count("num_tokens", self.num_tokens, 1, INT32.max)
         if self.beams is None and self.length_penalty is not None:
