@@ -182,7 +182,7 @@ def test_registered_kind_has_flags_and_checked_fields():
     assert "--model.width" not in run_flags.FLAGS.names
     register(AnyModelConfig, average=AverageConfig)
     flags = run_flags.parse(["--model", "average", "--model.width", "5"])
-    assert run_flags.configure(flags)[0].model == AverageConfig(width=5, vocab_size=256)
+    assert run_flags.configure(flags)[0].model == AverageConfig(width=5)
     with pytest.raises(ConfigError, match="width is 'x': must be int"):
         AverageConfig(width="x")
 
