@@ -183,7 +183,7 @@ def test_registered_kind_has_flags_and_checked_fields():
     register(AnyModelConfig, average=AverageConfig)
     flags = run_flags.parse(["--model", "average", "--model.width", "5"])
     assert run_flags.configure(flags)[0].model == AverageConfig(width=5)
-    with pytest.raises(ConfigError, match="width is 'x': must be int"):
+    with pytest.raises(ConfigError, match="width is 'x': must be of type int"):
         AverageConfig(width="x")
 
 
