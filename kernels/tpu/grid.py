@@ -285,7 +285,7 @@ def _run(
         aliases = {len(tables) + len(jax.tree.leaves(arrays)): 0}
     # the axis of visits is as long as the longest list, which is known only at run time
     later = *walk.sharers, walk.visits.longest
-    grid = *walk.lead, *(later if walk.sharers_first else later[::-1])
+    grid: tuple[Any, ...] = *walk.lead, *(later if walk.sharers_first else later[::-1])
     N, blocks, packing = operands.query.shape[2], walk.blocks, walk.visits.packing
     bias_shape = (0, 0) if operands.bias is None else operands.bias.shape[2:]
     result_of = packing.row if classes is None else packing.tile

@@ -141,9 +141,9 @@ def _numbers(lists: TileLists, heads: int) -> Array:  # i32[B or 1, N or 1 // he
     search = "compare_all"
     if packed.shape[1] * counts.shape[1] > COMPARISONS:
         search = "scan_unrolled"
-    line = jax.vmap(lambda end, at: jnp.searchsorted(end, at, side="right", method=search))(
+    row = jax.vmap(lambda end, at: jnp.searchsorted(end, at, side="right", method=search))(
         ends, place
     ).astype(np.int32)
-    starts = jnp.take_along_axis(ends - counts, line, axis=1)
-    found = jnp.take_along_axis(packed, line * columns + place - starts, axis=1)
+    starts = jnp.take_along_axis(ends - counts, row, axis=1)
+    found = jnp.take_along_axis(packed, row * columns + place - starts, axis=1)
     return jnp.where(step < totals, found, found & ~3).reshape(B, number, lines * columns)

@@ -183,7 +183,7 @@ def test_a_text_without_a_token_is_an_empty_prompt_and_nothing_to_look_at():
     preferred = run_of(tasks.PreferenceTask(), names=("eos",), base=BLANKS)
     assert preferred.read(" ").tolist() == [1]
     classes = run_of(tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=BLANKS)
-    for ask in (words.attend, classes.attend, classes.classify):
+    for ask in (words.inspect.attention, classes.inspect.attention, classes.classify):
         with pytest.raises(DataError, match="text is ' ': must have at least one token"):
             ask(" ")
 

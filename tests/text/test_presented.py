@@ -20,7 +20,7 @@ import pytest
 
 from tests.server.models import tiny
 from tests.text.models import CONFIG, LETTERS
-from transformer_jax import RecurrentConfig, init_params, inside
+from transformer_jax import RecurrentConfig, build, init_params, inside
 from transformer_jax.config import TrainConfig
 from transformer_jax.config.tasks import LanguageTask, PrefixTask, Seq2SeqTask, TonesTask
 from transformer_jax.decoding import completion
@@ -211,7 +211,7 @@ def test_programs_have_the_shapes_that_tools_read():
     def shapes(name: str, *given: Any, **fixed: Any) -> Any:
         function = getattr(programs, name).function
         found = jax.eval_shape(
-            lambda params, *arrays: function(config, params, *arrays, **fixed), *given
+            lambda params, *arrays: function(build(config), params, *arrays, **fixed), *given
         )
         return jax.tree.map(lambda leaf: leaf.shape, found)
 

@@ -80,7 +80,9 @@ def read_out(
     def of_rows(model: Transformer, x: jax.Array) -> jax.Array:  # [B, n, D] -> f32[B, n, V]
         stack = model.encoder if isinstance(model, Encoder) else model.decoder
         x = x if model.config.norm_order == "post" else stack.norm(x)
-        return model._logits(x) if isinstance(model, Encoder) else model.embed.logits(x)
+        if isinstance(model, Encoder) and model.config.masked_token_head:
+            x = model._transformed(x)
+        return model.embed.logits(x)
 
     B, L, T, D = streams.shape
     logits = model.apply({"params": params}, streams.reshape(B, L * T, D), method=of_rows)

@@ -261,7 +261,7 @@ def _modules(names: Names, found: Matrices) -> dict[str, InTurn]:
     return modules
 
 
-def _joined(parts: list[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
+def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
     """Join the adapters of several kernels side by side; r is the rank if their As are equal."""
     given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
     present = [x for x in given if x is not None]

@@ -525,6 +525,9 @@ class Inspect:
         """
         model = self.model
         config, prompt, given = _read(model, "attribution", text)
+        if baseline is not None:  # it is refused before anything compiles
+            token_id(model.tokenizer, "baseline", baseline, config.vocab_size)
+        ids, at, said = _answers(model, prompt, given, answer, other_answer)
         # The token that stands for no token: a mask or padding if there is one, else a space.
         size, named_ids = config.vocab_size, special_ids(model.tokenizer)
         if isinstance(plain(model.tokenizer), WordTokenizer):
@@ -540,7 +543,6 @@ class Inspect:
                     raise
                 rule = "the tokenizer has no mask, padding or space: give a text of one token"
                 raise DataError(f"baseline is None: {rule}") from None
-        ids, at, said = _answers(model, prompt, given, answer, other_answer)
         found = programs.attributed(
             model.module, model.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
         )
