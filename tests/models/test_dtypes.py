@@ -176,7 +176,7 @@ def test_json_of_measurements_has_no_nan_and_its_readers_take_null(tmp_path, cap
     ]  # fmt: skip
     run.cut_metrics(2)
     assert "NaN" not in run.metrics_file.read_text()
-    monkeypatch.setattr(evaluate, "load_either", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_load", lambda *_: None)
     judged = {"perplexity": math.nan, "likely": 0.5}
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: judged)
     assert evaluate.main(["--model", "x", "--data", "y", "--json"]) == 0
