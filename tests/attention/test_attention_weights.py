@@ -337,7 +337,7 @@ def test_a_row_that_is_not_valid_has_no_weights():
     _, state, _ = look(params, draw(1), start, capture=(RECURRENT,))
     _, after, own = look(params, draw(1), state, capture=(RECURRENT,), valid=valid)
     assert_same_bits(after.weights[1], state.weights[1])
-    assert_same_bits(own[RECURRENT][[0, 2]], after.weights[np.array([0, 2])])
+    assert_same_bits(own[RECURRENT][np.array([0, 2])], after.weights[np.array([0, 2])])
     for leaf in captured.values():
         total = np.asarray(leaf).sum(axis=-1).reshape(ROWS, -1)
         assert (total > 0).all(axis=1).tolist() == [True, False, True]

@@ -18,7 +18,7 @@ from transformer_jax import build, init_params, loading
 from transformer_jax.cli import generate as cli_generate
 from transformer_jax.cli.convert import main as convert
 from transformer_jax.cli.run_flags import configure, parse
-from transformer_jax.config import ConfigError, Learned, ModelConfig, fine_tuning
+from transformer_jax.config import ConfigError, Learned, ModelConfig, TrainConfig, fine_tuning
 from transformer_jax.decoding.logit_processors import Ban, BanSequences, ForceLast
 from transformer_jax.decoding.samplers import Sample, Temperature
 from transformer_jax.loading import TextModel, load_run, load_text_model
@@ -487,10 +487,15 @@ def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
 
 
 def stand_in(monkeypatch, load_run):
-    """Let every path be that of a run, which `load_run` returns."""
+    """Let every path be that of a run, whose model `load_run` returns."""
+
+    def loaded(*given, **named):
+        model = load_run(*given, **named)
+        return dataclasses.replace(model, run=model.run or TrainConfig(model=model.config))
+
     for module in (loading, language_model):
         monkeypatch.setattr(module, "is_run", lambda path: True)
-        monkeypatch.setattr(module, "load_run", load_run)
+        monkeypatch.setattr(module, "load_run", loaded)
 
 
 @pytest.mark.slow
@@ -576,7 +581,7 @@ def test_an_encoder_decoder_writes_from_a_source(key):
         max_len=19, positions="learned",
         tie_embeddings=False,
     )  # fmt: skip
-    params = parameters(config, 52)
+    params = parameters(config, 64)
     tokenizer = with_special_tokens(CharTokenizer("abcdefghijk"), ["bos", "eos"])
     source = tokenizer.encode("dbebf")
     apply = jax.jit(

@@ -207,7 +207,7 @@ def test_packed_rows_visit_the_tiles_that_some_query_sees_and_no_other(kind):
     with using(Packing()):
         made = plan_mask(*inputs, mask=Dense(jnp.asarray(seen)), implementation="pallas")
     blocks, by_key = LARGE[kind], kind == "dkdv"
-    lists = PackedQueries(24, 2, blocks.q).lists(made.plan.lists[kind], by_key)
+    lists = PackedQueries(24, 2, blocks.q).lists(made.shared.lists[kind], by_key)
     visits = np.asarray(visited(lists, (1, 1), not by_key)[0])
     by_head = np.pad(seen.any(axis=2), ((0, 0), (0, 0), (0, 224 - 200)))
     tiles = by_head.reshape(3, 2, 2, 224 // blocks.k, blocks.k).any(axis=(2, 4))
