@@ -581,7 +581,7 @@ def test_an_encoder_decoder_writes_from_a_source(key):
         max_len=19, positions="learned",
         tie_embeddings=False,
     )  # fmt: skip
-    params = parameters(config, 64)
+    params = parameters(config, 54)
     tokenizer = with_special_tokens(CharTokenizer("abcdefghijk"), ["bos", "eos"])
     source = tokenizer.encode("dbebf")
     apply = jax.jit(
