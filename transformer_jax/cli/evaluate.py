@@ -157,7 +157,7 @@ def _load(options: Evaluate) -> LanguageModel:
         return model
     from transformer_jax.inside import zero
 
-    return model.edited(zero(options.zero, heads=options.heads))
+    return model.edited(zero(options.zero, heads=options.heads and list(options.heads)))
 
 
 def _measures(score: Score) -> dict[str, float | str]:
