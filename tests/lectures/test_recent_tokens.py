@@ -257,10 +257,10 @@ def test_gradients_are_those_of_a_small_difference():
 )
 def test_dropout_is_on_with_a_key_only(config, module, widths, monkeypatch):
     """Check that it stands on the vectors, between the layers and before the output."""
-    seen = []
+    seen, params = [], parameters(config)  # whose initialisation calls it too
     monkeypatch.setattr(module, "dropout", lambda x, rate, key: seen.append((x.shape, key)) or x)
     model = build(dataclasses.replace(config, dropout=0.3))
-    apply = partial(model.apply, {"params": parameters(config)}, draw_tokens())
+    apply = partial(model.apply, {"params": params}, draw_tokens())
     for key in (None, jax.random.key(1)):
         jax.eval_shape(lambda key: apply(key=key), key)
     assert [shape[-1] for shape, _ in seen] == widths * 2
