@@ -2,7 +2,7 @@
 
     python docs/llms.py
 
-Each page stands under its part of the navigation with its title and first sentence.
+Each page is listed under its section of the navigation, with its title and first sentence.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 SUMMARY = """# transformer_jax
 
-> A small library in JAX to train, load, take apart and serve transformers: masks as values, one
-> attention function with several implementations, one immutable KV cache, training, fine-tuning and
-> published checkpoints. It was run and measured on CPUs and on one H100; its kernels for other GPUs
-> and for TPUs have not run on one.
+> Train, load, inspect and serve transformers in JAX: one attention function with masks as values,
+> an immutable KV cache, published checkpoints, and every value visible and editable. Measured on
+> CPUs and on one H100; the kernels for other GPUs and for TPUs have not run on such devices.
 
 Python 3.11 to 3.13, JAX 0.10.2 or later. Import it as `import transformer_jax as tj`; the public
-names are in [groups](reference/index.md). Code on a page runs in the tests, and the indented text
-below it is what it prints.
+names are in [groups](reference/index.md). Code on a page runs in the tests; the indented text below
+it is its output.
 """
 
 
@@ -37,7 +36,7 @@ def llms_txt() -> str:
 
 
 def line_of(page: str) -> str:
-    """Return the line of a page: its title, where it is, and its first sentence if it has one."""
+    """Return the line of a page: its title, its path and its first sentence if it has one."""
     text = re.sub(r"\A---\n.*?\n---\n", "", (DOCS / page).read_text(), flags=re.S).strip()
     title, *rest = re.split(r"\n\n+", text)
     plain = (p for p in rest if re.match(r"(?!```)[\w`*\[(]", p))
