@@ -481,7 +481,7 @@ def test_bytes_by_hand():
 def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
     with pytest.raises(ValueError, match="source_length is None: an encoder-decoder also caches"):
         cache_bytes(dataclasses.replace(SMALL, kind="encoder-decoder"), 2, 7)
-    with pytest.raises(ValueError, match="source_length is 7: kind is 'decoder'"):
+    with pytest.raises(ValueError, match="source_length is 7, but kind is 'decoder'"):
         cache_bytes(SMALL, 2, 7, source_length=7)
     with pytest.raises(ValueError, match="an encoder has no cache"):
         cache_bytes(dataclasses.replace(SMALL, kind="encoder"), 2, 7)

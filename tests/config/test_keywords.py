@@ -283,9 +283,9 @@ def test_a_flag_of_another_program_says_what_is_meant(wrong, meant):
 )
 def test_a_hook_of_transformerlens_says_its_place(hook, place, params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
-    with pytest.raises(ValueError, match=f"hook of TransformerLens is '{place}'"):
+    with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
         call(capture=(hook,))
-    with pytest.raises(ValueError, match=f"hook of TransformerLens is '{place}'"):
+    with pytest.raises(ValueError, match=f"TransformerLens hook is '{place}'"):
         call(edit={hook: lambda x: x})
     if "*" not in hook:
         assert inside.place_of_hook(CONFIG, hook) == place
@@ -307,7 +307,7 @@ def test_a_decoders_mask_that_says_nothing_of_the_future_is_refused(params):
     call = partial(tj.build(CONFIG).apply, {"params": params}, TOKENS)
     ids = np.array([[0, 0, 0, 1, 1, 1, 1]])
     for mask in (tj.Segments(ids), tj.Padding(ids == 0) | tj.Segments(ids), tj.Window(3)):
-        with pytest.raises(ValueError, match=r"takes the place of Causal\(\).*mask=Causal\(\) & "):
+        with pytest.raises(ValueError, match=r"replaces Causal\(\).*mask=Causal\(\) & "):
             call(mask=mask)
     for mask in (tj.Causal() & tj.Segments(ids), Everything() & tj.Segments(ids)):
         logits, _ = jax.eval_shape(lambda mask=mask: call(mask=mask))

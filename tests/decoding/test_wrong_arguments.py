@@ -156,7 +156,7 @@ MISTAKES = {
     ),
     "a source of a decoder": (
         lambda: tj.init_decode_state(CONFIG, params(), 1, 17, source=[[1, 2]]),
-        r"source is of shape \(1, 2\): this model reads none",
+        r"source has shape \(1, 2\): this model takes no source",
     ),
     "a dtype of what has no cache": (
         partial(tj.init_decode_state, tj.NgramConfig(), None, 1, 17, dtype="int2"),

@@ -46,7 +46,7 @@ ENTRIES = (
 )  # fmt: skip
 AT_ONCE = ("apply", "left", "prefill", "generate")
 """Ways that read each prompt in one call, and nothing after it."""
-REFUSED = re.compile("edit of .*(needs all|takes rows|sees padding)|at is .*must be in|reaches")
+REFUSED = re.compile("edit of .*(needs all|combines rows|sees padding)|at is .*must be in|reaches")
 
 
 @functools.cache

@@ -768,7 +768,10 @@ def test_a_state_without_its_source_is_refused():
         ("give either source or state", {}),
         ("give either source or state", dict(source=source, state=state)),
         ("source_valid without a source", dict(state=state, source_valid=SOURCE_VALID)),
-        (r"valid is .*: must be bool\[3, 7\], as source", dict(source=source, source_valid=source)),
+        (
+            r"valid is .*: must be bool\[3, 7\], the shape of source",
+            dict(source=source, source_valid=source),
+        ),
         (r"token 23 at \[0, 0\]: must be in 0..22", dict(source=source * 0 + SOURCE_VOCAB)),
         ("state.memory is None", dict(state=dataclasses.replace(state, memory=None))),
         ("state.memory.keys are None wide: attention needs 13", dict(state=general)),

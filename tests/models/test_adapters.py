@@ -184,13 +184,15 @@ def test_what_does_not_fit_is_said():
     config = MODELS["decoder"]
     params = init_params(config, jax.random.key(0))
     adapters = drawn(params)
-    with pytest.raises(ValueError, match="rows: must be given for several adapters"):
+    with pytest.raises(ValueError, match="rows must be passed with several adapters"):
         with_adapters(params, [adapters], LORA)
-    with pytest.raises(ValueError, match="rows: must be given for several adapters"):
+    with pytest.raises(ValueError, match="rows must be passed with several adapters"):
         with_adapters(params, adapters, LORA, jnp.zeros(3, jnp.int32))
-    with pytest.raises(ValueError, match=r"rows has shape \[2\]: must be one for each of the 3"):
+    with pytest.raises(
+        ValueError, match=r"rows has shape \[2\]: must have one entry for each of the 3"
+    ):
         logits(config, with_adapters(params, [adapters], LORA, jnp.zeros(2, jnp.int32)))
-    with pytest.raises(ValueError, match="rank 4 wants"):
+    with pytest.raises(ValueError, match="rank 4 requires"):
         with_adapters(params, adapters, LoraConfig(rank=4, targets="all-linear"))
     with pytest.raises(ValueError, match="only kernels of blocks"):
         tree = {"head": {"kernel": jnp.zeros((14, 23))}}

@@ -332,7 +332,9 @@ def test_several_adapters_of_one_expert_are_refused():
     _, params = made(Experts(count=4, top_k=2))
     lora = LoraConfig(rank=2, targets=("up",))
     several = [init_lora(params, lora, jax.random.key(i)) for i in range(2)]
-    with pytest.raises(ValueError, match="feed_forward/up: experts have one adapter each"):
+    with pytest.raises(
+        ValueError, match="feed_forward/up: an expert can only have a single adapter"
+    ):
         with_adapters(params, several, lora, rows=jnp.array([0, 1]))
 
 

@@ -140,19 +140,27 @@ def test_arguments_that_do_not_fit_the_model_are_refused():
     encoder = ModelConfig(**LAYERS, kind="encoder")
     tagger = RecurrentConfig(**SIZES, bidirectional=True)
     for config, arguments, said in (
-        (encoder, {}, "kind is 'encoder': it writes no tokens"),
+        (encoder, {}, "kind is 'encoder': it does not generate tokens"),
         (tagger, {}, "bidirectional is True: a model that reads both ends has no state"),
-        (CONFIGS["translator"], {}, "source is None: this model reads a source first"),
-        (CONFIGS["encoder-decoder"], {}, "source is None: this model reads a source first"),
-        (CONFIGS["decoder"], dict(source=SOURCE), r"source is of shape \(2, 5\): .* reads none"),
-        (CONFIGS["window"], dict(source=SOURCE), r"source is of shape \(2, 5\): .* reads none"),
-        (CONFIGS["rnn"], dict(source_valid=SOURCE_VALID), "source_valid is given without a source"),
-        (CONFIGS["translator"], dict(source=SOURCE[:1]), "source has 1 rows: batch is 2"),
+        (CONFIGS["translator"], {}, "source is None: this model requires a source"),
+        (CONFIGS["encoder-decoder"], {}, "source is None: this model requires a source"),
+        (
+            CONFIGS["decoder"],
+            dict(source=SOURCE),
+            r"source has shape \(2, 5\): this model takes no source",
+        ),
+        (
+            CONFIGS["window"],
+            dict(source=SOURCE),
+            r"source has shape \(2, 5\): this model takes no source",
+        ),
+        (CONFIGS["rnn"], dict(source_valid=SOURCE_VALID), "source_valid requires a source"),
+        (CONFIGS["translator"], dict(source=SOURCE[:1]), "source has 1 rows, but batch is 2"),
         (CONFIGS["rnn"], dict(dtype=jnp.int8), "dtype is int8: a RecurrentConfig has no cache"),
         (
             CONFIGS["encoder-decoder"],
             dict(source=SOURCE, source_valid=SOURCE),
-            r"valid is int32\[2, 5\]: must be bool\[2, 5\], as source are",
+            r"valid is int32\[2, 5\]: must be bool\[2, 5\], the shape of source",
         ),
     ):
         with pytest.raises(ValueError, match=said):

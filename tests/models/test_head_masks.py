@@ -173,13 +173,17 @@ def test_without_a_mask_nothing_is_multiplied():
     ("place", "mask", "said"),
     [
         (OWN, np.ones(2, np.float32), r"by is float32\[2\]: block_\*/attention/heads has 3 heads"),
-        (OWN, np.ones((3, 3), np.float32), r"values for 3 blocks: block_\*/attention/heads has 2"),
+        (
+            OWN,
+            np.ones((3, 3), np.float32),
+            r"values for 3 blocks: block_\*/attention/heads matches 2",
+        ),
         (OWN, np.ones((2, 2), np.float32), r"by is float32\[2, 2\]: .* has 3 heads"),
         (OWN, np.ones(3, np.int32), r"by is int32\[3\]: must be floats"),
         (OWN, [1.0, 1.0, 1.0], "by is a list: must be floats"),
         ("block_0/attention/heads", np.ones((2, 3), np.float32), r"float32\[2, 3\]: must be float"),
         (CROSS, np.ones(2, np.float32), "block_.*/cross_attention/heads has 3 heads"),
-        (SOURCE, np.ones((1, 3), np.float32), "values for 1 blocks: encoder/block_.* has 2"),
+        (SOURCE, np.ones((1, 3), np.float32), "values for 1 blocks: encoder/block_.* matches 2"),
         ("block_*/residual", np.ones(3, np.float32), r"block_\*/residual has no heads"),
     ],
 )

@@ -297,8 +297,11 @@ def test_contradicting_arguments_are_refused(rng):
     config, x, params = prepared(dict(inputs=PATCHES), rng)
     ids = np.zeros((2, 7), np.int32)
     for more, said in (
-        ({}, r"inputs is Patches\(.*there are no logits of tokens"),
-        (dict(method="encode", segments=ids), "segments with Patches: give each of them a row"),
+        ({}, r"inputs is Patches\(.*such a model has no token logits"),
+        (
+            dict(method="encode", segments=ids),
+            "segments with Patches are not supported: use one row",
+        ),
         (dict(method="encode", positions=ids[:, 1:]), r"positions \(2, 6\) and tokens \(2, 7\)"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -434,7 +434,7 @@ def test_queries_and_keys_are_normalised_with_the_configs_eps(rng, key, offset):
     def keys_and_weights(params):
         visit = Visit(["attention/weights"])
         layer.apply({"params": params}, x, BlockInputs(), visit=visit)
-        keys, _ = layer.apply({"params": params}, x, None, method="keys_values")
+        keys, _ = layer.apply({"params": params}, x, method="cross_keys_values")
         return keys, visit.captured["attention/weights"]
 
     keys, weights = keys_and_weights(params)

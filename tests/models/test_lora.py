@@ -235,7 +235,7 @@ def test_what_does_not_fit_the_parameters_is_refused(params):
     adapters = trained(params)
     with pytest.raises(ValueError, match="decoder/block_0: the parameters have no such module"):
         apply_lora(jax.eval_shape(stack_layers, params), adapters, ALL)
-    with pytest.raises(ValueError, match=r"block_0/attention/key: a \(14, 3\) and b \(3, 12\)"):
+    with pytest.raises(ValueError, match=r"block_0/attention/key has a \(14, 3\) and b \(3, 12\)"):
         apply_lora(params, adapters, dataclasses.replace(ALL, rank=2))
     wrong = {"decoder": {"norm": {"a": np.ones((2, 3)), "b": np.ones((3, 2))}}}
     with pytest.raises(ValueError, match="decoder/norm: the parameters have no kernel"):

@@ -461,7 +461,7 @@ def test_what_generation_captures_is_what_the_full_pass_does():
         (dict(capture=("block_2/residual",)), "no place is named 'block_2/residual', nearest"),
         (dict(capture=("block_*/heads",)), r"no place is named 'block_\*/heads'"),
         (dict(capture="logits"), r"capture is 'logits': must be names of places, \('logits',\)"),
-        (dict(capture=(3,)), "3 is no name of a place"),
+        (dict(capture=(3,)), "3 is not the name of a place"),
         (dict(edit={"block_0/residal": tilted}), "nearest: block_0/residual"),
         (dict(edit={"logits": 3.0}), r"edit\['logits'\] is 3.0: must be a function"),
         (dict(edit=[tilted]), "edit is a list: must be a dict"),
@@ -524,7 +524,7 @@ def test_places_of_an_encoder_need_a_source():
     variables = {"params": params_of("encoder-decoder")}
     state = build(config).apply(variables, draw(S, 5), capacity=T, method="init_cache")
     for asked in (dict(capture=("encoder/embedding",)), dict(edit={"encoder/embedding": tilted})):
-        with pytest.raises(ValueError, match="encoder/embedding with a cache: it has already read"):
+        with pytest.raises(ValueError, match="encoder/embedding with a cache: its source was read"):
             build(config).apply(variables, draw(T), cache=state, **asked)
 
 

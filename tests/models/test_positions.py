@@ -223,7 +223,9 @@ def test_longrope_counts_its_factors(length, count):
         scaling="longrope", original_len=97, length=length, short_factors=factors,
         long_factors=factors,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=f"{count} factors of longrope: head_dim makes 5 pairs"):
+    with pytest.raises(
+        ValueError, match=f"longrope has {count} factors: must be one for each of the 5"
+    ):
         pos.rope_frequencies(config, H)
 
 

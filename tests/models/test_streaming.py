@@ -244,7 +244,7 @@ def test_a_ring_keeps_its_sinks_beside_the_window(rng):
             y, state = layer_step("none", state, *arrays, window=window)
             out.append(y)
         assert_near(np.concatenate(out, axis=1), want, STREAMED)
-    with pytest.raises(ValueError, match="capacity is 7 beside 3 sinks: must be at least window, "):
+    with pytest.raises(ValueError, match="capacity is 7 without 3 sinks: must be at least window"):
         stream_attention(kv.init(1, 10, KV_HEADS, DIM, VALUE, sinks=3), query, key, value, window=8)
 
 
@@ -590,12 +590,12 @@ def test_a_decoder_too_ends_by_name_or_in_nan(rng):
 @pytest.mark.parametrize(
     ("change", "sizes", "said"),
     [
-        (dict(window=None), (FRAME,), "window is None: an endless input needs a window"),
-        (dict(kind="encoder"), (FRAME,), "kind is 'encoder': a StreamingEncoder is a causal stack"),
-        (dict(positions="learned"), (FRAME,), "positions is Learned(): a table ends"),
+        (dict(window=None), (FRAME,), "window is None: streaming requires a window"),
+        (dict(kind="encoder"), (FRAME,), "kind is 'encoder': must be 'decoder', since a"),
+        (dict(positions="learned"), (FRAME,), "positions is Learned(): a stream outgrows"),
         (dict(scale_embeddings=True), (FRAME,),
-         "scale_embeddings is True: frames have no token table"),
-        (dict(logit_bias=True), (FRAME,), "logit_bias is True: frames"),
+         "scale_embeddings is True: not applicable, since frames have no"),
+        (dict(logit_bias=True), (FRAME,), "logit_bias is True: not applicable"),
         ({}, (0,), "frame_dim is 0: must be an integer of at least 1"),
         ({}, (FRAME, 51), "chunk is 51: must be from 1 to window, 50"),
         ({}, (FRAME, 0), "chunk is 0: must be an integer of at least 1"),
@@ -624,7 +624,7 @@ FRAMES = np.zeros((2, 3, FRAME), np.float32)
         (FRAMES, dict(positions=np.zeros((2, 4), np.int32)), "positions are int32[2, 4]: must"),
         (FRAMES, dict(positions=np.zeros((2, 3), np.float32)),
          "positions are float32[2, 3]: must be integers"),
-        (FRAMES, dict(cache=3), "frames have 2 rows, the cache 3"),
+        (FRAMES, dict(cache=3), "frames have 2 rows, but the cache has 3"),
         (FRAMES, dict(cache=(2, 49)), "capacity is 49: must be at least window, 50"),
     ],
     ids=lambda x: str(x)[:24] if isinstance(x, str) else "",
@@ -646,7 +646,7 @@ def test_frames_that_do_not_fit_are_refused(frames, more, said):
         (None, dict(), "window is None without a state"),
         ((2, 50), dict(window=51), "capacity is 50: must be at least window, 51"),
         ((2, 50), dict(window=0), "window is 0: must be at least 1"),
-        ((3, 50), dict(), "query has 2 rows, the state 3"),
+        ((3, 50), dict(), "query has 2 rows, but the state has 3"),
         ((2, 50), dict(bias=np.zeros((1, 1, 7, 7), np.float32)), "bias is a "),
         ((2, 50), dict(positions=np.zeros((2, 6), np.int32)), "positions are int32[2, 6]: must"),
         ((2, 50), dict(positions=np.zeros((2, 7), np.float32)), "positions are float32[2, 7]: mus"),
@@ -722,13 +722,13 @@ def test_what_cannot_be_moved_back_is_refused():
         return rebase_cache(ring(model, **sizes), model.config, multiple=multiple)
 
     for move, said in (
-        (partial(moved, absolute), r"positions is Sinusoidal\(\): they are absolute"),
-        (partial(moved, turned, capacity=49), "capacity is 49, window 50: not a ring"),
+        (partial(moved, absolute), r"positions is Sinusoidal\(\): absolute positions"),
+        (partial(moved, turned, capacity=49), "capacity is 49: must be at least window, 50"),
         (partial(moved, turned, multiple=0), "multiple is 0"),
         (lambda: rebase_state(kv.init(1, 3, 1, 4, dtype=jnp.int8), Rope()),
          "keys are int8: must be floating"),
         (lambda: rebase_state(kv.init(1, 7, 1, 4, sinks=2)),
-         "sinks is 2: sinks stay where they are"),
+         "sinks is 2: must be 0, since positions of sinks are fixed"),
         (lambda: chunk_mask(0, 3), "chunk is 0: must be an integer of at least 1"),
         (lambda: chunk_mask(2, 3, -1), "sinks is -1: must be an integer of at least 0"),
     ):  # fmt: skip
@@ -750,5 +750,5 @@ def test_low_precision_streams_in_its_own_dtype(rng):
 def test_rngs_of_a_streaming_encoder_are_refused(rng):
     model, frames = encoder("half"), draw(rng, ROWS, 3, FRAME)
     variables = {"params": parameters(model, frames)}
-    with pytest.raises(ValueError, match="rngs has 'dropout': dropout takes its key"):
+    with pytest.raises(ValueError, match="rngs has 'dropout': pass the dropout key"):
         model.apply(variables, frames, rngs={"dropout": jax.random.key(0)})

@@ -105,7 +105,9 @@ def test_a_name_that_no_config_has_is_refused_wherever_it_stands(config):
     for parent in sorted(parents):
         added = {**own, (*parent, "a"): jax.ShapeDtypeStruct((1, 2), np.float32)}
         path = "/".join((*parent, "a"))
-        with pytest.raises(ValueError, match=rf"^parameters have {path}, the config has no place"):
+        with pytest.raises(
+            ValueError, match=rf"^parameters have {path}, which the config does not use"
+        ):
             jax.eval_shape(run, unflatten_dict(added))
 
 

@@ -938,8 +938,8 @@ def test_contradicting_arguments_are_refused(rng):
     for more, said in (
         (dict(positions=ids[:, :2]), r"positions \(2, 2\) and tokens \(2, 3\)"),
         (dict(segments=ids[:1]), r"segments \(1, 3\) and tokens \(2, 3\)"),
-        (dict(segments=ids, positions=ids), "positions with segments: .* start at 0; leave "
-         "positions out, or give each document"),
+        (dict(segments=ids, positions=ids), "positions with segments: .* start at 0; omit "
+         "positions, or use one row per document"),
         (dict(segments=ids, cache=init_cache(SMALL, 2, 5)), "segments with a cache"),
         (dict(at=np.zeros((2, 1))), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
         (dict(at=ids[:1]), r"at is \w+\[.*\]: must be integers \[2, Q\]"),
@@ -948,7 +948,7 @@ def test_contradicting_arguments_are_refused(rng):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             build(SMALL).apply({"params": params}, tokens, **more)
-    with pytest.raises(ValueError, match="types are given, but type_vocab_size is None"):
+    with pytest.raises(ValueError, match="types were passed, but type_vocab_size is None"):
         build(small(kind="encoder")).apply({"params": {}}, tokens, types=ids)
 
 
@@ -960,7 +960,7 @@ def test_a_dropout_key_in_rngs_is_refused_and_says_what_to_pass(kind, rng, key):
     model, tokens = build(config), random_tokens(rng, 2, 3)
     params = init_params(config, key)
     more = {"source": tokens} if kind == "encoder-decoder" else {}
-    said = r"rngs has 'dropout': dropout takes its key as an argument: model.apply\(.*, key=key\)"
+    said = r"rngs has 'dropout': pass the dropout key as an argument: model.apply\(.*, key=key\)"
     with pytest.raises(ValueError, match=said):
         model.apply({"params": params}, tokens, **more, rngs={"dropout": key})
     assert model.apply({"params": params}, tokens, **more, rngs={"params": key})[0].shape

@@ -39,8 +39,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "an expert's rows begin a block too late",
-            "begin = (ends + owned // -block)[chosen[order]]",
-            "begin = (ends + owned // -block)[chosen[order]] + 1",
+            "begin = (ends + sizes // -block)[chosen[order]]",
+            "begin = (ends + sizes // -block)[chosen[order]] + 1",
             "models/test_experts.py::test_rows_meet_their_expert_however_many_each_has",
         ),
         (
@@ -609,7 +609,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a scan carries what its last block captured",
-            "jnp.where(layer == int(at[1]), captured[at[2]], kept[name])",
+            "jnp.where(layer == int(at[1]), captured[at[2]], sparse[name])",
             "captured[at[2]]",
             "models/test_places.py::test_a_scan_returns_the_blocks_that_are_asked_for",
         ),
@@ -736,7 +736,7 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/models/streaming.py",
         (
             "a row of padding counts as beside its chunk",
-            "(first % self.chunk != 0) & (places_of >= 0).any(axis=1)",
+            "(first % self.chunk != 0) & (p >= 0).any(axis=1)",
             "first % self.chunk != 0",
             "models/test_streaming.py::test_a_row_of_padding_alone_is_at_no_place_in_a_chunk",
         ),

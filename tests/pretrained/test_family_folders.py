@@ -595,7 +595,7 @@ def test_narrow_embeddings_give_no_logits_without_the_head(rng):
     config = read(ELECTRA)
     tokens, params = rng.integers(0, 29, (1, 3)), drawn(config)
     assert "logits" not in places(config)
-    with pytest.raises(ValueError, match="embedding_dim is 5: there are no logits of tokens"):
+    with pytest.raises(ValueError, match="embedding_dim is 5: such a model has no token logits"):
         build(config).apply({"params": params}, tokens)
     with pytest.raises(ValueError, match="logit_lens: embedding_dim is 5: such an encoder has no"):
         logit_lens(build(config), params, tokens)

@@ -126,7 +126,7 @@ def test_the_encoder_shows_what_it_encodes():
     )
     hidden_keys = np.broadcast_to(~real[:, None, None], weights.shape)
     assert (weights[hidden_keys] == 0).all()
-    with pytest.raises(ValueError, match="embedding of a source: encode reads no target"):
+    with pytest.raises(ValueError, match="encode cannot capture embedding: it reads no target"):
         model.apply(variables, *given[0], **given[1], method="encode", capture=("embedding",))
 
 

@@ -313,7 +313,7 @@ def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
         ),
         "evaluate": lambda: plain().edited(edit).evaluate(file, context=7),
     }  # fmt: skip
-    with pytest.raises(ValueError, match="edit of block_0/residual takes rows together"):
+    with pytest.raises(ValueError, match="edit of block_0/residual combines rows"):
         calls[name]()
 
 

@@ -144,7 +144,7 @@ def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
 def test_an_edit_of_all_tokens_is_refused_where_a_text_is_cut():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
-    with pytest.raises(ValueError, match="needs all tokens of a sequence, and this call reads"):
+    with pytest.raises(ValueError, match="needs all tokens of a sequence, but this call reads"):
         score_requests(plain().edited(edit), [ScoringRequest(ids, ids[:5])], 4)
 
 

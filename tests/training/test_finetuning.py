@@ -213,7 +213,7 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
         r"lora.trained has 'decoder': .*/kernel has an adapter": dataclasses.replace(
             LORA, trained=("decoder",)
         ),
-        r"lora.trained has 'haed': no parameter begins so": dataclasses.replace(
+        r"lora.trained has 'haed': no parameter has this prefix": dataclasses.replace(
             LORA, trained=("haed",)
         ),
     }

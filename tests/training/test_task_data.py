@@ -428,7 +428,7 @@ def test_a_masked_model_of_a_classifier_leaves_its_head_out():
     params = {"encoder": {"w": jnp.ones(2)}, "classifier": {"kernel": jnp.ones((2, 3))}}
     found, lines = merged({"encoder": {"w": jnp.zeros(2)}}, params)
     assert found["encoder"]["w"].tolist() == [1, 1]
-    assert lines == ["parameters that the new model has not: classifier/kernel"]
+    assert lines == ["parameters that the new model lacks: classifier/kernel"]
 
 
 def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():

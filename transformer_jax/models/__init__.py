@@ -1,10 +1,9 @@
-"""Build transformers as thin Flax modules over pure functions.
+"""Transformers as thin flax modules over pure functions.
 
-`functional` holds arithmetic without parameters, `ops` the same as devices are fast at it, `layers`
-small modules, `block` attention with its projections and a block, `stack` all blocks, and
-`transformer`, `encoder_decoder` and `streaming` the models, which `factory` makes. The names of
-recurrent and other models are those of `transformer_jax.lectures`.
-Attention and caches are folders of their own; decoding knows a model only as a step.
+`functional` and `ops` contain arithmetic without parameters (`ops` tunes it for each platform),
+`layers` small modules, `block` attention and one block, `stack` all blocks. `transformer`,
+`encoder_decoder` and `streaming` contain the models, which `factory` builds from a config. Other
+models, such as recurrent ones, are re-exported from `transformer_jax.lectures`.
 """
 
 from transformer_jax.config.kinds import later

@@ -1,7 +1,7 @@
-"""Multiply with a kernel that has low-rank adapters: x W + s (x A) B, in two products.
+"""Products with a kernel that has low-rank adapters: x W + s (x A) B.
 
-The sum W + s A B is never made: no kernel exists twice, and none gets a gradient unless it is asked
-for. A batch can use several adapters of one kernel, one for each row.
+The sum W + s A B is never computed, so no kernel is stored twice, and W gets a gradient only on
+request. Each row of a batch can use a different adapter of the same kernel.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from transformer_jax.values import value_class
     kw_only=True, arrays=("base", "a", "b", "rows"), static=("scale", "dropout"), exportable=True
 )
 class AdaptedKernel:
-    """Stand in a model's parameters where a kernel stands: the kernel, and its adapters.
+    """Kernel with its adapters, which replaces the kernel in a model's parameters.
 
-    In a scanned stack all arrays lead with L.
+    In a scanned stack, all arrays have a leading axis L.
     """
 
     base: jax.Array | QuantizedKernel  # [*inputs, *outputs]
-    a: jax.Array  # f32[inputs, r], or of n adapters [n, inputs, r]
-    b: jax.Array  # f32[r, outputs], or [n, r, outputs]
-    rows: jax.Array | None = None  # i32[B]: which adapter a row of the batch uses; -1 is none
+    a: jax.Array  # f32[inputs, r], or f32[n, inputs, r] for n adapters
+    b: jax.Array  # f32[r, outputs], or f32[n, r, outputs]
+    rows: jax.Array | None = None  # i32[B]: the adapter of each row of the batch; -1 is none
     scale: float
     dropout: float = 0.0
-    """Rate of dropout on what A reads."""
+    """Dropout rate on the input of A."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the kernel."""
+        """Shape of the kernel."""
         return tuple(self.base.shape)
 
 
@@ -52,8 +52,8 @@ def product(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    Of an adapted kernel, x W + s (drop(x) A) B + b. Dropout is on where there is a key; the bits
-    are those of the key and the module's `name`.
+    An adapted kernel computes x W + s (drop(x) A) B + b. Dropout is on if there is a key; its bits
+    depend on the key and the module's `name`.
     """
     if isinstance(kernel, QuantizedKernel):
         return quantized_project(x, kernel, bias, contract)
@@ -61,12 +61,12 @@ def product(
         return project(x, kernel, bias, contract)
     y = product(x, kernel.base, bias, contract, None, name)
     if key is not None and kernel.dropout:
-        # modules that share a key draw different bits; Python's `hash` of a text differs by process
+        # modules that share a key draw different bits; `hash` of a string varies between processes
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         x = dropout(x, kernel.dropout, key)
     rows = kernel.rows
     if rows is not None and rows.shape != x.shape[:1]:
-        rule = f"must be one for each of the {x.shape[0]} rows of the batch"
+        rule = f"must have one entry for each of the {x.shape[0]} rows of the batch"
         raise ValueError(f"rows has shape {list(rows.shape)}: {rule}")
     contracted, outputs = x.shape[x.ndim - contract :], kernel.shape[contract:]
 
@@ -77,7 +77,7 @@ def product(
         if rows is None:
             y = (x @ a) @ b
         else:
-            # -1 must not count from the end; a number past the last adapter gives NaN
+            # -1 must not index the last adapter; an index past the last adapter results in NaN
             a, b = (jnp.take(part, jnp.maximum(rows, 0), axis=0, mode="fill") for part in (a, b))
             y = jnp.einsum("B...r,Bro->B...o", jnp.einsum("B...i,Bir->B...r", x, a), b)
             y = jnp.where(rows.reshape(-1, *(1,) * (y.ndim - 1)) < 0, 0, y)

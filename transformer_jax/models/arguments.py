@@ -1,4 +1,4 @@
-"""Check what a model is called with, and complete it: positions, masks, and the room of a cache."""
+"""Checks and default values of a model's arguments: tokens, positions, masks, cache capacity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformer_jax.cache.model_cache import (
 from transformer_jax.checks import check_array, check_positions
 from transformer_jax.config import Learned, ModelConfig
 from transformer_jax.config.keywords import meant, refuse_keywords
-from transformer_jax.models.editing import Edit, InCall
+from transformer_jax.models.editing import Edit, EditSpec
 from transformer_jax.models.module import Module
 from transformer_jax.models.packing import documents_of
 from transformer_jax.models.places import Edits, Visit, named_edits
@@ -43,54 +43,55 @@ from transformer_jax.values import shape_text
 
 
 class OutputTable(Protocol):
-    """Anything that computes logits of hidden states."""
+    """Object that computes logits from hidden states."""
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return [B, T, V] of [B, T, D]."""
+        """Return logits [B, T, V] of hidden states [B, T, D]."""
         ...
 
 
 class CheckedModule(Module, kw_only=True):
-    """Linen module that carries edits, and whose `apply` suggests the intended argument or method.
+    """Linen module with edits, whose `apply` suggests the right name after a typo.
 
     Attributes:
-        edits: functions by the names of places, as `edited` adds them. No parameter depends on
-            them, and a model without any equals one that was never edited.
+        edits: functions by the names of places, added by `edited`. They do not affect the
+            parameters; a model without edits equals one that was never edited.
     """
 
     edits: Edits = field(default=(), repr=False)
 
     @nn.nowrap
     def edited(self, edit: Mapping[str, Edit]) -> Self:
-        """Return the model with functions that change values inside it, after those it has.
+        """Return a copy of the model with functions that change values inside it.
 
-        All of its methods, and a step of it, compute with the changed values. A value of the source
-        is changed where the source is read: in `init_cache`, `init_state` and `init_decode_state`.
+        New edits run after existing ones. All methods of the model, and its decoding step, compute
+        with the changed values. Values of a source change when the source is read: in `init_cache`,
+        `init_state` and `init_decode_state`.
 
         Args:
-            edit: functions by the names of places (`transformer_jax.places`). `*` matches any
-                number of a block.
+            edit: dict from the name of a place (`transformer_jax.places`) to a function. `*`
+                matches any block number.
 
         Raises:
-            ValueError: if a name is that of no place, or a value is not a function.
+            ValueError: if no place has that name, or a value is not a function.
         """
         return self._with((*self.edits, *named_edits(self, edit)))
 
     @nn.nowrap
     def told(self, **known: Any) -> Self:
-        """Return the model whose edits know of its calls what `InCall.of` says."""
-        if not self.edits:  # programs are compiled again for another model
+        """Return a copy whose edits know the facts about its calls that `EditSpec.of` takes."""
+        if not self.edits:  # a different model object would cause recompilation
             return self
-        return self._with(tuple((name, InCall.of(one, **known)) for name, one in self.edits))
+        return self._with(tuple((name, EditSpec.of(one, **known)) for name, one in self.edits))
 
     def _with(self, edits: Edits) -> Self:
-        # of a bound model, the names of whose layers are taken, the scope is entered again
+        # rewind the scope of a bound model, in which the names of its layers are already taken
         scope = None if self.scope is None else self.scope.rewound()
         return self.clone(parent=scope, edits=edits)
 
     @nn.nowrap
     def __repr__(self) -> str:
-        edit = {name: told.function for name, told in self.edits}
+        edit = {name: spec.function for name, spec in self.edits}
         return super().__repr__() + (f".edited({edit})" if edit else "")
 
     @nn.nowrap
@@ -107,17 +108,17 @@ class CheckedModule(Module, kw_only=True):
         """Call a method of the model with parameters, as `flax.linen.Module.apply` does.
 
         Raises:
-            ValueError: if `variables` are not {"params": params}.
-            TypeError: if the method has no argument of a name.
+            ValueError: if `variables` is not {"params": params}.
+            TypeError: if the method has no argument of that name.
         """
         if not isinstance(variables, Mapping) or (variables and "params" not in variables):
-            given = f"a {type(variables).__name__}"
+            value = f"a {type(variables).__name__}"
             if isinstance(variables, Mapping):
-                given = f"a dict of {', '.join(map(str, variables))}"
+                value = f"a dict of {', '.join(map(str, variables))}"
             elif hasattr(variables, "shape"):
-                given = shape_text(variables)
+                value = shape_text(variables)
             rule = 'must be {"params": params}: model.apply({"params": params}, tokens)'
-            raise ValueError(f"variables is {given}: {rule}")
+            raise ValueError(f"variables is {value}: {rule}")
         called = "__call__" if method is None else method
         if isinstance(called, str):
             if (found := getattr(type(self), called, None)) is None:
@@ -128,10 +129,12 @@ class CheckedModule(Module, kw_only=True):
         if callable(called):
             named = inspect.signature(called).parameters
             every = [x for x in named.values() if x.kind is x.VAR_KEYWORD]
-            # those of `**arguments: Unpack[SomeTypedDict]` are of the encoder's
+            # a method with `**arguments: Unpack[EncodeOptions]` takes the arguments of `encode`
             options = getattr(type(self), "encode", None) if every else None
             known = {*named, *(inspect.signature(options).parameters if options else ())}
-            known -= {"capture"} if options else set()  # `encode` alone returns values of places
+            known -= (
+                {"capture"} if options else set()
+            )  # only `encode` itself returns captured values
             if not every or options:
                 unknown = {x: value for x, value in arguments.items() if x not in known}
                 refuse_keywords(called, unknown, [*known, "method"], "apply")
@@ -140,9 +143,9 @@ class CheckedModule(Module, kw_only=True):
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError unless tokens are integers [B, T], and known ones in the vocabulary.
+    """Raise ValueError unless tokens are integers [B, T] within the vocabulary.
 
-    A traced id outside the vocabulary gives NaN.
+    Traced ids are not checked here; one outside the vocabulary results in NaN.
     """
     if not hasattr(tokens, "ndim"):
         raise ValueError(f"tokens are a {type(tokens).__name__}: must be an array [B, T]")
@@ -160,21 +163,21 @@ def check_tokens(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
 
 
 def check_one(tokens: jax.Array) -> None:
-    """Raise ValueError unless there is one token a row."""
+    """Raise ValueError unless there is one token per row."""
     if tokens.ndim != 2 or tokens.shape[1] != 1:
-        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one token a row, [B, 1]")
+        raise ValueError(f"tokens have shape {tokens.shape}: attend reads one per row, [B, 1]")
 
 
 def gather_tokens(x: jax.Array, at: jax.Array) -> jax.Array:  # [B, T, D], i32[B, Q] -> [B, Q, D]
-    """Return the tokens of these indices of each row; NaN where there is no such token.
+    """Gather the tokens at the given indices of each row; an index out of range results in NaN.
 
-    ValueError where `at` is no array of integers with a row for each of x.
+    Raise ValueError unless `at` is an integer array with one row for each row of x.
     """
     if not hasattr(at, "ndim"):
         raise ValueError(f"at is a {type(at).__name__}: must be an array [B, Q]")
     if not jnp.issubdtype(at.dtype, jnp.integer) or at.ndim != 2 or at.shape[0] != x.shape[0]:
         raise ValueError(f"at is {at.dtype}{list(at.shape)}: must be integers [{x.shape[0]}, Q]")
-    # A negative index would count from the end. Out of range, it gives NaN as any wrong index.
+    # A negative index would count from the end, so move it out of range.
     index = jnp.where(at < 0, x.shape[1], at)[:, :, None]
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=jnp.nan)
 
@@ -185,8 +188,8 @@ def visited_logits(
     at: jax.Array | None,  # i32[B, Q]
     visit: Visit,
 ) -> jax.Array:  # f32[B, T, V] or [B, Q, V]
-    """Return the logits as they are edited, of `at` alone; an edit of them is told all tokens."""
-    edited = "logits" in visit.edits
+    """Return the edited logits of the tokens `at`; None is every token."""
+    edited = "logits" in visit.edits  # an edit receives the logits of all tokens
     logits = visit("logits", embed.logits(x if at is None or edited else gather_tokens(x, at)))
     if at is not None and edited:
         logits = gather_tokens(logits, at)
@@ -203,35 +206,35 @@ def positions_and_masks(
     mask: Mask | None,
     causal: bool = False,
 ) -> tuple[jax.Array, tuple[Mask | None, ...]]:
-    """Return the positions for embeddings and rotation, and a mask for each window of the config.
+    """Return the positions for embeddings and rotation, and one mask per window of the config.
 
-    The masks, one for each item of the window pattern, are `mask` with that window, the sink tokens
-    and the segments. The positions are i32[B, T] or [T]; with segments each counts from 0.
+    Each mask combines `mask` with a window of the window pattern, the sink tokens and the segments.
+    The positions are i32[B, T] or [T]; with segments, they start at 0 in each document.
     """
     positions = check_positions(shape, positions)
-    # with segments each document begins at 0, so a row may be longer than the table
+    # with segments each document starts at 0, so a row may be longer than the position table
     if isinstance(config.positions, Learned) and positions is None and segments is None:
         if known_sizes(shape[1]) and shape[1] > config.max_len:
             raise ValueError(f"{shape[1]} tokens are more than max_len {config.max_len}")
     if mask is not None and positions is None:
         check_mask(mask, shape[0], config.num_heads, shape[1], shape[1])
-    # [T] where all rows count alike: angles and tables are then made once, not for each row
+    # [T] if all rows have the same positions: angles are then computed once, not for each row
     token_positions = jnp.arange(shape[1]) if positions is None else positions
     sinks: Mask | None = None
     if config.sink_tokens:
         sinks = Prefix(np.full(1, config.sink_tokens, np.int32))  # type: ignore[arg-type]
     if segments is not None:
         if positions is not None:
-            rule = "leave positions out, or give each document a row of its own"
+            rule = "omit positions, or use one row per document"
             raise ValueError(f"positions with segments: a document's positions start at 0; {rule}")
         check_array("segments", segments, "[B, T]")
         if segments.shape != shape:
             raise ValueError(f"segments {segments.shape} and tokens {shape} differ in shape")
         same = Segments(documents_of(segments))
         mask = same if mask is None else mask & same
-        # each token's distance from the first of its run of equal ids
+        # each token's distance from the first token of its run of equal ids
         index = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-        # the first column always begins a document: its id differs from the one prepended
+        # column 0 always starts a document, since its id differs from the prepended one
         starts = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
         token_positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         if sinks is not None:
@@ -240,7 +243,7 @@ def positions_and_masks(
     for window in config.windows:
         near: Mask | None = None
         if window is not None:
-            # under a causal mask, a right edge would hide nothing and cost a comparison
+            # under a causal mask, a right edge would hide nothing but cost a comparison
             near = Window(window, None if causal else window)
             near = near if sinks is None else near | sinks
         masks.append(mask if near is None else near if mask is None else mask & near)
@@ -248,17 +251,18 @@ def positions_and_masks(
 
 
 def check_sees_past(mask: Mask) -> None:
-    """Raise ValueError for a decoder's mask that says nothing of the future, and so shows it all.
+    """Raise ValueError if a decoder's mask does not restrict future tokens at all.
 
-    It takes the place of `Causal()`. Who wants the future says so: `Everything() & ...`.
+    The mask replaces `Causal()`, so this is usually a mistake. `Everything() & ...` allows
+    attention to the future explicitly.
     """
-    silent = all(
+    unrestricted = all(
         type(node) in (Padding, Segments, And, Or)
         or (isinstance(node, Window) and node.right is None)
         for node in nodes(mask)
     )
-    if silent:
-        rule = "takes the place of Causal(), so all would see the future: mask=Causal() & ..."
+    if unrestricted:
+        rule = "replaces Causal(), so tokens would see the future: use mask=Causal() & ..."
         also = " or segments=ids" if isinstance(mask, Segments) else ""
         raise ValueError(f"mask is {mask!r}: {rule}{also}")
 
@@ -267,16 +271,16 @@ def check_cache_room(
     config: ModelConfig,
     cache: ModelCache,
     tokens: jax.Array,  # [B, T]
-    positions: jax.Array | None,  # i32[B, T]; None is after what the cache holds
-    crossed: bool = False,
+    positions: jax.Array | None,  # i32[B, T]; None follows the tokens in the cache
+    is_cross: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # i32[B, T], bool[B]
     """Return the positions of new tokens in a cache, and the rows that have no room for them.
 
-    A known position past the end is a ValueError; a traced one becomes padding, and its row's
-    result is to be NaN. A ring ends only where int32 does. ValueError, too, where the cache is not
-    this model's.
+    A known position past the end raises ValueError; a traced one becomes padding, and the caller
+    sets its row's result to NaN. A ring ends only at the limit of int32. A cache of another model
+    also raises ValueError.
     """
-    check_cache(config, cache, tokens, crossed)
+    check_cache(config, cache, tokens, is_cross)
     positions = check_positions(tokens.shape, positions)
     if positions is None:
         positions = kv.next_positions(cache.length, jnp.ones(tokens.shape, bool))
@@ -292,14 +296,14 @@ def refuse_unread(
     tokens: jax.Array,  # i32[B, T]
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T]
-    """Return the tokens, -1 in rows whose mask lets a query see keys that are not read yet.
+    """Replace tokens by -1 in rows whose mask lets a query see keys beyond this call.
 
-    Read later, those keys would be missing here: a prefix must be read in one call. ValueError
-    where that is known.
+    Those keys would be missing from the result, so a prefix must be read in one call. Raise
+    ValueError if the positions are known.
     """
     if not _looks_ahead(mask):
         return tokens
-    # in a trace jnp makes tracers of known arrays too, and nothing could be raised
+    # inside a trace, jnp turns even known arrays into tracers, and nothing could be raised
     with at_once(mask, cache.length, positions):
         end = jnp.maximum(cache.length, positions.max(axis=1) + 1)  # [B]
         unread = end[:, None] + jnp.arange(cache.capacity)[None]
@@ -309,15 +313,15 @@ def refuse_unread(
     if known is not None and known.any():
         row = int(known.argmax())
         raise ValueError(
-            f"mask is {mask!r}: in row {row} it lets a token see positions from {int(end[row])} "
-            "on, which this call does not read; read them in one call, without `chunk`"
+            f"mask is {mask!r}: in row {row} it lets a token see position {int(end[row])} or "
+            "later, which this call does not read; read them in one call, without `chunk`"
         )
     # -1 is outside the vocabulary: the logits of the row become NaN
     return jnp.where(ahead[:, None], -1, tokens)
 
 
 def _looks_ahead(mask: Mask) -> bool:
-    """Return whether a query may see a key after it, as far as the mask's structure tells."""
+    """Whether a query may see a later key, judging by the mask's structure only."""
     if isinstance(mask, And):
         return _looks_ahead(mask.left) and _looks_ahead(mask.right)
     if isinstance(mask, Or):

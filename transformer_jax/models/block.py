@@ -1,4 +1,4 @@
-"""Define one block: attention, cross-attention and feed-forward, each in a residual branch."""
+"""Transformer block: attention, cross-attention and feed-forward in residual branches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.config import ModelConfig, OwnPositions, Rope, Shaw
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.dropout import exact_rate, head_words, keep
 from transformer_jax.models import positions as pos
-from transformer_jax.models.editing import InCall
+from transformer_jax.models.editing import EditSpec
 from transformer_jax.models.experts import ExpertFeedForward
 from transformer_jax.models.functional import F32, dropout, split_key
 from transformer_jax.models.layers import (
@@ -53,7 +53,7 @@ from transformer_jax.sharding import by_compiler, split
 from transformer_jax.values import short_repr, value_class
 
 PositionBias = biases.ALiBi | biases.RelativeBias
-"""The biases of a distance that a config can ask for."""
+"""Position biases that a config can request."""
 
 LayerCache = kv.KVCache | PagedCache
 
@@ -64,10 +64,10 @@ LayerCache = kv.KVCache | PagedCache
     static=("places",),
 )
 class BlockInputs:
-    """Hold what the blocks of a stack read besides the stream, their caches and their keys."""
+    """Inputs shared by all blocks of a stack."""
 
     positions: jax.Array | None = None  # i32[B, T]: for masks and caches; None is arange(T)
-    token_positions: jax.Array | None = None  # i32[B, T] or [T]: for rotation, by document
+    token_positions: jax.Array | None = None  # i32[B, T] or [T]: for rotation, per document
     mask: Mask | None = None
     bias: PositionBias | None = None
     memory: jax.Array | None = None  # [B, S, D]: an encoder's output
@@ -76,7 +76,7 @@ class BlockInputs:
 
 
 class _Heads(NamedTuple):
-    """Hold the operands of one attention, projected and split into heads."""
+    """Operands of one attention call, projected and split into heads."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -85,19 +85,19 @@ class _Heads(NamedTuple):
     bias: PositionBias | None
     q_positions: jax.Array | None  # i32[B, T]; None is arange(T)
     k_positions: jax.Array | None  # i32[B, S]; None is arange(S)
-    k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
-    v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
-    block_table: jax.Array | None = None  # i32[B, M] where k, v and scales are [P, page, ..]
+    k_scale: jax.Array | None = None  # f32[B, S, K] if k is int8
+    v_scale: jax.Array | None = None  # f32[B, S, K] if v is int8
+    block_table: jax.Array | None = None  # i32[B, M] if k, v and scales are [P, page, ..]
 
     def known_positions(self) -> tuple[jax.Array, jax.Array]:
-        """Return the positions of queries and keys, arange where none are given."""
+        """Return the positions of queries and keys, with None replaced by arange."""
         q, k = self.q_positions, self.k_positions
         q = jnp.arange(self.q.shape[1]) if q is None else q
         return q, jnp.arange(self.k.shape[1]) if k is None else k
 
 
 def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Return weights [B, N, T, S] without those that `dot_product_attention` leaves out."""
+    """Drop from weights [B, N, T, S] those that `dot_product_attention` would drop."""
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return weights
 
@@ -112,7 +112,7 @@ def _drop_as_kernels(weights: jax.Array, rate: float, key: jax.Array | None) -> 
 
 
 class Attention(Module):
-    """Multi-head attention with MHA, GQA or MQA heads, to x itself or to an encoder's output.
+    """Self- or cross-attention with multi-head, grouped-query or multi-query heads.
 
     out = W_o concat_n softmax(scale q_n k_g^T + bias) v_g, with key head g = n // G of query head n
     (Vaswani et al. 2017, 3.2; Ainslie et al. 2023).
@@ -121,11 +121,11 @@ class Attention(Module):
     config: ModelConfig
     cross: bool = False
     depth: int | None = None
-    """Blocks of the stack it stands in; None is num_layers."""
+    """Number of blocks in the stack; None is num_layers."""
     window: int | None = None
-    """The window that its mask has, by which a cache knows what new tokens still see."""
+    """Window of the mask; a cache uses it to decide which keys new tokens still see."""
     number: int | None = None
-    """The number of its block in a loop, counted from 0."""
+    """Index of the block in a looped stack."""
 
     def setup(self) -> None:
         cfg = self.config
@@ -146,34 +146,31 @@ class Attention(Module):
                 setattr(self, name, norm_scale(self, name, cfg, *shape))
         if cfg.attention_sinks:
             self.sinks = parameter(self, "sinks", nn.initializers.zeros, (cfg.num_heads,))
-        # attention to an encoder's output knows no distances
+        # cross-attention has no notion of distance
         order = None if self.cross else cfg.positions
         self.rope = order.in_layer(self.window, self.number) if isinstance(order, Rope) else None
-        self.own = order if isinstance(order, OwnPositions) else None
+        self.custom = order if isinstance(order, OwnPositions) else None
         self.shaw = order if isinstance(order, Shaw) else None
         if self.shaw is not None:
-            # a vector for each distance from -max to max, to which others are clipped
+            # one vector per distance from -max to max; larger distances are clipped
             rows, std = 2 * self.shaw.max_distance + 1, nn.initializers.normal(cfg.init_std)
             self.shaw_key = parameter(self, "shaw_key", std, (rows, cfg.key_dim))
             self.shaw_value = parameter(self, "shaw_value", std, (rows, cfg.value_dim))
         refuse_surplus(self)
 
-    def keys_values(
-        self,
-        x: jax.Array,  # [B, S, D]
-        token_positions: jax.Array | None,  # i32[B, S] or [S], for the rotation
-        key: jax.Array | None = None,
+    def cross_keys_values(
+        self, memory: jax.Array, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-        """Project keys, normalised and rotated as they are cached, and values."""
-        return self._compared(self.key(x, key), "key", token_positions), self.value(x, key)
+        """Return the keys and values of a memory [B, S, D]."""
+        return self._normed_rotated(self.key(memory, key), "key", None), self.value(memory, key)
 
-    def _compared(
+    def _normed_rotated(
         self,
         x: jax.Array,  # [B, T, N, H]
         name: Literal["query", "key"],
         positions: jax.Array | None,  # i32[B, T] or [T]
     ) -> jax.Array:  # [B, T, N, H]
-        """Return queries or keys as they are compared: after `qk_norm`, and rotated."""
+        """Apply `qk_norm` and the rotation to queries or keys."""
         cfg = self.config
         if cfg.qk_norm:
             scale = self.query_scale if name == "query" else self.key_scale
@@ -182,29 +179,29 @@ class Attention(Module):
             if cfg.qk_norm_over == "head":
                 x = norm(x, scale)
             elif cfg.qk_norm_over == "own_head":
-                # a norm multiplies by one scale, and each head has its own (Cohere)
+                # Cohere: each head has its own scale, which `norm` cannot apply
                 x = (norm(x.astype(F32)) * scale[None, None]).astype(x.dtype)
             else:
-                # OLMo 2 normalises all heads together, before they are split
+                # OLMo 2 normalises all heads together, before splitting them
                 x = norm(rearrange(x, "B T N H -> B T (N H)"), scale).reshape(x.shape)
         if self.rope is not None:
             assert positions is not None
             return pos.apply_rope(x, positions, self.rope)
-        if self.own is None:
+        if self.custom is None:
             return x
         assert positions is not None
-        rotated = self.own.rotate(x, pos.in_rows(positions))
+        rotated = self.custom.rotate(x, pos.in_rows(positions))
         if rotated is None:
             return x
         if rotated.shape != x.shape:
-            rule = f"must be that of x, {x.shape}"
+            rule = f"must be the shape of x, {x.shape}"
             raise ValueError(f"positions.rotate returns shape {rotated.shape}: {rule}")
         return rotated.astype(x.dtype)
 
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        given: BlockInputs,
+        inputs: BlockInputs,
         *,
         cache: LayerCache | None = None,
         cross_cache: kv.KVCache | None = None,
@@ -212,70 +209,64 @@ class Attention(Module):
         visit: Visit | None = None,
         projected: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attend to x itself, through `cache` if given, or to the keys of a `cross_cache`.
+        """Attend to x itself, through `cache` if there is one, or to the keys of a `cross_cache`.
 
-        Return the output [B, T, D] and the updated cache; of queries, keys and values that are
-        `projected` by somebody else, what each head gives, [B, T, N, Hv].
+        Return the output [B, T, D] and the updated cache. If a custom block passes its `projected`
+        queries, keys and values, return the output of each head instead, [B, T, N, Hv].
         """
         cfg = self.config
         visit = Visit() if visit is None else visit
         at = "cross_attention" if self.cross else "attention"
-        # weights are only computed if somebody asks: the kernels never hold them in memory
-        asked, edited = f"{at}/weights" in visit.asked, f"{at}/weights" in visit.edits
+        # the fused kernels never materialise the weights, so compute them only on request
+        requested, edited = f"{at}/weights" in visit.requested, f"{at}/weights" in visit.edits
 
         q = self.query(x, key) if projected is None else projected[0]
-        q = self._compared(q, "query", given.token_positions)
+        q = self._normed_rotated(q, "query", inputs.token_positions)
         if cross_cache is None:
-            if projected is None:
-                k, v = self.keys_values(x, given.token_positions, key)
-            else:
-                k, v = self._compared(projected[1], "key", given.token_positions), projected[2]
-            heads = _Heads(q, k, v, given.mask, given.bias, given.positions, given.positions)
-        else:
-            k, v = cross_cache.k, cross_cache.v
-            # The whole source is visible. Its padding has negative positions, which no query sees.
-            heads = _Heads(q, k, v, None, None, given.positions, cross_cache.positions)
-        heads = heads._replace(
-            q=visit(f"{at}/query", heads.q),
-            k=visit(f"{at}/key", heads.k),
-            v=visit(f"{at}/value", heads.v),
-        )
+            k, v = (self.key(x, key), self.value(x, key)) if projected is None else projected[1:]
+            k = self._normed_rotated(k, "key", inputs.token_positions)
+            mask, bias, k_positions = inputs.mask, inputs.bias, inputs.positions
+        else:  # the whole source is visible except its padding, which has negative positions
+            k, v, k_positions = cross_cache.k, cross_cache.v, cross_cache.positions
+            mask = bias = None
+        q, k, v = visit(f"{at}/query", q), visit(f"{at}/key", k), visit(f"{at}/value", v)
+        heads = _Heads(q, k, v, mask, bias, inputs.positions, k_positions)
         if cache is not None:
-            cache, heads = self._through(cache, heads, as_stored=not asked)
-        if f"{at}/key_positions" in visit.asked:
-            places = jnp.asarray(heads.known_positions()[1], jnp.int32)
-            places = jnp.broadcast_to(places, (x.shape[0], places.shape[-1]))
-            visit(f"{at}/key_positions", places)
-        if asked:
+            cache, heads = self._update_cache(cache, heads, as_stored=not requested)
+        if f"{at}/key_positions" in visit.requested:
+            k_positions = jnp.asarray(heads.known_positions()[1], jnp.int32)
+            k_positions = jnp.broadcast_to(k_positions, (x.shape[0], k_positions.shape[-1]))
+            visit(f"{at}/key_positions", k_positions)
+        if requested:
             weights = self._weights(heads)
-            if heads.q_positions is not None:  # a padding token has none
+            if heads.q_positions is not None:  # a padding query has no weights
                 weights = jnp.where(heads.q_positions[:, None, :, None] >= 0, weights, 0.0)
             weights = visit(f"{at}/weights", weights)
-        if edited and cache is not None:  # no token stands in an empty slot, so it has no weight
+        if edited and cache is not None:  # an edit must not give weight to an empty slot
             assert heads.k_positions is not None
             wrong = (weights != 0) & (heads.k_positions < 0)[:, None, None]
             weights = jnp.where(wrong.any(axis=-1, keepdims=True), jnp.nan, weights)
         if edited:
-            # an edit must not change which weights dropout removes
+            # dropout must remove the same weights as without an edit
             drop = _drop_as_kernels if self.shaw is None else dropout
             out = self._average(drop(weights, cfg.attention_dropout, key), heads)
         else:
-            # "attention" recomputes the scores alone: queries, keys and values are kept
+            # "attention" recomputes only the scores: queries, keys and values are saved
             attend = jax.checkpoint(self._attend) if cfg.remat == "attention" else self._attend
             out = attend(heads, key)
         out = visit(f"{at}/heads", out)
         return out if projected is not None else visit(f"{at}/output", self.out(out, key)), cache
 
-    def _through(
+    def _update_cache(
         self, cache: LayerCache, heads: _Heads, *, as_stored: bool
     ) -> tuple[LayerCache, _Heads]:
-        """Write new keys and values into the cache, and return the heads with all that it holds.
+        """Write new keys and values, and return the cache and heads with all cached keys.
 
-        With `as_stored`, int8 and pages are left to attention as they lie.
+        With `as_stored`, int8 values and pages are passed to attention in their stored form.
         """
         cfg, dtype = self.config, heads.k.dtype
         assert heads.q_positions is not None
-        # Shaw's scores and weights that are captured are computed from plain arrays
+        # Shaw's scores and captured weights are computed from plain arrays
         as_stored = as_stored and self.shaw is None
         seen: LayerCache
         block_table = None
@@ -288,8 +279,7 @@ class Attention(Module):
             else:
                 seen = paged_cache.gather_pages(cache)
         else:
-            found = kv.extend_held(cache, heads.k, heads.v, heads.q_positions, self.window)
-            cache, seen = found
+            cache, seen = kv.extend_held(cache, heads.k, heads.v, heads.q_positions, self.window)
             k_positions = seen.positions
         if seen.k_scale is not None and as_stored:
             k, v, scales = seen.k, seen.v, (seen.k_scale, seen.v_scale)
@@ -306,7 +296,7 @@ class Attention(Module):
         return cache, heads
 
     def _attend(self, heads: _Heads, key: jax.Array | None) -> jax.Array:  # [B, T, N, Hv]
-        """Return what each head gives; with Shaw's distances, of weights that materialise."""
+        """Return the output of each head. Shaw positions materialise the attention weights."""
         cfg = self.config
         if self.shaw is not None:
             weights = dropout(self._weights(heads), cfg.attention_dropout, key)
@@ -331,8 +321,9 @@ class Attention(Module):
         )
 
     def _average(self, weights: jax.Array, heads: _Heads) -> jax.Array:
-        """Return the values' averages by weights: f32[B, N, T, S] to [B, T, N, Hv]."""
-        finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)  # 0 * NaN would be NaN
+        """Return the weighted averages of the values: f32[B, N, T, S] -> [B, T, N, Hv]."""
+        # zero non-finite values, since 0 * NaN would be NaN
+        finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
         v = jnp.where(finite, heads.v, 0)
 
         def average(
@@ -357,13 +348,13 @@ class Attention(Module):
         """Return the softmax, before dropout; NaN in the row of a query that sees NaN or inf."""
         cfg, bias = self.config, heads.bias
         finite = jnp.isfinite(heads.v).all(axis=-1, keepdims=True)
-        # A kernel's output is NaN in the row of a query that sees a value that is not finite.
-        # The weights alone would hide it, since they do not read the values.
+        # The kernels return NaN for a query that sees a non-finite value. Weights do not depend on
+        # the values, so mark such keys.
         k = jnp.where(finite, heads.k, jnp.nan)
         q_positions, k_positions = heads.q_positions, heads.k_positions
         if self.shaw is not None:
             q_positions, k_positions = heads.known_positions()
-            # Shaw's term is scaled as q.k is, q (k + a) / sqrt(H); a bias is added unscaled
+            # Shaw's term is scaled like q.k: q (k + a) / sqrt(H). A bias is added unscaled.
             scale = cfg.key_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
             shaw = pos.shaw_scores(heads.q, self.shaw_key, q_positions, k_positions)
             bias = scale * shaw  # type: ignore[assignment]
@@ -384,14 +375,14 @@ class Attention(Module):
 @short_repr
 @dataclass
 class OwnCall:
-    """What `OwnBlock.run` is called with beside its parameters and the stream.
+    """Helper methods and state that `OwnBlock.run` receives for one call of the block.
 
     Attributes:
-        layer: how many blocks come before; traced in a scanned stack.
+        layer: index of the block; traced in a scanned stack.
     """
 
     attention: Attention
-    given: BlockInputs
+    inputs: BlockInputs
     cache: LayerCache | None
     visit: Visit
     keys: Sequence[jax.Array | None]
@@ -406,21 +397,19 @@ class OwnCall:
         k: jax.Array,  # [B, T, K, H]
         v: jax.Array,  # [B, T, K, Hv]
     ) -> jax.Array:  # [B, T, N, Hv]
-        """Return what each head gives, by the config's positions, mask and implementation.
+        """Return the output of each head, with the config's positions, mask and implementation.
 
-        Earlier tokens are read from the cache, and these are written to it. ValueError where it is
-        called again, or the shapes are not the config's.
+        Reads earlier tokens from the cache and writes these tokens to it. A second call raises
+        ValueError, and so do shapes other than the config's.
 
         Args:
-            q: [B, T, N, H], not yet rotated.
-            k: [B, T, K, H], not yet rotated.
+            q: [B, T, N, H], before rotation.
+            k: [B, T, K, H], before rotation.
             v: [B, T, K, Hv].
         """
         cfg = self.attention.config
         if self.attended:
-            raise ValueError(
-                "attend is called twice in a block, whose cache keeps the keys of one call"
-            )
+            raise ValueError("attend was called twice: a block caches the keys of a single call")
         lead, dtype = self.stream.shape[:2], self.stream.dtype
         sizes = {
             "q": (cfg.num_heads, cfg.key_dim),
@@ -429,61 +418,67 @@ class OwnCall:
         }
         for (name, size), x in zip(sizes.items(), (q, k, v), strict=True):
             if x.shape != (*lead, *size):
-                rule = f"must be {[*lead, *size]}, by num_heads, num_kv_heads, head_dim and so on"
+                rule = f"the config (num_heads, num_kv_heads, head_dim) requires {[*lead, *size]}"
                 raise ValueError(f"attend: {name} is {list(x.shape)}: {rule}")
         self.attended = True
         q, k, v = (x.astype(dtype) for x in (q, k, v))
-        given = dict(cache=self.cache, key=self.keys[0], visit=self.visit, projected=(q, k, v))
-        heads, self.cache = self.attention(self.stream, self.given, **given)  # type: ignore[arg-type]
+        heads, self.cache = self.attention(
+            self.stream, self.inputs, cache=self.cache, key=self.keys[0], visit=self.visit,
+            projected=(q, k, v),
+        )  # fmt: skip
         return heads
 
     def dropout(self, y: jax.Array) -> jax.Array:
-        """Return an array after the config's dropout, which is on in training.
+        """Apply the config's dropout, which is on in training.
 
         Args:
-            y: of any shape.
+            y: array of any shape.
         """
         key = self.keys[1]
         self.dropped += 1
-        own = None if key is None else jax.random.fold_in(key, self.dropped)
-        return dropout(y, self.attention.config.dropout, own)
+        key = None if key is None else jax.random.fold_in(key, self.dropped)
+        return dropout(y, self.attention.config.dropout, key)
 
 
 class Block(Module):
     """Self-attention, optional cross-attention and feed-forward, each in a residual branch.
 
-    x + f(n(x)) pre-norm, n(x + f(x)) post-norm, x + m(f(n(x))) sandwich, x + m(f(x)) output, for f
-    in that order;
-    x + f(n(x)) + g(m(x)) parallel, with n = m where the norm is shared.
+    Each branch f, in that order, updates the stream x according to `norm_order`:
+
+        pre       x + f(n(x))
+        post      n(x + f(x))
+        sandwich  x + m(f(n(x)))
+        output    x + m(f(x))
+        parallel  x + f(n(x)) + g(m(x)), with n = m for "parallel_shared"
     """
 
     config: ModelConfig
     cross: bool = False
     depth: int | None = None
-    """Blocks of the stack it stands in; None is num_layers."""
+    """Number of blocks in the stack; None is num_layers."""
     window: int | None = None
-    """The window that its mask has."""
+    """Window of the block's mask."""
     number: int | None = None
-    """Where it stands in a loop; a scan hands it over."""
+    """Index of the block in a looped stack; in a scan, `__call__` receives it."""
 
     def setup(self) -> None:
         cfg = self.config
         if cfg.block is not None:
             init = partial(cfg.block.init, cfg)
-            wanted = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
+            expected = jax.tree.map(jnp.shape, jax.eval_shape(init, jax.random.key(0)))
             own: Any = {}
             if self.has_variable("params", "own"):
-                self._state.children["own"] = "params"  # as `parameter` does
+                self._state.children["own"] = "params"  # declare it, as `parameter` does
                 own = self.get_variable("params", "own")
-            elif wanted:
+            elif expected:
                 in_f32 = lambda key: jax.tree.map(lambda x: x.astype(F32), init(key))  # noqa: E731
                 own = self.param("own", in_f32)
             own = unfreeze(own)
-            there = jax.tree.map(jnp.shape, own)  # of `own`: flax freezes a dict of a module
+            shapes = jax.tree.map(jnp.shape, own)  # before the next line, where flax freezes it
             self.own: Params = own
-            if wanted != there:
+            if expected != shapes:
                 path, kind = "/".join((*self.path, "own")), type(cfg.block).__name__
-                raise ValueError(f"{path} is {there}: {kind}.init has {wanted}")
+                raise ValueError(f"{path} has shapes {shapes}: {kind}.init makes {expected}")
         self.attention = Attention(cfg, depth=self.depth, window=self.window, number=self.number)
         if cfg.block is not None and cfg.block.is_whole:
             refuse_surplus(self)
@@ -497,12 +492,12 @@ class Block(Module):
             feed_forward = FeedForward if cfg.experts is None else ExpertFeedForward
             self.feed_forward = feed_forward(cfg, self.depth)
         if cfg.norm_order == "parallel_shared":
-            # GPT-J and Cohere: one norm of one name, and so one set of parameters
+            # GPT-J and Cohere: the branches share one norm
             self.norm = dict.fromkeys(branches, Norm(cfg, name="norm"))
         elif cfg.norm_order != "output":
-            # ModernBERT: the embedding's norm takes the place of the first block's
-            bare = [] if cfg.first_norm or self.number != 0 else ["attention"]
-            self.norm = {name: Norm(cfg) for name in branches if name not in bare}
+            # ModernBERT: the norm of the embedding replaces the first norm of block 0
+            skipped = [] if cfg.first_norm or self.number != 0 else ["attention"]
+            self.norm = {name: Norm(cfg) for name in branches if name not in skipped}
         if cfg.norm_order in ("sandwich", "output"):
             self.out_norm = {name: Norm(cfg) for name in branches}
         refuse_surplus(self)
@@ -510,33 +505,33 @@ class Block(Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        given: BlockInputs,
+        inputs: BlockInputs,
         cache: LayerCache | None = None,
         cross_cache: kv.KVCache | None = None,
         key: jax.Array | None = None,
-        layer: jax.Array | int | None = None,  # i32[] in a scan: how many blocks came before
+        layer: jax.Array | int | None = None,  # i32[] in a scan: index of the block
     ) -> tuple[jax.Array, LayerCache | None, Captured]:
-        """Run the branches: return the stream [B, T, D], the updated cache, and what is captured.
+        """Run the branches; return the stream [B, T, D], the updated cache and captured values.
 
-        A block with cross-attention reads a `cross_cache`, or makes one of the memory.
+        Cross-attention reads `cross_cache`, or computes its keys and values from the memory.
         """
         cfg = self.config
-        source = given.memory_positions if cross_cache is None else cross_cache.positions
+        source = inputs.memory_positions if cross_cache is None else cross_cache.positions
         layer = self.number if layer is None else layer
-        visit = given.places.visit(layer, given.token_positions, source)
-        # always five, so that a branch draws the same numbers whatever branches stand next to it
+        visit = inputs.places.visit(layer, inputs.token_positions, source)
+        # always five, so that a branch draws the same numbers whichever other branches exist
         keys = split_key(key, 5)
         if cfg.block is not None and cfg.block.is_whole:
-            call = OwnCall(self.attention, given, cache, visit, keys, layer, x)
+            call = OwnCall(self.attention, inputs, cache, visit, keys, layer, x)
             y = cfg.block.run(self.own, x, call)
             if not call.attended:
                 raise ValueError(f"{cfg.block!r}: run must call attend once")
             if getattr(y, "shape", None) != x.shape:
-                given_shape = getattr(y, "shape", type(y).__name__)
-                raise ValueError(f"{cfg.block!r}: run returns {given_shape}: must be {x.shape}")
+                shape = getattr(y, "shape", type(y).__name__)
+                raise ValueError(f"{cfg.block!r}: run returns {shape}: must be {x.shape}")
             return visit("residual", y.astype(x.dtype)), call.cache, visit.captured
         if cfg.block is not None:
-            visit = self._edited(visit, cfg.block.edit(self.own))
+            visit = self._with_block_edits(visit, cfg.block.edit(self.own))
         drop = {"attention": keys[0], "cross_attention": keys[2], "feed_forward": keys[4]}
         before = x
         for branch in self.branches:
@@ -547,37 +542,38 @@ class Block(Module):
             y = read if after else self.norm[branch](read)
             y = visit(f"{branch}/input", y)
             if branch == "attention":
-                y, cache = self.attention(y, given, cache=cache, key=keys[1], visit=visit)
+                y, cache = self.attention(y, inputs, cache=cache, key=keys[1], visit=visit)
             elif branch == "cross_attention":
                 if cross_cache is None:
-                    assert given.memory is not None and given.memory_positions is not None
-                    memory = given.memory, given.memory_positions
+                    assert inputs.memory is not None and inputs.memory_positions is not None
+                    memory = inputs.memory, inputs.memory_positions
                     cross_cache = self.init_cross_cache(*memory, keys[3])
                 y, _ = self.cross_attention(
-                    y, given, cross_cache=cross_cache, key=keys[3], visit=visit
+                    y, inputs, cross_cache=cross_cache, key=keys[3], visit=visit
                 )
             else:
                 y = self.feed_forward(y, keys[4], visit)
             if cfg.norm_order in ("sandwich", "output"):
                 y = self.out_norm[branch](y)
-            # Granite multiplies what each branch adds
+            # Granite scales the output of each branch
             y = y if cfg.residual_scale is None else y * cfg.residual_scale
             x = x + dropout(y, cfg.dropout, drop[branch])
             if cfg.norm_order == "post":
                 x = self.norm[branch](x)
         return visit("residual", x), cache, visit.captured
 
-    def _edited(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
-        """Return a visit on which a block's own edits come before those of the call."""
+    def _with_block_edits(self, visit: Visit, edits: Mapping[str, Edit]) -> Visit:
+        """Return a visit that applies the custom block's edits before those of the call."""
         known = {name[8:] for name in places(self.config) if name.startswith("block_0/")}
         found = copy(visit)
         found.edits = dict(visit.edits)
         for name, function in edits.items():
             if name not in known or name.endswith("/key_positions"):
-                rule = f"must be a place of a block that can be edited{nearest(name, known)}"
+                rule = f"must be an editable place of a block{nearest(name, known)}"
                 raise ValueError(f"{type(self.config.block).__name__}.edit has {name!r}: {rule}")
-            found.edits[name] = [BlockEdit(name, (), InCall(function)), *found.edits.get(name, [])]
-        found.asked = visit.asked | found.edits.keys()
+            edit = BlockEdit(name, (), EditSpec(function))
+            found.edits[name] = [edit, *found.edits.get(name, [])]
+        found.requested = visit.requested | found.edits.keys()
         return found
 
     def init_cross_cache(
@@ -587,14 +583,14 @@ class Block(Module):
         key: jax.Array | None = None,
     ) -> kv.KVCache:
         """Compute the keys and values of an encoder's output once, for all later queries."""
-        k, v = self.cross_attention.keys_values(memory, None, key)
-        positions = jnp.array(positions, jnp.int32)  # a copy: layers share no memory
+        k, v = self.cross_attention.cross_keys_values(memory, key)
+        positions = jnp.array(positions, jnp.int32)  # copy, so that layers share no buffer
         return kv.KVCache(k, v, positions, jnp.maximum(positions.max(axis=1) + 1, 0))
 
     def scan_cross_cache(
         self, memory: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, kv.KVCache]:
-        """Wrap `init_cross_cache` in the form of a scan's step, which hands the memory on."""
+        """Adapt `init_cross_cache` to `nn.scan`; the memory is the carry."""
         return memory, self.init_cross_cache(memory, positions)
 
     def scan_step(
@@ -603,24 +599,24 @@ class Block(Module):
         layer: jax.Array,  # i32[]
         key: jax.Array | None,
         cross_caches: kv.KVCache | None,  # leaves [B, L, ...]
-        given: BlockInputs,
+        inputs: BlockInputs,
     ) -> tuple[tuple[jax.Array, kv.KVCache | None, Captured], Captured]:
-        """Run the block in the form of a scan's step, on its part of all caches.
+        """Adapt `__call__` to `nn.scan`.
 
-        They are carried, neither cut up beforehand nor gathered from the steps, so that a cache
-        that is donated is written where it lies. So is what few blocks capture, by its whole name;
-        what is returned beside the carry is gathered from every step.
+        The cache of all layers is part of the carry (not scanned over), so a donated cache is
+        updated in place. Values captured in few blocks are in the carry, too, by full name; the
+        second result contains the other captured values, which the scan stacks.
         """
 
-        def part(leaf: jax.Array) -> jax.Array:
+        def read(leaf: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(leaf, layer, 1, keepdims=False)
 
         def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 1)
 
-        x, caches, kept = carry
-        cache, cross_cache = jax.tree.map(part, (caches, cross_caches))
-        x, cache, captured = self(x, given, cache, cross_cache, key, layer)
+        x, caches, sparse = carry
+        cache, cross_cache = jax.tree.map(read, (caches, cross_caches))
+        x, cache, captured = self(x, inputs, cache, cross_cache, key, layer)
         caches = None if caches is None else jax.tree.map(write, caches, cache)
-        kept, gathered = given.places.keep(kept, captured, layer)
-        return (x, caches, kept), gathered
+        sparse, dense = inputs.places.keep(sparse, captured, layer)
+        return (x, caches, sparse), dense

@@ -1,13 +1,13 @@
-"""Draw the parameters of a model by few and small programs.
+"""Parameter initialisation with a few small compiled programs, which compile quickly.
 
-One program that draws them all takes the compiler seconds, though a block has the shapes of the
-block before. So the initialisation is traced, but not compiled: the part of the trace that makes
-one parameter is cut out, and parts that read the same are one program. On a CPU, where also these
-take longer to compile than to run, normal numbers of any shape come from one program:
+A single program for all parameters takes seconds to compile, although the blocks have equal shapes.
+So the initialisation is traced but not compiled: the part of the trace that makes one parameter is
+extracted, and equal parts share a compiled program. On a CPU, where even these take longer to
+compile than to run, one program draws normal numbers for all shapes:
 
-    x_i = std sqrt(2) erfinv(u_i),   u_i of the bits of Threefry-2x32(key, i)
+    x_i = std sqrt(2) erfinv(u_i),   u_i from the bits of Threefry-2x32(key, i)
 
-Threefry: Salmon et al. 2011. The numbers are those of `jax.random.normal`, bit for bit.
+Threefry: Salmon et al. 2011. The numbers equal those of `jax.random.normal`, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from transformer_jax.pytree import Array
 
 CHUNK = 2**16
-"""Numbers that one call of the program for a CPU makes: they stay in a core's cache."""
+"""Numbers per call of the CPU program; small enough for a core's cache."""
 IN_FLIGHT = 16
-"""Calls whose results wait to be copied."""
+"""Maximum number of calls whose results have not been copied yet."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold the part of a trace that makes some results."""
+    """Part of a trace that computes some of its results."""
 
     text: str
-    """Equal texts are equal programs."""
+    """Printed jaxpr; parts with equal text share a program."""
     traced: ClosedJaxpr = field(compare=False)
 
 
 def draw(traced: ClosedJaxpr, key: jax.Array) -> list[jax.Array]:
-    """Return what a traced function returns for a key, bit for bit, by small programs.
+    """Return the results of a traced function for a key, bit for bit, using small programs.
 
-    Results that are made by one loop, as those of a scanned stack, are made by one program.
+    Results of the same loop, such as those of a scanned stack, share one program.
     """
     found: dict[int, jax.Array] = {}
-    # on a CPU without a chosen place, where JAX makes Threefry's bits of a number's index
+    # the shared CPU program only replaces the default: uncommitted Threefry keys, bits by index
     platforms = {device.platform for device in key.devices()}
-    quick = not key.committed and platforms == {"cpu"} and _counts_numbers()
-    quick = quick and str(jax.random.key_impl(key)) == "threefry2x32"
-    for part, arguments, places in _parts(traced, key):
-        results = _quickly(part, arguments) if quick else None
+    shared = not key.committed and platforms == {"cpu"} and _bits_by_index()
+    shared = shared and str(jax.random.key_impl(key)) == "threefry2x32"
+    for part, arguments, indices in _parts(traced, key):
+        results = _without_compiling(part, arguments) if shared else None
         if results is None:
             placed = [x if isinstance(x, jax.Array) else jax.device_put(x) for x in arguments]
             results = _program(part)(*placed)
-        found |= zip(places, results, strict=True)
-    return [found[place] for place in range(len(found))]
+        found |= zip(indices, results, strict=True)
+    return [found[index] for index in range(len(found))]
 
 
 def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Array], list[int]]]:
-    """Return parts, what each is called with, and the places of its results.
+    """Yield parts, the arguments of each, and the indices of its results.
 
-    The number that a key is folded with is an argument: it is all that differs between layers.
+    The number that `fold_in` adds to a key becomes an argument, because it is the only difference
+    between equal layers.
     """
     jaxpr, _ = dce_jaxpr(traced.jaxpr, True, instantiate=True)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -78,35 +79,35 @@ def _parts(traced: ClosedJaxpr, key: jax.Array) -> Iterator[tuple[_Part, list[Ar
                 equations[i] = equation.replace(invars=[folded, argument])
     makers = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
     loops: dict[Hashable, list[int]] = {}
-    for place, out in enumerate(jaxpr.outvars):
+    for index, out in enumerate(jaxpr.outvars):
         needed = _needed([out], equations, makers)
         loop = [i for i in needed if equations[i].primitive.name in ("scan", "while")]
-        loops.setdefault(loop[0] if loop else ("no loop", place), []).append(place)
-    for places in loops.values():
-        outs = [jaxpr.outvars[place] for place in places]
+        loops.setdefault(loop[0] if loop else ("no loop", index), []).append(index)
+    for indices in loops.values():
+        outs = [jaxpr.outvars[index] for index in indices]
         needed = _needed(outs, equations, makers)
-        own = [equations[i] for i in needed]
-        inputs = [x for equation in own for x in equation.invars] + outs
+        kept = [equations[i] for i in needed]
+        inputs = [x for equation in kept for x in equation.invars] + outs
         read = list(dict.fromkeys(x for x in inputs if isinstance(x, Var) and x not in makers))
         info = jaxpr.debug_info._replace(
             arg_names=("argument",) * len(read), result_paths=("result",) * len(outs)
         )
-        part = Jaxpr([], read, outs, own, debug_info=info)
-        text = f"{_counts_numbers()} {part}"
-        yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], places
+        part = Jaxpr([], read, outs, kept, debug_info=info)
+        text = f"{_bits_by_index()} {part}"
+        yield _Part(text, ClosedJaxpr(part, [])), [values[x] for x in read], indices
 
 
 def _needed(
     outs: Sequence[Var | Literal], equations: list[JaxprEqn], makers: dict[Var, int]
 ) -> list[int]:
-    """Return the numbers of the equations that make `outs`, in order."""
-    needed, ahead = set[int](), list(outs)
-    while ahead:
-        var = ahead.pop()
+    """Return the indices of the equations that `outs` depend on, in order."""
+    needed, pending = set[int](), list(outs)
+    while pending:
+        var = pending.pop()
         maker = None if isinstance(var, Literal) else makers.get(var)
         if maker is not None and maker not in needed:
             needed.add(maker)
-            ahead += equations[maker].invars
+            pending += equations[maker].invars
     return sorted(needed)
 
 
@@ -115,14 +116,14 @@ def _program(part: _Part) -> Callable[..., list[jax.Array]]:
     return jax.jit(jaxpr_as_fun(part.traced))
 
 
-def _counts_numbers() -> bool:
-    """Return whether JAX makes random bits of a number's index, and not of pairs of them."""
-    config: Any = jax.config  # whose settings have no annotations
+def _bits_by_index() -> bool:
+    """Whether JAX computes random bits from each number's index, not from pairs of indices."""
+    config: Any = jax.config  # its settings have no type annotations
     return bool(config.jax_threefry_partitionable)
 
 
-def _quickly(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
-    """Return a constant or normal numbers without compiling for their shape; None: is neither."""
+def _without_compiling(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
+    """Compute a constant or normal numbers without compiling for their shape; None otherwise."""
     jaxpr = part.traced.jaxpr
     shape = jaxpr.outvars[0].aval.shape
     numbers = [x.val for each in jaxpr.eqns for x in each.invars if isinstance(x, Literal)]
@@ -130,7 +131,7 @@ def _quickly(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
         return [jax.device_put(np.full(shape, numbers[0], jaxpr.outvars[0].aval.dtype))]
     if not 0 < len(numbers) < 8 or np.prod(shape) >= 2**32:
         return None
-    for std in dict.fromkeys(map(float, numbers)):  # jax 0.12 has others beside it
+    for std in dict.fromkeys(map(float, numbers)):  # jax 0.12 has other literals, too
         if part.text == _normal_text(std, shape):
             key, folded = jnp.asarray(arguments[0]), np.asarray(arguments[1])
             return [jax.device_put(_normal_numbers(key, folded, np.float32(std), shape))]
@@ -139,7 +140,7 @@ def _quickly(part: _Part, arguments: Sequence[Array]) -> list[jax.Array] | None:
 
 @lru_cache(maxsize=1024)
 def _normal_text(std: float, shape: tuple[int, ...]) -> str:
-    """Return the text of the part that draws normal numbers."""
+    """Return the text of a part that draws normal numbers."""
 
     def normal(key: jax.Array) -> jax.Array:
         init = nn.initializers.normal(std)
@@ -153,9 +154,9 @@ def _normal_text(std: float, shape: tuple[int, ...]) -> str:
 def _normal_numbers(
     key: jax.Array, number: np.ndarray, std: np.float32, shape: tuple[int, ...]
 ) -> np.ndarray:  # f32[shape]
-    """Return std times normal numbers of the key that is folded with `number`, a chunk a call."""
+    """Return std times normal numbers from `fold_in(key, number)`, computed in chunks."""
     found = np.empty(int(np.prod(shape)), np.float32)
-    scale = std * np.float32(np.sqrt(2))  # as XLA joins the constants
+    scale = std * np.float32(np.sqrt(2))  # XLA folds the constants in this order
     words, scale = jax.device_put((_words(key, jax.device_put(number)), scale))
     waiting: list[tuple[int, jax.Array]] = []
 
@@ -180,7 +181,7 @@ def _words(key: jax.Array, number: jax.Array) -> jax.Array:  # u32[2]
 
 @jax.jit
 def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Array:  # f32[CHUNK]
-    """Return the numbers from `start` on, as `jax.random.normal` makes them."""
+    """Return the numbers from index `start` on, with the arithmetic of `jax.random.normal`."""
     index = start + jax.lax.iota(jnp.uint32, CHUNK)
     high, low = _threefry(key, jnp.zeros_like(index), index)
     in_1_to_2 = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
@@ -191,9 +192,10 @@ def _normal_chunk(key: jax.Array, start: jax.Array, scale: jax.Array) -> jax.Arr
 
 
 def _threefry(key: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cipher of pairs of words; written out, it is one loop that needs no memory.
+    """Return the Threefry-2x32 cipher of pairs of words.
 
-    JAX writes it as a loop over rounds on a CPU, each of which goes through all words.
+    The rounds are unrolled, so XLA fuses them into one loop without temporaries. JAX's own version
+    for CPUs loops over rounds, and each round passes over all words.
     """
     words = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
     x, y = x + words[0], y + words[1]

@@ -1,9 +1,9 @@
-"""Apply an edit to the tokens of a sequence, whatever part of it one call reads.
+"""Edits of values inside a model, with the same result however the sequence is split into calls.
 
-A model is called with a whole sequence, with parts of it (chunks of a prompt, tokens that are
-decoded), with padding, with rows of a batch that have nothing to do with each other. An edit sees
-the tokens of the sequence, and nothing else: it is told their positions, and refused where it needs
-more than the call has. So its numbers are those of one pass over the whole sequence.
+A call may contain a whole sequence or a part of it (a chunk of a prompt, a decoded token), padding,
+and rows that have nothing to do with each other. An edit acts on the tokens of the sequence only.
+It can read their positions, and it raises an error if it needs more tokens than the call contains.
+Its result therefore equals that of one pass over the whole sequence.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from transformer_jax.models.token_wise import is_wise
 from transformer_jax.tracing import known_value
 
 Edit: TypeAlias = Callable[..., jax.Array]
-"""A function of a value, and of `positions` i32[B, T] if it has a parameter of this name."""
+"""A function of a value, and of `positions` i32[B, T] if it has a parameter with this name."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of the tokens of a call when it is traced; None is not known."""
+    """Facts about a call's tokens at tracing time. None means unknown."""
 
     whole: bool = True
-    """Whether no token was read before."""
+    """Whether no earlier call read tokens of these sequences."""
     starts: bool | None = True
     """Whether every row begins with the first token of its sequence."""
     padded: bool | None = False
     aligned: bool | None = True
-    """Whether the rows are at the same token of their sequences, in every column."""
+    """Whether each column has the same position in all rows."""
     packed: bool = False
-    """Whether a row has several sequences."""
+    """Whether a row contains several sequences."""
     lengths: tuple[int, ...] | None = None
-    """How far each row goes, where `positions` are given and known."""
+    """Last position + 1 of each row, if `positions` are passed and not traced."""
     layer: Index | None = None
-    """The number of the block, traced in a scan; None is in no block."""
+    """Index of the block, traced in a scan; None is outside of blocks."""
 
     @classmethod
     def of(
@@ -51,18 +51,18 @@ class Call:
         whole: bool = True,
         packed: bool = False,
     ) -> Call:
-        """Return what positions say."""
+        """Return the facts that follow from the positions of a call's tokens."""
         if positions is None or positions.ndim == 1:
             return cls(whole)
         known = known_value(positions)
         if known is None or packed:
             return cls(whole, whole or None, None, None, packed)
-        valid, most = known >= 0, np.iinfo(np.int32).max
-        first = np.where(valid, known, most).min(axis=1, initial=most)
+        valid, largest = known >= 0, np.iinfo(np.int32).max
+        first = np.where(valid, known, largest).min(axis=1, initial=largest)
         highest = known.max(axis=0, initial=-1)
         return cls(
             whole,
-            whole or bool(((first == 0) | (first == most)).all()),
+            whole or bool(((first == 0) | (first == largest)).all()),
             not valid.all(),
             bool((~valid | (known == highest)).all()),
             packed,
@@ -71,108 +71,107 @@ class Call:
 
 
 WHOLE = Call()
-"""A call of whole sequences without padding."""
+"""A call with whole sequences and no padding."""
 
 
 @dataclass(frozen=True)
-class InCall:
-    """An edit with what its caller knows of the calls that it is for."""
+class EditSpec:
+    """Edit function with facts about the calls that it will be used in."""
 
     function: Edit
     part: bool = False
-    """A call reads a part of each sequence, as decoding does."""
+    """Whether a call reads only a part of each sequence, as in decoding."""
     apart: bool = False
-    """The rows are sequences that have nothing to do with each other, or no sequences at all."""
+    """Whether the rows are unrelated sequences, or unused."""
     padded: bool = False
-    """Some rows are shorter than others, and filled up."""
+    """Whether shorter rows are padded."""
     first: int = 0
-    """So many tokens of each sequence are out of sight, before those that are read."""
+    """Number of tokens of each sequence that precede those that are read."""
 
     @classmethod
     def of(
         cls,
-        edit: Edit | InCall,
+        edit: Edit | EditSpec,
         *,
         part: bool = False,
         apart: bool = False,
         padded: bool = False,
         first: int = 0,
-    ) -> InCall:
-        """Return an edit with all that is known of its calls."""
-        old = edit if isinstance(edit, InCall) else cls(edit)
+    ) -> EditSpec:
+        """Add facts to an edit; facts that are already set remain."""
+        old = edit if isinstance(edit, EditSpec) else cls(edit)
         flags = part or old.part, apart or old.apart, padded or old.padded
         return cls(old.function, *flags, first or old.first)
 
 
 def axes_of(place: str, ndim: int) -> dict[str, int]:
-    """Return where the tokens of a value stand among its axes, and where its heads."""
-    if ndim < 4 or place.endswith("/hidden"):  # of experts, those of each one
+    """Return the axis of tokens of a value, and its axis of heads if there is one."""
+    if ndim < 4 or place.endswith("/hidden"):  # 4 axes in the hidden layer of experts
         return {"token": 1}
     return {"token": 2, "head": 1} if place.endswith("/weights") else {"token": 1, "head": 2}
 
 
 def apply_edit(
     place: str,
-    told: InCall,
+    spec: EditSpec,
     value: jax.Array,
     positions: jax.Array | None,  # i32[B, T], negative is padding; None is arange(T)
     call: Call,
-    alone: bool = False,
+    single: bool = False,
 ) -> jax.Array:
-    """Return what an edit makes of a value; NaN where it needs what a traced call may not have.
+    """Apply an edit to a value. The result is NaN where a traced call violates the edit's needs.
 
-    With `alone`, the model itself reads token after token, and the value is of one.
+    `single` means that the model reads one token at a time and the value belongs to one token.
 
     Raises:
-        ValueError: if it is known that the edit needs more tokens or rows than the call has, or
-            sees padding.
+        ValueError: if the edit needs more tokens or rows than the call is known to have, or would
+            see padding.
     """
-    function, axis = told.function, axes_of(place, value.ndim)["token"]
+    function, axis = spec.function, axes_of(place, value.ndim)["token"]
     rows, count = value.shape[0], value.shape[axis]
     tokens = jnp.arange(count)[None] if positions is None else positions
     tokens = jnp.broadcast_to(tokens, (rows, count))
-    if told.first:
-        # `at` counts from the first token of the sequence, whether it is in sight or not
-        tokens = jnp.where(tokens < 0, tokens, tokens + told.first)
-    if told.part or alone:
+    if spec.first:
+        # `at` counts from the first token of the sequence, whether or not the call contains it
+        tokens = jnp.where(tokens < 0, tokens, tokens + spec.first)
+    if spec.part or single:
         call = replace(call, whole=False)
     try:
-        taken = set(inspect.signature(function).parameters)
+        names = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin may have no signature
-        taken = set()
-    given = {"positions": tokens, "call": call}
-    given = {name: x for name, x in given.items() if name in taken}
+        names = set()
+    arguments = {"positions": tokens, "call": call}
+    arguments = {name: x for name, x in arguments.items() if name in names}
     needs = getattr(function, "needs", None)
     declared = needs is not None
     if needs is None:
-        # Tracing a function to find its needs takes time. A whole sequence without padding meets
-        # every need, so it is spared there.
-        plain = told == InCall(function) and call.whole
-        plain &= positions is None or "positions" in given
-        needs = set() if plain else _needs(function, value, given, axis, alone, told.apart)
+        # A whole sequence without padding meets every need, so skip the slow analysis there.
+        plain = spec == EditSpec(function) and call.whole
+        plain &= positions is None or "positions" in arguments
+        needs = set() if plain else _needs(function, value, arguments, axis, single, spec.apart)
     if not needs:
-        return function(value, **given)
+        return function(value, **arguments)
 
-    def refuse(reason: str, remedy: str) -> ValueError:
+    def error(reason: str, remedy: str) -> ValueError:
         return ValueError(f"edit of {place} {reason}: {remedy}")
 
-    alike = "change each token by itself, or take `positions` (negative is padding)"
+    independent = "change each token independently, or take `positions` (negative is padding)"
     if "tokens" in needs:
-        reason = "needs all tokens of a sequence, and this call reads some of them"
-        remedy = "`inside.resample` puts captured values or their mean in" if declared else alike
-        remedy = f"{remedy}; `model.apply` on the whole sequence has all"
-        if told.part or call.starts is False or alone:
-            raise refuse(reason, remedy)
+        reason = "needs all tokens of a sequence, but this call reads only some of them"
+        remedy = "use `inside.resample` with captured values or their mean"
+        remedy = f"{remedy if declared else independent}; or call `model.apply` on whole sequences"
+        if spec.part or call.starts is False or single:
+            raise error(reason, remedy)
         if call.packed:
-            raise refuse("needs the tokens of one sequence", "give each document a row of its own")
+            raise error("needs the tokens of one sequence", "use one row per document")
     if "rows" in needs and rows > 1:
-        if told.apart or call.aligned is False:
-            reason = "takes rows together, which here are at different texts or tokens"
-            raise refuse(reason, "pass rows of one length to `model.apply`, or one at a time")
-    blind = "positions" not in given
-    if blind and (told.padded or call.padded):
-        raise refuse("sees padding", alike)
-    changed, wrong = function(value, **given), jnp.zeros(rows, bool)
+        if spec.apart or call.aligned is False:
+            reason = "combines rows, but here they are different texts or at different tokens"
+            raise error(reason, "pass rows of equal length to `model.apply`, or one at a time")
+    blind = "positions" not in arguments
+    if blind and (spec.padded or call.padded):
+        raise error("sees padding", independent)
+    changed, wrong = function(value, **arguments), jnp.zeros(rows, bool)
     if "tokens" in needs and call.starts is None:
         first = jnp.where(tokens < 0, jnp.iinfo(tokens.dtype).max, tokens).min(axis=1)
         wrong |= (first != 0) & (tokens >= 0).any(axis=1)
@@ -180,7 +179,7 @@ def apply_edit(
         wrong |= ((tokens >= 0) & (tokens != tokens.max(axis=0, keepdims=True))).any()
     if blind and call.padded is None:
         wrong |= (tokens < 0).any()
-    # a wrong shape is refused by the caller, with the name of the place
+    # the caller raises the error for a wrong shape
     if isinstance(changed, jax.Array) and changed.shape == value.shape:
         changed = jnp.where(wrong.reshape(-1, *(1,) * (value.ndim - 1)), jnp.nan, changed)
         changed = changed.astype(value.dtype)
@@ -190,24 +189,24 @@ def apply_edit(
 def _needs(
     function: Edit,
     value: jax.Array,
-    given: dict[str, object],
+    arguments: dict[str, object],
     axis: int,
-    alone: bool,
+    single: bool,
     apart: bool,
 ) -> set[str]:
-    """Return what a function of somebody else's takes together: "tokens", "rows", or nothing."""
-    names = [name for name in given if name == "positions"]
-    fixed = {name: x for name, x in given.items() if name not in names}
-    arrays = [value, *(given[name] for name in names)]
+    """Return the axes along which a user's function mixes values: "tokens", "rows" or neither."""
+    names = [name for name in arguments if name == "positions"]
+    fixed = {name: x for name, x in arguments.items() if name not in names}
+    arrays = [value, *(arguments[name] for name in names)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]  # type: ignore[attr-defined]
 
     def call(value: jax.Array, *more: jax.Array) -> jax.Array:
         return function(value, **dict(zip(names, more, strict=True)), **fixed)
 
-    # more tokens than one, of which a function of the last or of some index would show
-    found = set() if alone or is_wise(call, shapes, axis, 13) else {"tokens"}
+    # trace with 13 tokens, so that indexing the last token or a fixed one shows in the jaxpr
+    found = set() if single or is_wise(call, shapes, axis, 13) else {"tokens"}
     rows = value.shape[0]
     by_row = rows == 1 or is_wise(call, shapes, 0, rows)
-    # rows may be changed in different ways, unless they are the rows of other texts
+    # an edit may treat rows differently, unless they are unrelated texts
     by_row = by_row or (not apart and is_wise(call, shapes, 0, rows, alike=False))
     return found if by_row else {*found, "rows"}

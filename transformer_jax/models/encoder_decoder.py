@@ -1,4 +1,4 @@
-"""Make an EncoderDecoder of the stacks that `transformer` has: a source in, a target out."""
+"""Encoder-decoder model, built from the stacks in `transformer`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from transformer_jax.models.transformer import DecoderResult, run_decoder, run_e
 
 
 class EncoderDecoder(CheckedModule):
-    """Source in, target out (Vaswani et al. 2017).
+    """Sequence-to-sequence model (Vaswani et al. 2017).
 
-    Both stacks share the embedding, unless the config has a `source_vocab_size`, or `inputs`: then
-    a `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the vectors, of
-    the frames, or of the patches and the class token.
+    Both stacks share the embedding, unless the config has a `source_vocab_size` or `inputs`. With
+    `inputs`, a `source` is f32[B, S, D_in] or f32[B, H, W, C], and its positions are those of the
+    vectors, of the frames, or of the class token and the patches.
 
     Attributes:
-        config: of kind "encoder-decoder".
+        config: a config of kind "encoder-decoder".
     """
 
     config: ModelConfig
@@ -45,55 +45,55 @@ class EncoderDecoder(CheckedModule):
 
     def encode(
         self,
-        source: jax.Array,  # i32[B, S], or what the config's inputs describe
+        source: jax.Array,  # i32[B, S], or an array that matches the config's inputs
         *,
         positions: jax.Array | None = None,  # i32[B, S]
         mask: Mask | None = None,
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
     ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the encoder's output of a source, which the decoder attends to: its memory.
+        """Return the memory, that is, the encoder's output that the decoder attends to.
 
         Args:
-            source: i32[B, S], or what the config's inputs describe.
-            positions: i32[B, S], negative is padding; None is arange(S).
-            mask: which tokens of the source each sees; None is all.
-            key: a single key, which turns dropout on.
-            capture: names of the encoder's places, "encoder/...", whose values are returned.
+            source: token ids, or an array that matches the config's `inputs`.
+            positions: negative is padding; None is arange(S).
+            mask: which source tokens each source token sees; None is all.
+            key: a single key; turns dropout on.
+            capture: names of the encoder's places ("encoder/...") to return.
 
         Returns:
-            [B, S, D], in the compute dtype; with `capture` also the values by name.
+            [B, S, D] in the compute dtype; with `capture`, also a dict of the captured values.
         """
         places = Places.of(self, capture)
         for name in places.capture:
             if not name.startswith("encoder/"):
-                raise ValueError(f"{name} of a source: encode reads no target")
+                raise ValueError(f"encode cannot capture {name}: it reads no target")
         x, captured = self._read(source, places, positions=positions, mask=mask, key=key)
         return (x, places.in_order(captured)) if capture else x
 
     def init_cache(
         self,
-        source: jax.Array,  # i32[B, S], or what the config's inputs describe
+        source: jax.Array,  # i32[B, S], or an array that matches the config's inputs
         *,
         capacity: int,
         positions: jax.Array | None = None,  # i32[B, S]
         dtype: jax.typing.DTypeLike | None = None,
         slack: int = 0,
     ) -> ModelCache:
-        """Read the source once: its cross-attention keys and values, and an empty target cache.
+        """Return a cache with the keys and values of the source and an empty part for the target.
 
-        The source is held in the compute dtype.
+        The keys and values of the source are stored in the compute dtype.
 
         Args:
-            source: i32[B, S], or what the config's inputs describe.
-            capacity: positions of a row of the target, as in `transformer_jax.init_cache`.
-            positions: i32[B, S], of the source, negative is padding; None is arange(S).
-            dtype: of the target's keys and values; None is the compute dtype.
+            source: token ids, or an array that matches the config's `inputs`.
+            capacity: positions per target row, as in `transformer_jax.init_cache`.
+            positions: source positions; negative is padding, None is arange(S).
+            dtype: dtype of the target's keys and values; None is the compute dtype.
             slack: as in `transformer_jax.init_cache`.
         """
         cfg = self.config
         memory, _ = self._read(source, Places.of(self), positions=positions)
-        cross = self.decoder.init_cross_cache(memory, self._places_of(memory, positions))
+        cross = self.decoder.init_cross_cache(memory, self._memory_positions(memory, positions))
         depth, rows = cfg.decoder_layers, source.shape[0]
         return ModelCache(empty_layers(cfg, depth, rows, capacity, dtype, slack), cross)
 
@@ -101,7 +101,7 @@ class EncoderDecoder(CheckedModule):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        source: jax.Array | None = None,  # i32[B, S], or what the config's inputs describe
+        source: jax.Array | None = None,  # i32[B, S], or an array that matches the config's inputs
         source_positions: jax.Array | None = None,  # i32[B, S]
         positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,  # on the target; None is Causal()
@@ -111,54 +111,59 @@ class EncoderDecoder(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
-        """Return logits of the next target token, and the updated cache.
+        """Return the logits of the next target token, and the updated cache.
 
-        The source is given, as in training, or a cache of `init_cache`, which has read it.
+        Pass either the source, as in training, or a cache from `init_cache`, which contains it.
 
             logits, _ = model.apply({"params": params}, target, source=source)
             cache = model.apply({"params": params}, source, capacity=64, method="init_cache")
             logits, cache = model.apply({"params": params}, target, cache=cache)
 
         Args:
-            tokens: i32[B, T], the target.
-            source: i32[B, S], or what the config's inputs describe; None with a cache.
-            source_positions: i32[B, S], negative is padding; None is arange(S).
-            positions: i32[B, T], of the target, negative is padding; None is arange(T), or what
-                comes after the cache's.
-            mask: on the target, takes the place of `Causal()`.
-            cache: of the source and of the target's tokens before; None with a source.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token.
-            key: a single key, which turns dropout on, in both stacks.
-            capture: names of places (`transformer_jax.places`), whose values are returned; those of
-                the encoder need a source.
-            edit: functions by the names of places, which change the values there.
+            tokens: the target.
+            source: token ids, or an array that matches the config's `inputs`; None with a cache.
+            source_positions: negative is padding; None is arange(S).
+            positions: target positions; negative is padding, None is arange(T), or with a cache the
+                positions that follow it.
+            mask: mask on the target; replaces `Causal()`.
+            cache: the cache of the source and of earlier target tokens; None with a source.
+            at: i32[B, Q], indices of the tokens whose logits to compute; None is every token.
+            key: a single key; turns dropout on in both stacks.
+            capture: names of the places (`transformer_jax.places`) to return. Those of the encoder
+                require a source.
+            edit: dict from the name of a place to a function that changes its value.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], and the cache; with `capture` also the values by
-            name.
+            Logits f32[B, T, V], or f32[B, Q, V] with `at`, and the cache; with `capture`, also a
+            dict of the captured values.
 
         Raises:
-            ValueError: if not one of source and cache is given, an argument does not fit the
-                tokens, the config or the cache, or a known position is past the cache's end.
+            ValueError: if both or neither of source and cache are passed, an argument does not fit
+                the tokens, the config or the cache, or a known position is past the end of the
+                cache.
         """
         places = Places.of(self, capture, edit)
         if (source is None) == (cache is None):
-            raise ValueError("give either source or cache: a cache already holds its source")
+            raise ValueError("pass either source or cache: a cache already contains its source")
         source_key, key = split_key(key, 2)
-        given: dict[str, Any] = dict(positions=positions, mask=mask, cache=cache, at=at, key=key)
+        arguments: dict[str, Any] = dict(
+            positions=positions, mask=mask, cache=cache, at=at, key=key
+        )
         of_source: Captured = {}
         if source is not None:
             memory, of_source = self._read(
                 source, places, positions=source_positions, key=source_key
             )
-            given |= dict(memory=memory, memory_positions=self._places_of(memory, source_positions))
+            arguments |= dict(
+                memory=memory, memory_positions=self._memory_positions(memory, source_positions)
+            )
         elif source_positions is not None:
-            raise ValueError("source_positions without a source: a cache already holds them")
-        else:  # the model's own edits of its encoder are in the cache
-            asked = Places.of(self.config, capture, edit).inside("encoder/")
-            for name in (*asked.capture, *dict(asked.edit)):
-                raise ValueError(f"encoder/{name} with a cache: it has already read its source")
-        logits, cache, captured = run_decoder(self, tokens, places, **given)
+            raise ValueError("source_positions without a source: a cache already contains them")
+        else:  # the model's permanent edits of its encoder are already in the cache
+            requested = Places.of(self.config, capture, edit).inside("encoder/")
+            for name in (*requested.capture, *dict(requested.edit)):
+                raise ValueError(f"encoder/{name} with a cache: its source was read earlier")
+        logits, cache, captured = run_decoder(self, tokens, places, **arguments)
         captured = of_source | captured
         return (logits, cache, places.in_order(captured)) if capture else (logits, cache)
 
@@ -166,41 +171,43 @@ class EncoderDecoder(CheckedModule):
         self,
         tokens: jax.Array,  # i32[B, T]
         *,
-        source: jax.Array,  # i32[B, S], or what the config's inputs describe
+        source: jax.Array,  # i32[B, S], or an array that matches the config's inputs
         source_positions: jax.Array | None = None,  # i32[B, S]
         positions: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
     ) -> OutputLayer:
-        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+        """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
-        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them. An edit
-        of "logits" has no effect.
+        The logits are softcap(x table^T + bias); `chunked_cross_entropy` never stores all of them.
+        An edit of "logits" has no effect.
 
         Args:
-            tokens: i32[B, T], the target.
-            source: i32[B, S], or what the config's inputs describe.
-            source_positions: i32[B, S], negative is padding; None is arange(S).
-            positions: i32[B, T], of the target, negative is padding; None is arange(T).
-            key: a single key, which turns dropout on, in both stacks.
+            tokens: the target.
+            source: token ids, or an array that matches the config's `inputs`.
+            source_positions: negative is padding; None is arange(S).
+            positions: target positions; negative is padding, None is arange(T).
+            key: a single key; turns dropout on in both stacks.
         """
         source_key, key = split_key(key, 2)
         places = Places.of(self)
         memory, _ = self._read(source, places, positions=source_positions, key=source_key)
         x = run_decoder(
-            self, tokens, places, positions=positions, memory=memory,
-            memory_positions=self._places_of(memory, source_positions), key=key, read_out=False,
+            self, tokens, places, positions=positions, key=key, read_out=False, memory=memory,
+            memory_positions=self._memory_positions(memory, source_positions),
         )[0]  # fmt: skip
         return self.embed.output_layer(x)
 
     def _read(
-        self, source: jax.Array, places: Places, **given: Any
+        self, source: jax.Array, places: Places, **arguments: Any
     ) -> tuple[jax.Array, Captured]:  # [B, S, D]
-        """Return the memory of a source, and the captured values of its encoder by whole name."""
-        memory, visit = run_encoder(self, source, places.inside("encoder/"), **given)
+        """Return the memory of a source, and the encoder's captured values by full name."""
+        memory, visit = run_encoder(self, source, places.inside("encoder/"), **arguments)
         return memory, {f"encoder/{name}": value for name, value in visit.captured.items()}
 
-    def _places_of(self, memory: jax.Array, positions: jax.Array | None) -> jax.Array:  # i32[B, S]
-        """Return the positions of a memory, negative where its source is padding."""
+    def _memory_positions(
+        self, memory: jax.Array, positions: jax.Array | None
+    ) -> jax.Array:  # i32[B, S]
+        """Return the positions of a memory; negative is padding."""
         positions = input_positions(self.config.inputs, positions)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(memory.shape[1]), memory.shape[:2])

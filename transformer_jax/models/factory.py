@@ -1,4 +1,4 @@
-"""Turn a config into a model: build it, initialise it, count it, give it a cache."""
+"""Functions of a config: build the model, initialise and count parameters, create caches."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ Model = Encoder | Decoder | EncoderDecoder
 
 
 def _check_config(config: AnyModelConfig) -> None:
-    """Raise ValueError where this is no config, naming what it was taken for."""
+    """Raise ValueError if this is not a config, with advice for likely mistakes."""
     if isinstance(config, AnyModelConfig):
         return
-    given, rule = f"a {type(config).__name__}", "as preset('tiny') or ModelConfig(...) is"
+    value, rule = f"a {type(config).__name__}", "such as preset('tiny') or ModelConfig(...)"
     if isinstance(config, str):
-        given = repr(config)
+        value = repr(config)
         rule = f"preset({config!r}) for a size, load_pretrained(folder) for published weights"
     elif isinstance(config, type):
-        given, rule = f"the class {config.__name__}", f"a value {config.__name__}(...)"
+        value, rule = f"the class {config.__name__}", f"an instance {config.__name__}(...)"
     elif isinstance(config, nn.Module):
-        rule = "model.config of a model"
+        rule = "here model.config"
     elif isinstance(config, Mapping):
-        rule += "; parameters have none"
+        rule += "; parameters do not contain one"
     elif hasattr(config, "model"):
-        rule = "step.model.config of a step"
-    raise ValueError(f"config is {given}: must be a config, {rule}")
+        rule = "here step.model.config"
+    raise ValueError(f"config is {value}: must be a config, {rule}")
 
 
 @overload
@@ -59,13 +59,13 @@ def build(config: AnyModelConfig) -> Any: ...
 @overload
 def build(config: CheckedModule) -> CheckedModule: ...
 def build(config: AnyModelConfig | CheckedModule) -> Any:
-    """Build the linen module of a config; hashable, so a legal static argument of `jax.jit`.
+    """Build the linen module of a config. It is hashable, so it can be static under `jax.jit`.
 
     Args:
-        config: of a model of any kind. A model is returned as it is, with its edits.
+        config: config of any kind of model. A model is returned unchanged, with its edits.
 
     Raises:
-        ConfigError: if `config.implementation` names none of `IMPLEMENTATIONS`.
+        ConfigError: if `config.implementation` is not one of `IMPLEMENTATIONS`.
     """
     if isinstance(config, CheckedModule):
         return config
@@ -86,11 +86,11 @@ def build(config: AnyModelConfig | CheckedModule) -> Any:
 
 @known_keywords
 def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
-    """Draw fresh f32 parameters, as a nested dict.
+    """Initialise f32 parameters as a nested dict.
 
     Args:
-        config: of an n-gram model its `nodes` must be known: the parameters are zeros of their
-            shapes, a place for what `count_ngrams` counted.
+        config: config of any kind of model. An n-gram config must have `nodes`; its parameters are
+            an empty table, filled by `count_ngrams`.
         key: a single key.
 
     Raises:
@@ -99,9 +99,9 @@ def init_params(config: AnyModelConfig, key: jax.Array) -> Params:
     """
     _check_config(config)
     check_key("key", key)
-    if traced(jax.random.key_data(key)):  # which it is inside a trace, whatever the key is
+    if traced(jax.random.key_data(key)):  # inside any trace, even with a concrete key
         return _init(config, key)
-    # one compiled program of the whole initialisation takes much longer to compile than to run
+    # a single program for the whole initialisation takes much longer to compile than to run
     found = _init.trace(config=config, key=key)
     return jax.tree.unflatten(jax.tree.structure(found.out_info), draw(found.jaxpr, key))
 
@@ -118,9 +118,9 @@ def _init(config: AnyModelConfig, key: jax.Array) -> Params:
 
 
 def num_params(config: AnyModelConfig) -> int:
-    """Count the parameters of a config; nothing is allocated."""
+    """Count the parameters of a config without allocating them."""
     if isinstance(config, Mapping):
-        rule = "must be a config; of arrays, sum(x.size for x in jax.tree.leaves(params))"
+        rule = "must be a config; for arrays, use sum(x.size for x in jax.tree.leaves(params))"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
     _check_config(config)
     shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))
@@ -135,32 +135,32 @@ def init_cache(
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
     slack: int = 0,
 ) -> ModelCache:
-    """Make an empty cache of a decoder.
+    """Create an empty cache for a decoder.
 
-    An encoder-decoder reads its source first: `model.apply(..., method="init_cache")`.
+    The cache of an encoder-decoder contains its source: `model.apply(..., method="init_cache")`.
 
     Args:
-        config: of a decoder.
-        batch: B, rows.
-        capacity: positions of a row. With a window it may be as small as the window and the sink
-            tokens: the cache is then a ring that never fills. Of a window pattern, full layers have
-            `capacity` slots and windowed ones are rings of min(capacity, window + sink_tokens +
-            slack).
-        dtype: of keys and values: int8, at an error that `transformer_jax.cache` states, or
-            floating with 16 bits or more. None is the compute dtype.
-        slack: more slots of the rings of a window pattern, at least 0, as room for `rewind_cache`.
+        config: config of a decoder.
+        batch: number of rows B.
+        capacity: number of positions per row. With a window, the window plus the sink tokens is
+            enough: the cache is then a ring that never fills up. With a window pattern, full layers
+            have `capacity` slots, and windowed layers are rings of min(capacity, window +
+            sink_tokens + slack) slots.
+        dtype: dtype of keys and values: int8, with the error documented in `transformer_jax.cache`,
+            or floating with at least 16 bits. None is the compute dtype.
+        slack: extra slots in the rings of a window pattern, needed for `rewind_cache`; at least 0.
 
     Raises:
-        ValueError: if the config is of another kind, or a size or the dtype cannot be.
+        ValueError: if the config is of another kind, or a size or the dtype is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
-        rule = "its state comes from init_decode_state, which serves every model"
+        rule = "it has no cache; use init_decode_state, which supports every model"
         raise ValueError(f"config is a {type(config).__name__}: {rule}")
     if config.kind != "decoder":
         rule = "an encoder has no cache"
         if config.kind == "encoder-decoder":
-            rule = "its cache starts from a source: model.apply(..., source, method='init_cache')"
+            rule = "its cache contains a source: model.apply(..., source, method='init_cache')"
         raise ValueError(f"kind is {config.kind!r}: {rule}")
     check_count("batch", batch, 0)
     return ModelCache(empty_layers(config, config.num_layers, batch, capacity, dtype, slack))
@@ -176,29 +176,29 @@ def init_paged_cache(
     page_size: int = 128,
     dtype: jax.typing.DTypeLike | None = None,  # None is the compute dtype
 ) -> ModelCache:
-    """Make an empty cache of a decoder whose rows take pages as they grow.
+    """Create an empty paged cache for a decoder, whose rows allocate pages as they grow.
 
-    With a window, too, every position is kept. Fused kernels read pages in place whose size is a
-    multiple of 64 (NVIDIA) or 128 (TPU).
+    All positions are stored, even with a window. The fused kernels read pages in place if the page
+    size is a multiple of 64 (NVIDIA) or 128 (TPU).
 
     Args:
-        config: of a decoder whose stack is looped.
-        batch: B, rows.
-        capacity: the most positions of a row, a multiple of `page_size`.
-        num_pages: pages of each layer, for all rows together.
-        page_size: tokens of a page.
-        dtype: of keys and values, as in `init_cache`; None is the compute dtype.
+        config: config of a decoder with a looped stack.
+        batch: number of rows B.
+        capacity: maximum number of positions per row, a multiple of `page_size`.
+        num_pages: number of pages per layer, shared by all rows.
+        page_size: tokens per page.
+        dtype: dtype of keys and values, as in `init_cache`; None is the compute dtype.
 
     Raises:
         ValueError: if the config is of another kind, its stack is scanned, or a size or the dtype
-            cannot be.
+            is invalid.
     """
     _check_config(config)
     if not config.supports("cache") or config.kind != "decoder":
-        given = config.kind if config.supports("cache") else type(config).__name__
-        raise ValueError(f"kind is {given!r}: a paged cache is of a decoder")
+        kind = config.kind if config.supports("cache") else type(config).__name__
+        raise ValueError(f"kind is {kind!r}: only a decoder can have a paged cache")
     if config.scan_layers:
-        raise ValueError("scan_layers is True: a paged cache is of a looped stack")
+        raise ValueError("scan_layers is True: a paged cache requires a looped stack")
     sizes = batch, capacity, config.kv_heads, config.key_dim, config.value_dim
     dtype = config.dtype if dtype is None else dtype
     pages = dict(num_pages=num_pages, page_size=page_size)
@@ -212,23 +212,23 @@ def cache_bytes(
     batch: int,
     capacity: int,
     dtype: jax.typing.DTypeLike | None = None,
-    source_length: int | None = None,  # of an encoder-decoder; of its vectors or frames, if any
+    source_length: int | None = None,  # encoder-decoder only
     slack: int = 0,
 ) -> int:
-    """Count the bytes of the arrays of a cache; nothing is allocated.
+    """Count the bytes of a cache without allocating it.
 
     Args:
-        config: of a decoder or an encoder-decoder.
-        batch: B, rows.
-        capacity: positions of a row, as in `init_cache`.
-        dtype: of keys and values; None is the compute dtype.
-        source_length: of an encoder-decoder, how many tokens, vectors or frames its source has,
-            which is cached too; of images it may be None.
+        config: config of a decoder or an encoder-decoder.
+        batch: number of rows B.
+        capacity: number of positions per row, as in `init_cache`.
+        dtype: dtype of keys and values; None is the compute dtype.
+        source_length: for an encoder-decoder, the number of tokens, vectors or frames of the
+            source, which is cached, too. It may be None for images.
         slack: as in `init_cache`.
 
     Raises:
-        ValueError: if the config has no cache, `source_length` is missing or of no use, or a size
-            cannot be.
+        ValueError: if the config has no cache, `source_length` is missing or not applicable, or a
+            size is invalid.
     """
     _check_config(config)
     if not config.supports("cache"):
@@ -250,7 +250,7 @@ def cache_bytes(
             return model.apply(params, source, **arguments, method="init_cache")
     else:
         if source_length is not None:
-            raise ValueError(f"source_length is {source_length}: kind is {config.kind!r}")
+            raise ValueError(f"source_length is {source_length}, but kind is {config.kind!r}")
         empty = partial(init_cache, config, batch, **arguments)
     leaves = jax.tree.leaves(jax.eval_shape(empty))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -259,7 +259,7 @@ def cache_bytes(
 @known_keywords
 def init_decode_state(
     config: AnyModelConfig | CheckedModule,
-    params: Params | None,  # read where there is a source only
+    params: Params | None,  # only read if there is a source
     batch: int,
     capacity: int,
     *,
@@ -267,70 +267,68 @@ def init_decode_state(
     source_valid: Array | None = None,  # bool[B, S]
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """Make what `make_step(build(config))` reads first, for every model that writes tokens.
+    """Create the initial state for `make_step(build(config))`, for any generative model.
 
-    A decoder has an empty cache; an encoder-decoder reads its source into one. A recurrent model
-    has zeros, or the states of its source; the convolutional, the feed-forward and the n-gram model
-    have the last tokens, and none yet: these are f32 and have no capacity. `config`, `batch`,
-    `capacity` and `dtype` are static under `jax.jit`.
+    The state of a decoder is an empty cache; the state of an encoder-decoder is a cache with its
+    source. A recurrent model starts from zeros, or from the states of its source. Convolutional,
+    feed-forward and n-gram models start without previous tokens. The states of all these models are
+    f32 and have no capacity. `config`, `batch`, `capacity` and `dtype` are static under `jax.jit`.
 
     Args:
-        config: of a model that writes tokens, or such a model, which reads its source as it is
-            edited.
-        params: its parameters, which are read where there is a source only.
-        batch: B, rows.
-        capacity: positions of a row of a cache, as in `init_cache`.
-        source: i32[B, S], or what the config's inputs describe, of a model that reads one.
-        source_valid: bool[B, S], False is padding; None has none.
-        dtype: of a cache's keys and values; None is the compute dtype.
+        config: config of a generative model, or the model itself, whose edits then apply to the
+            source.
+        params: parameters of the model; only read if there is a source.
+        batch: number of rows B.
+        capacity: number of positions per cache row, as in `init_cache`.
+        source: token ids i32[B, S], or an array that matches the config's `inputs`, for a model
+            with a source.
+        source_valid: bool[B, S], False is padding; None is no padding.
+        dtype: dtype of a cache's keys and values; None is the compute dtype.
 
     Raises:
-        ValueError: if a source is missing, or given to a model that reads none, the model writes no
-            tokens, `dtype` is given to a model without a cache, or a size cannot be.
+        ValueError: if a source is missing, or passed to a model without one, the model is not
+            generative, `dtype` is passed to a model without a cache, or a size is invalid.
     """
     model: Any = build(config)
-    own: AnyModelConfig = model.config
-    reads = own.kind == "encoder-decoder"
-    if own.kind == "encoder" and own.supports("cache"):
-        raise ValueError("kind is 'encoder': it writes no tokens, so it has no state")
-    if dtype is not None and not own.supports("cache"):
-        rule = f"a {type(own).__name__} has no cache"
+    cfg: AnyModelConfig = model.config
+    has_source = cfg.kind == "encoder-decoder"
+    if cfg.kind == "encoder" and cfg.supports("cache"):
+        raise ValueError("kind is 'encoder': it does not generate tokens, so it has no state")
+    if dtype is not None and not cfg.supports("cache"):
+        rule = f"a {type(cfg).__name__} has no cache"
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
         raise ValueError(f"dtype is {name}: {rule}")
-    if source is None and reads:
-        raise ValueError("source is None: this model reads a source first")
-    if source is not None and not reads:
-        raise ValueError(f"source is of shape {np.shape(source)}: this model reads none")
+    if source is None and has_source:
+        raise ValueError("source is None: this model requires a source")
+    if source is not None and not has_source:
+        raise ValueError(f"source has shape {np.shape(source)}: this model takes no source")
     if source is None and source_valid is not None:
-        raise ValueError("source_valid is given without a source")
+        raise ValueError("source_valid requires a source")
     if source is not None and len(source) != batch:
-        raise ValueError(f"source has {len(source)} rows: batch is {batch}")
-    if not reads:
-        if isinstance(own, ModelConfig):
-            return init_cache(own, batch, capacity, dtype)
-        return own.init_state(batch)
-    state: Any
-    if not own.supports("cache"):
-        state = model.apply({"params": params}, source, valid=source_valid, method="init_state")
-        return state
+        raise ValueError(f"source has {len(source)} rows, but batch is {batch}")
+    if not has_source:
+        if isinstance(cfg, ModelConfig):
+            return init_cache(cfg, batch, capacity, dtype)
+        return cfg.init_state(batch)
+    apply = partial(model.apply, {"params": params}, source)
+    if not cfg.supports("cache"):
+        return apply(valid=source_valid, method="init_state")
     positions = None
     if source_valid is not None:
         assert source is not None
-        rows = source if source.ndim == 2 else source[:, :, 0]  # a frame has one place
-        valid = check_valid("source", rows, source_valid)
+        tokens = source if source.ndim == 2 else source[:, :, 0]  # one validity per frame
+        valid = check_valid("source", tokens, source_valid)
         positions = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
-    given = dict(capacity=capacity, dtype=dtype, positions=positions)
-    state = model.apply({"params": params}, source, **given, method="init_cache")
-    return state
+    return apply(capacity=capacity, dtype=dtype, positions=positions, method="init_cache")
 
 
-def merged(fresh: Params, given: Params) -> tuple[Params, list[str]]:
-    """Return fresh parameters with those that are given in their places, and lines about the rest.
+def merged(fresh: Params, loaded: Params) -> tuple[Params, list[str]]:
+    """Replace fresh parameters by loaded ones, and describe the differences in lines of text.
 
-    A leaf whose first axis is longer keeps its own last rows. The lines name what stayed fresh, and
-    what was given and has no place.
+    If a fresh array has more rows than the loaded one, its last rows remain fresh. The lines list
+    the parameters that remained fresh and the loaded ones that the new model does not have.
     """
-    found, old = flatten_dict(fresh), flatten_dict(given)
+    found, old = flatten_dict(fresh), flatten_dict(loaded)
     new = []
     for path, leaf in found.items():
         name = "/".join(map(str, path))
@@ -348,5 +346,5 @@ def merged(fresh: Params, given: Params) -> tuple[Params, list[str]]:
             raise ConfigError(f"{name} has shape {list(leaf.shape)}: {rule}")
     unused = ["/".join(map(str, path)) for path in old if path not in found]
     lines = [f"new parameters: {', '.join(new)}"] if new else []
-    lines += [f"parameters that the new model has not: {', '.join(unused)}"] if unused else []
+    lines += [f"parameters that the new model lacks: {', '.join(unused)}"] if unused else []
     return unflatten_dict(found), lines

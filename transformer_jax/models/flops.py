@@ -1,4 +1,4 @@
-"""Count the multiplications and additions that a transformer's products take, from its config."""
+"""Floating-point operations of a transformer's matrix products, computed from its config."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from transformer_jax.pytree import Params
 
 
 class _Product(NamedTuple):
-    """A product of the forward pass."""
+    """Matrix product of the forward pass."""
 
     at: str
-    """The path of its kernel; `.../scores` and `.../values` of an attention; `output`."""
+    """Path of the kernel, `.../scores` or `.../values` for attention, or `output`."""
     flops: float
     tokens: float
-    """How many tokens meet its kernel, all blocks that share it counted."""
+    """Number of tokens multiplied by the kernel, summed over all blocks that share it."""
 
 
 def forward_flops(config: ModelConfig, length: int, source_length: int = 0) -> float:
-    """Return the operations of reading one sequence, all of whose tokens get logits.
+    """Return the operations of one forward pass over a sequence, with logits for all tokens.
 
-    2 x the elements of each matrix x the tokens that it multiplies, and of each attention
-    2 N (H + Hv) for each pair of a query and a key that its mask lets through (Kaplan et al. 2020,
-    2.1; causal pairs are counted once, not the square). Of experts those count that a token is
-    given to. `length` is that of the target of an encoder-decoder, whose source has
-    `source_length`. Norms, activations and look-ups are left out; a classifier has logits of its
-    classes, and none of tokens.
+    Each matrix counts 2 x its elements x the tokens that it multiplies; each attention counts
+    2 N (H + Hv) for each pair of query and key that its mask allows (Kaplan et al. 2020, 2.1; only
+    visible pairs count, not the full square). Only the chosen experts count. Norms, activations and
+    look-ups are not included. A classifier computes class logits instead of token logits.
+
+    For an encoder-decoder, `length` is the length of the target and `source_length` that of the
+    source.
     """
     return sum(product.flops for product in _products(config, length, source_length))
 
@@ -50,81 +51,81 @@ def training_flops(
     lora: LoraConfig | None = None,
     whole: tuple[str, ...] = (),
 ) -> float:
-    """Return the operations of learning from one sequence.
+    """Return the operations of one training step (forward and backward) on a sequence.
 
-    The backward pass takes a product for the gradient of each factor that depends on what is
-    trained: two, where all parameters are. What `remat` computes again is not counted, as is usual
-    where utilisation is measured.
+    The backward pass takes one product for the gradient of each factor that depends on a trained
+    parameter: two if all parameters are trained. Recomputation by `remat` is not counted, as is
+    usual for utilisation.
 
     Args:
-        config: of the model.
-        length: tokens of a sequence.
-        source_length: of an encoder-decoder's source.
-        frozen: beginnings of the names of parameters that are not trained.
-        lora: adapters, which then are what is trained.
-        whole: beginnings of the names of what is trained beside them, besides `lora.trained`.
+        config: config of the model.
+        length: tokens per sequence.
+        source_length: length of an encoder-decoder's source.
+        frozen: prefixes of the names of parameters that are not trained.
+        lora: config of the adapters; only they are trained then, and `lora.trained` and `whole`.
+        whole: prefixes of the names of parameters that are trained in addition to the adapters.
     """
-    names, given = [*_shapes(config)], matrices(_fresh(config))
-    adapted = set() if lora is None else {f"{path}/kernel" for path in select(given, lora)}
+    names, found = [*_shapes(config)], matrices(_fresh(config))
+    adapted = set() if lora is None else {f"{path}/kernel" for path in select(found, lora)}
 
-    def begins(name: str, those: tuple[str, ...]) -> bool:
-        heads = tuple(f"{head.strip('/')}/" for head in those)
+    def has_prefix(name: str, prefixes: tuple[str, ...]) -> bool:
+        prefixes = tuple(f"{prefix.strip('/')}/" for prefix in prefixes)
         scanned = re.sub(r"block_\d+/", "blocks/", name) if config.scan_layers else name
-        return f"{name}/".startswith(heads) or f"{scanned}/".startswith(heads)
+        return f"{name}/".startswith(prefixes) or f"{scanned}/".startswith(prefixes)
 
     if lora is None:
-        trained = {name for name in names if not begins(name, frozen)}
+        trained = {name for name in names if not has_prefix(name, frozen)}
     else:
-        trained = {name for name in names if begins(name, (*lora.trained, *whole))} | adapted
+        trained = {name for name in names if has_prefix(name, (*lora.trained, *whole))} | adapted
     both = config.kind == "encoder-decoder"
     of_source, of_target = list[_Place](), list[_Place]()
     for name in trained:
         place, in_encoder = _place(name, config), name.startswith("encoder/")
         of_source += [place] if in_encoder or place < _FIRST else []
         of_target += [] if both and in_encoder else [place]
-    if both and of_source:  # which the target meets in its first attention to the source
+    if both and of_source:  # the source enters the target in the first cross-attention
         of_target.append((0, "cross_attention", 1))
 
     def depends(at: str) -> bool:
-        """Whether what a kernel multiplies depends on a trained parameter."""
+        """Whether the input of a kernel depends on a trained parameter."""
         if both and at.endswith(("cross_attention/key/kernel", "cross_attention/value/kernel")):
             return bool(of_source)
         block, branch, step = _place(at, config)
         before = of_source if both and at.startswith("encoder/") else of_target
-        if config.is_parallel and 0 <= block < _LAST:  # its branches read the same
-            return any(b < block or (b == block and own in ("", branch) and n < step)
-                       for b, own, n in before)  # fmt: skip
+        if config.is_parallel and 0 <= block < _LAST:  # parallel branches read the same input
+            return any(b < block or (b == block and other in ("", branch) and n < step)
+                       for b, other, n in before)  # fmt: skip
         return min(before, default=(_LAST, "", 0)) < (block, branch, step)
 
     total = 0.0
     for at, flops, tokens in _products(config, length, source_length):
-        head = at.rpartition("/")[0]
-        again = 0.0  # the share of a block's passes that read what an earlier one of it wrote
-        if config.share_layers and "block_0/" in at and any("block_0/" in own for own in trained):
-            again = 1 - 1 / config.num_layers
+        module = at.rpartition("/")[0]
+        shared = 0.0  # with shared layers: the share of passes that read another pass's output
+        if config.share_layers and "block_0/" in at and any("block_0/" in x for x in trained):
+            shared = 1 - 1 / config.num_layers
         if at.endswith(("/scores", "/values")):
             query, key, value = (
-                1.0 if depends(f"{head}/{name}/kernel")
-                or any(own.startswith(f"{head}/{name}") for own in trained) else again
+                1.0 if depends(f"{module}/{name}/kernel")
+                or any(x.startswith(f"{module}/{name}") for x in trained) else shared
                 for name in ("query", "key", "value")
             )  # fmt: skip
             factors = query + key if at.endswith("/scores") else max(query, key) + value
             total += flops * (1 + factors)
             continue
         table = "embed/tokens" if config.tie_embeddings else "embed/output"
-        own = table in trained if at == "output" else at in trained - adapted
-        read = 1.0 if depends(at) else again
-        total += flops * (1 + read + own)
+        kernel = table in trained if at == "output" else at in trained - adapted
+        read = 1.0 if depends(at) else shared
+        total += flops * (1 + read + kernel)
         if at in adapted:
             assert lora is not None
-            inputs, outputs = given[head][-2:]
+            inputs, outputs = found[module][-2:]
             total += 2 * lora.rank * tokens * (inputs * (2 + read) + outputs * 3)
     return total
 
 
-@lru_cache(maxsize=1)  # of a run, which asks for each line that it logs
+@lru_cache(maxsize=1)  # a run calls this for every log line
 def step_flops(config: TrainConfig) -> float:
-    """Return the operations of learning from a row of `sequence_len` tokens, by what is trained."""
+    """Return the training operations of one row of `sequence_len` tokens."""
     model, length = as_transformer(config.model), config.sequence_len
     return training_flops(
         model, length, length,
@@ -133,14 +134,14 @@ def step_flops(config: TrainConfig) -> float:
 
 
 _Place: TypeAlias = tuple[int, str, int]
-"""A block, a branch and a step there, in the order in which a stack computes; branches as it
-happens in that of the alphabet."""
+"""Block, branch and step, ordered as a stack computes them. The branches happen to run in
+alphabetical order."""
 
 _FIRST, _LAST = (0, "", 0), 2**31
 
 
 def _place(name: str, config: ModelConfig) -> _Place:
-    """Return where a parameter or a product stands in its stack."""
+    """Return the place of a parameter or product in its stack's order of computation."""
     parts = name.split("/")
     at = next((n for n, part in enumerate(parts) if part.startswith("block_")), None)
     if at is None:
@@ -161,7 +162,7 @@ def _place(name: str, config: ModelConfig) -> _Place:
 
 
 def _fresh(config: ModelConfig) -> Params:
-    """Return the shapes of the parameters of the looped stack."""
+    """Return the shapes of the parameters, as in a looped stack."""
     shapes = jax.eval_shape(lambda: unstack_layers(init_params(config, jax.random.key(0))))
     return cast(Params, shapes)
 
@@ -172,14 +173,13 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[_Product]:
-    """Yield the products of reading one sequence."""
+    """Yield the products of a forward pass over one sequence."""
     for name, shape in _shapes(config).items():
         names = name.split("/")
         if names[-1] == "kernel":
             times = config.num_layers if config.share_layers and "block_0" in names else 1
             tokens = _tokens(names, config, length, source_length) * _share(names, config) * times
-            size = math.prod(shape)
-            yield _Product(name, 2 * size * tokens, tokens)
+            yield _Product(name, 2 * math.prod(shape) * tokens, tokens)
     if config.num_classes is None and config.has_logits:
         logits = 2.0 * config.vocab_size * config.embedding_width * length
         yield _Product("output", logits, length)
@@ -193,46 +193,44 @@ def _products(config: ModelConfig, length: int, source_length: int) -> Iterator[
 
     if config.kind != "decoder":
         source = length if config.kind == "encoder" else source_length
-        for number, window in enumerate(_windows(config, config.num_layers)):
+        for number in range(config.num_layers):
+            window = config.windows[number % len(config.windows)]
             pairs = _pairs(window, source, False, config.sink_tokens)
             yield from attention(f"encoder/{block(number)}/attention", pairs)
     if config.kind != "encoder":
         both = config.kind == "encoder-decoder"
         depth = config.decoder_layers if both else config.num_layers
-        for number, window in enumerate(_windows(config, depth)):
+        for number in range(depth):
+            window = config.windows[number % len(config.windows)]
             pairs = _pairs(window, length, True, config.sink_tokens)
             yield from attention(f"decoder/{block(number)}/attention", pairs)
             if both:
-                here = f"decoder/{block(number)}/cross_attention"
-                yield from attention(here, length * source_length)
-
-
-def _windows(config: ModelConfig, depth: int) -> list[int | None]:
-    return [config.windows[i % len(config.windows)] for i in range(depth)]
+                at = f"decoder/{block(number)}/cross_attention"
+                yield from attention(at, length * source_length)
 
 
 def _pairs(window: int | None, length: int, causal: bool, sinks: int) -> float:
-    """Count the pairs of a query and a key that a window and the sink tokens let through."""
+    """Count the pairs of a query and a key that are visible through a window and sink tokens."""
     reach = length if window is None else min(window, length)
-    before = reach * (reach + 1) / 2 + (length - reach) * reach  # the query itself included
-    past = length - reach  # keys that the last query has before its window, one less for each
-    some = min(sinks, past)
-    before += some * (some + 1) / 2 + (past - some) * some
+    before = reach * (reach + 1) / 2 + (length - reach) * reach  # includes the query itself
+    past = length - reach  # keys before the window of the last query; one less for each earlier one
+    visible = min(sinks, past)
+    before += visible * (visible + 1) / 2 + (past - visible) * visible
     if causal:
         return before
-    # as many after as before, and the query itself is in both
+    # the same number after the query, which itself is counted in both
     after = reach * (reach + 1) / 2 + (length - reach) * reach
     return before + after - length
 
 
 def active_params(config: ModelConfig) -> int:
-    """Count the parameters that a token meets: of experts, those that it is given to."""
+    """Count the parameters used per token: all parameters except those of unchosen experts."""
     shapes = _shapes(config).items()
     return round(sum(math.prod(shape) * _share(name.split("/"), config) for name, shape in shapes))
 
 
 def _share(names: list[str], config: ModelConfig) -> float:
-    """Return which part of a parameter a token meets."""
+    """Return the fraction of a parameter that is used per token."""
     of_experts = names[-3:-2] == ["feed_forward"] and names[-2] in ("up", "gate", "down")
     if config.experts is None or not of_experts:
         return 1.0
@@ -240,7 +238,7 @@ def _share(names: list[str], config: ModelConfig) -> float:
 
 
 def _tokens(names: list[str], config: ModelConfig, length: int, source_length: int) -> int:
-    """Return how many tokens a kernel multiplies."""
+    """Return the number of tokens that a kernel multiplies."""
     if config.kind != "encoder-decoder":
         pools = "head_dense" if config.pooling == "transform" else "pooler"
         once = (pools, "classifier") if config.classes_of == "text" else (pools,)

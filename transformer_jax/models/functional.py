@@ -1,7 +1,7 @@
-"""Compute activations and dropout as pure functions of arrays, as their papers write them.
+"""Activations and dropout as pure functions, written as in their papers.
 
-`ops` has norms, products and look-ups: it splits them over a mesh and leaves few rows to the
-kernels compiled for CPUs.
+Norms, products and table look-ups are in `ops`, which also shards them over a mesh and uses the
+compiled CPU kernels for few rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
     """Apply an activation elementwise.
 
     Args:
-        x: any shape.
-        name: "relu", "silu", "gelu", x Phi(x), and what approximates it (Hendrycks & Gimpel 2016),
-            "gelu_tanh", GPT-2's, and "quick_gelu", x sigmoid(1.702 x); or a function of an array.
+        x: array of any shape.
+        name: "relu", "silu", "gelu", x Phi(x), and its approximations (Hendrycks & Gimpel 2016)
+            "gelu_tanh", as in GPT-2, and "quick_gelu", x sigmoid(1.702 x); or a function of an
+            array.
 
     Raises:
-        ValueError: if a function returns another shape.
+        ValueError: if a function changes the shape.
     """
     if callable(name):
         y = jnp.asarray(name(x))
@@ -43,7 +44,7 @@ def activate(x: jax.Array, name: AnyActivation) -> jax.Array:
         case "silu":
             return jax.nn.silu(x)
         case "gelu":
-            # the default of JAX is the approximation by tanh
+            # JAX's default is the tanh approximation
             return jax.nn.gelu(x, approximate=False)
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
@@ -62,7 +63,7 @@ def gated(
 ) -> jax.Array:  # [..., F]
     """Return act(gate) * up (Shazeer 2020), or with `unit_offset` act(gate) * (1 + up).
 
-    With a limit c gate is at most c, and up from -c to c (gpt-oss).
+    A limit c clips gate to at most c, and up to [-c, c] (gpt-oss).
     """
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -70,12 +71,15 @@ def gated(
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Return x / (1 - rate) where kept, else 0; x itself without a key (Srivastava et al. 2014)."""
+    """Zero elements at `rate` and scale the others by 1 / (1 - rate) (Srivastava et al. 2014).
+
+    Without a key, return x unchanged.
+    """
     if key is None or (rate := exact_rate(rate)) == 0.0:
         return x
 
     def drop(x: jax.Array, key: jax.Array) -> jax.Array:
-        # 32 bits: a float32 has 23, too few for rates near 0 and 1
+        # compare 32 bits: a random float32 has only 23, too few for rates near 0 and 1
         keep = ~jax.random.bits(key, x.shape, jnp.uint32) >= jnp.uint32(threshold(rate))
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
@@ -83,7 +87,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def split_key(key: jax.Array | None, parts: int) -> list[jax.Array | None]:
-    """Split a key into `parts`; None into as many times None."""
+    """Split a key into `parts` keys; None becomes a list of None."""
     if key is None:
         return [None] * parts
     check_key("key", key)

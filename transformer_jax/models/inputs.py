@@ -1,7 +1,7 @@
-"""Turn vectors, images and frames of sound into the vectors that an encoder's blocks read.
+"""Input layers of an encoder for vectors, images and audio frames.
 
     Vectors  h_t = W x_t + b
-    Patches  h_p = W patch_p + b, patches in row-major order; before them a learned class token
+    Patches  h_p = W patch_p + b, patches in row-major order after a learned class token
     Frames   h = c_L(... c_1(x)), c_i(x)_t = gelu(sum_k W_ik x_(s t + k - P) + b_i), P = (K - 1) / 2
 
 Sources: Dosovitskiy et al. 2021 (patches), Synnaeve et al. 2020 and Radford et al. 2023 (frames).
@@ -10,7 +10,6 @@ Sources: Dosovitskiy et al. 2021 (patches), Synnaeve et al. 2020 and Radford et 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -26,32 +25,32 @@ from transformer_jax.sharding import by_compiler, split
 
 
 def check_inputs(inputs: Inputs, x: jax.Array) -> None:
-    """Raise ValueError unless `x` holds floats in the shape that the config asks for."""
+    """Raise ValueError unless `x` is a floating-point array of the shape that `inputs` requires."""
     letters = "B, H, W, C" if isinstance(inputs, Patches) else "B, T, D"
     length = x.shape[1] if getattr(x, "ndim", 0) > 1 else 1
     row = inputs.row_shape(length)
-    wanted = f"must be floats [{letters}] of rows {list(row)}"
+    rule = f"must be floats [{letters}] of rows {list(row)}"
     if not hasattr(x, "ndim"):
-        raise ValueError(f"inputs are a {type(x).__name__}: {wanted}")
+        raise ValueError(f"inputs are a {type(x).__name__}: {rule}")
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.shape[1:] != row or not length:
-        raise ValueError(f"inputs are {x.dtype}{list(x.shape)}: {wanted}")
+        raise ValueError(f"inputs are {x.dtype}{list(x.shape)}: {rule}")
 
 
 def frame_positions(
     inputs: Frames,
     positions: jax.Array,  # i32[B, T]
 ) -> jax.Array:  # i32[B, T']
-    """Return the positions of the tokens that convolutions make of padded frames.
+    """Return the positions of the tokens that the convolutions make of padded frames.
 
-    A row of n frames that are not padding gives ceil(n / stride^layers) tokens, which stand at 0,
-    1, ..., wherever in the row the frames stood.
+    A row with n valid frames yields ceil(n / stride^layers) tokens at positions 0, 1, ...,
+    regardless of where in the row the frames are.
 
     Args:
-        inputs: the convolutions.
-        positions: i32[B, T], of frames; negative is padding.
+        inputs: config of the convolutions.
+        positions: positions of the frames; negative is padding.
 
     Returns:
-        i32[B, T'], -1 is padding.
+        i32[B, T'], with -1 for padding.
     """
     step = inputs.stride**inputs.layers
     counts = -(-(positions >= 0).sum(axis=1) // step)
@@ -62,7 +61,7 @@ def frame_positions(
 def input_positions(
     inputs: Inputs | None, positions: jax.Array | None
 ) -> jax.Array | None:  # i32[B, T] -> i32[B, T']
-    """Return the positions of the encoder's tokens, of those of its input."""
+    """Convert positions of an encoder's input to positions of its tokens."""
     if isinstance(inputs, Frames) and positions is not None:
         return frame_positions(inputs, positions)
     return positions
@@ -74,7 +73,7 @@ def example_inputs(inputs: Inputs, batch: int, length: int) -> jax.Array:
 
 
 class InputLayer(Module):
-    """Make the vectors that join the positions, from what the config's `inputs` describe."""
+    """Projection of the config's `inputs` to vectors, before positions are added."""
 
     config: ModelConfig
 
@@ -82,14 +81,16 @@ class InputLayer(Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D_in] or [B, H, W, C]
-        positions: jax.Array | None = None,  # i32[B, T]; of patches, of those and the class token
+        positions: jax.Array | None = None,  # i32[B, T]; with patches, class token included
     ) -> jax.Array:  # [B, T', D]
-        """Return one vector for each token; what padding holds reaches none of the others."""
+        """Return one vector per token. The contents of padding do not affect other tokens."""
         inputs, cfg = self.config.inputs, self.config
         assert inputs is not None
         if isinstance(inputs, Patches):
             positions = check_positions((x.shape[0], inputs.num_tokens()), positions)
-            x = by_compiler(partial(_cut, inputs.size), [x], split(x, slice(1)))
+            # images to square patches of size P, in row-major order: [B, Y X, P, P, C]
+            pattern, P = "B (Y P) (X Q) C -> B (Y X) P Q C", inputs.size
+            x = by_compiler(lambda x: rearrange(x, pattern, P=P, Q=P), [x], split(x, slice(1)))
             if positions is not None:
                 x = _without_padding(x, positions[:, int(inputs.class_token) :])
             x = self._linear(x, "projection", contract=3)
@@ -108,8 +109,8 @@ class InputLayer(Module):
                 x, counts = frames_to_front(x, positions), (positions >= 0).sum(axis=1)
             for i in range(inputs.layers):
                 if counts is not None:
-                    # a convolution with a bias and GELU makes numbers of padding, which the next
-                    # one must not read
+                    # a convolution with a bias maps zero padding to nonzero values, which the next
+                    # convolution must not read
                     index = jnp.arange(x.shape[1])[None]
                     x = _without_padding(x, jnp.where(index < counts[:, None], index, -1))
                     counts = -(-counts // inputs.stride)
@@ -128,13 +129,8 @@ class InputLayer(Module):
         return Linear(cfg, (cfg.d_model,), contract=contract, std=std, name=name)(x)
 
 
-def _cut(size: int, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H W / P^2, P, P, C]
-    """Cut images into square patches of `size` P, in row-major order."""
-    return rearrange(x, "B (Y P) (X Q) C -> B (Y X) P Q C", P=size, Q=size)
-
-
 def _without_padding(x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """Replace padding by 0, or a NaN in it would enter the gradients of a matrix."""
+    """Replace padding by 0, so that a NaN in it does not enter the gradients of a matrix."""
     if positions is None:
         return x
     padding = (positions < 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
@@ -145,13 +141,13 @@ def frames_to_front(
     x: jax.Array,  # [B, T, D]
     positions: jax.Array,  # i32[B, T]; negative is padding
 ) -> jax.Array:  # [B, T, D]
-    """Move the frames of each row that are not padding to its front, in their order.
+    """Move the valid frames of each row to its front, in their original order.
 
-    A stride then meets them as it would without padding, on whichever side that stands.
+    Strided convolutions then see them as they would without padding on either side.
     """
 
     def move(x: jax.Array, positions: jax.Array) -> jax.Array:
-        # stable: the frames keep their order
+        # stable, so that frames keep their order
         order = jnp.argsort(positions < 0, axis=1, stable=True)
         return jnp.take_along_axis(x, order[:, :, None], axis=1)
 
@@ -161,7 +157,7 @@ def frames_to_front(
 def strided_windows(x: jax.Array, kernel: int, stride: int) -> jax.Array:
     """Return the frames around each `stride`-th, [B, T, D] -> [B, ceil(T / stride), kernel, D].
 
-    Beyond the ends of a row they are 0.
+    Rows are padded with zeros at both ends.
     """
     reach, last = kernel // 2, stride * (-(-x.shape[1] // stride) - 1)
     x = jnp.pad(x, ((0, 0), (reach, reach), (0, 0)))

@@ -1,7 +1,7 @@
-"""Define the parts of a transformer: linen modules that name parameters, over pure functions.
+"""Layers of a transformer: linen modules that own parameters and call pure functions.
 
-Dropout is on exactly when a `key` is given; a module takes its key as an argument, splits it once,
-and hands the parts on, so a looped and a scanned stack draw the same numbers.
+Passing a `key` turns dropout on. A module takes its key as an argument, splits it once and passes
+the parts on, so looped and scanned stacks draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from transformer_jax.values import short_repr
 def parameter(
     module: nn.Module, name: str, init: nn.initializers.Initializer, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Declare a parameter in f32; of one that is there, only check the shape.
+    """Declare an f32 parameter, or only check its shape if it already exists.
 
-    Flax would trace its initializer to compare them, which is half of all tracing.
+    `module.param` would trace the initializer to compare shapes, which takes half of all tracing
+    time.
     """
     if not module.has_variable("params", name):
         return module.param(name, init, shape, F32)
-    module._state.children[name] = "params"  # as `module.param` does: it is declared
+    module._state.children[name] = "params"  # mark it as declared, as `module.param` does
     value = nn.unbox(module.get_variable("params", name))
     if np.shape(value) != shape:
         path = "/".join(module.path)
@@ -64,18 +65,19 @@ _FIELDS = {
     "cell_": "num_layers", "hidden_": "num_layers", "words_": "order", "direct": "direct",
     "w_query": "attention", "w_key": "attention", "v": "attention", "w": "attention",
 }  # fmt: skip
-"""The field of a config without which a parameter has no place, by the end of its path."""
+"""The config field that creates a parameter, by the end of the parameter's path."""
 
 
 def refuse_surplus(module: nn.Module) -> None:
-    """Raise ValueError where there are parameters that the module has not declared by now.
+    """Raise ValueError if `params` contains parameters that the module has not declared.
 
-    flax leaves them out without a word: a bias that the config has not, a layer too many. What
-    somebody else's subclass declares after ours, or a module around ours in the same scope, is not
-    known yet: those are not asked.
+    flax would silently ignore them, for example a bias that the config does not have, or an extra
+    layer. Skips subclasses defined elsewhere and modules that share a scope with their parent,
+    because these may declare more parameters later.
     """
-    around = getattr(module.parent, "scope", None)
-    if not type(module).__module__.startswith("transformer_jax.") or around is module.scope:
+    parent_scope = getattr(module.parent, "scope", None)
+    ours = type(module).__module__.startswith("transformer_jax.")
+    if not ours or parent_scope is module.scope:
         return
     declared = module._state.children
     for name in module.variables.get("params", {}):
@@ -88,29 +90,29 @@ def refuse_surplus(module: nn.Module) -> None:
         elif field == "num_layers" and getattr(config, "num_decoder_layers", None) is not None:
             field = "num_decoder_layers" if "decoder" in path else field
         value = getattr(config, field, NotImplemented) if field else NotImplemented
-        rule = "the config has no place for it"
+        rule = "which the config does not use"
         if value is not NotImplemented:
             rule = f"but {field} is {value!r}"
         raise ValueError(f"parameters have {'/'.join(path)}, {rule}")
 
 
 def refuse_rngs(module: nn.Module, key: jax.Array | None) -> None:
-    """Raise ValueError where `model.apply` was given a key 'dropout' in `rngs`, and no argument.
+    """Raise ValueError if `model.apply` received a 'dropout' key in `rngs` and no `key` argument.
 
-    Nothing here draws from flax's `rngs`, so dropout would be off in silence. Keys of other names,
-    as `nnx.bridge` gives them, are for the parameters. A model inside another module is not
-    checked: there they may be for the other's layers.
+    No module here reads flax's `rngs`, so dropout would silently be off. Keys with other names, as
+    `nnx.bridge` passes them, are for the parameters. A model inside another module is not checked,
+    since the keys may be for other layers of that module.
     """
     scope = module.scope
     if key is not None or scope is None or scope.path or module.is_initializing():
         return
     if "dropout" in scope.rngs:
-        rule = "dropout takes its key as an argument: model.apply(variables, ..., key=key)"
+        rule = "pass the dropout key as an argument: model.apply(variables, ..., key=key)"
         raise ValueError(f"rngs has 'dropout': {rule}")
 
 
 class Norm(Module):
-    """Apply the config's LayerNorm or RMSNorm over the last axis; without a norm return x."""
+    """LayerNorm or RMSNorm over the last axis, or the identity if the config has no norm."""
 
     config: ModelConfig
 
@@ -132,17 +134,17 @@ class Norm(Module):
 
 
 def norm_scale(module: nn.Module, name: str, config: ModelConfig, *shape: int) -> jax.Array:
-    """Declare a norm's scale, at first 1; return what the norm multiplies by, f32[shape]."""
+    """Declare a norm's scale, initially 1, and return it as f32[shape]."""
     if config.norm_unit_offset:
-        # Gemma's weights are what is added to 1
+        # Gemma stores scale - 1
         return 1.0 + parameter(module, name, nn.initializers.zeros, shape).astype(F32)
     return parameter(module, name, nn.initializers.ones, shape).astype(F32)
 
 
 class Linear(Module):
-    """Return x W + b in the compute dtype, W ~ N(0, std^2), over the last `contract` axes.
+    """Linear layer x W + b over the last `contract` axes, in the compute dtype, W ~ N(0, std^2).
 
-    The key is for the dropout of adapters, where the kernel has any.
+    The key is only for the dropout of low-rank adapters.
     """
 
     config: ModelConfig
@@ -168,20 +170,23 @@ class Linear(Module):
 
 
 def branch_std(config: ModelConfig, depth: int | None) -> float:
-    """Return the initial scale of a branch's output matrix: 2 L of them add up (GPT-2).
+    """Return the initial std of a branch's output matrix: std / sqrt(branches), as in GPT-2.
 
-    Where there is no feed-forward L of them do.
+    A stack adds up 2 L branches, or L without feed-forward branches.
     """
     depth = config.num_layers if depth is None else depth
     return config.init_std / ((2 if config.ff_dim else 1) * depth) ** 0.5
 
 
 class FeedForward(Module):
-    """Return act(x W_up) W_down, or with `glu` (act(x W_gate) * (x W_up)) W_down (Shazeer 2020)."""
+    """Feed-forward layer act(x W_up) W_down.
+
+    With `glu`, it is (act(x W_gate) * (x W_up)) W_down (Shazeer 2020).
+    """
 
     config: ModelConfig
     depth: int | None = None
-    """Blocks of the stack it stands in; None is num_layers."""
+    """Number of blocks in the stack; None is num_layers."""
 
     @nn.compact
     def __call__(
@@ -204,7 +209,7 @@ class FeedForward(Module):
 
 @short_repr
 class OutputLayer(NamedTuple):
-    """Hold what logits are computed of: x table^T + bias, before a soft cap."""
+    """Operands of the logits x table^T + bias, before a softcap."""
 
     x: jax.Array  # [B, T, D]
     table: jax.Array  # [V, D]
@@ -212,11 +217,10 @@ class OutputLayer(NamedTuple):
 
 
 class Embed(Module):
-    """Token (and position, and type) vectors in, logits out.
+    """Token, position and type embeddings, and the output matrix.
 
-    Both sides of an encoder-decoder share the tokens' vectors, unless the config has a
-    `source_vocab_size`; the target has a table of positions and a norm of its own (Lewis et al.
-    2020).
+    Both sides of an encoder-decoder share the token vectors, unless the config has a
+    `source_vocab_size`. The target has its own position table and its own norm (Lewis et al. 2020).
     """
 
     config: ModelConfig
@@ -224,7 +228,7 @@ class Embed(Module):
     def setup(self) -> None:
         cfg = self.config
         width = cfg.embedding_width
-        # `__call__` multiplies by sqrt(width): the vectors begin with unit variance
+        # `__call__` multiplies by sqrt(width), so the vectors start with unit variance
         std = width**-0.5 if cfg.scale_embeddings else cfg.init_std
         normal = nn.initializers.normal(std)
         if cfg.kind != "encoder" or cfg.inputs is None:
@@ -250,22 +254,22 @@ class Embed(Module):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T], or [B, T, D] what an `InputLayer` gives
+        tokens: jax.Array,  # i32[B, T], or [B, T, D] from an `InputLayer`
         token_positions: jax.Array,  # i32[B, T] or [T]
         types: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
         target: bool = False,
     ) -> jax.Array:  # [B, T, D]
-        """Return E[token] (times a scale) plus position and type vectors; zeros where padded.
+        """Return E[token] (times a scale) plus position and type vectors, and zeros for padding.
 
-        A norm of embeddings with a bias makes that bias of the zeros.
+        An embedding norm with a bias maps the zeros to that bias.
         """
         cfg = self.config
         if tokens.ndim == 3:
             x = tokens.astype(F32)
         else:
-            own = cfg.source_vocab_size is not None and not target
-            table: jax.Array | QuantizedTable = self.source_tokens if own else self.tokens
+            separate = cfg.source_vocab_size is not None and not target
+            table: jax.Array | QuantizedTable = self.source_tokens if separate else self.tokens
             x = (
                 table.look_up(tokens)
                 if isinstance(table, QuantizedTable)
@@ -285,7 +289,7 @@ class Embed(Module):
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.type_vocab_size is not None:
             x = x + ops.lookup(self.types, jnp.zeros_like(tokens) if types is None else types)
-        if token_positions.ndim == 2:  # or 0 * NaN of a padding token would enter gradients
+        if token_positions.ndim == 2:  # otherwise 0 * NaN of padding would enter gradients
             x = jnp.where((token_positions < 0)[:, :, None], 0.0, x)
         if cfg.embedding_norm:
             x = self.norms[target](x)
@@ -293,7 +297,7 @@ class Embed(Module):
         return x if cfg.embedding_dim is None else self.projection(x)
 
     def output_layer(self, x: jax.Array) -> OutputLayer:  # [B, T, D]
-        """Return what the logits of hidden states are computed of."""
+        """Return the operands of the logits, so that a loss can compute them in chunks."""
         cfg = self.config
         x = x if cfg.logit_scale is None else x * cfg.logit_scale
         table = self.tokens if cfg.tie_embeddings else self.output
@@ -301,7 +305,7 @@ class Embed(Module):
         return OutputLayer(x, table, self.bias if cfg.logit_bias else None)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> f32[B, T, V]
-        """Return (scale) x E^T (+ bias), soft-capped, in f32 whatever the compute dtype."""
+        """Return (scale) x E^T (+ bias), softcapped, always in f32."""
         cfg = self.config
         table: jax.Array | QuantizedTable = self.tokens if cfg.tie_embeddings else self.output
         x = x if cfg.logit_scale is None else x * cfg.logit_scale

@@ -1,16 +1,16 @@
-"""LoRA as pure functions over parameters (Hu et al. 2021): W + scale A B, and only A and B learn.
+"""LoRA as pure functions of parameters (Hu et al. 2021): W + scale A B, with trainable A and B.
 
-Adapters are a nested dict at the paths of the modules they adapt:
+Adapters are a nested dict with the paths of the adapted modules:
 
     {"decoder": {"block_0": {"attention": {"query": {"a": f32[D, r], "b": f32[r, N*H]}}}}}
 
-and in a scanned stack {"blocks": ...} with a leading L, so `stack_layers` and `unstack_layers`
-serve them too. A kernel counts as the matrix [inputs, outputs] it multiplies with: query [D, N H],
-out [N Hv, D].
+In a scanned stack they are {"blocks": ...} with a leading axis L, so `stack_layers` and
+`unstack_layers` also convert adapters. Each kernel is treated as a matrix [inputs, outputs]: query
+[D, N H], out [N Hv, D].
 
-`with_adapters` puts them beside the kernels of a transformer, which then computes two products;
-`apply_lora` adds them to the kernels of any model. Dropout, which is on what A reads, is of the
-first alone: a sum of weights does not see inputs.
+`with_adapters` stores adapters next to the kernels of a transformer, which then computes two
+products; `apply_lora` adds them to the kernels of any model. Dropout acts on the input of A, so
+only `with_adapters` supports it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from transformer_jax.models.stack import stack_layers, unstack_layers
 from transformer_jax.pytree import Parameter, Params, cast_floats, kernel_axes, path_name
 
 Matrices = dict[str, tuple[int, ...]]
-"""Paths of modules with a kernel, those of a looped stack, to the kernel's (inputs, outputs), or
-(E, inputs, outputs) of experts."""
+"""Shapes of kernels by the path of their module in a looped stack: (inputs, outputs), or
+(E, inputs, outputs) for experts."""
 
 Adapter = Mapping[str, jax.Array]
 """The arrays "a" and "b" of one kernel."""
@@ -46,53 +46,53 @@ Result = TypeVar("Result")
 
 
 def init_lora(params: Params, config: LoraConfig, key: jax.Array) -> Params:
-    """Draw fresh adapters, which change nothing: in f32, with B = 0.
+    """Initialise f32 adapters with B = 0, which do not change the model yet.
 
     A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)), PEFT's initialisation (He et al. 2015 with a = sqrt 5).
-    A looped and a scanned stack draw the same numbers. In a scanned stack, blocks that are no
-    target have A = 0 and B = 0; these have no gradient and stay.
+    Looped and scanned stacks draw the same numbers. In a scanned stack, blocks that are not
+    targeted have A = B = 0, which get no gradient and stay zero.
 
     Args:
-        params: of a looped or a scanned stack, or their shapes.
-        config: which kernels have adapters, and the rank r.
+        params: parameters of a looped or scanned stack, or their shapes.
+        config: the targeted kernels and the rank r.
         key: a single key.
 
     Returns:
-        Dicts like the parameters', with "a" f32[inputs, r] and "b" f32[r, outputs] of each kernel;
-        both lead with L in a scanned stack, and with E where they are of experts.
+        A nested dict like the parameters, with "a" f32[inputs, r] and "b" f32[r, outputs] for each
+        kernel. Both have a leading axis L in a scanned stack, and E for experts.
 
     Raises:
-        ConfigError: if a target or a layer names no kernel.
+        ConfigError: if a target or a layer matches no kernel.
     """
     check_key("key", key)
     found = matrices(params)
     paths = select(found, config)
     keys = jax.random.split(key, len(paths))
     adapters = {}
-    for path, own in zip(paths, keys, strict=True):
+    for path, a_key in zip(paths, keys, strict=True):
         *lead, inputs, outputs = found[path]
         bound, shape = inputs**-0.5, (*lead, inputs, config.rank)
-        a = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+        a = jax.random.uniform(a_key, shape, jnp.float32, -bound, bound)
         adapters[path] = {"a": a, "b": jnp.zeros((*lead, config.rank, outputs), jnp.float32)}
     return nest(adapters, params)
 
 
 def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Return the parameters of the adapted model: kernel + scale A B where there is an adapter.
+    """Return the parameters of the adapted model: kernel + scale A B for each adapter.
 
-    Exact algebra: x (W + s A B) = x W + s (x A) B, for any model and any use of it; differentiable
-    in both arguments. A sum is in the wider dtype of the two and rounded by nothing here, so in a
-    bf16 model what it adds to a weight counts to 2^-9 of that weight.
+    Since x (W + s A B) = x W + s (x A) B, this works for any model. It is differentiable in both
+    arguments. Sums are in the wider dtype of the two and are not rounded here, so a bf16 model
+    resolves changes of a weight down to 2^-9 of it.
 
-    It costs r multiplications for each weight, not each token: as much as r tokens more in a batch,
-    which is little in training. The adapted kernels exist twice, and their full gradients once, on
-    the way to those of A and B; what training saves is the optimizer's state. To decode, merge
-    first: a step of few tokens would spend its time here.
+    The cost is r multiplications per weight, independent of the number of tokens: as much as r more
+    tokens in a batch, which is little in training. Adapted kernels exist twice in memory, and their
+    full gradients once; training only saves optimizer state. Merge before decoding, where this cost
+    would dominate each step.
 
     Args:
-        params: of the model.
-        adapters: as `init_lora` makes them.
-        config: of the adapters.
+        params: parameters of the model.
+        adapters: adapters from `init_lora`.
+        config: config of the adapters.
 
     Raises:
         ValueError: if an adapter does not fit, or its kernel is quantised.
@@ -100,9 +100,9 @@ def apply_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
 
     def add(path: str, kernel: Kernel, part: Adapter) -> jax.Array:
         if isinstance(kernel, QuantizedKernel):
-            raise ValueError(f"{path}: is quantised: adapters are added to what it was made of")
+            raise ValueError(f"{path} is quantised: add adapters to the original kernel instead")
         _check_adapter(path, kernel, part, config.rank)
-        # by default a TPU multiplies float32 in bfloat16
+        # TPUs multiply float32 in bfloat16 by default
         delta = config.scale * jnp.matmul(part["a"], part["b"], precision="highest")
         return kernel + delta.reshape(kernel.shape)
 
@@ -115,123 +115,134 @@ def with_adapters(
     config: LoraConfig,
     rows: jax.Array | None = None,  # i32[B]
 ) -> Params:
-    """Return the parameters of a transformer with its adapters beside the kernels of its blocks.
+    """Return a transformer's parameters with adapters next to the kernels of its blocks.
 
-    They are taken wherever parameters are: the model computes x W + s (drop(x) A) B, with dropout
-    where it gets a key. Nothing is computed here.
+    The result can be used like any parameters: the model computes x W + s (drop(x) A) B, with
+    dropout if it gets a key. This function itself computes nothing.
 
     Args:
-        params: of the model.
-        adapters: as `init_lora` makes them, or several such, all of the same config.
-        config: of the adapters.
-        rows: i32[B], of several adapters which one each row of a batch uses; -1 is the base alone.
+        params: parameters of the model.
+        adapters: adapters from `init_lora`, or a sequence of adapters with the same config.
+        config: config of the adapters.
+        rows: i32[B], with several adapters the index of the adapter that each row of a batch uses;
+            -1 is the base model.
 
     Raises:
-        ValueError: if an adapter does not fit, or is of a kernel outside of the blocks, or `rows`
-            is missing or of no use.
+        ValueError: if an adapter does not fit, or belongs to a kernel outside of the blocks, or
+            `rows` is missing or passed with a single adapter.
     """
     several = not isinstance(adapters, Mapping)
     if several != (rows is not None):
-        raise ValueError("rows: must be given for several adapters, and for these alone")
+        raise ValueError("rows must be passed with several adapters, and only with these")
     if isinstance(adapters, Mapping):
         tree: Params = adapters
     else:
-        # the adapters of one kernel side by side: [n, ...], and in a scanned stack [L, n, ...]
+        # stack the adapters of each kernel: [n, ...], or [L, n, ...] in a scanned stack
         def stacked(path: KeyPath, *leaves: jax.Array) -> jax.Array:
             return jnp.stack(leaves, axis=int(_is_scanned(path_name(path))))
 
         tree = jax.tree_util.tree_map_with_path(stacked, *adapters)
 
-    def beside(path: str, kernel: Kernel, part: Adapter) -> AdaptedKernel:
-        own = rows
-        if layer(path) is None and not _is_scanned(path):
-            raise ValueError(f"adapters have {path}: only kernels of blocks have adapters beside")
+    def attach(path: str, kernel: Kernel, part: Adapter) -> AdaptedKernel:
+        kernel_rows, scanned = rows, _is_scanned(path)
+        if layer(path) is None and not scanned:
+            raise ValueError(f"adapters have {path}: only kernels of blocks can have adapters")
         first: Mapping[str, Parameter] = part
         if several:
-            at = int(_is_scanned(path))
+            at = int(scanned)
             shapes = {name: (*part[name].shape[:at], *part[name].shape[at + 1 :]) for name in "ab"}
             first = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
         _check_adapter(path, kernel, first, config.rank)
-        if several and len(_matrix(path, tuple(kernel.shape))) > 2 + _is_scanned(path):
-            raise ValueError(f"adapters have {path}: experts have one adapter each, not several")
-        if own is not None:
-            own = jnp.asarray(own, jnp.int32)
-            if _is_scanned(path):
-                own = jnp.broadcast_to(own, (kernel.shape[0], *own.shape))
+        if several and len(_matrix(path, tuple(kernel.shape))) > 2 + scanned:
+            raise ValueError(f"adapters have {path}: an expert can only have a single adapter")
+        if kernel_rows is not None:
+            kernel_rows = jnp.asarray(kernel_rows, jnp.int32)
+            if scanned:
+                kernel_rows = jnp.broadcast_to(kernel_rows, (kernel.shape[0], *kernel_rows.shape))
         return AdaptedKernel(
-            base=kernel, a=part["a"], b=part["b"], rows=own, scale=config.scale,
+            base=kernel, a=part["a"], b=part["b"], rows=kernel_rows, scale=config.scale,
             dropout=config.dropout,
         )  # fmt: skip
 
-    return _with_kernels(params, tree, beside)
+    return _with_kernels(params, tree, attach)
 
 
 def merge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Apply adapters once and for all: plain parameters, each kernel in the dtype it had.
+    """Merge adapters into plain parameters; each kernel keeps its dtype.
 
-    In f32 these are the same numbers. In bf16 each sum is rounded: what it adds to a weight is lost
-    below 2^-9 of the weight.
+    In f32 this is exact up to rounding. In bf16, changes below 2^-9 of a weight are lost.
 
     Args:
-        params: of the model.
-        adapters: as `init_lora` makes them.
-        config: of the adapters.
+        params: parameters of the model.
+        adapters: adapters from `init_lora`.
+        config: config of the adapters.
 
     Raises:
-        ValueError: if an adapter does not fit, its kernel is quantised, or the dtype has no room
-            for a sum.
+        ValueError: if an adapter does not fit, its kernel is quantised, or a sum overflows the
+            dtype.
     """
     adapted = apply_lora(params, adapters, config)
 
-    def held(path: KeyPath, new: jax.Array, old: jax.Array) -> jax.Array:
+    def restore_dtype(path: KeyPath, new: jax.Array, old: jax.Array) -> jax.Array:
         if new is old:  # it has no adapter
             return old
-        found = new.astype(old.dtype)
-        if not isinstance(found, jax.core.Tracer):
-            lost = jnp.isfinite(old) & ~jnp.isfinite(found)  # in the sum, or in rounding it
-            if bool(lost.any()):
-                rule = f"{old.dtype} holds at most {float(jnp.finfo(old.dtype).max):.5g}"
-                raise ValueError(f"{path_name(path)} has a weight of infinite size: {rule}")
-        return found
+        merged = new.astype(old.dtype)
+        if not isinstance(merged, jax.core.Tracer):
+            overflow = jnp.isfinite(old) & ~jnp.isfinite(merged)  # of the sum, or of its rounding
+            if bool(overflow.any()):
+                rule = f"the maximum of {old.dtype} is {float(jnp.finfo(old.dtype).max):.5g}"
+                raise ValueError(f"{path_name(path)} has an infinite weight: {rule}")
+        return merged
 
-    return jax.tree_util.tree_map_with_path(held, adapted, dict(params))
+    return jax.tree_util.tree_map_with_path(restore_dtype, adapted, dict(params))
 
 
 def unmerge_lora(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Take adapters out of merged parameters: kernel - scale A B, in the dtype of the kernel.
+    """Subtract merged adapters: kernel - scale A B, in the dtype of the kernel.
 
-    Two sums are rounded, so a weight comes back to within two roundings of its dtype: of bf16, to
-    2^-8 of the larger of itself and the merged weight. Parameters from before are exact: keep them.
+    Merging and unmerging round once each, so the result differs from the original weight by up to
+    two roundings: in bf16, 2^-8 of the larger of the original and the merged weight. To get exact
+    weights back, keep the original parameters.
 
     Args:
-        params: of `merge_lora`.
-        adapters: that were merged.
-        config: of the adapters.
+        params: parameters from `merge_lora`.
+        adapters: the adapters that were merged.
+        config: config of the adapters.
     """
-    negative = dict(adapters)
-    taken = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: -leaf if path[-1].key == "b" else leaf, negative
+    negated = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: -leaf if path[-1].key == "b" else leaf, dict(adapters)
     )
-    return merge_lora(params, taken, config)
+    return merge_lora(params, negated, config)
 
 
 def trained_part(
     params: Params, config: LoraConfig, key: jax.Array, whole: Iterable[str] = ()
 ) -> Params:
-    """Return what fine-tuning with adapters trains: {"lora": adapters, "whole": {name: array}}.
+    """Return the trainable parameters: {"lora": adapters, "whole": {name: array}}.
 
-    Of `whole` and `config.trained` each names the beginning of parameters that are trained beside
-    the adapters. ConfigError where one names none, or a kernel that has an adapter.
+    `whole` and `config.trained` are prefixes of the names of parameters that are trained in
+    addition to the adapters. ConfigError if a prefix matches no parameter, or an adapted kernel.
     """
     adapters = init_lora(params, config, key)
-    return {"lora": adapters, "whole": _whole(params, adapters, (*config.trained, *whole))}
+    flat, found = flatten_dict(params, sep="/"), dict[str, Parameter]()
+    adapted = {at.rpartition("/")[0] + "/kernel" for at in flatten_dict(adapters, sep="/")}
+    for prefix in (*config.trained, *whole):
+        names = [name for name in flat if f"{name}/".startswith(f"{prefix.strip('/')}/")]
+        if not names:
+            heads = ", ".join(dict.fromkeys("/".join(name.split("/")[:2]) for name in flat))
+            rule = f"no parameter has this prefix (there are {heads})"
+            raise ConfigError(f"lora.trained has {prefix!r}: {rule}")
+        if both := sorted(adapted.intersection(names)):
+            raise ConfigError(f"lora.trained has {prefix!r}: {both[0]} has an adapter")
+        found |= {name: flat[name] for name in names}
+    return {"lora": adapters, "whole": found}
 
 
 def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -> Params:
-    """Return the parameters that stay as they are, held as `config.base` says."""
-    names = tuple(f"{name.strip('/')}/" for name in (*config.trained, *whole))
+    """Return the frozen parameters, stored in the format `config.base`."""
+    prefixes = tuple(f"{prefix.strip('/')}/" for prefix in (*config.trained, *whole))
     flat = flatten_dict(params, sep="/")
-    kept = {name: leaf for name, leaf in flat.items() if not f"{name}/".startswith(names)}
+    kept = {name: leaf for name, leaf in flat.items() if not f"{name}/".startswith(prefixes)}
     tree = unflatten_dict(kept, sep="/")
     if config.base == "float32":
         return cast_floats(tree, jnp.float32)
@@ -246,12 +257,12 @@ def frozen_part(params: Params, config: LoraConfig, whole: Iterable[str] = ()) -
 
 
 def rejoined(frozen: Params, trained: Params, config: LoraConfig) -> Params:
-    """Return a model's parameters of both parts, with adapters beside their kernels."""
+    """Combine both parts into a model's parameters, with adapters next to their kernels."""
     return with_adapters(_filled(frozen, trained), trained["lora"], config)
 
 
 def merged_parts(frozen: Params, trained: Params, config: LoraConfig) -> Params:
-    """Return a model's plain parameters of both parts, with adapters added to their kernels."""
+    """Combine both parts into a model's plain parameters, with adapters merged into kernels."""
     return merge_lora(_filled(frozen, trained), trained["lora"], config)
 
 
@@ -260,35 +271,18 @@ def _filled(frozen: Params, trained: Params) -> Params:
     return unflatten_dict(flatten_dict(frozen) | flat)
 
 
-def _whole(params: Params, adapters: Params, names: tuple[str, ...]) -> Params:
-    """Return the parameters whose names begin with one of `names`, by name."""
-    flat, found = flatten_dict(params, sep="/"), dict[str, Parameter]()
-    adapted = {at.rpartition("/")[0] + "/kernel" for at in flatten_dict(adapters, sep="/")}
-    for name in names:
-        begun = [at for at in flat if f"{at}/".startswith(f"{name.strip('/')}/")]
-        if not begun:
-            heads = ", ".join(dict.fromkeys("/".join(at.split("/")[:2]) for at in flat))
-            raise ConfigError(
-                f"lora.trained has {name!r}: no parameter begins so (there are {heads})"
-            )
-        if both := sorted(adapted.intersection(begun)):
-            raise ConfigError(f"lora.trained has {name!r}: {both[0]} has an adapter")
-        found |= {at: flat[at] for at in begun}
-    return found
-
-
 def lora_loss(
     loss: Callable[[Params, Batch, jax.Array | None], Result], config: LoraConfig
 ) -> Callable[[Params, Batch, jax.Array | None, Params], Result]:
-    """Make a loss of parameters a loss of adapters.
+    """Convert a loss of parameters to a loss of adapters.
 
-    It is of any model; a transformer's train step has the cheaper `with_adapters`. The parameters
-    are an argument, which `make_train_step` takes as `frozen=(params,)`: closed over, they would be
-    constants of the compiled program.
+    This works for any model; for a transformer, training with `with_adapters` is cheaper. The
+    parameters are an argument, passed by `make_train_step(..., frozen=(params,))`, because in a
+    closure they would become constants of the compiled program.
 
     Args:
-        loss: called with (params, batch, key).
-        config: of the adapters.
+        loss: function of (params, batch, key).
+        config: config of the adapters.
 
     Returns:
         A function of (adapters, batch, key, params).
@@ -301,7 +295,7 @@ def lora_loss(
 
 
 def matrices(params: Params) -> Matrices:
-    """Find every module that has a kernel; nothing is computed."""
+    """Return the shapes of all kernels by the path of their module, without computing anything."""
     if not isinstance(params, Mapping):
         raise ConfigError(f"params is a {type(params).__name__}: must be parameters")
     shapes = jax.eval_shape(unstack_layers, params)
@@ -313,7 +307,7 @@ def matrices(params: Params) -> Matrices:
 
 
 def select(found: Matrices, config: LoraConfig) -> list[str]:
-    """Return the paths that targets and layers mean, sorted; ConfigError if one means none."""
+    """Return the sorted paths that match targets and layers; ConfigError if one matches nothing."""
     depth = 1 + max((layer(path) or 0 for path in found), default=0)
     if config.layers is not None and max(config.layers) >= depth:
         rule = f"the stacks have {depth} blocks"
@@ -328,17 +322,17 @@ def select(found: Matrices, config: LoraConfig) -> list[str]:
     for target in config.targets:
         meant = {path for path in within if f"/{path}".endswith(f"/{target}")}
         if not meant:
-            there = ", ".join(sorted({"/".join(p.split("/")[-2:]) for p in within})) or "no kernel"
+            known = ", ".join(sorted({"/".join(p.split("/")[-2:]) for p in within})) or "no kernel"
             where = "" if config.layers is None else f" in layers {config.layers!r}"
             raise ConfigError(
-                f"lora.targets has {target!r}: matches nothing{where}; there is {there}"
+                f"lora.targets has {target!r}: matches nothing{where}; there is {known}"
             )
         chosen |= meant
     return sorted(chosen)
 
 
 def layer(path: str) -> int | None:
-    """Return the index of the block that a path is in; None outside of blocks."""
+    """Return the index of the block that contains a path; None outside of blocks."""
     for name in path.split("/"):
         if name.startswith("block_"):
             return int(name.removeprefix("block_"))
@@ -346,22 +340,22 @@ def layer(path: str) -> int | None:
 
 
 def nest(adapters: Params, params: Params) -> Params:
-    """Nest adapters by path as `params` are: looped, or stacked and filled with zeros."""
+    """Nest adapters by path like `params`: looped, or stacked and filled up with zeros."""
     if not any("blocks" in path for path in flatten_dict(params)):
         return unflatten_dict(adapters, sep="/")
-    # a stack has one array for all blocks: those that lack what another one has get zeros
+    # a scanned stack has one array for all blocks, so blocks without an adapter get zeros
     any_block = lambda path: re.sub(r"block_\d+", "blocks", path)  # noqa: E731
-    has = {any_block(path): adapter for path, adapter in adapters.items()}
-    whole = {
-        path: adapters.get(path, jax.tree.map(jnp.zeros_like, has[any_block(path)]))
+    adapted = {any_block(path): adapter for path, adapter in adapters.items()}
+    filled = {
+        path: adapters.get(path, jax.tree.map(jnp.zeros_like, adapted[any_block(path)]))
         for path in matrices(params)
-        if any_block(path) in has
+        if any_block(path) in adapted
     }
-    return stack_layers(unflatten_dict(whole, sep="/"))
+    return stack_layers(unflatten_dict(filled, sep="/"))
 
 
 def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
-    """Undo `nest`: return adapters by the path of their module in a looped stack."""
+    """Return adapters by the path of their module in a looped stack, undoing `nest`."""
     found: dict[str, dict[str, jax.Array]] = {}
     for at, leaf in flatten_dict(unstack_layers(adapters), sep="/").items():
         path, _, name = at.rpartition("/")
@@ -370,7 +364,7 @@ def flatten(adapters: Params) -> dict[str, dict[str, jax.Array]]:
 
 
 def _matrix(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a kernel's inputs and outputs, after what counts its matrices."""
+    """Return the shape of a kernel as matrices: (..., inputs, outputs)."""
     first, contract = kernel_axes(f"{path}/kernel".split("/"), len(shape))
     inputs = shape[first : first + contract]
     return (*shape[:first], math.prod(inputs), math.prod(shape[first + contract :]))
@@ -386,9 +380,9 @@ def _with_kernels(
     make: Callable[[str, Kernel, Adapter], Parameter],
 ) -> Params:
     """Return `params` with `make(path, kernel, adapter)` as the kernel of each adapted module."""
-    for what, tree in dict(params=params, adapters=adapters).items():
+    for argument, tree in dict(params=params, adapters=adapters).items():
         if not isinstance(tree, Mapping):
-            raise ValueError(f"{what} is a {type(tree).__name__}: must be a dict by module")
+            raise ValueError(f"{argument} is a {type(tree).__name__}: must be a dict by module")
 
     def walk(params: Params, adapters: Params, path: str) -> Params:
         out = dict(params)
@@ -401,7 +395,7 @@ def _with_kernels(
                     rule = "the parameters have no kernel there"
                     raise ValueError(f"adapters have {path}{name}: {rule}")
                 kernel: Any = module["kernel"]
-                pair: Any = part  # of arrays, as the kernel is one or stands for it
+                pair: Any = part
                 out[name] = {**module, "kernel": make(path + name, kernel, pair)}
             else:
                 out[name] = walk(module, part, f"{path}{name}/")
@@ -411,9 +405,9 @@ def _with_kernels(
 
 
 def _check_adapter(path: str, kernel: Parameter, part: Mapping[str, Parameter], rank: int) -> None:
-    """Raise ValueError where the shapes of A and B are not those that a kernel wants."""
+    """Raise ValueError if the shapes of A and B do not fit the kernel."""
     *lead, inputs, outputs = _matrix(path, tuple(kernel.shape))
-    wanted = (*lead, inputs, rank), (*lead, rank, outputs)
-    if (np.shape(part["a"]), np.shape(part["b"])) != wanted:
-        given = f"a {np.shape(part['a'])} and b {np.shape(part['b'])}"
-        raise ValueError(f"{path}: {given}: rank {rank} wants {wanted[0]} and {wanted[1]}")
+    a, b = (*lead, inputs, rank), (*lead, rank, outputs)
+    if (np.shape(part["a"]), np.shape(part["b"])) != (a, b):
+        shapes = f"a {np.shape(part['a'])} and b {np.shape(part['b'])}"
+        raise ValueError(f"{path} has {shapes}: rank {rank} requires {a} and {b}")

@@ -1,4 +1,4 @@
-"""The base class of our linen modules."""
+"""Base class of all linen modules of this package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flax import linen as nn
 
 
 class Watched(type):
-    """Class of our linen modules: if you replace a method of one, all programs are forgotten."""
+    """Metaclass that clears JAX's compilation caches when a method of a module is replaced."""
 
     replaced = 0
 
@@ -17,14 +17,14 @@ class Watched(type):
 
     def __setattr__(cls, name: str, value: object) -> None:
         super().__setattr__(name, value)
-        cls._forget(name)
+        cls._invalidate(name)
 
     def __delattr__(cls, name: str) -> None:
         super().__delattr__(name)
-        cls._forget(name)
+        cls._invalidate(name)
 
-    def _forget(cls, name: str) -> None:
-        # flax sets methods while it makes a class, and __dataclass_fields__ of its bases
+    def _invalidate(cls, name: str) -> None:
+        # flax sets methods while it creates a class, and __dataclass_fields__ on its bases
         if "_complete" in vars(cls) and (name == "__call__" or not name.startswith("__")):
             Watched.replaced += 1
             jax.clear_caches()

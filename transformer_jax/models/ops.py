@@ -1,9 +1,9 @@
-"""Compute norms, products, look-ups and argmax, as each kind of device is fast at them.
+"""Norms, products, table look-ups and argmax, each written in the fastest form per platform.
 
-On a mesh of explicit axes the result is split as its rows are: a function hands itself to the
-compiler, for which no axis is explicit. On a CPU up to 16 rows, as in decoding, are left to the
-compiled kernels, and products that XLA is slow at are written in another way: the numbers are those
-of the formula, summed in another order.
+On a mesh with explicit axes, the result is sharded like its rows: the function calls itself through
+`by_compiler`, inside which no axis is explicit. On a CPU, up to 16 rows (as in decoding) use the
+compiled kernels. Products that XLA's CPU backend computes slowly are rewritten, which only changes
+the order of summation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def layer_norm(
 ) -> jax.Array:
     """Return (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al. 2016).
 
-    Computed in f32, returned in the dtype of x. `scale` and `bias` may also be one number.
+    Computed in f32 and returned in the dtype of x. `scale` and `bias` may also be scalars.
 
     Args:
-        x: of any floating dtype.
-        scale: multiplies the result; None leaves it.
-        bias: is added to the result; None adds nothing.
+        x: array of any floating dtype.
+        scale: multiplies the result; None is 1.
+        bias: is added to the result; None is 0.
         eps: is added to the variance.
 
     Raises:
@@ -52,11 +52,11 @@ def rms_norm(
 ) -> jax.Array:
     """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang & Sennrich 2019).
 
-    Computed in f32, returned in the dtype of x. `scale` may also be one number.
+    Computed in f32 and returned in the dtype of x. `scale` may also be a scalar.
 
     Args:
-        x: of any floating dtype.
-        scale: multiplies the result; None leaves it.
+        x: array of any floating dtype.
+        scale: multiplies the result; None is 1.
         eps: is added to the mean square.
 
     Raises:
@@ -80,12 +80,12 @@ def _norm(
             continue
         check_array(name, value, "[D]")
         if value.shape not in (x.shape[-1:], (1,), ()):
-            rule = f"must be {x.shape[-1:]}, [D] of x, or one number"
+            rule = f"must be {x.shape[-1:]}, [D] of x, or a scalar"
             raise ValueError(f"{name} has shape {value.shape}: {rule}")
 
     if explicit_mesh(x, scale, bias) is not None:
-        again = partial(_norm, eps=eps, centred=centred)
-        return by_compiler(again, [x, scale, bias], split(x))
+        norm = partial(_norm, eps=eps, centred=centred)
+        return by_compiler(norm, [x, scale, bias], split(x))
     y, rows, width = x.astype(F32), math.prod(x.shape[:-1]), x.shape[-1]
     if native and norms.takes(rows, width, eps, scale, bias):
         elsewhere = partial(_norm, eps=eps, centred=centred, native=False)
@@ -108,12 +108,12 @@ def project(
 ) -> jax.Array:  # [..., *outputs]
     """Return x W + b over the last `contract` axes of x, in the dtype of x.
 
-    It multiplies two matrices: over a batch of them XLA's CPU backend is slower in the gradient,
-    where it makes a transposed copy of W, a third of a training step.
+    The product is one of two matrices. As a batched product it would be slower on a CPU: XLA makes
+    a transposed copy of W for the gradient, which takes a third of a training step.
     """
     lead, outputs = x.shape[: x.ndim - contract], kernel.shape[contract:]
     inputs, width, rows = math.prod(kernel.shape[:contract]), math.prod(outputs), math.prod(lead)
-    # the compiled kernel reads bfloat16 as it is stored, half the bytes
+    # the compiled kernel reads bfloat16 as stored, half as many bytes
     if not (kernel.dtype == jnp.bfloat16 and products.takes(rows, x.dtype, kernel)):
         kernel = kernel.astype(x.dtype)
     if explicit_mesh(x, kernel, bias) is not None:
@@ -127,13 +127,13 @@ def project(
         y = products.product(x, kernel, bias=None if bias is None else bias.reshape(width))
         return y.astype(x.dtype).reshape(*lead, *outputs)
     if on_cpu and known_sizes(rows) and rows >= inputs > width:
-        # W^T, which XLA may not fold away: then the gradient of W is g^T x, which has the narrow
-        # matrix first and takes two thirds of the time of x^T g
-        across = jax.lax.optimization_barrier(kernel.T)
-        y = jax.lax.dot_general(x, across, (((1,), (1,)), ((), ())))
+        # Multiply by W^T, with a barrier so that XLA keeps the transpose: the gradient of W is then
+        # g^T x, which has the narrow matrix first and takes two thirds of the time of x^T g.
+        transposed = jax.lax.optimization_barrier(kernel.T)
+        y = jax.lax.dot_general(x, transposed, (((1,), (1,)), ((), ())))
     elif on_cpu and rows == 1 and inputs % 8 == 0 and x.dtype == F32:
-        # 8 products side by side, and their sum: W is read at the memory's rate, where one product
-        # uses a core and a half
+        # The sum of 8 parallel products reads W at memory bandwidth; a single product keeps only
+        # one and a half cores busy.
         y = jnp.einsum("PI,PIO->PO", x.reshape(8, -1), kernel.reshape(8, -1, width))
         y = y.sum(axis=0, keepdims=True)
     else:
@@ -160,8 +160,8 @@ def logits(
         y = products.product(flat, table, bias=bias, turned=True)
         return y.reshape(*x.shape[:2], len(table))
     if known_sizes(rows) and 1 < rows <= 16 and platform() == "cpu":
-        # (E x^T)^T, which XLA may not turn back: E, the large one, is then read as it lies, up to
-        # half as fast again (benchmarks/NOTES.md)
+        # (E x^T)^T, with a barrier so that XLA keeps this order: it reads the large matrix E
+        # contiguously and is up to 1.5 times as fast (benchmarks/NOTES.md)
         y = jnp.einsum("VD,XD->VX", table, flat, preferred_element_type=F32)
         y = jax.lax.optimization_barrier(y).T
     else:
@@ -171,10 +171,10 @@ def logits(
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -> [..., D]
-    """Look up rows of a table; an id outside it gives NaN, never another row."""
-    if ids.dtype.itemsize < 4:  # too narrow, perhaps, for the table's length
+    """Look up rows of a table; an id out of range results in NaN, never in another row."""
+    if ids.dtype.itemsize < 4:  # the table's length may exceed the range of a narrow type
         ids = ids.astype(jnp.int32)
-    # a negative index would count from the end, in the mode "fill" too
+    # a negative index would count from the end, even in mode "fill"
     ids = jnp.where(ids < 0, table.shape[0], ids)
     if explicit_mesh(table, ids) is not None:
         return by_compiler(lookup, [gathered(table, ids, slice(None)), ids], split(ids))
@@ -183,13 +183,13 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:  # [V, D], i32[...] -
 
 def argmax(
     x: jax.Array,  # f32[..., V]
-    top: jax.Array,  # f32[...]: the largest of each row
+    top: jax.Array,  # f32[...]: the maximum of each row
 ) -> jax.Array:  # [...]
-    """Return the first index at which a row is its largest; any number where that is not finite.
+    """Return the first index of the maximum of each row; undefined if the maximum is not finite.
 
-    XLA's CPU backend takes ten times as long for a reduction that gives an index, 0.2 ms of 50,000.
-    There it is the smallest of the indices, which below 2^24 are exact in float32, and are compared
-    faster than integers.
+    On a CPU this is the minimum of the matching indices as float32, which is exact below 2^24.
+    `jnp.argmax` takes ten times as long there (0.2 ms for 50,000 values), and comparing integers is
+    slower than comparing floats.
     """
     if platform() != "cpu" or x.shape[-1] >= 2**24:
         return jnp.argmax(x, axis=-1)

@@ -1,8 +1,8 @@
-"""Look inside a model: capture values on the way through it, or change them.
+"""Named values inside a model, which can be captured or edited.
 
-A place is a value with a name. `places(config)` lists the names with their shapes;
-`model.apply(..., capture=(name, ...))` returns the values of some in a dict, after what it returns
-otherwise; `model.edited({name: function})` puts the result of a function in the place of a value:
+A place is a named value. `places(config)` lists the names with their shapes;
+`model.apply(..., capture=(name, ...))` also returns a dict of the values at those places, after its
+other results; `model.edited({name: function})` replaces a value by the result of a function:
 
     capture = "block_1/residual", "block_*/attention/weights"
     logits, cache, captured = model.apply({"params": params}, tokens, capture=capture)
@@ -10,13 +10,12 @@ otherwise; `model.edited({name: function})` puts the result of a function in the
     without = model.edited({"block_0/attention/heads": lambda heads: heads.at[:, :, 2].set(0)})
     logits, cache = without.apply({"params": params}, tokens)
 
-`edit=` of a model's call is for that call only, after the model's own edits.
+The argument `edit=` of a model's call applies to that call only, after the model's own edits.
 
-A place is edited before it is captured. `*` stands for every number of a block. Names are known
-when a program is traced; values and functions may be traced, mapped and differentiated: a captured
-value that nobody edits has the gradient of what was computed of it, and a function may close over
-arrays. Looped and scanned models have the same places, with a cache and without. Where nothing is
-asked for, the program is the one without places.
+A place is edited before it is captured. `*` matches any block number. Names are static; values may
+be traced, mapped and differentiated, and an edit function may close over arrays. Captured values
+carry gradients. Looped and scanned models have the same places, with a cache and without. Without
+captures and edits, the compiled program is unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import numpy as np
 from transformer_jax.config import AnyModelConfig, ModelConfig
 from transformer_jax.config.fields import nearest
 from transformer_jax.kernels.contract import Index
-from transformer_jax.models.editing import WHOLE, Call, Edit, InCall, apply_edit
+from transformer_jax.models.editing import WHOLE, Call, Edit, EditSpec, apply_edit
 from transformer_jax.values import shape_text, value_class
 
 Captured = dict[str, jax.Array]
@@ -58,48 +57,48 @@ IN_BLOCK = {
     "attn.hook_z": "attention/heads",
     "mlp.hook_post": "feed_forward/hidden",
 }
-"""The place within a block of each hook of TransformerLens in a block that has one."""
+"""The place within a block that corresponds to each TransformerLens hook of a block."""
 OF_ATTEND = "query", "key", "value", "weights", "key_positions", "heads"
-"""The places of attention that a block of the user's own passes, where it calls `attend`."""
+"""The attention places of a custom block, which `attend` visits."""
 _BLOCK = re.compile(r"block_(\d+)/(.*)")
 
 
 def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
-    """Return the name and the shape of every place of the config's model, or of a model.
+    """Return the name and shape of each place of a model, given its config or the model itself.
 
-    Letters are sizes of a call: B rows, T tokens, S keys (with a cache, its slots, and with one
-    that is shorter than its window the new tokens after them); in an encoder of another model,
-    whose names begin with "encoder/", T tokens of the source. Of a `StreamingEncoder`, which has no
-    logits, ask with the model itself; T are frames.
+    Letters are the sizes of a call: B rows, T tokens, S keys. With a cache, S counts its slots,
+    plus the new tokens if the cache is shorter than its window. Names of the encoder inside an
+    encoder-decoder start with "encoder/", and T counts its source tokens. For a `StreamingEncoder`,
+    pass the model itself: it has no logits, and T counts frames.
 
-        embedding            what the first block or layer reads
-        block_i/residual     what block i hands on, after its branches
-        block_i/residual_mid the stream before its feed-forward branch, unless branches are parallel
-        .../input, output    what a branch reads, after its norm, and gives
-        .../query, key       as they are compared: normalised and rotated; key and value are those
-        .../value            of the tokens of the call, before they are cached
-        .../weights          after the softmax, before dropout: a row sums to 1, to less by the
-                             share of `attention_sinks`, and to 0 where it sees nothing
-        .../key_positions    where the keys stand, negative where there is none; not to be edited
-        .../heads            what each head gives, before the output matrix
-        .../hidden           the hidden layer of a feed-forward branch, after its activation; of
-                             experts, that of each expert that the token is given to
-        .../router           the logits by which experts are chosen and weighed
-        final_norm           what the output matrix reads, where the config has such a norm
-        logits               as they are returned
+        embedding            the input of the first block or layer
+        block_i/residual     the output of block i, after its branches
+        block_i/residual_mid the stream before the feed-forward branch, unless branches are parallel
+        .../input, output    the input (after the norm) and the output of a branch
+        .../query, key       normalised and rotated; key and value contain only the tokens of the
+        .../value            call, before they are cached
+        .../weights          attention after the softmax, before dropout: a row sums to 1, to less
+                             with `attention_sinks`, and to 0 if it sees nothing
+        .../key_positions    positions of the keys, negative for empty slots; cannot be edited
+        .../heads            the output of each head, before the output matrix
+        .../hidden           the hidden layer of a feed-forward branch, after its activation; with
+                             experts, one per chosen expert
+        .../router           the logits that choose and weigh the experts
+        final_norm           the input of the output matrix, if the config has such a norm
+        logits               as returned
 
-    Of a recurrent model and of one that reads a window of C tokens:
+    Recurrent models, and models that read a window of C tokens, have:
 
-        layer_i/hidden       the state h of layer i, which goes on to the next token and layer
-        layer_i/cell         the c of an LSTM, which goes on to the next token
-        layer_i/output       what a layer of an encoder or a tagger gives, both directions
-        attention/weights    of the source's tokens; from them follows
-        attention/context    the average of their states
-        read_out             what the output matrix reads
+        layer_i/hidden       the state h of layer i, input of the next token and layer
+        layer_i/cell         the cell state c of an LSTM, input of the next token
+        layer_i/output       the output of an encoder or tagger layer, both directions
+        attention/weights    attention over the source's tokens
+        attention/context    the weighted average of their states
+        read_out             the input of the output matrix
 
-    A token passes them by itself: of a recurrent model T is 1 where a function edits a state or
-    its attention. Convolutions have `read_out` and `logits`: the vectors of earlier tokens are
-    computed anew from the tokens. The probabilities of n-grams are known as `logits` alone.
+    These models process one token at a time, so T is 1 in a function that edits the state or the
+    attention of a recurrent model. Convolutional models have only `read_out` and `logits`, because
+    they recompute the vectors of earlier tokens; n-gram models have only `logits`.
     """
     if isinstance(config, nn.Module) and isinstance(
         own := getattr(config, "config", None), AnyModelConfig
@@ -112,15 +111,15 @@ def places(config: AnyModelConfig | nn.Module) -> dict[str, Shape]:
         raise ValueError(f"config is a {type(config).__name__}: must be a config, or build(config)")
     if not isinstance(config, ModelConfig):
         return config.places()
-    own = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
+    found = _stack_places(config, config.decoder_layers, cross=config.kind == "encoder-decoder")
     if config.kind == "encoder":
-        own = _stack_places(config, config.num_layers)
+        found = _stack_places(config, config.num_layers)
     if config.kind == "encoder-decoder":
         source = _stack_places(config, config.num_layers)
-        own |= {f"encoder/{name}": shape for name, shape in source.items()}
+        found |= {f"encoder/{name}": shape for name, shape in source.items()}
     if config.has_logits:
-        own["logits"] = ("B", "T", config.vocab_size)
-    return own
+        found["logits"] = ("B", "T", config.vocab_size)
+    return found
 
 
 def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> dict[str, Shape]:
@@ -142,71 +141,64 @@ def _stack_places(config: ModelConfig, depth: int, *, cross: bool = False) -> di
     branches = {"attention": attention("T")}
     if cross:
         branches["cross_attention"] = attention("S")
-    forward: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
+    feed_forward: dict[str, Shape] = {"input": stream, "hidden": ("B", "T", config.ff_dim)}
     if config.experts is not None:
-        forward["router"] = "B", "T", config.experts.count
-        forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
+        feed_forward["router"] = "B", "T", config.experts.count
+        feed_forward["hidden"] = "B", "T", config.experts.top_k, config.expert_dim
     if config.ff_dim:
-        branches["feed_forward"] = forward | {"output": stream}
-    block = {f"{b}/{name}": shape for b, own in branches.items() for name, shape in own.items()}
-    between = bool(config.ff_dim) and not config.is_parallel
-    block |= {"residual_mid": stream, "residual": stream} if between else {"residual": stream}
+        branches["feed_forward"] = feed_forward | {"output": stream}
+    block = {f"{b}/{name}": shape for b, each in branches.items() for name, shape in each.items()}
+    has_mid = bool(config.ff_dim) and not config.is_parallel
+    block |= {"residual_mid": stream, "residual": stream} if has_mid else {"residual": stream}
     if config.block is not None and config.block.is_whole:
-        passed = "residual", *(f"attention/{name}" for name in OF_ATTEND)
-        block = {name: shape for name, shape in block.items() if name in passed}
+        visited = "residual", *(f"attention/{name}" for name in OF_ATTEND)
+        block = {name: shape for name, shape in block.items() if name in visited}
     found = {"embedding": stream}
     found |= {f"block_{i}/{name}": shape for i in range(depth) for name, shape in block.items()}
     return found if config.norm_order == "post" else found | {"final_norm": stream}
 
 
 OF_SOURCE = "cross_attention/key", "cross_attention/value"
-"""Ends of the places whose tokens are those of the source."""
+"""Suffixes of the places whose tokens are the source's."""
 
 
-Edits = tuple[tuple[str, InCall], ...]
-"""Functions by the names of places, in a form that can be a static argument."""
+Edits = tuple[tuple[str, EditSpec], ...]
+"""Edits by the name of their place, hashable so that they can be a static argument."""
 
 
 def named_edits(config: AnyModelConfig | nn.Module, edit: Mapping[str, Edit]) -> Edits:
-    """Return an edit by the whole names of its places; ValueError if a name or value is none."""
+    """Expand `*` in the names of an edit; raise ValueError if a name or a function is invalid."""
     if not isinstance(edit, Mapping):
         raise ValueError(f"edit is a {type(edit).__name__}: must be a dict of place to function")
     known = list(places(config)) if edit else []
-    found: dict[str, InCall] = {}
-    for one, function in edit.items():
-        if not callable(function) and not isinstance(function, InCall):
-            given = shape_text(function) if hasattr(function, "shape") else repr(function)
-            raise ValueError(f"edit[{one!r}] is {given}: must be a function of the value")
-        names, told = _expand(one, known), InCall.of(function)
-        if (count := getattr(told.function, "per_block", None)) not in (None, len(names)):
-            rule = f"{one} has {len(names)}"
-            raise ValueError(f"edit of {one} has values for {count} blocks: {rule}")
+    found: dict[str, EditSpec] = {}
+    for pattern, function in edit.items():
+        if not callable(function) and not isinstance(function, EditSpec):
+            value = shape_text(function) if hasattr(function, "shape") else repr(function)
+            raise ValueError(f"edit[{pattern!r}] is {value}: must be a function of the value")
+        names, spec = _expand(pattern, known), EditSpec.of(function)
+        if (count := getattr(spec.function, "per_block", None)) not in (None, len(names)):
+            rule = f"{pattern} matches {len(names)}"
+            raise ValueError(f"edit of {pattern} has values for {count} blocks: {rule}")
         for name in names:
             if name in found:
-                raise ValueError(f"edit has {name} twice: {one!r} names it again")
+                raise ValueError(f"edit has {name} twice: {pattern!r} matches it again")
             if name.endswith("/key_positions"):
                 raise ValueError(f"edit has {name}: positions can be captured, not edited")
-            found[name] = told
+            found[name] = spec
     return tuple(found.items())
 
 
-@value_class(
-    static=(
-        "capture",
-        "edit",
-        "prefix",
-        "call",
-    )
-)
+@value_class(static=("capture", "edit", "prefix", "call"))
 class Places:
-    """Say which places of a stack are captured and edited; static, and so known under any trace."""
+    """Names of the captured and edited places. Static, so it can be read while tracing."""
 
     capture: tuple[str, ...] = ()
     edit: Edits = ()
     prefix: str = ""
-    """Begins every name as the caller wrote it; `inside` cuts it off, and errors put it back."""
+    """Prefix that `inside` removed from all names; errors show it again."""
     call: Call = WHOLE
-    """What is known of the tokens that are read."""
+    """Facts about the tokens of the call."""
 
     @classmethod
     def of(
@@ -215,22 +207,21 @@ class Places:
         capture: Iterable[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> Places:
-        """Return the places of names that may hold `*`; ValueError for one that is none.
+        """Expand `*` in names and check them; ValueError if a name matches no place.
 
-        The edits of a model come before those of the call.
+        Edits of the model come before those of the call.
         """
-        own: Edits = model.edits if isinstance(model, nn.Module) else ()
-        # the usual call: no list of names is made, and the program is the one without places
-        if not capture and not edit and not own:
+        permanent: Edits = model.edits if isinstance(model, nn.Module) else ()
+        if not capture and not edit and not permanent:  # the usual call: do not list any names
             return NOWHERE
         if isinstance(capture, str):
             raise ValueError(f"capture is {capture!r}: must be names of places, ({capture!r},)")
         known = list(places(model)) if capture else []
-        asked = tuple(dict.fromkeys(name for one in capture for name in _expand(one, known)))
-        return cls(asked, (*own, *named_edits(model, edit)))
+        names = dict.fromkeys(name for pattern in capture for name in _expand(pattern, known))
+        return cls(tuple(names), (*permanent, *named_edits(model, edit)))
 
     def inside(self, prefix: str) -> Places:
-        """Return the places whose names begin with `prefix`, named without it."""
+        """Return the places whose names start with `prefix`, without the prefix."""
         if self is NOWHERE:
             return self
         cut = len(prefix)
@@ -248,17 +239,17 @@ class Places:
         packed: bool = False,
         count: int | None = None,
     ) -> Places:
-        """Return the places with what is known of a call's tokens, as `Call.of` says.
+        """Return the places with facts about a call's tokens (see `Call.of`).
 
-        With the `count` of a model that hands its edits one token at a time, ValueError if an edit
-        names a token that is not there.
+        A model that passes its edits one token at a time sets `count` to the number of tokens;
+        an edit of a later token then raises ValueError.
         """
         if not self.edit:
             return self
         call = Call.of(positions, whole=whole, packed=packed)
         if whole and count is not None:
-            for _, told in self.edit:
-                if not told.part and (check := getattr(told.function, "check", None)):
+            for _, spec in self.edit:
+                if not spec.part and (check := getattr(spec.function, "check", None)):
                     check((count,) if call.lengths is None else call.lengths)
         return replace(self, call=call)
 
@@ -266,80 +257,79 @@ class Places:
         self,
         layer: Index | None = None,
         positions: jax.Array | None = None,  # i32[B, T] or [T], of the tokens
-        source: jax.Array | None = None,  # i32[B, S], of the tokens that cross-attention sees
+        source: jax.Array | None = None,  # i32[B, S], positions for cross-attention
     ) -> Visit:
-        """Return the places of one block, or without one those that stand in no block.
+        """Return a visit to the places of one block, or without `layer` to those outside of blocks.
 
-        `layer` is the block's number in a loop, or i32[] in a scan: then the places of all blocks
-        are passed, and an edit of another one changes nothing.
+        `layer` is the index of the block, an i32[] in a scan. A scan visits the places of all
+        blocks in one trace and applies an edit only if the block matches.
         """
         if self is NOWHERE:
             return Visit()
         known = None if isinstance(layer, jax.Array) else layer
-        own: dict[str, tuple[str, int | None]] = {}
+        here: dict[str, tuple[str, int | None]] = {}
         for name in (*self.capture, *dict(self.edit)):
             found = _BLOCK.match(name)
             if found is None and layer is None:
-                own[name] = name, None
-            # a scan traces one block for all, so it passes the places of every block
+                here[name] = name, None
+            # a scan traces one block for all, so it visits the places of every block
             elif found and layer is not None and known in (None, int(found[1])):
-                own[name] = found[2], int(found[1]) if known is None else None
-        capture = {own[name][0] for name in self.capture if name in own}
+                here[name] = found[2], int(found[1]) if known is None else None
+        capture = {here[name][0] for name in self.capture if name in here}
         edits: dict[str, list[BlockEdit]] = {}
-        for name, told in self.edit:
-            if name not in own:
+        for name, spec in self.edit:
+            if name not in here:
                 continue
-            place, number = own[name]
-            before = edits.setdefault(place, [])
-            same = bool(before) and before[-1].told == told
-            if number is not None and same and number not in before[-1].blocks:
-                # one function of several blocks: a scan applies it once, and not once for each
-                before[-1] = before[-1]._replace(blocks=(*before[-1].blocks, number))
+            place, number = here[name]
+            earlier = edits.setdefault(place, [])
+            same = bool(earlier) and earlier[-1].spec == spec
+            if number is not None and same and number not in earlier[-1].blocks:
+                # a scan applies a function of several blocks once, not once per block
+                earlier[-1] = earlier[-1]._replace(blocks=(*earlier[-1].blocks, number))
             else:
                 blocks = () if number is None else (number,)
-                before.append(BlockEdit(self.prefix + name, blocks, told))
+                earlier.append(BlockEdit(self.prefix + name, blocks, spec))
         return Visit(capture, edits, layer, positions, source, self.call)
 
-    def of_few_blocks(self, depth: int) -> dict[str, tuple[str, int]]:
-        """Return names whose place is captured of at most half of the blocks: place, block."""
+    def sparse(self, depth: int) -> dict[str, tuple[str, int]]:
+        """Return the place and block of names whose place is captured in at most half the blocks.
+
+        A scan carries these values instead of stacking them, which would store those of all blocks.
+        """
         found = [(name, at) for name in self.capture if (at := _BLOCK.match(name))]
-        asked = Counter(at[2] for _, at in found)
-        return {name: (at[2], int(at[1])) for name, at in found if asked[at[2]] * 2 <= depth}
+        counts = Counter(at[2] for _, at in found)
+        return {name: (at[2], int(at[1])) for name, at in found if counts[at[2]] * 2 <= depth}
 
     def empty(self, shapes: Mapping[str, jax.ShapeDtypeStruct], depth: int) -> Captured:
-        """Return zeros in the place of what few blocks capture, by name, for a scan to carry.
-
-        So a scan holds the values of the blocks that are asked for, and not those of all.
-        """
-        few = self.of_few_blocks(depth)
-        return {name: jnp.zeros_like(shapes[place]) for name, (place, _) in few.items()}
+        """Return zeros as the initial carry of the `sparse` values, by full name."""
+        sparse = self.sparse(depth)
+        return {name: jnp.zeros_like(shapes[place]) for name, (place, _) in sparse.items()}
 
     def keep(
-        self, kept: Captured, captured: Captured, layer: jax.Array
+        self, sparse: Captured, captured: Captured, layer: jax.Array
     ) -> tuple[Captured, Captured]:
-        """Return what a scan carries, with what its block `layer` captured, and all other values.
+        """Update the carried `sparse` values with those of block `layer`, and return the others.
 
-        `captured` has names in a block.
+        Names in `captured` are relative to the block.
         """
-        places = {name: _BLOCK.match(name) for name in kept}
-        # each step hands the value on, and the block that is asked for writes it
+        places = {name: _BLOCK.match(name) for name in sparse}
         carried = {
-            name: jnp.where(layer == int(at[1]), captured[at[2]], kept[name])
+            name: jnp.where(layer == int(at[1]), captured[at[2]], sparse[name])
             for name, at in places.items()
             if at
         }
-        few = {at[2] for at in places.values() if at}
-        return carried, {name: x for name, x in captured.items() if name not in few}
+        taken = {at[2] for at in places.values() if at}
+        return carried, {name: x for name, x in captured.items() if name not in taken}
 
     def collect(self, scanned: Captured) -> Captured:  # leaves [B, L, ...], by name in a block
-        """Return what all blocks of a scan captured, by name."""
+        """Return the stacked values of a scan by full name."""
         found = ((name, _BLOCK.match(name)) for name in self.capture)
         return {
             name: scanned[at[2]][:, int(at[1])] for name, at in found if at and at[2] in scanned
         }
 
     def in_order(self, captured: Captured) -> Captured:
-        """Return captured values in the order in which they were asked for."""
+        """Return captured values in the order of the request."""
         return {name: captured[name] for name in self.capture}
 
 
@@ -347,17 +337,17 @@ class BlockEdit(NamedTuple):
     """Edit of a place within a block."""
 
     place: str
-    """As it is written in an edit."""
+    """Name in the user's edit."""
     blocks: tuple[int, ...]
-    """The blocks that it changes, where a scan runs all of them; empty: the one at hand."""
-    told: InCall
+    """Blocks that a scan edits; empty is the current block."""
+    spec: EditSpec
 
 
 NOWHERE = Places()
 
 
 class Visit:
-    """Edit and keep the named values of one block, or of what stands around the blocks."""
+    """Edits and captures of the named values of one block, or of those outside of blocks."""
 
     def __init__(
         self,
@@ -369,19 +359,19 @@ class Visit:
         call: Call = WHOLE,
     ) -> None:
         self.capture, self.edits, self.layer = frozenset(capture), edits or {}, layer
-        # [T] counts from 0 in every row, which is what an edit assumes without positions
+        # positions [T] are arange(T), the default of an edit
         self.positions = None if positions is None or positions.ndim == 1 else positions
         self.source, self.call = source, call
-        self.asked = self.capture.union(self.edits)
+        self.requested = self.capture.union(self.edits)
         """The names that are captured or edited."""
         self.captured: Captured = {}
 
-    def __call__(self, name: str, value: jax.Array, alone: bool = False) -> jax.Array:
-        """Return the value as it is edited here, and keep it where it is captured.
+    def __call__(self, name: str, value: jax.Array, single: bool = False) -> jax.Array:
+        """Apply the edits of this place and store the result if it is captured.
 
-        With `alone`, the model reads token after token, and the value is of one.
+        `single` means that the model reads one token at a time and the value belongs to one token.
         """
-        if name not in self.asked:
+        if name not in self.requested:
             return value
         positions, call = self.positions, self.call
         of_source = name.endswith(OF_SOURCE)
@@ -389,21 +379,21 @@ class Visit:
             positions, call = self.source, Call.of(self.source)
         if self.edits and self.layer is not None:
             call = replace(call, layer=self.layer)
-        for place, blocks, told in self.edits.get(name, ()):
+        for place, blocks, spec in self.edits.get(name, ()):
             if of_source:  # every call sees the whole source
-                told = replace(told, part=False, first=0)
-            found = apply_edit(place, told, value, positions, call, alone)
+                spec = replace(spec, part=False, first=0)
+            result = apply_edit(place, spec, value, positions, call, single)
             rule = f"must be {value.dtype}{list(value.shape)}"
-            if found is None:
+            if result is None:
                 raise ValueError(f"edit of {place} returns None: {rule}")
             try:
-                changed = jnp.asarray(found)
+                changed = jnp.asarray(result)
             except (TypeError, ValueError):
-                given = type(found).__name__
-                raise ValueError(f"edit of {place} returns a {given}: {rule}") from None
+                kind = type(result).__name__
+                raise ValueError(f"edit of {place} returns a {kind}: {rule}") from None
             if changed.shape != value.shape or changed.dtype != value.dtype:
-                given = f"{changed.dtype}{list(changed.shape)}"
-                raise ValueError(f"edit of {place} returns {given}: {rule}")
+                shape = f"{changed.dtype}{list(changed.shape)}"
+                raise ValueError(f"edit of {place} returns {shape}: {rule}")
             if blocks:
                 here = jnp.isin(jnp.asarray(self.layer), np.array(blocks))
                 changed = jnp.where(here, changed, value)
@@ -413,30 +403,30 @@ class Visit:
         return value
 
     def token(self, name: str, value: jax.Array) -> jax.Array:
-        """Do as a call, of the value of one token, which has no axis of tokens: [B, ...]."""
-        if name not in self.asked:
+        """Call the visit with the value of a single token, without a token axis: [B, ...]."""
+        if name not in self.requested:
             return value
-        value = self(name, value[:, None], alone=True)[:, 0]
+        value = self(name, value[:, None], single=True)[:, 0]
         if name in self.captured:
             self.captured[name] = value
         return value
 
 
 def _expand(name: str, known: list[str]) -> list[str]:
-    """Return the places of a name that may hold `*`."""
+    """Return the places that a name, possibly with `*`, matches."""
     if not isinstance(name, str):
-        raise ValueError(f"{name!r} is no name of a place: must be text")
+        raise ValueError(f"{name!r} is not the name of a place: must be a string")
     pattern = re.compile("[^/]*".join(map(re.escape, name.split("*"))))
-    found = [one for one in known if pattern.fullmatch(one)] if "*" in name else [name]
+    found = [place for place in known if pattern.fullmatch(place)] if "*" in name else [name]
     if not found or found[0] not in known:
         rule = "transformer_jax.places(config) lists them"
         if hook := re.fullmatch(r"(?:blocks\.(\d+|\*)\.)?((?:.*\.)?hook_.+)", name):
             place = f"block_{hook[1]}/{IN_BLOCK.get(hook[2])}"
             if hook[2] == "hook_resid_pre" and hook[1] != "*":
                 place = "embedding" if hook[1] == "0" else f"block_{int(hook[1]) - 1}/residual"
-            rule = "inside.place_of_hook(config, ...) says what a hook of TransformerLens is"
+            rule = "inside.place_of_hook(config, ...) translates the hooks of TransformerLens"
             if hook[2] not in ("attn.hook_q", "attn.hook_k") and place.replace("*", "0") in known:
-                rule = f"this hook of TransformerLens is {place!r}"
+                rule = f"this TransformerLens hook is {place!r}"
             raise ValueError(f"no place is named {name!r}: {rule}")
         raise ValueError(f"no place is named {name!r}{nearest(name, known)}: {rule}")
     return found

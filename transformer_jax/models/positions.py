@@ -1,10 +1,10 @@
-"""Bring order into a transformer: sinusoids, learned rows, rotations, and biases of a distance.
+"""Positional encodings: sinusoids, learned tables, rotations and Shaw's relative vectors.
 
-Everything is a function of positions, integers that may start anywhere and differ between rows,
-so a cached step and a full pass agree. Angles are float32 whatever the compute dtype (float64 for
-sinusoids under jax_enable_x64 and for vectors of it), and lose their whole turns before they are
-rounded: they are as exact at position 2^31 - 1 as at 1. A
-negative position is padding: nothing fails, and nobody attends to it.
+All of them are functions of integer positions, which may start anywhere and differ between rows,
+so cached decoding and a full forward pass agree. Angles are always float32
+(float64 for sinusoids under jax_enable_x64, and for float64 vectors). Whole turns are removed
+before rounding, so angles are as exact at position 2^31 - 1 as at 1. A negative position is
+padding: it raises no error, and no query attends to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformer_jax.tracing import known_value
 
 
 def in_rows(positions: jax.Array) -> jax.Array:  # i32[T] or i32[B, T] -> i32[B, T]
-    """Return positions with an axis of rows, of size 1 where all rows have the same."""
+    """Return positions with a row axis, of size 1 if all rows have the same positions."""
     return positions if positions.ndim == 2 else positions[None]
 
 
@@ -39,16 +39,16 @@ def sinusoidal(
     """Return sin(p base^(-2i/dim)) at 2i, cos of that angle at 2i + 1 (Vaswani et al. 2017, 3.5).
 
     Args:
-        positions: i32[...], p.
-        dim: even, at least 2.
-        base: of the wavelengths, above 0.
-        layout: "interleaved", or "halves", where they are at i and at dim/2 + i (Marian).
+        positions: the integer positions p, of any shape.
+        dim: width of the result; even and at least 2.
+        base: base of the wavelengths; above 0.
+        layout: "interleaved", or "halves" for sin at i and cos at dim/2 + i (Marian).
 
     Returns:
-        f32[..., dim], f64 under jax_enable_x64.
+        f32[..., dim], or f64 under jax_enable_x64.
 
     Raises:
-        ValueError: if an argument is out of its range.
+        ValueError: if an argument is out of range.
     """
     check_count("dim", dim, 2)
     if dim % 2:
@@ -69,7 +69,7 @@ def sinusoidal_of(
     positions: jax.Array,  # i32[...]
     dim: int,
 ) -> jax.Array:  # f32[..., dim], f64 under jax_enable_x64
-    """Return what `sinusoidal` makes of positions that a config moves, with its base and layout."""
+    """Apply `sinusoidal` with the offset, base and layout of a config."""
     return sinusoidal(positions + config.offset, dim, config.base, config.layout)
 
 
@@ -78,26 +78,27 @@ def learned(
     positions: jax.Array,  # i32[...]
     offset: int = 0,
 ) -> jax.Array:  # [..., D]
-    """Return table[offset + p], and zeros where p < 0.
+    """Return table[offset + p], or zeros if p < 0.
 
     Args:
         table: [offset + L, D].
-        positions: i32[...], p; a traced one from L on gives NaN, never another row.
-        offset: rows of the table before that of position 0.
+        positions: the integer positions p. A traced position >= L results in NaN, never in another
+            row.
+        offset: number of rows in the table before position 0.
 
     Returns:
         [..., D].
 
     Raises:
-        ValueError: if a known position is not below L.
+        ValueError: if a known position is L or greater.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     known = known_value(positions)
     if known is not None and known.size:
         largest = known.max()
         if largest >= table.shape[0] - offset:
-            held = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
-            raise ValueError(f"position {largest} is outside the table of {held}")
+            rows = f"{table.shape[0]} rows" + (f", {offset} of them before 0" if offset else "")
+            raise ValueError(f"position {largest} is outside the table of {rows}")
     row = jnp.maximum(positions, 0) + offset
     rows = lookup(jnp.asarray(table), row)
     return jnp.where((positions < 0)[..., None], jnp.zeros_like(rows), rows)
@@ -107,33 +108,33 @@ def learned(
 
 
 def rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return radians per position of each pair, f32[dims/2], and the factor on rotated vectors.
+    """Return the radians per position of each pair, f32[dims/2], and the factor of rotated vectors.
 
     With w_k = base^(-2k/d), d rotated dims, factor s, and r_k = original_len w_k / 2 pi turns
     within the trained length:
 
         linear   w / s (Chen et al. 2023)
-        ntk      base' = base s^(d/(d-2)), so the fastest pair is kept and the slowest divided by s
-        dynamic  ntk with s' = s n / original_len - (s - 1) for a rotation made for length n
-                 (bloc97 and emozilla 2023), w itself up to original_len
+        ntk      base' = base s^(d/(d-2)): keeps the fastest pair and divides the slowest by s
+        dynamic  ntk with s' = s n / original_len - (s - 1) at length n, or w itself up to
+                 original_len (bloc97 and emozilla 2023)
         llama3   (1 - m) w / s + m w, m = clip((r - low) / (high - low), 0, 1) (Dubey et al. 2024)
-        yarn     the same blend, m falling from 1 to 0 linearly in k between the pairs that make
-                 beta_fast and beta_slow turns, rounded outwards as in the authors' code, which
-                 released checkpoints follow (the paper's text has m linear in r); vectors are
-                 multiplied by attention_factor, 0.1 ln(s) + 1 unless given (Peng et al. 2023,
-                 3.2 to 3.4)
-        longrope w_k / f_k, f the short factors up to original_len and the long ones beyond; vectors
-                 are multiplied by attention_factor, sqrt(1 + ln(s) / ln(original_len)) unless given
-                 (Ding et al. 2024)
+        yarn     the same blend, with m falling from 1 to 0 linearly in k between the pairs that
+                 make beta_fast and beta_slow turns. These are rounded outwards as in the authors'
+                 code, which released checkpoints follow (in the paper's text, m is linear in r).
+                 Vectors are multiplied by attention_factor, default 0.1 ln(s) + 1 (Peng et al.
+                 2023, 3.2 to 3.4).
+        longrope w_k / f_k, with the short factors f up to original_len and the long ones beyond.
+                 Vectors are multiplied by attention_factor, default
+                 sqrt(1 + ln(s) / ln(original_len)) (Ding et al. 2024).
 
     Computed in float64 and rounded once.
 
     Args:
-        config: base, scaling and what it needs.
-        head_dim: H, at least the dims that rotate.
+        config: base, scaling and the parameters of the scaling.
+        head_dim: H, at least the number of rotated dims.
 
     Raises:
-        ValueError: if dims are more than H or odd, or longrope has not a factor of each pair.
+        ValueError: if dims is odd or more than H, or longrope lacks a factor for each pair.
     """
     frequencies, factor = _rope_frequencies(config, head_dim)
     return frequencies.astype(np.float32), factor
@@ -145,7 +146,7 @@ def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if dims > head_dim or dims % 2:
         raise ValueError(f"dims is {dims}: must be even and at most head_dim {head_dim}")
     base, factor, original = config.base, config.factor, config.original_len
-    if config.scaling in ("ntk", "dynamic") and dims > 2:  # a single pair has frequency 1 always
+    if config.scaling in ("ntk", "dynamic") and dims > 2:  # a single pair always has frequency 1
         stretch = factor
         if config.scaling == "dynamic":
             assert original is not None
@@ -164,7 +165,7 @@ def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         assert original is not None
 
         def pair(turns: float) -> float:
-            """Return the index k, a fraction, of the pair that makes so many turns."""
+            """Return the fractional index k of the pair that makes this many turns."""
             return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         fast, slow = pair(config.beta_fast), pair(config.beta_slow)
@@ -180,7 +181,8 @@ def _rope_frequencies(config: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         beyond = config.length is not None and config.length > original
         factors = config.long_factors if beyond else config.short_factors
         if len(factors) != len(w):
-            raise ValueError(f"{len(factors)} factors of longrope: head_dim makes {len(w)} pairs")
+            rule = f"must be one for each of the {len(w)} rotated pairs"
+            raise ValueError(f"longrope has {len(factors)} factors: {rule}")
         w = w / np.array(factors)
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
     if config.attention_factor is not None:
@@ -193,15 +195,15 @@ def apply_rope(
     positions: jax.Array,  # i32[B, T] or [T]
     config: Rope,
 ) -> jax.Array:  # [B, T, N, H], in the dtype of x
-    """Turn pair k of every head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
+    """Rotate pair k of each head by a = p w_k: (u, v) -> (u cos a - v sin a, v cos a + u sin a).
 
     Scores of rotated queries and keys depend only on the difference of their positions. Dimensions
-    after the rotated ones pass through.
+    after the rotated ones do not change.
 
     Args:
-        x: [B, T, N, H], queries or keys.
-        positions: i32[B, T] or [T], p.
-        config: gives w, as `rope_frequencies`, and says which dimensions form a pair.
+        x: queries or keys.
+        positions: the positions p.
+        config: specifies w (see `rope_frequencies`) and which dimensions form a pair.
 
     Returns:
         [B, T, N, H], in the dtype of x.
@@ -218,7 +220,7 @@ def apply_rope(
         raise ValueError(f"positions have shape {positions.shape}: {rule}")
     frequencies, factor = _rope_frequencies(config, x.shape[-1])
     dims = 2 * len(frequencies)
-    # bfloat16 is rotated in float32 and rounded once, at the end
+    # rotate bfloat16 in float32 and round once, at the end
     wide = np.promote_types(x.dtype, np.float32)
     angles = _angles(positions, frequencies, wide)
     angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None]
@@ -245,14 +247,15 @@ def _angles(
     frequencies: np.ndarray,
     dtype: np.dtype,  # float32 or float64
 ) -> jax.Array:  # [..., dims/2]
-    """Return p w less its whole turns, in [-pi, pi]; of floating p, p w, in f32 wrong by p w 2^-24.
+    """Return p w modulo whole turns, in [-pi, pi].
 
-    A frequency is a 64-bit fraction of a turn, and its product with p wraps in uint32 as turns do:
-    the phase is exact to 2^-30 turns at every int32 position. In float64 it wraps in uint64.
+    Frequencies are stored as 64-bit fractions of a turn. Their product with p wraps around in
+    uint32 exactly as turns do, so the phase is exact to 2^-30 turns at every int32 position (uint64
+    for float64 angles). Floating positions are not reduced: the error of p w in f32 is p w 2^-24.
     """
     positions = jnp.asarray(as_int32("positions", positions))
     if positions.dtype in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"positions are {positions.dtype}: such numbers cannot count; use int32")
+        raise ValueError(f"positions are {positions.dtype}: too imprecise for positions; use int32")
     lead = (1,) * positions.ndim
     if jnp.issubdtype(positions.dtype, jnp.floating):
         w = jnp.asarray(frequencies, dtype).reshape(*lead, -1)
@@ -265,7 +268,7 @@ def _angles(
         angles = signed.astype(dtype) * (2 * math.pi / 2.0**64)
         return jnp.where((positions < 0)[..., None], -angles, angles)
     high, low = (jnp.asarray(x.astype(np.uint32)).reshape(*lead, -1) for x in divmod(turns, 2**32))
-    # products of 16-bit halves: without x64 JAX has no 64-bit integers
+    # multiply 16-bit halves, since JAX has no 64-bit integers without x64
     (p1, p0), (low1, low0) = ((x >> 16, x & 0xFFFF) for x in (p, low))
     phase = p * high + p1 * low1 + (p1 * low0 >> 16) + (p0 * low1 >> 16)  # in 2^-32 turns
     signed = phase.astype(jnp.int32)  # the same bits; ONNX has no bitcast before opset 26
@@ -273,7 +276,7 @@ def _angles(
     return jnp.where((positions < 0)[..., None], -angles, angles)
 
 
-# Learned vectors of a clipped distance (Shaw et al. 2018)
+# Learned vectors of clipped distances (Shaw et al. 2018)
 
 
 def shaw_scores(
@@ -284,11 +287,12 @@ def shaw_scores(
 ) -> jax.Array:  # f32[B, N, T, S]
     """Return query . key_table[clip(k - q)], unscaled: the second term of Shaw's equation 4.
 
-    All 2 clip + 1 products of a query are formed first and then picked from, so no [T, S, H].
+    Computes all 2 clip + 1 products of a query and then gathers from them, which avoids an array
+    [T, S, H].
 
     Args:
         query: [B, T, N, H].
-        key_table: [2 clip + 1, H], whose row clip + d belongs to a key d after the query.
+        key_table: row clip + d belongs to a key at distance d after the query.
         q_positions: i32[T] or [B, T].
         k_positions: i32[S] or [B, S].
 
@@ -315,10 +319,10 @@ def shaw_values(
 ) -> jax.Array:  # [B, T, N, Hv], in the dtype of weights
     """Sum weights[s] value_table[clip(k - q)] over s: the second term of Shaw's equation 3.
 
-    Weights of equal clipped distance are added up first, which is the transpose of picking.
+    Weights of equal clipped distance are summed first, which is the transpose of `_pick`.
 
     Args:
-        weights: [B, N, T, S], of the softmax.
+        weights: attention weights [B, N, T, S].
         value_table: [2 clip + 1, Hv].
         q_positions: i32[T] or [B, T].
         k_positions: i32[S] or [B, S].
@@ -346,7 +350,7 @@ def _shaw_rows(
 ) -> jax.Array:  # i32[B or 1, 1, T, S]
     rows = table.shape[0]
     if rows % 2 == 0:
-        raise ValueError(f"table has {rows} rows: must be 2 clip + 1, so odd")
+        raise ValueError(f"table has {rows} rows: must be odd, 2 clip + 1")
     clip = rows // 2
     return jnp.clip(key_distances(q_positions, k_positions), -clip, clip)[:, None] + clip
 

@@ -1,8 +1,8 @@
-"""Hold kernels in 8 or 4 bits, and multiply with them: symmetric, absolute maximum (no zero point).
+"""Quantised kernels in 8 or 4 bits and their products: symmetric, absmax, no zero point.
 
-W' = scale q, with q an integer: of 8 bits one scale for each output, of 4 bits one for each output
-and each group of inputs. LLM.int8 (Dettmers et al. 2022) keeps outliers apart, NF4 (Dettmers et al.
-2023) has other levels than integers: neither is done here.
+W' = scale q, with integer q. 8-bit kernels have one scale per output; 4-bit kernels have one per
+output and group of inputs. There is no separate treatment of outliers as in LLM.int8 (Dettmers et
+al. 2022), and there are no non-uniform levels as in NF4 (Dettmers et al. 2023).
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from transformer_jax.values import value_class
 Kind = Literal["bf16", "int8", "int4"]
 
 GROUP = 32
-"""Inputs that share a scale in 4 bits; where their number is no multiple of it, all share one."""
+"""Inputs per scale in 4 bits; all inputs share one scale if their number is not a multiple."""
 
 
 @value_class(
     kw_only=True, arrays=("values", "scale"), static=("inputs", "outputs", "bits"), exportable=True
 )
 class QuantizedKernel:
-    """Stand in a model's parameters where a kernel stands: integers, and what to multiply them by.
+    """Integer kernel with scales, which replaces a kernel in a model's parameters.
 
-    In a scanned stack both arrays lead with L, and those of experts with E.
+    Both arrays have a leading axis L in a scanned stack, and E for experts.
 
     Attributes:
-        values: i8[inputs, outputs]; of 4 bits u8[inputs / 2, outputs], two values in a byte, + 8
-            each, the first in its low half.
+        values: i8[inputs, outputs], or in 4 bits u8[inputs / 2, outputs]: two values per byte,
+            each + 8, the first in the low half.
         scale: f32[groups, outputs].
-        inputs: the axes of the kernel that are summed over, such as [N, Hv] of an attention's
-            output.
-        outputs: the other axes.
+        inputs: sizes of the contracted axes, such as [N, Hv] for an attention's output.
+        outputs: sizes of the other axes.
         bits: 8 or 4.
     """
 
@@ -57,16 +56,16 @@ class QuantizedKernel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the kernel."""
+        """Shape of the kernel."""
         return (*self.values.shape[:-2], *self.inputs, *self.outputs)
 
     @property
     def dtype(self) -> np.dtype:
-        """Return the dtype of the kernel, when it is no longer quantised."""
+        """Dtype of the kernel after dequantisation."""
         return np.dtype(np.float32)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the kernel W' as an array: scale x value, computed in f32."""
+        """Return the dequantised kernel W' = scale x values, computed in f32."""
         values = self.values
         if self.bits == 4:
             low, high = values & 15, values >> 4
@@ -80,11 +79,11 @@ class QuantizedKernel:
 
 @value_class(kw_only=True, arrays=("values", "scale"), exportable=True)
 class QuantizedTable:
-    """Stand in a model's parameters where a table of vectors stands, in 8 bits: W' = scale q.
+    """8-bit table of vectors W' = scale q, which replaces a table in a model's parameters.
 
     Attributes:
         values: i8[V, D], q.
-        scale: f32[V], of each row.
+        scale: f32[V], one per row.
     """
 
     values: jax.Array  # i8[V, D]
@@ -92,57 +91,55 @@ class QuantizedTable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the table."""
+        """Shape of the table."""
         return tuple(self.values.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Return the dtype of the table, when it is no longer quantised."""
+        """Dtype of the table after dequantisation."""
         return np.dtype(np.float32)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Return the table W' as an array: scale x value, computed in f32."""
+        """Return the dequantised table W' = scale x values, computed in f32."""
         return (self.values.astype(jnp.float32) * self.scale[:, None]).astype(dtype)
 
     def look_up(self, ids: jax.Array) -> jax.Array:  # i32[...] -> f32[..., D]
-        """Return rows of the table; an id outside it gives NaN, as `lookup`."""
-        return (
-            ops.lookup(self.values, ids).astype(jnp.float32)
-            * ops.lookup(self.scale, ids)[..., None]
-        )
+        """Return rows of the table; as in `ops.lookup`, an id out of range results in NaN."""
+        values = ops.lookup(self.values, ids).astype(jnp.float32)
+        return values * ops.lookup(self.scale, ids)[..., None]
 
 
 WHOLE = "router", "shared_gate"
-"""Modules of blocks whose kernels are held whole: a little less exact, other experts are chosen."""
+"""Modules that are never quantised: small errors would change which experts are chosen."""
 
 TABLES = "tokens", "source_tokens", "output"
-"""The tables that `quantize(..., embeddings=True)` holds in 8 bits."""
+"""The tables that `quantize(..., embeddings=True)` stores in 8 bits."""
 
 
 @known_keywords
 def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
-    """Return parameters of a transformer whose kernels of blocks are held in fewer bits.
+    """Quantise the kernels in a transformer's blocks.
 
-    Of each weight, |W - W'| <= scale / 2, which is at most 1/254 of the largest weight of its
-    output in 8 bits, and 1/14 of the largest in its group of 32 inputs in 4 (of all inputs, where
-    their number is no multiple of 32).
+    The error of each weight is |W - W'| <= scale / 2. In 8 bits that is at most 1/254 of the
+    largest weight of the same output; in 4 bits, 1/14 of the largest weight in its group of 32
+    inputs (or of all inputs, if their number is not a multiple of 32).
 
     Args:
-        params: of a looped or a scanned stack.
-        kind: "bf16" casts every float. "int8" and "int4" are for the kernels of blocks; other
-            parameters (norms, biases, heads, routers of experts) stay as they are.
-        embeddings: with "int8" and "int4", hold the vectors of tokens and the output matrix in 8
-            bits, with a scale for each token: decoding reads all of them for each new one.
+        params: parameters of a looped or scanned stack.
+        kind: "bf16" casts all floats. "int8" and "int4" quantise the kernels of blocks; other
+            parameters (norms, biases, heads, routers of experts) do not change.
+        embeddings: with "int8" and "int4", also store the token vectors and the output matrix in 8
+            bits, with one scale per token. Decoding reads the whole output matrix for each token.
 
     Returns:
-        The parameters, with a `QuantizedKernel` or a `QuantizedTable` in the place of an array.
+        The parameters, with arrays replaced by a `QuantizedKernel` or a `QuantizedTable`.
 
     Raises:
-        ConfigError: if `kind` is another, or a kernel is not finite, is quantised already, or has
+        ConfigError: if `kind` is unknown, or a kernel is not finite, is already quantised, or has
             an odd number of inputs in 4 bits.
     """
     if not isinstance(params, Mapping):
-        rule = "must be parameters, as init_params(config, key) are"
+        rule = "must be parameters, such as init_params(config, key)"
         raise ConfigError(f"params is a {type(params).__name__}: {rule}")
     if kind not in get_args(Kind):
         raise ConfigError(
@@ -154,9 +151,9 @@ def quantize(params: Params, kind: Kind, *, embeddings: bool = False) -> Params:
 
 
 def count(params: PyTree) -> int:
-    """Count the numbers of parameters or of their shapes; of a quantised kernel, its weights."""
-    held = QuantizedKernel, QuantizedTable
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, held))
+    """Count the elements of parameters or of their shapes, with quantised arrays at full size."""
+    quantized = QuantizedKernel, QuantizedTable
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
@@ -191,10 +188,10 @@ def _checked(path: str, weights: Parameter) -> jax.Array:
 
 
 def _check_scale(path: str, scale: jax.Array, bits: int) -> None:
-    """Check that the largest weight, scale (2^(bits - 1) - 1), is finite after rounding, too."""
+    """Check that the largest dequantised weight, scale (2^(bits - 1) - 1), does not overflow."""
     most = 2 ** (bits - 1) - 1
     if not isinstance(scale, jax.core.Tracer) and not bool(jnp.isfinite(scale * most).all()):
-        raise ConfigError(f"{path} has weights at the end of float32: cannot be quantised")
+        raise ConfigError(f"{path} has weights near the float32 maximum: cannot be quantised")
 
 
 def _quantized(path: str, kernel: Parameter, bits: int) -> QuantizedKernel:
@@ -220,12 +217,12 @@ def _rounded(
     most = 2 ** (bits - 1) - 1
     grouped = grouped.astype(jnp.float32)
     scale = largest(jnp.abs(grouped), axis=-2) / most
-    # an output whose weights are all 0 has the scale 0
+    # an output with only zero weights has scale 0
     divisor = jnp.where(scale > 0, scale, 1.0)[..., None, :]
     values = jnp.clip(jnp.round(grouped / divisor), -most, most).astype(jnp.int8)
     values = values.reshape(*values.shape[:-3], -1, values.shape[-1])
     if bits == 4:
-        # -7..7 become 1..15, four bits without a sign
+        # -7..7 become 1..15, unsigned 4-bit values
         pairs = (values + 8).astype(jnp.uint8)
         pairs = pairs.reshape(*pairs.shape[:-2], -1, 2, pairs.shape[-1])
         values = pairs[..., 0, :] | pairs[..., 1, :] << 4
@@ -238,11 +235,11 @@ def quantized_project(
     bias: jax.Array | None,  # [*outputs]
     contract: int,
 ) -> jax.Array:  # [..., *outputs]
-    """Return x W' + b in the dtype of x, as `project`.
+    """Return x W' + b in the dtype of x, like `ops.project`; W' has no gradient.
 
-    Few rows, on a CPU, are left to the compiled kernel, which reads 8 bits as they are; elsewhere
-    W' only exists within the product, and the backward pass makes it again. It has no gradient.
-    XLA's CPU backend keeps the first for the second in a looped stack.
+    On a CPU, a few rows use the compiled kernel, which reads the 8-bit values directly. Otherwise
+    W' only exists during the product, and the backward pass dequantises it again (although XLA's
+    CPU backend saves the first copy for the backward pass in a looped stack).
     """
     rows = math.prod(x.shape[: x.ndim - contract])
     native = kernel.bits == 8 and products.takes(rows, x.dtype, kernel.values)
@@ -252,15 +249,15 @@ def quantized_project(
 
 @partial(jax.checkpoint, static_argnums=0)
 def _multiply(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W', which is made when x is there."""
-    # XLA could make W' of all layers before the first product, since W' does not depend on x
+    """Return x W', dequantising W' only when x is available."""
+    # without the barrier, XLA could dequantise all layers before the first product
     x, kernel = jax.lax.optimization_barrier((x, jax.lax.stop_gradient(kernel)))
     return ops.project(x, kernel.astype(x.dtype), None, contract)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _multiply_few_rows(contract: int, x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """Return x W' of integers that are read as they are."""
+    """Return x W' without dequantising, with the compiled CPU kernel."""
     lead = x.shape[: x.ndim - contract]
     rows = x.reshape(math.prod(lead), -1)
     y = products.product(rows, kernel.values, scale=kernel.scale[0]).astype(x.dtype)

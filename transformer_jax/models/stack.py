@@ -1,4 +1,4 @@
-"""Stack blocks, looped or scanned, and convert parameters between the two."""
+"""Looped and scanned stacks of blocks, and the conversion of parameters between the two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_jax.pytree import Params
 
 
 class Stack(Module):
-    """Blocks one after the other: a loop (`block_0`, ...) or a scan over stacked parameters."""
+    """Sequence of blocks: a loop (`block_0`, ...) or a scan over stacked parameters."""
 
     config: ModelConfig
     depth: int
@@ -37,12 +37,12 @@ class Stack(Module):
     def setup(self) -> None:
         cfg, windows = self.config, self.config.windows
         block = Block
-        if cfg.remat in ("full", "dots"):  # what only attention computes again is the block's own
-            policy = None  # nothing is kept but what a block reads
+        if cfg.remat in ("full", "dots"):  # `Attention` itself implements remat="attention"
+            policy = None  # save only the inputs of a block
             if cfg.remat == "dots":
                 policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            # in a loop, XLA would join the second computation with the first
-            static = () if cfg.scan_layers else (6,)  # the number of the layer
+            # in a loop, XLA would merge the second computation with the first (prevent_cse)
+            static = () if cfg.scan_layers else (6,)  # the layer number
             block = nn.remat(
                 Block, prevent_cse=not cfg.scan_layers, policy=policy, static_argnums=static
             )
@@ -55,7 +55,7 @@ class Stack(Module):
             self.blocks = nn.scan(
                 block,
                 methods={
-                    # gathered as [B, L, ...]: every leaf of a result leads with its rows
+                    # out_axes=1: [B, L, ...], since every leaf of a cache leads with its rows
                     "scan_step": dict(
                         lifted, in_axes=(0, 0, nn.broadcast, nn.broadcast), out_axes=1
                     ),
@@ -65,10 +65,10 @@ class Stack(Module):
         else:
             self.block = [
                 block(cfg, self.cross, self.depth, windows[i % len(windows)], i)
-                # ALBERT has one block, which every layer runs (Lan et al. 2020)
+                # ALBERT has a single block that all layers share (Lan et al. 2020)
                 for i in range(1 if cfg.share_layers else self.depth)
             ]
-        # one table of biases for all layers, as in T5 (Raffel et al. 2020, 2.1)
+        # all layers share one bias table, as in T5 (Raffel et al. 2020, 2.1)
         if (distances := distance_buckets(cfg.positions)) is not None:
             normal = nn.initializers.normal(cfg.init_std)
             shape = distances.buckets, cfg.num_heads
@@ -82,7 +82,7 @@ class Stack(Module):
         memory: jax.Array,  # [B, S, D]
         positions: jax.Array,  # i32[B, S]
     ) -> Layers:
-        """Compute every block's keys and values of an encoder's output."""
+        """Compute each block's cross-attention keys and values from an encoder's output."""
         if self.config.scan_layers:
             return cast(Any, self.blocks).scan_cross_cache(memory, positions)[1]
         return tuple(block.init_cross_cache(memory, positions) for block in self.block)
@@ -90,16 +90,16 @@ class Stack(Module):
     def __call__(
         self,
         x: jax.Array,  # [B, T, D]
-        given: BlockInputs,  # its mask and bias are not read
+        inputs: BlockInputs,  # without mask and bias, which are set here
         masks: tuple[Mask | None, ...],  # layer i has masks[i % len(masks)]
-        visit: Visit,  # of what stands around the blocks; all captured values are added to it
+        visit: Visit,  # visits the places outside of blocks; collects all captured values
         *,
         cache: ModelCache | None = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
-        """Run the blocks: return the output and the updated cache.
+        """Run the blocks and return the output and the updated cache.
 
-        The output is normalised, unless `norm_order` is "post".
+        The output passes a final norm, unless `norm_order` is "post".
         """
         cfg = self.config
         x = visit("embedding", x)
@@ -116,7 +116,7 @@ class Stack(Module):
                 max_distance=distances.max_distance,
             )
         if cache is None and not isinstance(cfg.positions, Shaw):
-            # the layers, which attend to x itself, share what is planned of a mask
+            # plan each mask once: all self-attention layers share its tile plan
             heads = (cfg.num_heads, cfg.kv_heads, cfg.kv_heads)
             widths = (cfg.key_dim, cfg.key_dim, cfg.value_dim)
             sizes = [(*x.shape[:2], n, width) for n, width in zip(heads, widths, strict=True)]
@@ -125,48 +125,49 @@ class Stack(Module):
                 plan_mask,
                 *qkv,
                 bias=bias,
-                q_positions=given.positions,
-                k_positions=given.positions,
+                q_positions=inputs.positions,
+                k_positions=inputs.positions,
                 dropout_rate=0.0 if key is None else cfg.attention_dropout,
                 dropout_key=key if cfg.attention_dropout else None,
                 implementation=cfg.implementation,
             )
             planned: Any = tuple(None if mask is None else plan(mask=mask) for mask in masks)
-            masks = planned  # a plan takes the place of its mask
+            masks = planned  # a plan replaces its mask
 
         layers = None if cache is None else cache.layers
         cross = None if cache is None else cache.cross
         if cfg.scan_layers:
-            own = replace(given, mask=masks[0], bias=bias)
-            # the split of the loop below: looped and scanned draw the same numbers
+            inputs = replace(inputs, mask=masks[0], bias=bias)
+            # split the key as the loop below does, so both draw the same random numbers
             keys = None if key is None else jax.random.split(key, self.depth)
             numbers, blocks = jnp.arange(self.depth), cast(Any, self.blocks)
-            kept: Captured = {}
-            if not self.is_initializing() and own.places.of_few_blocks(self.depth):
+            sparse: Captured = {}
+            if not self.is_initializing() and inputs.places.sparse(self.depth):
                 block = Block(cfg, self.cross, self.depth, cfg.windows[0], parent=None)
                 step = partial(block.apply, method="scan_step")
-                # one block tells the shapes of all: the carry of a scan must exist before it begins
+                # get the shapes from one block, since a scan needs its initial carry
                 first = jax.tree.map(lambda leaf: leaf[0], (blocks.variables, numbers, keys))
-                shapes = jax.eval_shape(step, first[0], (x, layers, {}), *first[1:], cross, own)[1]
-                kept = own.places.empty(shapes, self.depth)
-            carry = x, layers, kept
-            (x, layers, kept), found = blocks.scan_step(carry, numbers, keys, cross, own)
-            visit.captured |= own.places.collect(found) | kept
+                carry = (x, layers, {})
+                shapes = jax.eval_shape(step, first[0], carry, *first[1:], cross, inputs)[1]
+                sparse = inputs.places.empty(shapes, self.depth)
+            (x, layers, sparse), dense = blocks.scan_step(
+                (x, layers, sparse), numbers, keys, cross, inputs
+            )
+            visit.captured |= inputs.places.collect(dense) | sparse
         else:
-            updated: list[Any] = []  # of one class of cache, or None
-            # one value for each mask of the window pattern, which the layers share
-            inputs = [replace(given, mask=mask, bias=bias) for mask in masks]
-            for i, own_key in enumerate(split_key(key, self.depth)):
-                own = inputs[i % len(masks)]
+            updated: list[Any] = []  # KVCache, PagedCache or None
+            # one value per mask of the window pattern, shared by the layers that use it
+            per_mask = [replace(inputs, mask=mask, bias=bias) for mask in masks]
+            for i, block_key in enumerate(split_key(key, self.depth)):
                 layer = layers[i] if isinstance(layers, tuple) else None
                 cross_cache: Any = cross[i] if isinstance(cross, tuple) else None
-                x, layer, found = self.block[i % len(self.block)](
-                    x, own, layer, cross_cache, own_key, i
+                x, layer, captured = self.block[i % len(self.block)](
+                    x, per_mask[i % len(masks)], layer, cross_cache, block_key, i
                 )
                 updated.append(layer)
-                visit.captured |= {f"block_{i}/{name}": value for name, value in found.items()}
+                visit.captured |= {f"block_{i}/{name}": value for name, value in captured.items()}
             layers = None if layers is None else tuple(updated)
-        # a post-norm block ends with a norm, so the stack has none
+        # post-norm blocks end with a norm already
         if cfg.norm_order != "post":
             x = visit("final_norm", self.norm(x))
         cache = None if cache is None or layers is None else replace(cache, layers=layers)
@@ -174,11 +175,12 @@ class Stack(Module):
 
 
 def stack_layers(params: Params) -> Params:
-    """Return a looped model's parameters as its scanned twin has them.
+    """Convert the parameters of a looped model to those of the same model with a scanned stack.
 
-    `block_0`, `block_1`, ... become `blocks`, whose leaves lead with L. Names and numbers stay.
+    `block_0`, `block_1`, ... become `blocks`, whose leaves have a leading axis L. Names and values
+    do not change.
     """
-    # by number: as text, block_10 would come before block_9
+    # sort by number: as strings, block_10 would precede block_9
     names = sorted((n for n in params if n.startswith("block_")), key=lambda n: int(n[6:]))
     out: dict[str, Any] = {
         name: stack_layers(value) if isinstance(value, Mapping) else value
@@ -191,7 +193,7 @@ def stack_layers(params: Params) -> Params:
 
 
 def unstack_layers(params: Params) -> Params:
-    """Return a scanned model's parameters as its looped twin has them: undo `stack_layers`."""
+    """Convert the parameters of a scanned model to those of a looped one (see `stack_layers`)."""
     out: dict[str, Any] = {}
     for name, value in params.items():
         if name == "blocks":

@@ -1,14 +1,15 @@
-"""Windowed attention over an input that never ends: a chunk in, its result out, a state carried on.
+"""Windowed attention over unbounded streams, one chunk at a time.
 
-The numbers are those of windowed attention over the whole sequence, whatever the chunks; the state
-holds the last W keys. There are three ways in:
+The results equal those of windowed attention over the whole sequence, however it is split into
+chunks. The state contains the last W keys. There are three entry points:
 
     Decoder with a window       tokens; its ModelCache is the state
-    StreamingEncoder            vectors, such as speech frames; the same ModelCache
-    stream_attention            one layer, on arrays; the state is a KVCache
+    StreamingEncoder            vectors, such as speech frames; the state is also a ModelCache
+    stream_attention            arrays, one layer; the state is a KVCache
 
-Positions are int32, so a stream is moved back before 2^31 - 1 (248 days of 10 ms frames), by
-`rebase_cache` or `rebase_state`: what a window computes depends on differences only.
+Positions are int32, so `rebase_cache` or `rebase_state` must move a stream to smaller positions
+before 2^31 - 1 (248 days of 10 ms frames). This does not change results, because a window only
+depends on differences of positions.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from transformer_jax.tracing import known_value
 
 
 def receptive_field(config: ModelConfig) -> int:
-    """Count the inputs an output of a causal stack depends on: 1 + sum over layers (W - 1).
+    """Count the inputs that an output of a causal stack depends on: 1 + sum over layers (W - 1).
 
-    Sinks, which all outputs depend on, are not counted.
+    Sinks, which affect all outputs, are not counted.
     """
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     if None in windows:
-        raise ValueError(f"window is {config.window}: a layer without one sees everything")
+        raise ValueError(f"window is {config.window}: layers without a window see everything")
     return 1 + sum(window - 1 for window in windows if window is not None)
 
 
@@ -65,13 +66,13 @@ class _Chunks:
     sinks: int
 
     def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        after = k - q // self.chunk * self.chunk  # no sum of positions, which might pass int32
+        after = k - q // self.chunk * self.chunk  # a sum of positions could overflow int32
         kept = (k >= 0) & (k < self.sinks)
         return (kept | (after >= -self.history)) & (after < self.chunk)
 
 
 def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
-    """Let a query see its own chunk, later frames included, and frames before that.
+    """Return a mask that shows a query its whole chunk, later frames included, and history.
 
     chunk_mask(2, 1)
 
@@ -81,13 +82,13 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
     . # # #
 
     Args:
-        chunk: frames of a chunk, at least 1.
-        history: frames before the chunk, at least 0.
-        sinks: of the first so many frames a query sees those that are not after its chunk; at least
-            0.
+        chunk: frames per chunk, at least 1.
+        history: visible frames before the chunk, at least 0.
+        sinks: number of frames at the start that are visible, too, unless they follow the query's
+            chunk; at least 0.
 
     Raises:
-        ValueError: if a number is below its least.
+        ValueError: if an argument is below its minimum.
     """
     check_count("chunk", chunk, 1)
     check_count("history", history, 0)
@@ -96,15 +97,15 @@ def chunk_mask(chunk: int, history: int, sinks: int = 0) -> Mask:
 
 
 class StreamingEncoder(CheckedModule):
-    """Run a causal windowed stack over vectors: W_in x, then the blocks of the config.
+    """Causal windowed stack over vectors: W_in x, then the blocks of the config.
 
     Attributes:
-        config: of kind "decoder", with one window for all layers.
-        frame_dim: numbers in a frame.
-        chunk: C: a frame sees all of its chunk (positions from a multiple of C on), the W - C
-            frames before that chunk, and of the sinks those that are not after it. A call then
-            starts at a multiple of C in every row; one that does not raises, or under trace gives
-            NaN. None is causal.
+        config: a config of kind "decoder" with one window for all layers.
+        frame_dim: size of a frame.
+        chunk: chunk size C. A frame sees all of its chunk (which starts at a multiple of C), the
+            W - C frames before that chunk, and the sinks that do not follow it. Each call must
+            start at a multiple of C in every row; otherwise it raises ValueError, or under a trace
+            results in NaN. None is causal.
     """
 
     config: ModelConfig
@@ -117,15 +118,15 @@ class StreamingEncoder(CheckedModule):
             raise ValueError(f"config is a {type(config).__name__}: must be a ModelConfig")
         window = _window(config)
         if config.kind != "decoder":
-            rule = "a StreamingEncoder is a causal stack, 'decoder'"
+            rule = "must be 'decoder', since a StreamingEncoder is a causal stack"
             raise ValueError(f"kind is {config.kind!r}: {rule}")
         if isinstance(config.positions, Learned):
-            rule = "a table ends; use 'rope', 'alibi', 't5', ..."
+            rule = "a stream outgrows any table; use 'rope', 'alibi', 't5', ..."
             raise ValueError(f"positions is {config.positions!r}: {rule}")
         scales = "scale_embeddings", "embedding_scale", "logit_scale"
         for name in (*scales, "logit_bias", "logit_softcap"):
             if getattr(config, name):
-                rule = "frames have no token table"
+                rule = "not applicable, since frames have no token table"
                 raise ValueError(f"{name} is {getattr(config, name)!r}: {rule}")
         check_count("frame_dim", self.frame_dim, 1)
         if chunk is not None:
@@ -155,21 +156,21 @@ class StreamingEncoder(CheckedModule):
 
         Args:
             frames: [B, T, frame_dim].
-            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
-                cache's. `cache.next_positions(state.length, valid)` places the valid ones of a
-                ragged chunk.
-            cache: of the frames before, as `init_cache` or the last call gave it; None has none.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            positions: negative is padding; None is arange(T), or with a cache the positions that
+                follow it. For a ragged chunk, use `cache.next_positions(state.length, valid)`.
+            cache: the cache of earlier frames, from `init_cache` or the last call; None starts a
+                new stream.
+            key: a single key; turns dropout on.
+            capture: names of the places (`transformer_jax.places`) to return.
+            edit: dict from the name of a place to a function that changes its value.
 
         Returns:
-            Features [B, T, D] in the compute dtype and the cache; with `capture` also the values by
-            name.
+            Features [B, T, D] in the compute dtype, and the cache; with `capture`, also a dict of
+            the captured values.
 
         Raises:
-            ValueError: if an argument does not fit the config or the cache, or with a `chunk` a
-                known row does not start at a multiple of it.
+            ValueError: if an argument does not fit the config or the cache, or a row with known
+                positions does not start at a multiple of `chunk`.
         """
         cfg = self.config
         refuse_rngs(self, key)
@@ -184,50 +185,38 @@ class StreamingEncoder(CheckedModule):
             raise ValueError(f"frames are {dtype}{list(shape)}: {rule}")
         _check_positions("frames", shape, positions)
         if cache is not None and cache.length.shape[0] != shape[0]:
-            raise ValueError(f"frames have {shape[0]} rows, the cache {cache.length.shape[0]}")
+            rule = f"the cache has {cache.length.shape[0]}"
+            raise ValueError(f"frames have {shape[0]} rows, but {rule}")
         positions = as_int32("positions", positions)
-        places, refused = frames[:, :, 0], None
+        refused = None
         if cache is not None:
             refuse_pages(cache, "a StreamingEncoder")
             limit = cache_limit(cfg, cache.capacity)
             if limit is not None:
                 raise ValueError(f"capacity is {limit}: must be at least window, {cfg.window}")
-            positions, refused = check_cache_room(cfg, cache, places, positions)
+            positions, refused = check_cache_room(cfg, cache, frames[:, :, 0], positions)
         if self.chunk is not None and positions is not None:
-            # rows whose first position is no multiple of the chunk: known ones raise, traced ones
-            # give NaN, since a chunk that begins elsewhere would see frames of the next
+            # A call that starts inside a chunk would miss frames of this chunk that are in another
+            # call: known positions raise an error, and traced ones result in NaN.
             known = known_value(positions)
             numpy: ModuleType = jnp if known is None else np
-            places_of: Array = positions if known is None else known
+            p: Array = positions if known is None else known
             last = np.iinfo(np.int32).max
-            first = numpy.where(places_of < 0, last, places_of).min(axis=1, initial=last)
-            astray = (first % self.chunk != 0) & (places_of >= 0).any(axis=1)
-            if known is not None and astray.any():
-                row = int(np.argmax(astray))
+            first = numpy.where(p < 0, last, p).min(axis=1, initial=last)
+            misaligned = (first % self.chunk != 0) & (p >= 0).any(axis=1)
+            if known is not None and misaligned.any():
+                row = int(np.argmax(misaligned))
                 rule = f"must be a multiple of chunk {self.chunk}"
                 raise ValueError(f"row {row} starts at position {int(first[row])}: {rule}")
-            refused = astray if refused is None else refused | astray
+            refused = misaligned if refused is None else refused | misaligned
         mask: Mask = Causal()
         if self.chunk is not None:
             mask = chunk_mask(self.chunk, _window(cfg) - self.chunk, cfg.sink_tokens)
         token_positions, masks = positions_and_masks(
-            cfg, places.shape, positions, None, mask, causal=True
+            cfg, shape[:2], positions, None, mask, causal=True
         )
         input_key, stack_key = split_key(key, 2)
-        x = self._embed(frames, token_positions, input_key)
-        seam = Places.of(self, capture, edit).told(token_positions, whole=cache is None)
-        given = BlockInputs(positions=positions, token_positions=token_positions, places=seam)
-        visit = seam.visit(positions=token_positions)
-        x, cache = self.encoder(x, given, masks, visit, cache=cache, key=stack_key)
-        if refused is not None:
-            x = jnp.where(refused[:, None, None], jnp.nan, x)
-        return (x, cache, seam.in_order(visit.captured)) if capture else (x, cache)
-
-    def _embed(
-        self, frames: jax.Array, token_positions: jax.Array, key: jax.Array | None
-    ) -> jax.Array:  # [B, T, D]
-        cfg = self.config
-        if token_positions.ndim == 2:  # or 0 * NaN of a padding frame would enter gradients
+        if token_positions.ndim == 2:  # otherwise 0 * NaN of padding would enter gradients
             frames = jnp.where((token_positions < 0)[:, :, None], 0.0, frames)
         x = self.input(frames)
         if isinstance(cfg.positions, Sinusoidal):
@@ -235,7 +224,14 @@ class StreamingEncoder(CheckedModule):
             x = x + (added if added.ndim == 3 else added[None])
         if cfg.embedding_norm:
             x = self.input_norm(x)
-        return dropout(x, cfg.dropout, key)
+        x = dropout(x, cfg.dropout, input_key)
+        places = Places.of(self, capture, edit).told(token_positions, whole=cache is None)
+        inputs = BlockInputs(positions=positions, token_positions=token_positions, places=places)
+        visit = places.visit(positions=token_positions)
+        x, cache = self.encoder(x, inputs, masks, visit, cache=cache, key=stack_key)
+        if refused is not None:
+            x = jnp.where(refused[:, None, None], jnp.nan, x)
+        return (x, cache, places.in_order(visit.captured)) if capture else (x, cache)
 
 
 def stream_attention(
@@ -254,43 +250,45 @@ def stream_attention(
     sinks: jax.Array | None = None,  # [N]
     implementation: str | None = None,
 ) -> tuple[jax.Array, kv.KVCache | None]:  # [B, T, N, Hv]
-    """Run one layer of windowed attention: T new tokens' result, and the state after them.
+    """Run one layer of windowed attention on T new tokens; return the result and the new state.
 
     Args:
-        state: a ring, `cache.init(batch, window, num_kv_heads, head_dim)`; one with n sinks needs
-            window + n slots and shows the first n positions too, Window(window) | Prefix([n]). None
-            is the whole sequence at once.
+        state: a ring buffer, `cache.init(batch, window, num_kv_heads, head_dim)`. With n sinks it
+            needs window + n slots, and the first n positions remain visible: Window(window) |
+            Prefix([n]). None processes the whole sequence at once.
         query: [B, T, N, H].
         key: [B, T, K, H].
         value: [B, T, K, Hv].
-        window: keys that a query sees, itself included; None is the ring's capacity less its sinks.
-        positions: i32[B, T], negative is padding; None stands after those of the state.
-        mask: takes the place of `Causal()`, and the window is added to it.
-        rope: turns queries and keys here; None leaves them.
-        bias: asked by position, such as `ALiBi`; None adds nothing.
-        scale: of q.k; None is 1 / sqrt(H).
-        softcap: above 0; None leaves the scores as they are.
-        sinks: [N], logits that join the denominator of the softmax.
-        implementation: of attention, by name; None is the best that runs here.
+        window: number of keys that a query sees, itself included; None is the capacity of the ring
+            minus its sinks.
+        positions: negative is padding; None follows the positions of the state.
+        mask: replaces `Causal()`; the window also applies.
+        rope: rotation to apply to queries and keys; None is no rotation.
+        bias: a position bias such as `ALiBi`; None is no bias.
+        scale: factor of q.k; None is 1 / sqrt(H).
+        softcap: softcap of the scores, above 0; None is no softcap.
+        sinks: [N], sink logits in the denominator of the softmax.
+        implementation: name of the attention implementation; None is the best available one.
 
     Returns:
-        The result [B, T, N, Hv] and the new state, None where none was given.
+        The result [B, T, N, Hv] and the new state (None without a state).
     """
     if len(query.shape) != 4:
         raise ValueError(f"query has shape {query.shape}: must be [B, T, N, H]")
     _check_positions("queries", query.shape, positions)
     check_not_consumed(state)
     if state is None and window is None:
-        raise ValueError("window is None without a state: give one of them")
+        raise ValueError("window is None without a state: pass one of them")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: must be at least 1")
     if state is not None:
         if window is not None and state.capacity - state.sinks < window:
-            beside = f" beside {state.sinks} sinks" if state.sinks else ""
-            given = f"capacity is {state.capacity - state.sinks}{beside}"
-            raise ValueError(f"{given}: must be at least window, {window}")
+            sinks_text = f" without {state.sinks} sinks" if state.sinks else ""
+            capacity = f"capacity is {state.capacity - state.sinks}{sinks_text}"
+            raise ValueError(f"{capacity}: must be at least window, {window}")
         if state.length.shape[0] != query.shape[0]:
-            raise ValueError(f"query has {query.shape[0]} rows, the state {state.length.shape[0]}")
+            rule = f"the state has {state.length.shape[0]}"
+            raise ValueError(f"query has {query.shape[0]} rows, but {rule}")
     if bias is not None and not isinstance(bias, Bias):
         kind = type(bias).__name__
         raise ValueError(f"bias is a {kind}: must be a value such as ALiBi or RelativeBias")
@@ -333,23 +331,23 @@ def stream_attention(
 
 
 def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1) -> kv.KVCache:
-    """Move a stream to smaller positions: row b moves back by a multiple of S and `multiple`.
+    """Move a stream to smaller positions; each row moves by a multiple of S and of `multiple`.
 
-    Mask, bias and rotation read differences of positions, so no result changes.
+    Masks, biases and rotations only depend on differences of positions, so results do not change.
 
     Args:
-        state: a ring without sinks, which would stay where they are.
-        rope: what rotated the keys, which are turned back by as much, R(p - shift) = R(-shift)
-            R(p), one rounding in their dtype; None where nothing did.
-        multiple: of a chunk, at least 1.
+        state: a ring without sinks, since positions of sinks are fixed.
+        rope: the rotation of the keys, which are rotated back, R(p - shift) = R(-shift) R(p), with
+            one rounding in their dtype; None if keys are not rotated.
+        multiple: chunk size, at least 1.
 
     Raises:
-        ValueError: if the state has sinks, or rotated keys are int8.
+        ValueError: if the state has sinks, or keys are rotated and int8.
     """
     if state.sinks:
-        raise ValueError(f"sinks is {state.sinks}: sinks stay where they are")
+        raise ValueError(f"sinks is {state.sinks}: must be 0, since positions of sinks are fixed")
     check_count("multiple", multiple, 1)
-    # position p is in slot p % S of a ring: a key stays in its slot if S divides the shift
+    # a ring stores position p in slot p % S, so a key keeps its slot if S divides the shift
     step = math.lcm(state.capacity, multiple)
     shift = jnp.maximum(state.length - state.capacity, 0) // step * step  # [B]
     k = state.k
@@ -357,7 +355,7 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
         if not jnp.issubdtype(k.dtype, jnp.floating):
             raise ValueError(f"keys are {k.dtype}: must be floating to be rotated")
         if rope.scaling in ("yarn", "longrope"):
-            rope = replace(rope, attention_factor=1.0)  # the keys have been multiplied already
+            rope = replace(rope, attention_factor=1.0)  # already applied to the keys
         k = pos.apply_rope(k, jnp.broadcast_to(-shift[:, None], state.positions.shape), rope)
     positions = state.positions - shift[:, None]
     return replace(
@@ -369,30 +367,32 @@ def rebase_state(state: kv.KVCache, rope: Rope | None = None, multiple: int = 1)
 
 
 def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> ModelCache:
-    """Apply `rebase_state` in every layer of a Decoder or a StreamingEncoder with a window.
+    """Apply `rebase_state` to all layers of a Decoder or StreamingEncoder with a window.
 
     Args:
-        cache: of rings.
-        config: of the model.
-        multiple: the StreamingEncoder's chunk, if it has one.
+        cache: a cache of rings.
+        config: config of the model.
+        multiple: the chunk size of a StreamingEncoder, if it has one.
 
     Raises:
-        ValueError: if a layer is no ring, or its positions or sinks cannot be moved.
+        ValueError: if a layer is not a ring, or its positions or sinks cannot be moved.
     """
     if config.positions is not None and config.positions.absolute:
-        rule = "they are absolute, and cannot be moved"
+        rule = "absolute positions cannot be moved"
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     if config.sink_tokens:
-        raise ValueError(f"sink_tokens is {config.sink_tokens}: sinks stay where they are")
+        rule = "must be 0, since positions of sinks are fixed"
+        raise ValueError(f"sink_tokens is {config.sink_tokens}: {rule}")
     refuse_pages(cache, "rebase_cache")
     window = _window(config)
     limit = cache_limit(config, cache.capacity)
     if limit is not None:
-        raise ValueError(f"capacity is {limit}, window {config.window}: not a ring of the window")
+        rule = f"must be at least window, {config.window}, so that the cache is a ring"
+        raise ValueError(f"capacity is {limit}: {rule}")
     if cache.cross is not None:
-        raise ValueError("cache.cross is not None: a target has an end, and is not rebased")
+        raise ValueError("cache.cross is not None: only the cache of a decoder can be rebased")
     if isinstance(config.positions, OwnPositions):
-        rule = "positions of your own do not say how cached keys are moved"
+        rule = "custom positions do not define how to move cached keys"
         raise ValueError(f"positions is {config.positions!r}: {rule}")
     order = config.positions
 
@@ -408,9 +408,9 @@ def rebase_cache(cache: ModelCache, config: ModelConfig, multiple: int = 1) -> M
 
 def _window(config: ModelConfig) -> int:
     if config.window is None:
-        raise ValueError("window is None: an endless input needs a window")
+        raise ValueError("window is None: streaming requires a window")
     if isinstance(config.window, tuple):
-        raise ValueError(f"window is {config.window}: an endless input needs one for all layers")
+        raise ValueError(f"window is {config.window}: streaming requires one window for all layers")
     return config.window
 
 
@@ -418,6 +418,5 @@ def _check_positions(name: str, shape: tuple[int, ...], positions: jax.Array | N
     if positions is None:
         return
     if positions.shape != shape[:2] or not jnp.issubdtype(positions.dtype, jnp.integer):
-        given = f"{positions.dtype}{list(positions.shape)}"
-        rule = f"must be integers {list(shape[:2])}, as {name} are"
-        raise ValueError(f"positions are {given}: {rule}")
+        rule = f"must be integers {list(shape[:2])}, like {name}"
+        raise ValueError(f"positions are {positions.dtype}{list(positions.shape)}: {rule}")

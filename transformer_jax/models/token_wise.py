@@ -1,8 +1,8 @@
-"""Find out whether a function treats every index of an axis by itself, and all of them alike.
+"""Static check that a function treats all indices of an axis independently and in the same way.
 
-Along such an axis a function of a long array is that of its parts, which is what an edit of tokens
-must be where a model reads some tokens at a time. The answer is read off the function's jaxpr:
-False means that it is not known to be so.
+Along such an axis, applying a function to parts of an array equals applying it to the whole array.
+Edits of tokens need this property when a model reads a few tokens per call. The analysis is based
+on the function's jaxpr and is conservative: False means "not proven".
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxprs_in_params
 
 Constant = frozenset[int]
-"""The axes along which an array that does not depend on the value is the same everywhere."""
+"""The axes along which an array that does not depend on the value is uniform."""
 State = int | Constant
-"""The axis of a value along which each index depends on its own alone, or a constant."""
+"""The axis of an array along which indices remain independent, or a constant."""
 
 ELEMENTWISE = set(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
@@ -35,7 +35,7 @@ ALONG = set("cumsum cumprod cummax cummin cumlogsumexp sort rev top_k".split())
 
 
 class _Mixed(Exception):
-    """Say that an index may depend on others."""
+    """Raised when an index may depend on others."""
 
 
 def is_wise(
@@ -45,45 +45,46 @@ def is_wise(
     size: int,
     alike: bool = True,
 ) -> bool:
-    """Return whether a function of arrays is known to treat the indices of an axis by themselves.
+    """Whether a function provably processes the indices of an axis independently.
 
     Args:
-        function: of arrays to one array of the shape of the first.
-        values: the first has the axis `axis`; of others, which say something of each row and token
-            [B, T], it is axis 1, or 0 where `axis` is 0.
-        axis: of the first array.
-        size: that the axis is traced with.
-        alike: False allows indices to be treated differently, as by `x.at[0].add(1)`.
+        function: maps arrays to one array of the shape of the first.
+        values: the arguments. The other arrays have one element per row and token [B, T], so their
+            axis is 1, or 0 if `axis` is 0.
+        axis: axis of the first array.
+        size: size of the axis for tracing.
+        alike: whether all indices must be treated in the same way. With False,
+            `x.at[0].add(1)` passes.
     """
-    own = [axis, *(min(axis, 1) for _ in values[1:])]
+    axes = [axis, *(min(axis, 1) for _ in values[1:])]
 
     def traced(size: int) -> ClosedJaxpr | None:
         shapes = [
             jax.ShapeDtypeStruct((*x.shape[:k], size, *x.shape[k + 1 :]), x.dtype)
-            for x, k in zip(values, own, strict=True)
+            for x, k in zip(values, axes, strict=True)
         ]
         try:
             closed = jax.make_jaxpr(function)(*shapes)
-        except Exception:  # it is not defined for as many
+        except Exception:  # the function does not support this size
             return None
         return closed if [x.shape for x in closed.out_avals] == [shapes[0].shape] else None
 
     if (closed := traced(size)) is None:
         return False
-    if axis:  # a branch or a number that follows from the size shows in a program of another size
+    if axis:  # other sizes reveal branches and constants that depend on the size
         others = [traced(other) for other in (1, 2 * size + 1)]
         if any(x is None or _arithmetic(x) != _arithmetic(closed) for x in others):
             return False
     try:
         consts = [_constant(c, alike) for c in closed.consts]
-        (found,) = _outputs(closed.jaxpr, consts, own, alike)
+        (found,) = _outputs(closed.jaxpr, consts, axes, alike)
     except _Mixed:
         return False
     return found == axis if isinstance(found, int) else axis in found
 
 
 def _arithmetic(closed: ClosedJaxpr) -> list[object]:
-    """Return what a program computes with which numbers, whatever the sizes of its arrays."""
+    """Return the operations and literals of a program, independent of the sizes of its arrays."""
     found: list[object] = []
 
     def read(jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
@@ -101,32 +102,29 @@ def _arithmetic(closed: ClosedJaxpr) -> list[object]:
 
 
 def _constant(x: Any, alike: bool) -> Constant:
-    """Return the axes of a constant; where indices need not be treated alike, any will do."""
+    """Return the uniform axes of a constant; all axes unless `alike`."""
     return frozenset(i for i, size in enumerate(jnp.shape(x)) if size == 1 or not alike)
 
 
 def _outputs(
-    jaxpr: Jaxpr, consts: Sequence[State], given: Sequence[State], alike: bool
+    jaxpr: Jaxpr, consts: Sequence[State], inputs: Sequence[State], alike: bool
 ) -> list[State]:
     states: dict[Var, State] = {}
     states.update(zip(jaxpr.constvars, consts, strict=True))
-    states.update(zip(jaxpr.invars, given, strict=True))
+    states.update(zip(jaxpr.invars, inputs, strict=True))
 
     def state(x: Any) -> State:
         return _constant(x.val, alike) if isinstance(x, Literal) else states[x]
 
     for eqn in jaxpr.eqns:
-        inputs = [state(x) for x in eqn.invars]
-        found = _equation(eqn, inputs, alike)
-        for var, one in zip(eqn.outvars, found, strict=True):
-            if not isinstance(one, int):
-                one = one | _constant(var.aval, alike)
-            states[var] = one
+        found = _equation(eqn, [state(x) for x in eqn.invars], alike)
+        for var, out in zip(eqn.outvars, found, strict=True):
+            states[var] = out if isinstance(out, int) else out | _constant(var.aval, alike)
     return [state(x) for x in jaxpr.outvars]
 
 
 def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
-    """Return the states of what one equation gives; raise _Mixed where it is not known."""
+    """Return the states of an equation's outputs; raise _Mixed if they are unknown."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [jnp.shape(x.aval) for x in eqn.invars]
     outs = [x.aval.shape for x in eqn.outvars]
@@ -138,13 +136,13 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     along = {k for k in inputs if isinstance(k, int)}
     if name in ELEMENTWISE:
         if not along:
-            even = frozenset(range(len(outs[0])))
-            for one, shape in zip(inputs, shapes, strict=True):
-                even = even & one if shape and not isinstance(one, int) else even
-            return [even]
+            uniform = frozenset(range(len(outs[0])))
+            for x, shape in zip(inputs, shapes, strict=True):
+                uniform = uniform & x if shape and not isinstance(x, int) else uniform
+            return [uniform]
         (k,) = along if len(along) == 1 else (_mixed(),)
-        for one, shape in zip(inputs, shapes, strict=True):
-            if shape and not isinstance(one, int) and k not in one:
+        for x, shape in zip(inputs, shapes, strict=True):
+            if shape and not isinstance(x, int) and k not in x:
                 _mixed()
         return [k]
     if name == "iota":
@@ -158,11 +156,12 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
                 isinstance(x, int) or first in x or not s
                 for x, s in zip(inputs, shapes, strict=True)
             ]
-            return [_known(moved(first)) if all(fit) else _mixed()] * len(outs)
+            target = moved(first) if all(fit) else None
+            return [_mixed() if target is None else target] * len(outs)
         if not along and not isinstance(first, int):
             kept = {at for at in map(moved, first) if at is not None}
-            fresh = set(range(len(outs[0]))) - {moved(i) for i in range(len(shape))}
-            return [frozenset(kept | (fresh if name == "broadcast_in_dim" else set()))] * len(outs)
+            new = set(range(len(outs[0]))) - {moved(i) for i in range(len(shape))}
+            return [frozenset(kept | (new if name == "broadcast_in_dim" else set()))] * len(outs)
     if not along:
         return [frozenset()] * len(outs)
     if name == "dot_general":
@@ -170,7 +169,7 @@ def _equation(eqn: Any, inputs: list[State], alike: bool) -> list[State]:
     written = name.startswith("scatter") or name == "dynamic_update_slice"
     if written and not alike and isinstance(first, int) and along == {first}:
         if not any(isinstance(x, int) for x in inputs[1:]):
-            return [first]  # what is written, and where, does not depend on the value
+            return [first]  # neither the updates nor their indices depend on the value
     if name.startswith("scatter"):
         return [_of_scatter(params["dimension_numbers"], inputs, shapes)]
     (k,) = along if len(along) == 1 else (_mixed(),)
@@ -188,21 +187,17 @@ def _mixed() -> Any:
     raise _Mixed
 
 
-def _known(axis: int | None) -> int:
-    return _mixed() if axis is None else axis
-
-
 def _moved_axes(
     name: str, params: Any, shape: tuple[int, ...], out: tuple[int, ...]
 ) -> Callable[[int], int | None] | None:
-    """Return where an axis of the first operand is afterwards, None where it is mixed or gone."""
+    """Return a function from an axis of the first operand to its output axis, None if removed."""
     if name in REDUCE:
         gone = params["axes"]
         return lambda k: None if k in gone else k - sum(i < k for i in gone)
     if name in ALONG:
-        over = params.get("dimensions", (params.get("axis", params.get("dimension", -1)),))
-        over = [k % len(shape) for k in over]
-        return lambda k: None if k in over else k
+        mixed = params.get("dimensions", (params.get("axis", params.get("dimension", -1)),))
+        mixed = [k % len(shape) for k in mixed]
+        return lambda k: None if k in mixed else k
     if name == "broadcast_in_dim":
         to = params["broadcast_dimensions"]
         return lambda k: to[k]
@@ -249,8 +244,8 @@ def _of_product(numbers: Any, inputs: list[State], shapes: list[tuple[int, ...]]
             _mixed()
         if k in batched[side]:
             at = batched[side].index(k)
-            other, theirs = inputs[1 - side], batched[1 - side][at]
-            if other != theirs and (isinstance(other, int) or theirs not in other):
+            other, other_axis = inputs[1 - side], batched[1 - side][at]
+            if other != other_axis and (isinstance(other, int) or other_axis not in other):
                 _mixed()
             found.add(at)
             continue
@@ -292,14 +287,14 @@ def _of_scatter(numbers: Any, inputs: list[State], shapes: list[tuple[int, ...]]
     if isinstance(updates, int):
         if updates not in numbers.update_window_dims:
             _mixed()
-        own = kept[numbers.update_window_dims.index(updates)]
-        k = own if k in (None, own) else _mixed()
+        written = kept[numbers.update_window_dims.index(updates)]
+        k = written if k in (None, written) else _mixed()
     if k is None or isinstance(indices, int) or k not in kept:
         _mixed()
     assert k is not None
     at = numbers.update_window_dims[kept.index(k)]
     whole = shapes[2][at] == shapes[0][k] and k not in numbers.scatter_dims_to_operand_dims
-    for one, axis in (operand, k), (updates, at):
-        if not isinstance(one, int) and axis not in one:
+    for x, axis in (operand, k), (updates, at):
+        if not isinstance(x, int) and axis not in x:
             _mixed()
     return k if whole else _mixed()

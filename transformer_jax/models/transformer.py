@@ -1,9 +1,9 @@
-"""Make Encoder and Decoder from one Block; `encoder_decoder` joins both.
+"""Encoder and decoder, both built from `Block`; `encoder_decoder` combines the two.
 
-`model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` is training, prefill and
-decoding alike: any number of tokens at a time, with or without a cache. A token whose position is
-negative is padding: no query sees it and it is not cached. Dropout is on exactly when a `key` is
-given; flax's `rngs` are refused.
+`model.apply({"params": params}, tokens, ...) -> (logits f32, cache)` serves training, prefill and
+decoding: any number of tokens per call, with or without a cache. A token with a negative position
+is padding: no query sees it and it is not cached. Passing a `key` turns dropout on; a "dropout"
+entry in flax's `rngs` raises an error.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from transformer_jax.models.encoder_decoder import EncoderDecoder
 
 DecoderResult = tuple[jax.Array, ModelCache | None] | tuple[jax.Array, ModelCache | None, Captured]
-"""Logits f32[B, T, V], the updated cache, and where places are captured their values."""
+"""Logits f32[B, T, V], the updated cache and, with `capture`, the captured values."""
 
 
 class EncodeOptions(TypedDict, total=False):
-    """Name the arguments of an encoder after the tokens; `Encoder.encode` says what they are."""
+    """Keyword arguments of an encoder's methods, documented in `Encoder.encode`."""
 
     positions: jax.Array | None
     mask: Mask | None
@@ -63,12 +63,13 @@ class EncodeOptions(TypedDict, total=False):
 class Encoder(CheckedModule):
     """Bidirectional stack with masked-token and classification heads (Devlin et al. 2019).
 
-    Where the config has `inputs`, it reads vectors, images or frames in the place of tokens: a
-    method's `tokens` are then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are those of the
-    vectors, of the frames, or of the patches and the class token. It has no logits then.
+    If the config has `inputs`, the encoder reads vectors, images or frames instead of tokens: the
+    argument `tokens` is then f32[B, T, D_in] or f32[B, H, W, C], and `positions` are the positions
+    of the vectors, of the frames, or of the class token and the patches. Such a model has no
+    logits.
 
     Attributes:
-        config: of kind "encoder".
+        config: a config of kind "encoder".
     """
 
     config: ModelConfig
@@ -92,7 +93,7 @@ class Encoder(CheckedModule):
 
     def encode(
         self,
-        tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
+        tokens: jax.Array,  # i32[B, T], or an array that matches the config's inputs
         *,
         positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,
@@ -101,19 +102,19 @@ class Encoder(CheckedModule):
         key: jax.Array | None = None,
         capture: Sequence[str] = (),
     ) -> jax.Array | tuple[jax.Array, Captured]:  # [B, T, D]
-        """Return the hidden state of every token; of frames, of every output of theirs.
+        """Return the hidden state of each token (or of each frame after the convolutions).
 
         Args:
-            tokens: i32[B, T], or what the config's inputs describe.
-            positions: i32[B, T], negative is padding; None is arange(T).
-            mask: which tokens a token sees; None is all. The config's window is added to it.
-            segments: i32[B, T], ids of packed documents, as in `Decoder`; None is one document.
-            types: i32[B, T], BERT's token types; None is 0. Needs a `type_vocab_size`.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
+            tokens: token ids, or an array that matches the config's `inputs`.
+            positions: negative is padding; None is arange(T).
+            mask: which tokens each token sees; None is all. The config's window also applies.
+            segments: ids of packed documents, as in `Decoder`; None is one document.
+            types: BERT's token types; None is 0. Requires `type_vocab_size`.
+            key: a single key; turns dropout on.
+            capture: names of the places (`transformer_jax.places`) to return.
 
         Returns:
-            [B, T, D], in the compute dtype; with `capture` also the values by name.
+            [B, T, D] in the compute dtype; with `capture`, also a dict of the captured values.
 
         Raises:
             ValueError: if an argument does not fit the tokens or the config.
@@ -127,7 +128,7 @@ class Encoder(CheckedModule):
 
     def __call__(
         self,
-        tokens: jax.Array,  # i32[B, T], or what the config's inputs describe
+        tokens: jax.Array,  # i32[B, T], or an array that matches the config's inputs
         *,
         positions: jax.Array | None = None,  # i32[B, T]
         mask: Mask | None = None,
@@ -137,28 +138,28 @@ class Encoder(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> tuple[jax.Array, None] | tuple[jax.Array, None, Captured]:
-        """Return logits for masked-token training, and None.
+        """Return the logits of each token, and None in place of a cache.
 
         Args:
             tokens: i32[B, T].
-            positions: i32[B, T], negative is padding; None is arange(T).
-            mask: which tokens a token sees; None is all. The config's window is added to it.
-            segments: i32[B, T], ids of packed documents; None is one document.
-            types: i32[B, T], BERT's token types; None is 0.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            positions: negative is padding; None is arange(T).
+            mask: which tokens each token sees; None is all. The config's window also applies.
+            segments: ids of packed documents; None is one document.
+            types: BERT's token types; None is 0.
+            key: a single key; turns dropout on.
+            capture: names of the places (`transformer_jax.places`) to return.
+            edit: dict from the name of a place to a function that changes its value.
 
         Returns:
-            Logits f32[B, T, V] and None; with `capture` also the values by name.
+            Logits f32[B, T, V] and None; with `capture`, also a dict of the captured values.
 
         Raises:
-            ValueError: if an argument does not fit, or the config has no logits, as with `inputs`:
-                then take `encode`, `pool` or `classify`.
+            ValueError: if an argument does not fit, or the model has no logits (for example because
+                its config has `inputs`). Use `encode`, `pool` or `classify` for such a model.
         """
         if not self.config.has_logits and not self.is_initializing():
             name = "embedding_dim" if self.config.inputs is None else "inputs"
-            rule = "there are no logits of tokens: method='encode', 'pool' or 'classify'"
+            rule = "such a model has no token logits: use method='encode', 'pool' or 'classify'"
             raise ValueError(f"{name} is {getattr(self.config, name)!r}: {rule}")
         places = Places.of(self, capture, edit)
         x, visit = run_encoder(
@@ -166,7 +167,7 @@ class Encoder(CheckedModule):
             key=key,
         )  # fmt: skip
         if self.is_initializing():
-            # flax declares the parameters of a layer when it is called, so `init` calls every head
+            # flax creates a layer's parameters when the layer is called, so `init` calls each head
             if self.config.pooling is not None:
                 self._pool(x, None)
             if self.config.num_classes is not None:
@@ -181,11 +182,11 @@ class Encoder(CheckedModule):
         return self.head_norm(activate(self.head_dense(x), self.config.activation))
 
     def output_layer(self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]) -> OutputLayer:
-        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+        """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
         Args:
             tokens: i32[B, T].
-            **arguments: the others of `encode`.
+            **arguments: the other arguments of `encode`.
         """
         x: Any = self.encode(tokens, **arguments)
         return self.embed.output_layer(self._transformed(x) if self.config.masked_token_head else x)
@@ -193,16 +194,16 @@ class Encoder(CheckedModule):
     def classify(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
     ) -> jax.Array:  # f32[B, C] or [B, T, C]
-        """Return class logits of each row, W times what `pool` gives, or of tokens, W h.
+        """Return the class logits of each row, W pool(h), or of each token, W h.
 
-        Where the config's `pooler_reads` is "each", those of tokens too are of what `pool` gives.
+        If the config's `pooler_reads` is "each", token logits are also computed from `pool`.
 
         Args:
-            tokens: i32[B, T], or what the config's inputs describe.
-            **arguments: the others of `encode`.
+            tokens: token ids, or an array that matches the config's `inputs`.
+            **arguments: the other arguments of `encode`.
 
         Returns:
-            f32[B, C], or where the config's `classes_of` is not "text" f32[B, T, C].
+            f32[B, C], or f32[B, T, C] if the config's `classes_of` is not "text".
 
         Raises:
             ValueError: if the config has no `num_classes`.
@@ -215,22 +216,23 @@ class Encoder(CheckedModule):
     def pool(
         self, tokens: jax.Array, **arguments: Unpack[EncodeOptions]
     ) -> jax.Array:  # f32[B, D] or [B, T, D]
-        """Return a vector of each row: act(P h + p), h of its first token that is not padding.
+        """Return one vector per row: act(P h + p), with h of its first token that is not padding.
 
-        The config's `pooler_reads` may say that h is the mean of a row, or of each token.
+        Depending on the config's `pooler_reads`, h may also be the mean over a row, or each token
+        may be pooled separately.
 
         Args:
-            tokens: i32[B, T], or what the config's inputs describe.
-            **arguments: the others of `encode`.
+            tokens: token ids, or an array that matches the config's `inputs`.
+            **arguments: the other arguments of `encode`.
 
         Returns:
-            f32[B, D], or where every token is pooled f32[B, T, D].
+            f32[B, D], or f32[B, T, D] if each token is pooled.
 
         Raises:
-            ValueError: if the config has no `pooler`, nor classes.
+            ValueError: if the config has neither a `pooler` nor classes.
         """
         if self.config.pooling is None:
-            raise ValueError("pooler is None: this encoder has no such layer")
+            raise ValueError("pooler is None: this encoder has no pooling layer")
         x: Any = self.encode(tokens, **arguments)
         return self._pool(x, arguments.get("positions")).astype(jnp.float32)
 
@@ -240,11 +242,11 @@ class Encoder(CheckedModule):
         positions = input_positions(cfg.inputs, positions)
         valid = jnp.ones(x.shape[:2], bool) if positions is None else positions >= 0
         if cfg.pooler_reads == "mean":
-            # 0 for padding, and a divisor of at least 1: a row of padding alone has the mean 0
+            # padding counts as 0, and the divisor is at least 1: an all-padding row has mean 0
             total = jnp.where(valid[:, :, None], x.astype(jnp.float32), 0.0).sum(axis=1)
             x = total / jnp.maximum(valid.sum(axis=1), 1)[:, None]
         elif cfg.pooler_reads == "first":
-            # the first True, which is not column 0 where a row is padded on its left
+            # the first True, which is not column 0 if a row is left-padded
             at = jnp.argmax(valid, axis=1)[:, None, None]
             x = jnp.take_along_axis(x, at, axis=1)[:, 0]
         if cfg.pooling == "transform":
@@ -262,7 +264,7 @@ class Decoder(CheckedModule):
     """Causal language model (Radford et al. 2019; Touvron et al. 2023).
 
     Attributes:
-        config: of kind "decoder".
+        config: a config of kind "decoder".
     """
 
     config: ModelConfig
@@ -285,33 +287,35 @@ class Decoder(CheckedModule):
         capture: Sequence[str] = (),
         edit: Mapping[str, Edit] = NO_EDIT,
     ) -> DecoderResult:
-        """Return logits of the next token, and the updated cache.
+        """Return the logits of the next token, and the updated cache.
 
         Args:
             tokens: i32[B, T].
-            positions: i32[B, T], negative is padding; None is arange(T), or what comes after the
-                cache's.
-            mask: takes the place of `Causal()`, so write `Causal() & Padding(valid)`. One that says
-                nothing of the future, such as `Padding(valid)` alone, is refused; `Everything()`
-                in it sees all. The config's window and the segments are added to it.
-            cache: of the tokens before, as `init_cache` or the last call gave it; None has none.
-            segments: i32[B, T], ids of packed documents, which are runs of equal ids: attention
-                stays within one, and its positions start at 0 (padding may be a document of its
-                own). An id that comes again after another is refused where it is known; a traced
-                one begins a document.
-            at: i32[B, Q], indices of the tokens whose logits are asked for; None is every token. A
-                vocabulary is wide, and after a prompt one row of T counts.
-            key: a single key, which turns dropout on.
-            capture: names of places (`transformer_jax.places`), whose values are returned.
-            edit: functions by the names of places, which change the values there.
+            positions: negative is padding; None is arange(T), or with a cache the positions that
+                follow it.
+            mask: replaces `Causal()`, so write `Causal() & Padding(valid)`. A mask that does not
+                restrict future tokens, such as `Padding(valid)` by itself, raises an error; include
+                `Everything()` to attend to the future deliberately. The config's window and the
+                segments also apply.
+            cache: the cache of earlier tokens, from `init_cache` or the last call; None starts a
+                new sequence.
+            segments: ids of packed documents. A document is a run of equal ids: attention stays
+                within it, and its positions start at 0 (padding may be its own document). An id
+                that returns after another one raises an error; under a trace it starts a new
+                document instead.
+            at: i32[B, Q], indices of the tokens whose logits to compute; None is every token. After
+                a prompt only one row of T is needed, and the vocabulary is large.
+            key: a single key; turns dropout on.
+            capture: names of the places (`transformer_jax.places`) to return.
+            edit: dict from the name of a place to a function that changes its value.
 
         Returns:
-            Logits f32[B, T, V], of `at` [B, Q, V], NaN where there is no such token, and the cache;
-            with `capture` also the values by name.
+            Logits f32[B, T, V], or f32[B, Q, V] with `at` (NaN if an index is out of range), and
+            the cache; with `capture`, also a dict of the captured values.
 
         Raises:
             ValueError: if an argument does not fit the tokens, the config or the cache, or a known
-                position is past the cache's end.
+                position is past the end of the cache.
         """
         places = Places.of(self, capture, edit)
         logits, cache, captured = run_decoder(
@@ -329,17 +333,17 @@ class Decoder(CheckedModule):
         segments: jax.Array | None = None,  # i32[B, T]
         key: jax.Array | None = None,
     ) -> OutputLayer:
-        """Return what the logits of `__call__` are computed of, for a loss that takes them apart.
+        """Return the hidden states and the output matrix, so a loss can compute logits in chunks.
 
-        They are softcap(x table^T + bias): `chunked_cross_entropy` never holds all of them. An edit
-        of "logits" has no effect.
+        The logits are softcap(x table^T + bias); `chunked_cross_entropy` never stores all of them.
+        An edit of "logits" has no effect.
 
         Args:
             tokens: i32[B, T].
-            positions: i32[B, T], negative is padding; None is arange(T).
-            mask: takes the place of `Causal()`.
-            segments: i32[B, T], ids of packed documents.
-            key: a single key, which turns dropout on.
+            positions: negative is padding; None is arange(T).
+            mask: replaces `Causal()`.
+            segments: ids of packed documents.
+            key: a single key; turns dropout on.
         """
         x = run_decoder(
             self, tokens, Places.of(self), positions=positions, mask=mask, segments=segments,
@@ -350,7 +354,7 @@ class Decoder(CheckedModule):
 
 def run_encoder(
     model: Encoder | EncoderDecoder,
-    source: jax.Array,  # i32[B, S], or what the config's inputs describe
+    source: jax.Array,  # i32[B, S], or an array that matches the config's inputs
     places: Places,
     *,
     positions: jax.Array | None,  # i32[B, S]
@@ -361,15 +365,15 @@ def run_encoder(
 ) -> tuple[jax.Array, Visit]:  # [B, S, D]
     """Check the inputs of an encoder, embed them, and run its stack.
 
-    Return the hidden states and a visit that holds all captured values, for the logits to join.
+    Return the hidden states and a visit with all captured values; the caller adds the logits.
     """
     cfg = model.config
     refuse_rngs(model, key)
     if types is not None and cfg.type_vocab_size is None:
-        raise ValueError("types are given, but type_vocab_size is None")
+        raise ValueError("types were passed, but type_vocab_size is None")
     if segments is not None and isinstance(cfg.inputs, Patches | Frames):
         kind = type(cfg.inputs).__name__
-        raise ValueError(f"segments with {kind}: give each of them a row of its own")
+        raise ValueError(f"segments with {kind} are not supported: use one row per input")
     x = source
     if cfg.inputs is None:
         check_tokens(source, cfg.encoder_vocab_size)
@@ -381,15 +385,15 @@ def run_encoder(
     else:
         check_inputs(cfg.inputs, source)
         x = model.inputs(source, positions)
-        # from here on they are those of the vectors that convolutions made of frames
+        # from here on, positions of the vectors that the convolutions made of frames
         positions = input_positions(cfg.inputs, positions)
     token_positions, masks = positions_and_masks(cfg, x.shape[:2], positions, segments, mask)
     places = places.told(token_positions, packed=segments is not None)
-    given = BlockInputs(positions=positions, token_positions=token_positions, places=places)
+    inputs = BlockInputs(positions=positions, token_positions=token_positions, places=places)
     embed_key, stack_key = split_key(key, 2)
     x = model.embed(x, token_positions, types, embed_key)
     visit = places.visit(positions=token_positions)
-    x, _ = model.encoder(x, given, masks, visit, key=stack_key)
+    x, _ = model.encoder(x, inputs, masks, visit, key=stack_key)
     return x, visit
 
 
@@ -410,24 +414,24 @@ def run_decoder(
 ) -> tuple[jax.Array, ModelCache | None, Captured]:
     """Check the inputs of a decoder, embed them, run its stack, and compute the logits.
 
-    Return logits f32[B, T, V], NaN in rows for which the cache has no room, the updated cache and
-    the captured values. Without `read_out`, return the hidden states [B, T, D] for logits.
+    Return the logits f32[B, T, V], NaN in rows that do not fit into the cache, the updated cache
+    and the captured values. Without `read_out`, return hidden states [B, T, D] instead of logits.
     """
-    cfg, crossed = model.config, model.config.kind == "encoder-decoder"
+    cfg, is_cross = model.config, model.config.kind == "encoder-decoder"
     refuse_rngs(model, key)
     check_tokens(tokens, cfg.vocab_size)
     overflow = None
     if cache is not None:
         if segments is not None:
-            raise ValueError("segments with a cache: give each document a row of its own")
+            raise ValueError("segments with a cache are not supported: use one row per document")
         follows = positions is None
-        positions, overflow = check_cache_room(cfg, cache, tokens, positions, crossed)
+        positions, overflow = check_cache_room(cfg, cache, tokens, positions, is_cross)
         if mask is not None:
             length = known_value(cache.length) if follows else None
-            if length is not None:  # the mask is asked by the positions that follow
+            if length is not None:  # the mask is evaluated at the positions that follow the cache
                 end = int(length.max(initial=0)) + tokens.shape[1]
                 check_mask(mask, tokens.shape[0], cfg.num_heads, end, end)
-            # A traced call cannot raise: in a row that must fail, tokens become -1 and logits NaN.
+            # A traced call cannot raise: tokens of an invalid row become -1 and its logits NaN.
             tokens = refuse_unread(mask, cache, tokens, positions)
     if mask is None:
         mask = Causal()
@@ -437,21 +441,21 @@ def run_decoder(
         cfg, tokens.shape, positions, segments, mask, causal=True
     )
     places = places.told(token_positions, whole=cache is None, packed=segments is not None)
-    given = BlockInputs(
+    inputs = BlockInputs(
         positions=positions, token_positions=token_positions, places=places, memory=memory,
         memory_positions=memory_positions,
     )  # fmt: skip
     embed_key, stack_key = split_key(key, 2)
-    # the target has its own table of positions and its own norm (Lewis et al. 2020)
-    x = model.embed(tokens, token_positions, key=embed_key, target=crossed)
+    # the target has its own position table and its own norm (Lewis et al. 2020)
+    x = model.embed(tokens, token_positions, key=embed_key, target=is_cross)
     visit = places.visit(positions=token_positions)
-    x, cache = model.decoder(x, given, masks, visit, cache=cache, key=stack_key)
+    x, cache = model.decoder(x, inputs, masks, visit, cache=cache, key=stack_key)
     if not read_out:
         return x, cache, visit.captured
     logits = visited_logits(model.embed, x, at, visit)
     if overflow is not None and cache is not None:
         if cache.exhausted is not None:
             overflow |= cache.exhausted
-        # a traced position past the end of the cache was not written: what follows it is unknown
+        # a traced position past the end of the cache was not written, so later logits are wrong
         logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
     return logits, cache, visit.captured
