@@ -401,7 +401,7 @@ def test_a_decoder_is_exported_with_its_tokenizer(said, monkeypatch):
     out, _ = said(export.main, model, "--model", "m", "--to", "f")
     one, two = out.splitlines()
     assert one.endswith(
-        "takes token ids: the run's characters hold a lone surrogate, which has no UTF-8"
+        "takes token ids: the run's characters include a lone surrogate, which has no UTF-8"
     )
     assert two == "f: written; python f/decode.py '1,2,3' decodes" and made[-1][1]["files"] == {}
 
@@ -543,7 +543,7 @@ def test_a_run_is_written_for_other_libraries(said, monkeypatch, tmp_path):
     one, two = out.splitlines()
     assert one == f"{target}: 10 parameters in float16 and float32 as a bert"
     assert two.startswith(
-        "tokenizer.json: the run's 26 characters, as a BPE without merges; another"
+        "tokenizer.json: the run's 26 characters, as a BPE without merges; any other"
     )
     assert held == ["float16"]
     ((given, named),) = saved

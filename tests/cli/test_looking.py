@@ -111,8 +111,8 @@ def test_what_only_a_run_has_is_refused_of_a_published_model(tmp_path, capsys):
     for argv, message in (
         (("--model", str(tmp_path)), f"{tmp_path}: no run here"),
         (("--model", "x", "--checkpoint", "best"),
-         "checkpoint is 'best': 'x' is no run, which alone has one"),
-        (("--model", "x", "--init-from", "y"), "init_from is 'y': 'x' is no run"),
+         "checkpoint is 'best': 'x' is not a run; only a run has one"),
+        (("--model", "x", "--init-from", "y"), "init_from is 'y': 'x' is not a run"),
     ):  # fmt: skip
         assert main(["nearest", "--word", "a", *argv]) == 2
         assert capsys.readouterr().err.startswith(f"nearest: {message}")
@@ -222,7 +222,7 @@ def test_a_model_is_judged_without_heads_and_what_is_no_place_or_head_is_one_lin
         ("plot plain --out no/a.png", "out is 'no/a.png': must be a file in a folder that exists"),
         ("plot plain --out a", "out is 'a': must end in .png or .svg or .pdf"),
         ("inspect --model plain --prompt a --target b", "target is 'b': 'here' goes on with"),
-        ("inspect --model classes --prompt a", "lens: a run of task 'classify' names the class of"),
+        ("inspect --model classes --prompt a", "lens: a run of task 'classify' predicts the class of"),
         ("tokens --prompt a", "model and data: give one of them"),
         ("tokens --model x", "--prompt TEXT is needed"),
         ("tokens --model x --tokenizer bpe --prompt a", "tokenizer is 'bpe': needs data"),

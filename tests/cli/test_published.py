@@ -198,7 +198,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
     [
         ("--model {run} --dtype float16", "dtype is 'float16': a run has its own", 2),
         ("--model {run} --max-len 9", "max_len is 9: a run has its own", 2),
-        ("--model x --checkpoint best", "checkpoint is 'best': 'x' is no run, which alone", 2),
+        ("--model x --checkpoint best", "checkpoint is 'best': 'x' is not a run; only a", 2),
         ("--model /nonexistent", "'/nonexistent': no such folder", 1),
         ("--model x --regex a --schema b", "schema and regex: give one of them", 2),
         ("--model x --grammar /nonexistent", "/nonexistent", 1),
@@ -206,7 +206,7 @@ def test_a_text_of_a_form_is_written(capsys, published, tmp_path):
         ("--model {bare} --prompt a", "no usable tokenizer: ", 1),
         ("--model {model} --prompt a --samples 2 --num-tokens 99",
          "tokens is 99: 60 fit after the prompt", 2),
-        (f"--model {{model}} --chat --prompt {'a' * 60}", "0 fit after the prompt", 2),
+        (f"--model {{model}} --chat --prompt {'a' * 60}", "no new token fits after them", 2),
         ("--model {model} --max-len 0", "max_len is 0: must be a positive integer", 2),
         ("--model {model} --chat --prompt a<s>", "holds '<s>', which is a token of its own", 2),
     ],
@@ -458,7 +458,7 @@ def test_a_character_that_a_run_never_met_has_no_row_of_a_wider_model(tmp_path):
     """A model of 100 tokens trained on 10 characters: id 10 is a row, and means nothing."""
     tokenizer = CharTokenizer.train("héllo wörld\n")
     files, note = tokenizer_files(tokenizer, 100)
-    assert "another one gets the id 100, which the model does not have" in note
+    assert "any other character gets id 100, which the model does not have" in note
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     loaded = load_tokenizer_folder(tmp_path)

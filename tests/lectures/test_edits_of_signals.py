@@ -117,6 +117,6 @@ def test_an_edit_of_a_model_of_an_own_task_is_refused_where_it_is_judged(tmp_pat
     (tmp_path / "text").write_text("badcab" * 9)
     run = tj.TrainConfig(model=plain().config, task=Lines(), context=7)
     model = LanguageModel(replace(plain().model, run=run), "here")
-    rule = r"edit of block_0/attention/heads: a task of your own calls its model itself"
+    rule = r"edit of block_0/attention/heads: a custom task calls its model itself"
     with pytest.raises(ConfigError, match=rule):
         model.edited(zero("block_*/attention/heads")).evaluate(str(tmp_path / "text"))

@@ -1,4 +1,4 @@
-"""Models of texts for tests: each is made where it is first asked for, untrained."""
+"""Untrained text models for tests, each built on first use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_of(config, tokenizer=LETTERS, **fields) -> LanguageModel:
 
 
 def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageModel:
-    """A model of a task's run, as its training would have made it, untrained."""
+    """An untrained model, configured as a run of the task would configure it."""
     tokenizer = with_special_tokens(base, names) if names else base
     config = task.fit_model(replace(CONFIG, kind=kind, vocab_size=tokenizer.vocab_size))
     if isinstance(task, tasks.ClassifyTask):
@@ -43,11 +43,10 @@ def run_of(task, kind="decoder", names=(), base=LETTERS, **fields) -> LanguageMo
     return model_of(config, tokenizer, run=run, stop_ids=end_ids(tokenizer), **fields)
 
 
-def logits_of(model: LanguageModel, ids, **given) -> np.ndarray:
+def logits_of(model: LanguageModel, ids, **options) -> np.ndarray:
     apply = build(model.config).apply
-    ran = jax.jit(lambda variables, ids: apply(variables, ids, **given))  # an edit is a function
-    found = ran({"params": model.params}, np.array([ids]))[0]
-    return np.asarray(found, np.float64)[0]
+    jitted = jax.jit(lambda variables, ids: apply(variables, ids, **options))
+    return np.asarray(jitted({"params": model.params}, np.array([ids]))[0], np.float64)[0]
 
 
 @functools.cache
@@ -56,14 +55,14 @@ def _whole_row(config):
 
 
 def logits_after(model: LanguageModel, ids) -> np.ndarray:
-    """Logits after each id of one row; what fills it up stands behind, where none sees it."""
+    """Logits after each id of one row. Padding comes last, where no id attends to it."""
     row = np.zeros((1, CONFIG.max_len), np.int32)
     row[0, : len(ids)] = ids
     return np.asarray(_whole_row(model.config)(model.params, row), np.float64)[0, : len(ids)]
 
 
 def nats(logits: np.ndarray, labels) -> np.ndarray:
-    """-log softmax at the labels, in float64."""
+    """-log softmax(logits) of the labels, in float64."""
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return -log_p[np.arange(len(labels)), labels]
@@ -105,5 +104,5 @@ def preferred() -> LanguageModel:
 
 
 def vectors() -> LanguageModel:
-    """A published encoder, which writes no text, and is only asked to."""
+    """A published encoder without parameters; tests only check that it refuses to write text."""
     return LanguageModel(TextModel(replace(CONFIG, kind="encoder"), {}, LETTERS), "here")

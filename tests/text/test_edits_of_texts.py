@@ -1,4 +1,4 @@
-"""Edits of a loaded model's texts: a silenced head is one whose rows of the output matrix are 0."""
+"""Edits of loaded models: removing a head equals zeroing its rows of the output matrix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SILENT = zero("block_*/attention/heads", heads=1)
 
 
 def silenced(params, *sides):
-    """Return parameters in which head 1 of every block of these sides gives nothing."""
+    """Zero the output matrix of head 1 in every block of these sides."""
 
     def cut(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -50,7 +50,7 @@ def without_head(model: LanguageModel, *sides: str) -> LanguageModel:
 
 
 @pytest.mark.slow
-def test_every_way_to_write_a_text_is_edited():
+def test_edit_applies_to_every_way_of_writing_text():
     other, drawn = without_head(plain(), "decoder"), dict(sampler=tj.Sample(), key=KEY)
     calls = {
         "one": lambda m: m.generate("bad", 7),
@@ -66,12 +66,14 @@ def test_every_way_to_write_a_text_is_edited():
     whole = {name: call(plain()) for name, call in calls.items()}
     for name, call in calls.items():
         assert call(plain().edited(SILENT)) == call(other), name
-    assert {name: call(plain()) for name, call in calls.items()} == whole, "nothing stays edited"
+    assert {name: call(plain()) for name, call in calls.items()} == whole, (
+        "the original model is unchanged"
+    )
     assert sum(whole[name] != call(other) for name, call in calls.items()) > 5
 
 
 @pytest.mark.slow
-def test_answers_targets_and_masks_are_edited():
+def test_edit_applies_to_answers_targets_and_masks():
     other = without_head(chat(), "decoder")
     assert chat().edited(SILENT).chat("bad", 6) == other.chat("bad", 6) != chat().chat("bad", 6)
     assert chat().edited(SILENT).score(TURNS).nats == pytest.approx(
@@ -91,14 +93,14 @@ def test_answers_targets_and_masks_are_edited():
 
 
 def by_score(model: LanguageModel, context: str, text: str) -> float:
-    """log p of a text after a context, by the scores of both."""
+    """log p of a text after a context, from the score of both together."""
     after = model.score(context + text).token_nats[-len(text) :]
     return -sum(after)
 
 
 @pytest.mark.slow
-def test_choices_and_continuations_without_a_head_are_those_of_the_scores():
-    """Also where a context is shared, which is then read anew for each."""
+def test_edited_choices_and_continuations_match_scores():
+    """Including a shared context, which an edited model reads separately for each choice."""
     other, context = without_head(plain(), "decoder"), "badcabfeed"
     texts = ["cab", "c", "jade"]
     question = {"context": context, "choices": texts, "answer": 2}
@@ -108,9 +110,8 @@ def test_choices_and_continuations_without_a_head_are_those_of_the_scores():
     assert found != pytest.approx(plain().multiple_choice([question]).log_probs[0], rel=1e-3)
     both = [(context, text) for text in texts]
     assert [one.log_prob for one in plain().edited(SILENT).continuations(both)] == list(found)
-    of_logits = {"logits": lambda x: 0 * x}  # every token is as likely as another
-    even = plain().edited(of_logits).continuations(both)
-    assert [one.log_prob for one in even] == pytest.approx(
+    uniform = plain().edited({"logits": lambda x: 0 * x}).continuations(both)
+    assert [one.log_prob for one in uniform] == pytest.approx(
         [-len(text) * np.log(11) for text in texts]
     )
 
@@ -121,7 +122,7 @@ def written(folder, lines) -> str:
 
 
 def evaluated(folder, model: LanguageModel, **options) -> tuple[dict, dict, dict]:
-    """Return the measures of a model with an edit, of edited parameters, and of the model alone."""
+    """Return the measures of the edited model, of edited parameters, and without an edit."""
     kind = model.config.kind
     other = without_head(model, "encoder" if kind == "encoder" else "decoder")
     edited = model.edited(SILENT).evaluate(*folder, **options)
@@ -130,10 +131,8 @@ def evaluated(folder, model: LanguageModel, **options) -> tuple[dict, dict, dict
 
 @pytest.mark.slow_except("1")
 @pytest.mark.parametrize("logits_at_once", [1, 2**26])
-def test_held_out_loss_without_a_head_is_that_of_zeros_in_its_rows(
-    tmp_path, monkeypatch, logits_at_once
-):
-    """Also where logits are computed in chunks, and are twice as large by an edit of their own."""
+def test_edited_held_out_loss_matches_zeroed_parameters(tmp_path, monkeypatch, logits_at_once):
+    """Including logits that are computed in chunks, with a second edit that doubles them."""
     monkeypatch.setattr(batch, "LOGITS_AT_ONCE", logits_at_once)
     monkeypatch.setattr(batch, "TOKENS_OF_CHUNK", 6)
     text = "badcabfeedface" * 3
@@ -152,7 +151,7 @@ def test_held_out_loss_without_a_head_is_that_of_zeros_in_its_rows(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pairs", "prefix", "masks", "classes"])
-def test_every_task_is_judged_with_an_edit(tmp_path, name):
+def test_edit_applies_to_evaluation_of_every_task(tmp_path, name):
     both = [("bad", "cab"), ("feed", "beef"), ("ace", "face"), ("dig", "kid")]
     if name in ("pairs", "prefix"):
         task, special = (Seq2SeqTask(beams=1), "bos eos") if name == "pairs" else (
@@ -174,7 +173,7 @@ def test_every_task_is_judged_with_an_edit(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_attention_is_that_of_the_edited_values():
+def test_edit_applies_to_attention_weights():
     other, whole = (
         without_head(plain(), "decoder").inspect.attention("badcab"),
         plain().inspect.attention("badcab"),
@@ -188,7 +187,7 @@ def test_attention_is_that_of_the_edited_values():
 
 
 @pytest.mark.slow
-def test_classes_are_those_of_the_edited_values():
+def test_edit_applies_to_classification():
     other, whole = without_head(classes(), "encoder").classify("bad"), classes().classify("bad")
     found = classes().edited(SILENT).classify(["bad", "cab"])[0]
     assert found == (other[0], pytest.approx(other[1], rel=1e-5))
@@ -197,7 +196,7 @@ def test_classes_are_those_of_the_edited_values():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["decoder", "encoder"])
-def test_sources_are_read_and_targets_written_with_edits(side):
+def test_edit_applies_to_sources_and_targets(side):
     place = "block_*/attention/heads" if side == "decoder" else "encoder/block_*/attention/heads"
     edit, other = zero(place, heads=1), without_head(pairs(), side)
     pair = "bad", "feed"
@@ -220,7 +219,7 @@ def test_sources_are_read_and_targets_written_with_edits(side):
 
 
 @pytest.mark.slow
-def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
+def test_steering_vector_is_difference_of_means_and_changes_text():
     place, model = "block_0/residual", tj.build(plain().config)
     texts = ["bad", "cab", "feed"], ["dig", "kid"]
     rows = [[LETTERS.encode(text) for text in part] for part in texts]
@@ -241,7 +240,7 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda edit: plain().edited(edit).generate("bad", 2),
         lambda edit: plain().edited(edit).generate("bad", 2, beams=2),
@@ -254,9 +253,9 @@ def test_a_steering_vector_is_the_difference_of_means_and_moves_texts():
         lambda edit: chat().edited(edit).chat("bad", 2),
     ],
 )
-def test_an_edit_that_is_no_dict_is_named(ask):
+def test_edit_that_is_not_a_dict_is_rejected(call):
     with pytest.raises(ValueError, match="edit is a list: must be a dict of place to function"):
-        ask([SILENT])
+        call([SILENT])
 
 
 def log_p(model, ids, **given) -> np.ndarray:
@@ -265,8 +264,8 @@ def log_p(model, ids, **given) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_edits_that_see_the_tokens_alone():
-    """No padding: in a mean, at the last token, in values of as many tokens, in `at`."""
+def test_edits_see_tokens_without_padding():
+    """For a mean, the last token, values of the same number of tokens, and `at`."""
     ids, place = LETTERS.encode("badcabd"), "block_0/attention/heads"
     values = tj.build(plain().config).apply(
         {"params": plain().params}, ids[None, ::-1][:, :-1], capture=(place,)
@@ -288,8 +287,8 @@ def test_scores_are_those_of_edits_that_see_the_tokens_alone():
 
 
 @pytest.mark.slow
-def test_a_text_in_windows_counts_from_its_first_token():
-    """A window that begins at token 8 has token 12 as its fourth."""
+def test_edit_in_windows_counts_from_first_token_of_text():
+    """In a window that begins at token 8, token 12 has index 4."""
     text, vector = "badcabfeedfacebadcabfeed", np.arange(8.0)
     ids = LETTERS.encode(text)
     edit = add("embedding", vector, at=12)
@@ -303,7 +302,7 @@ def test_a_text_in_windows_counts_from_its_first_token():
 
 @pytest.mark.slow_except("generate")
 @pytest.mark.parametrize("name", ["generate", "samples", "evaluate"])
-def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
+def test_edit_across_rows_of_different_texts_is_rejected(tmp_path, name):
     edit = mean("block_0/residual", "rows")
     file = written(tmp_path, ["badcabfeedface" * 3])
     calls = {
@@ -318,8 +317,8 @@ def test_rows_that_are_other_texts_are_not_averaged(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_class_is_of_the_text_alone():
-    """Texts of a list are filled up to the longest, and with rows of none: a mean sees neither."""
+def test_edited_class_does_not_depend_on_other_texts():
+    """A mean over tokens sees neither the padding of a list nor empty rows."""
     edit = {"block_0/residual": lambda x: x - x.mean(axis=1, keepdims=True)}
     together = classes().edited(edit).classify(["bad", "cabbage"])
     alone = [classes().edited(edit).classify(text) for text in ("bad", "cabbage")]

@@ -1,4 +1,4 @@
-"""Perplexity by sliding windows, continuations and multiple choice, each beside plain NumPy."""
+"""Sliding-window perplexity, continuations and multiple choice against plain NumPy."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ TEXT = "badcabfeedacefadedfaceheadbeadjackbike"
 
 
 def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> list[float]:
-    """-log p of each token by the loop of Hugging Face's page on fixed-length models.
+    """-log p of each token, by the loop in Hugging Face's guide to fixed-length models.
 
-    A window there has `max_length` tokens with the one that is only predicted; ours counts those
+    `max_length` there includes the token that is only predicted; our `window` counts the tokens
     that are read.
     """
     ids, found, before = LETTERS.encode(text), [], 0
@@ -59,17 +59,17 @@ def sliding(model: LanguageModel, text: str, max_length: int, stride: int) -> li
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize(("window", "stride"), [(7, 3), (7, 7), (16, 1), (5, 4)])
-def test_perplexity_by_sliding_windows_is_that_of_hugging_faces_loop(window, stride, batch_size):
+def test_sliding_window_perplexity_matches_hugging_face(window, stride, batch_size):
     expected = sliding(plain(), TEXT, window + 1, stride)
     found = plain().score(TEXT, window=window, stride=stride, batch_size=batch_size)
     assert found.num_tokens == len(TEXT) - 1 == len(expected)
     np.testing.assert_allclose(found.token_nats, expected, rtol=1e-5)
-    # the mean of tokens, not of windows' means
+    # the mean over tokens, not the mean of the windows' means
     assert found.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(
         sum(expected) / math.log(2) / (len(TEXT) - 1), rel=1e-5
     )
-    short = plain().score("bad", window=9, stride=9).nats  # a text that is shorter than a window
+    short = plain().score("bad", window=9, stride=9).nats  # shorter than a window
     assert short == pytest.approx(plain().score("bad").nats, rel=1e-5)
 
 
@@ -80,7 +80,7 @@ CONFIGS = {
     "recurrent": tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7),
 }
 LONG, OTHER = "badcabfeed", "feedface"
-"""Contexts that are read once for all of their continuations, as far as these are shorter."""
+"""Contexts that are shared by their continuations, which are shorter."""
 PAIRS_OF_TEXTS = [
     (LONG, "cab"), (LONG, "c"), (LONG, "feed"), (LONG, "b"), (OTHER, "a"), ("c", "abba"),
     (OTHER, "beef"), ("cab", "bage"), (LONG, "cab"), ("cab", "feedfeed"),
@@ -88,7 +88,7 @@ PAIRS_OF_TEXTS = [
 
 
 def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
-    """log p of ids after others, and whether each is the likeliest, one row at a time."""
+    """log p of `after` given `before`, and whether each id is the likeliest, for one row."""
     ids = [*before, *after]
     logits = logits_after(model, ids[:-1])[len(before) - 1 :]
     return -nats(logits, after).sum(), bool((logits.argmax(-1) == after).all())
@@ -97,7 +97,7 @@ def by_definition(model: LanguageModel, before, after) -> tuple[float, bool]:
 @pytest.mark.slow_except("plain-8")
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
+def test_continuations_match_single_row_logits(name, batch_size):
     model = model_of(CONFIGS[name])
     likeliest = LETTERS.decode([int(logits_after(model, LETTERS.encode(OTHER))[-1].argmax())])
     pairs = [*PAIRS_OF_TEXTS, (OTHER, likeliest)]
@@ -109,7 +109,7 @@ def test_continuations_have_the_probability_of_their_tokens(name, batch_size):
     assert found[-1].is_likeliest and not all(one.is_likeliest for one in found)
 
 
-def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
+def test_shared_context_is_read_once(monkeypatch):
     read = []
 
     def counted(config, params, prompts, lengths, *rest):
@@ -123,12 +123,12 @@ def test_a_context_is_read_once_for_what_it_is_shared_by(monkeypatch):
     assert read == [[10, 8]]
     monkeypatch.undo()
     monkeypatch.setattr(continuations, "_shared_program", None)
-    # longer than what it would save, and a context of one continuation
+    # not shared: continuations longer than the context, and a context with a single continuation
     plain().continuations([("cab", "feedfeed"), ("cab", "b"), ("c", "abba")])
 
 
 @pytest.mark.slow
-def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
+def test_too_long_text_loses_its_first_tokens():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     requests = [
         ScoringRequest(ids, ids[:5]), ScoringRequest(ids, ids[:2]), ScoringRequest(ids, ids[:17]),
@@ -141,20 +141,20 @@ def test_of_a_text_that_is_too_long_the_last_tokens_are_read():
         score_requests(plain(), [ScoringRequest(ids, ids[:18])], 4)
 
 
-def test_an_edit_of_all_tokens_is_refused_where_a_text_is_cut():
+def test_edit_that_needs_all_tokens_is_rejected_for_cut_text():
     ids = tuple(map(int, LETTERS.encode(TEXT)))
     edit = {"embedding": lambda x: x - x.mean(axis=1, keepdims=True)}
     with pytest.raises(ValueError, match="needs all tokens of a sequence, but this call reads"):
         score_requests(plain().edited(edit), [ScoringRequest(ids, ids[:5])], 4)
 
 
-def test_a_pair_is_cut_where_the_context_alone_ends_and_blanks_go_to_the_continuation():
+def test_blanks_at_end_of_context_belong_to_continuation():
     words = {"a": [1], "a b": [1, 2], "ab": [3], "": [], "a b c": [1, 2, 4]}
     assert split_pair(words.__getitem__, "a ", "b") == ([1], [2])
     assert split_pair(words.__getitem__, "a", " b") == ([1], [2])
     assert split_pair(words.__getitem__, "a b ", "c") == ([1, 2], [4])
     assert split_pair(words.__getitem__, "", "a b") == ([], [1, 2])
-    assert split_pair(words.__getitem__, "a", "b") == ([3 - 2], [])  # one token stretches over both
+    assert split_pair(words.__getitem__, "a", "b") == ([3 - 2], [])  # one token spans both
 
 
 BLANKS = CharTokenizer(" abcdefghij")
@@ -166,7 +166,7 @@ QUESTIONS = [
 
 
 def shares(questions, model) -> list[float]:
-    """Accuracies by log p, per character and per byte, by the definition of lm-eval."""
+    """Accuracies by log p, log p per character and log p per byte, as lm-eval defines them."""
     rights = []
     for question in questions:
         context, choices = model.tokenizer.encode(question["context"]), question["choices"]
@@ -178,7 +178,7 @@ def shares(questions, model) -> list[float]:
 
 
 @pytest.mark.slow
-def test_choices_are_judged_by_their_probability_alone_and_by_their_length(tmp_path):
+def test_accuracies_of_choices_match_lm_eval_definitions(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("\n\n".join(map(json.dumps, QUESTIONS)) + "\n")
     expected = shares(QUESTIONS, plain())
@@ -194,19 +194,19 @@ def test_choices_are_judged_by_their_probability_alone_and_by_their_length(tmp_p
         )
 
 
-def test_length_is_of_the_choice_in_characters_or_in_bytes():
+def test_accuracy_per_byte_counts_utf8_bytes():
     questions = (Question("a", ("bb", "éé"), 1), Question("a", ("bb", "c"), 0))
     found = Choices(questions, ((-3.0, -4.0), (-3.0, -2.0)))
     assert (found.accuracy, found.accuracy_per_character) == (0.0, 0.5)
-    assert found.accuracy_per_byte == 1.0  # -4/4 of éé is above -3/2
+    assert found.accuracy_per_byte == 1.0  # éé has -4/4, above -3/2
 
 
-def test_no_choice_is_the_likeliest_where_a_log_prob_is_nan():
+def test_nan_log_prob_makes_accuracy_nan():
     found = Choices((Question("a", ("b", "c"), 0),) * 2, ((-3.0, -4.0), (math.nan, math.nan)))
     assert math.isnan(found.accuracy) and math.isnan(found.accuracy_per_byte)
 
 
-def test_a_question_that_cannot_be_encoded_is_named_by_its_line(tmp_path):
+def test_question_that_cannot_be_encoded_names_its_line(tmp_path):
     file = tmp_path / "q.jsonl"
     line = json.dumps(dict(context="a", choices=["b", "z"], answer=0))
     file.write_text(f"\n\n{line}\n")
@@ -217,7 +217,7 @@ def test_a_question_that_cannot_be_encoded_is_named_by_its_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_empty_context_is_what_begins_a_text():
+def test_empty_context_is_the_begin_token():
     begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
     after = LETTERS.encode("bad")
     for context, ids in (("", [11]), ("cab", [11, *LETTERS.encode("cab")])):
@@ -232,26 +232,26 @@ def test_an_empty_context_is_what_begins_a_text():
         (lambda: plain().score("ab", window=18), "window is 18: must be at most max_len 17"),
         (lambda: plain().score("ab", window=5, stride=6), "stride is 6: must be at most window 5"),
         (lambda: plain().score("ab", batch_size=0), "batch_size is 0: must be an integer of at l"),
-        (lambda: pairs().score(("a", "b"), window=3), "window is 3: of pairs, a target is scored"),
-        (lambda: plain().continuations([("", "a")]), "context is '': must have a token, since not"),
+        (lambda: pairs().score(("a", "b"), window=3), "window is 3: the target of a pair is sc"),
+        (lambda: plain().continuations([("", "a")]), "context is '': must have a token, because"),
         (lambda: model_of(CONFIG, BLANKS).continuations([(" ", "a")]), "context is ' ': must have"),
-        (lambda: plain().continuations([("a", "")]), "continuation is '': must have a token of it"),
+        (lambda: plain().continuations([("a", "")]), "continuation is '': must add at least one"),
         (lambda: plain().continuations([("a", 3)]), r"pairs is \[\('a', 3\)\]: must be a list of"),
         (lambda: plain().continuations("ab"), "pairs is 'ab': must be a list of"),
         (lambda: plain().continuations([("z", "a")]), "character 0 is U.007A 'z': not among"),
         (lambda: plain().continuations([("a", "b")], batch_size=0), "batch_size is 0: must be"),
-        (lambda: masked().continuations([("a", "b")]), "continuations: .*'masked' fills masks"),
+        (lambda: masked().continuations([("a", "b")]), "continuations: .*'masked' fills masks:"),
         (lambda: pairs().multiple_choice(QUESTIONS), "multiple_choice: .*writes the target"),
-        (lambda: classes().multiple_choice(QUESTIONS), "multiple_choice: .*names the class"),
+        (lambda: classes().multiple_choice(QUESTIONS), "multiple_choice: .*predicts the class"),
         (lambda: chat().multiple_choice(QUESTIONS), "multiple_choice: .*answers messages"),
         (lambda: vectors().multiple_choice(QUESTIONS), "multiple_choice: .*writes no text"),
-        (lambda: plain().multiple_choice([]), r"questions is \[\]: must be a file, or a list"),
-        (lambda: plain().multiple_choice([3]), r"questions\[0\]: is 3: must be {\"context\""),
+        (lambda: plain().multiple_choice([]), r"questions is \[\]: must be a file or a none"),
+        (lambda: plain().multiple_choice([3]), r"questions\[0\]: the question is 3: must be"),
         (lambda: plain().multiple_choice([QUESTIONS[0] | {"context": "z"}]), r"questions\[0\]: ch"),
         (lambda: plain().multiple_choice("/no"), "choices is '/no': cannot be read .No such file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_judged_is_refused_in_a_line(call, message):
+def test_invalid_scoring_arguments_raise_one_line(call, message):
     with pytest.raises(ValueError, match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -260,22 +260,22 @@ def test_what_cannot_be_judged_is_refused_in_a_line(call, message):
 @pytest.mark.parametrize(("line", "message"), [
     ("[", "not JSON"),
     ('{"context": "a", "answer": 0, "answer": 1, "choices": []}', "'answer' is there twice"),
-    ("3", 'is 3: must be {"context": ...'),
+    ("3", 'the question is 3: must be {"context": ...'),
     ('{"context": "a"}', "choices is missing: a question has context, choices, answer"),
-    ({"context": 3}, "context is 3: must be a text"),
-    ({"choices": "ab"}, "choices is 'ab': must be two texts or more"),
-    ({"choices": []}, r"choices is (): must be two texts or more"),
-    ({"choices": ["a"]}, "choices is ('a',): must be two texts or more"),
-    ({"choices": ["a", ""]}, "choices[1] is '': must be a text, not empty"),
-    ({"choices": ["a", 3]}, "choices[1] is 3: must be a text, not empty"),
+    ({"context": 3}, "context is 3: must be a string"),
+    ({"choices": "ab"}, "choices is 'ab': must be two or more strings"),
+    ({"choices": []}, "choices is (): must be two or more strings"),
+    ({"choices": ["a"]}, "choices is ('a',): must be two or more strings"),
+    ({"choices": ["a", ""]}, "choices[1] is '': must be a nonempty string"),
+    ({"choices": ["a", 3]}, "choices[1] is 3: must be a nonempty string"),
     ({"choices": ["a", "b", "a"]}, "choices[2] is 'a': must differ from choices[0]"),
     ({"answer": 2}, "answer is 2: must be an index from 0 to 1"),
     ({"answer": -1}, "answer is -1: must be an index from 0 to 1"),
     ({"answer": True}, "answer is True: must be an index from 0 to 1"),
     ({"answer": "0"}, "answer is '0': must be an index from 0 to 1"),
-    ({"label": 0}, "has 'label': a question has context, choices, answer"),
+    ({"label": 0}, "unknown field 'label': a question has context, choices, answer"),
 ], ids=str)  # fmt: skip
-def test_a_malformed_line_names_file_line_field_and_rule(tmp_path, line, message):
+def test_malformed_line_names_file_line_field_and_rule(tmp_path, line, message):
     good = {"context": "a", "choices": ["a", "b"], "answer": 0}
     text = line if isinstance(line, str) else json.dumps(good | line)
     file = tmp_path / "q.jsonl"
@@ -286,13 +286,13 @@ def test_a_malformed_line_names_file_line_field_and_rule(tmp_path, line, message
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_without_a_question_is_refused(tmp_path):
+def test_file_without_questions_is_rejected(tmp_path):
     (tmp_path / "q").write_text("\n \n")
-    with pytest.raises(DataError, match=r"/q': it has no line with a question$"):
+    with pytest.raises(DataError, match=r"/q': the file contains no questions$"):
         read_questions(tmp_path / "q")
 
 
-def test_rolling_windows_are_those_of_lm_evals_documentation():
+def test_rolling_windows_match_lm_eval_documentation():
     found = lm_eval.rolling_windows([*range(10)], 77, 4)
     assert [(one.context, one.continuation) for one in found] == [
         ((77,), (0, 1, 2, 3)), ((3,), (4, 5, 6, 7)), ((5, 6, 7), (8, 9)),
@@ -301,7 +301,7 @@ def test_rolling_windows_are_those_of_lm_evals_documentation():
     assert lm_eval.rolling_windows([1], 77, 4) == [ScoringRequest((77,), (1,))]
 
 
-def test_generation_arguments_of_a_task_are_read():
+def test_generation_kwargs_of_task_are_parsed():
     greedy = Sample(Temperature(0.0))
     assert lm_eval.read_generation({}, 256) == lm_eval.Generation((), 256, greedy)
     assert lm_eval.read_generation({"until": "a", "temperature": 0.0, "do_sample": False}, 7) == (
@@ -312,7 +312,7 @@ def test_generation_arguments_of_a_task_are_read():
     assert lm_eval.read_generation(given, 7) == lm_eval.Generation(("a", "b"), 5, drawn)
     assert lm_eval.read_generation(given | {"do_sample": False}, 7).sampler == greedy
     for wrong, message in (
-        ({"do_sample": True}, "temperature is 0.0: do_sample needs one above 0"),
+        ({"do_sample": True}, "temperature is 0.0: must be above 0 with do_sample"),
         ({"num_beams": 3}, "generation_kwargs have num_beams=3: must be until"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0: must be an integer of at least 1"),
     ):
@@ -320,35 +320,35 @@ def test_generation_arguments_of_a_task_are_read():
             lm_eval.read_generation(wrong, 7)
 
 
-def test_a_text_is_cut_at_each_of_its_ends_in_turn():
+def test_text_is_cut_at_each_stop_string_in_turn():
     assert lm_eval.cut_at("the cat. sat", [". ", "c"]) == "the "
     assert lm_eval.cut_at("the cat. sat", ["t.", "cat"]) == "the ca"  # as lm-eval cuts it
     assert lm_eval.cut_at("the cat", []) == "the cat"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
-def test_without_lm_eval_the_adapter_says_how_to_install_it():
+def test_missing_lm_eval_error_says_how_to_install():
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'transf.*lm-eval"):
         lm_eval.TransformerJaxLM(plain())
 
 
-def test_answers_of_a_published_model_are_judged_where_task_says_so(tmp_path):
-    """Judge each answer and its end, after the chat template's text, and refuse to read it all."""
+def test_chat_task_evaluates_answers_of_published_model(tmp_path):
+    """The loss covers each answer and its end token; a file of messages needs task="chat"."""
     model, file = tiny(), tmp_path / "talks.jsonl"
     losses, lines = [], []
-    for asked, answer in (("bed", "feed"), ("cad", "ed"), ("a fee", "deaf")):
-        said = {"user": asked, "assistant": answer}
-        messages = [{"role": role, "content": text} for role, text in said.items()]
+    for question, answer in (("bed", "feed"), ("cad", "ed"), ("a fee", "deaf")):
+        talk = {"user": question, "assistant": answer}
+        messages = [{"role": role, "content": text} for role, text in talk.items()]
         lines.append(json.dumps({"messages": messages}) + "\n")
         encode = model.tokenizer.encode
-        ids = [*encode(f"u{asked}"), 257, *encode(f"a{answer}"), 257]
+        ids = [*encode(f"u{question}"), 257, *encode(f"a{answer}"), 257]
         losses += [*nats(logits_after(model, ids[:-1]), ids[1:])[-len(answer) - 1 :]]
     file.write_text("".join(lines))
     found = model.evaluate(file, task="chat")
     assert found["nats_per_token"] == pytest.approx(np.mean(losses), rel=1e-5)
-    with pytest.raises(ValueError, match="line is a conversation: task chat judges a decoder"):
+    with pytest.raises(ValueError, match="line is a conversation: a decoder needs task chat"):
         model.evaluate(file)
-    with pytest.raises(ValueError, match="task is 'pairs': must be chat, of a decoder"):
+    with pytest.raises(ValueError, match="task is 'pairs': must be chat"):
         model.evaluate(file, task="pairs")
-    with pytest.raises(ValueError, match="task is 'chat': needs model, a run has its own"):
+    with pytest.raises(ValueError, match="task is 'chat': a run has its own"):
         chat().evaluate(file, task="chat")

@@ -1,4 +1,4 @@
-"""An exported folder decodes where this package is not, as `generate` does here."""
+"""An exported folder decodes without this package, with the same tokens as `generate`."""
 
 import dataclasses
 import json
@@ -87,21 +87,23 @@ def generated(config, params, prompts, context, count=NEW, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_batch_decodes_elsewhere_as_it_is_generated_here(name, tmp_path):
-    """Decode one prompt, and three of different lengths, from one file that holds weights once."""
+def test_exported_folder_decodes_any_batch_without_package(name, tmp_path):
+    """One prompt, and three of different lengths, decode from one set of files."""
     config, params = made(name)
     export_decoder(tmp_path / "out", config, params, context=71)
     found = decoded_elsewhere(tmp_path / "out", [PROMPTS[:1], PROMPTS])
-    if "bfloat16" in name:  # whose roundings are those of the implementation of attention
+    if "bfloat16" in name:  # rounding depends on the implementation of attention
         config = dataclasses.replace(config, implementation="xla")
     want = [generated(config, params, prompts, 71) for prompts in (PROMPTS[:1], PROMPTS)]
     assert found == want
-    assert len({token for row in want[1] for token in row}) > 5  # else any program would do
+    assert (
+        len({token for row in want[1] for token in row}) > 5
+    )  # or the comparison would be trivial
     files = {file.name: file.stat().st_size for file in (tmp_path / "out").iterdir()}
     assert {*files} == {"config.json", "decode.py", "model.safetensors", "prefill.jax", "step.jax"}
 
 
-def test_several_prompts_decode_as_they_are_generated(tmp_path):
+def test_decode_matches_generate_for_several_prompts(tmp_path):
     config, params = made("gru")
     export_decoder(tmp_path / "out", config, params, context=71)
     prompts = [*PROMPTS, [0, 60]]  # the first id and the last one
@@ -111,7 +113,7 @@ def test_several_prompts_decode_as_they_are_generated(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fixed_batch_ends_rows_at_stop_tokens_and_takes_no_other_batch(tmp_path):
+def test_fixed_batch_stops_rows_and_rejects_other_sizes(tmp_path):
     config, params = made("llama")
     stop = generated(config, params, PROMPTS, 71)[0][3]
     export_decoder(tmp_path / "out", config, params, context=71, batch=3, stop=[stop])
@@ -139,22 +141,22 @@ def test_a_fixed_batch_ends_rows_at_stop_tokens_and_takes_no_other_batch(tmp_pat
         (dict(stop=[2.5]), r"stop\[0\] is 2.5: must be an integer of at least 0"),
     ],
 )
-def test_a_wrong_argument_is_named(arguments, message, tmp_path):
+def test_invalid_argument_is_named(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=f"^{message}"):
         export_decoder(tmp_path / "out", CONFIGS["gpt2"], {}, **arguments)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("config", "given"),
+    ("config", "field"),
     [
         (tj.ModelConfig(kind="encoder"), "kind is 'encoder'"),
         (tj.ModelConfig(kind="encoder-decoder"), "kind is 'encoder-decoder'"),
         (tj.RecurrentConfig(source_vocab_size=5), "source_vocab_size is 5"),
     ],
 )
-def test_a_model_that_does_not_go_on_with_a_text_is_refused(config, given, tmp_path):
-    with pytest.raises(ConfigError, match=f"^{given}: must be a model that goes on with a text"):
+def test_model_that_does_not_continue_text_is_rejected(config, field, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{field}: must be a model that continues text"):
         export_decoder(tmp_path / "out", config, {})
 
 
@@ -174,13 +176,18 @@ def about(tmp_path, **changes):
     [
         (dict(format="transformer_jax export 9"), [[1]], 1, "format is '.* 9': must be '.* 1'"),
         (dict(format=None), [[1]], 1, "format is None: must be "),
-        ({}, [[1], []], 1, "a prompt has no tokens: must have one at least"),
-        ({}, [], 1, "a prompt has no tokens: must have one at least"),
-        ({}, [[1]], 0, "0 new tokens: must be an integer of at least 1"),
-        ({}, [[1]], 2.5, "2.5 new tokens: must be an integer of at least 1"),
+        ({}, [[1], []], 1, "a prompt has no tokens: must have at least one"),
+        ({}, [], 1, "a prompt has no tokens: must have at least one"),
+        ({}, [[1]], 0, "number of new tokens is 0: must be an integer of at least 1"),
+        ({}, [[1]], 2.5, "number of new tokens is 2.5: must be an integer of at least 1"),
         ({}, [5, 6], 1, "a prompt is 5: must be a list of token ids"),
         ({}, ["56"], 1, "a prompt is '56': must be a list of token ids"),
-        ({}, [[1, 2, 3]], 10, "prompt and new tokens reach length 12: the context is 11"),
+        (
+            {},
+            [[1, 2, 3]],
+            10,
+            "prompt and new tokens reach length 12: the limit is the context, 11",
+        ),
         (dict(batch=2), [[1]], 1, "1 prompts: the programs take 2"),
         ({}, [[1], [5, 61]], 1, "a prompt has the token 61: must be an id from 0 to 60"),
         ({}, [[-1]], 1, "a prompt has the token -1: must be an id from 0 to 60"),
@@ -188,15 +195,15 @@ def about(tmp_path, **changes):
         ({}, [[1.5]], 1, "a prompt has the token 1.5: must be an id from 0 to 60"),
     ],
 )
-def test_the_script_says_what_does_not_fit(changes, prompts, count, message, tmp_path):
+def test_script_reports_arguments_that_do_not_fit(changes, prompts, count, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         decode_exported.decode(about(tmp_path, **changes), prompts, count)
 
 
-def test_the_script_writes_no_token_after_a_nan(tmp_path, monkeypatch):
+def test_script_writes_no_token_after_nan(tmp_path, monkeypatch):
     def programs(folder):
         logits = jnp.zeros((2, 1000)).at[:, 7].set(1.0).at[1, 5].set(2.0)
-        broken = logits.at[1, 3].set(jnp.nan)  # the second row, of the second token
+        broken = logits.at[1, 3].set(jnp.nan)  # in the second row, at the second token
         return lambda *given: (logits, ()), lambda *given: (broken, ())
 
     monkeypatch.setattr(decode_exported, "load_programs", programs)
@@ -219,7 +226,7 @@ def test_the_script_writes_no_token_after_a_nan(tmp_path, monkeypatch):
         ("prefill.jax", "torn", "prefill.jax cannot be read: "),
     ],
 )  # fmt: skip
-def test_a_damaged_file_of_a_folder_is_named(name, content, message, tmp_path):
+def test_damaged_file_is_named(name, content, message, tmp_path):
     about(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError) as caught:
@@ -229,7 +236,7 @@ def test_a_damaged_file_of_a_folder_is_named(name, content, message, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "error"),
     [
         ("Once", "decode.py: a prompt is 'Once': must be token ids, such as 12,5,9: the folder "
                  "has no tokenizer.json"),
@@ -238,17 +245,17 @@ def test_a_damaged_file_of_a_folder_is_named(name, content, message, tmp_path):
         ("61", "decode.py: a prompt has the token 61: must be an id from 0 to 60"),
     ],
 )  # fmt: skip
-def test_a_prompt_of_ids_is_checked_by_the_script(prompt, said, tmp_path):
+def test_script_checks_prompt_of_ids(prompt, error, tmp_path):
     script = about(tmp_path) / "decode.py"
     script.write_bytes(Path(decode_exported.__file__).read_bytes())
     done = subprocess.run(
         [sys.executable, "-I", str(script), prompt], capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{said}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{error}\n")
 
 
 @pytest.mark.slow
-def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
+def test_export_command_writes_script_that_reads_text(tmp_path, capsys):
     from transformer_jax.training import fit
 
     text = tmp_path / "text.txt"
@@ -276,5 +283,5 @@ def test_the_command_exports_a_run_whose_script_reads_texts(tmp_path, capsys):
         [sys.executable, "-I", f"{out}/decode.py", "one", "--num-tokens", "64"],
         capture_output=True, text=True, timeout=250, env=quick_environment(),
     )  # fmt: skip
-    said = "decode.py: prompt and new tokens reach length 66: the context is 64\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    error = "decode.py: prompt and new tokens reach length 66: the limit is the context, 64\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", error)

@@ -1,4 +1,4 @@
-"""Run the ONNX code of docs/export.md: onnxruntime writes the tokens that `generate` does."""
+"""The ONNX code in docs/export.md: onnxruntime writes the same tokens as `generate`."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ import pathlib, tempfile
 from tests.text.test_export import CONFIGS, NEW, PROMPTS, generated, made
 
 config, params = made({name!r})
-want = [generated(config, params, PROMPTS[:rows], 71) for rows in (1, 3)]  # before JAX is changed
+want = [generated(config, params, PROMPTS[:rows], 71) for rows in (1, 3)]  # before JAX is patched
 assert len({{token for row in want[1] for token in row}}) > 5
 for rows, expected in zip((1, 3), want):
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -32,7 +32,7 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_code_of_the_page_decodes_in_onnxruntime_as_it_is_generated_here(name):
+def test_onnx_code_of_export_page_matches_generate(name):
     for needed in ("jax2onnx", "onnxruntime"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")

@@ -1,4 +1,4 @@
-"""Check what is seen inside a model of texts, and how it is drawn."""
+"""Results of `inspect` against full forward passes, and their pages and figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ B, D = LETTERS.encode("bd")
 
 
 def changed(model, change):
-    """The model with other parameters: of `change`, which gets a copy of them."""
+    """The model with parameters that `change` modified in a copy."""
     params = jax.tree.map(np.array, model.params)
     change(params)
     return replace(model, model=replace(model.model, params=params))
@@ -44,7 +44,7 @@ def changed(model, change):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "masked"])
-def test_the_lens_ends_in_the_probabilities_of_the_model(name):
+def test_lens_ends_in_model_probabilities(name):
     model, text = {"plain": (plain(), "bad"), "masked": (masked(), "b_d")}[name]
     mask = special_ids(masked().tokenizer).get("mask")
     logits = logits_of(model, BAD if name == "plain" else [1, mask, 3])
@@ -56,21 +56,21 @@ def test_the_lens_ends_in_the_probabilities_of_the_model(name):
     assert seen.top[-1] == [[known[i] for i in row] for row in order]
     assert seen.probabilities.shape == (3, 3, 3) and len(seen.top) == 3
     assert seen.tokens == list("bad") or name == "masked"
-    said = "after the last token: " if name == "plain" else "token 1, a mask: "
+    start = "after the last token: " if name == "plain" else "token 1, a mask: "
     best = seen.top[-1][-1 if name == "plain" else 1][0]
-    assert seen.summary().startswith(f"{said}{best!r}") and "\n" not in seen.summary()
+    assert seen.summary().startswith(f"{start}{best!r}") and "\n" not in seen.summary()
 
 
 @pytest.mark.slow
-def test_shares_of_nearly_equal_answers_come_with_a_warning():
-    """Of all pairs of answers, that by which both prompts are answered most alike."""
+def test_patching_nearly_equal_answers_warns():
+    """Uses the pair of answers whose z differs least between the prompts."""
     clean, corrupted = (logits_of(plain(), ids)[-1] for ids in (BAD, CAB))
     change = (clean - corrupted)[:, None] - (clean - corrupted)[None]
     change = np.abs(change) + np.where(np.eye(len(change)), np.inf, 0)
     one, two = np.unravel_index(np.argmin(change), change.shape)
     assert change.min() < 0.1
     with pytest.warns(
-        UserWarning, match="between the prompts, less than 0..*: so shares of it say"
+        UserWarning, match="between the prompts, less than 0..*: shares of it mean little"
     ):
         plain().inspect.patch(
             "bad", "cab", answer=LETTERS.decode([one]), other_answer=LETTERS.decode([two])
@@ -78,7 +78,7 @@ def test_shares_of_nearly_equal_answers_come_with_a_warning():
 
 
 @pytest.mark.slow
-def test_what_is_patched_is_what_an_edit_puts_in():
+def test_patching_matches_edits_with_captured_values():
     seen = plain().inspect.patch("bad", "cab", answer="d", other_answer="b")
     z = lambda logits: logits[-1, D] - logits[-1, B]  # noqa: E731
     clean, corrupted = z(logits_of(plain(), BAD)), z(logits_of(plain(), CAB))
@@ -92,17 +92,17 @@ def test_what_is_patched_is_what_an_edit_puts_in():
     kept = values["block_1/residual"]
     put = {"block_1/residual": lambda x: x.at[:, 2].set(kept[:, 2])}
     wanted = (z(logits_of(plain(), CAB, edit=put)) - corrupted) / (clean - corrupted)
-    assert wanted == pytest.approx(1, abs=1e-4)  # the last token's stream is all that is read
+    assert wanted == pytest.approx(1, abs=1e-4)  # only the last token's stream is read
     np.testing.assert_allclose(seen.by_token["residual"][1], [0, 0, 1], atol=1e-4)
     assert list(seen.by_token) == ["residual", "attention/output", "feed_forward/output"]
     assert all(x.shape == (2, 3) for x in seen.by_token.values())
     likely = plain().inspect.patch("bad", "cab")
-    said = [LETTERS.decode([logits_of(plain(), ids)[-1].argmax()]) for ids in (BAD, CAB)]
-    assert [likely.answer, likely.other_answer] == said
+    answers = [LETTERS.decode([logits_of(plain(), ids)[-1].argmax()]) for ids in (BAD, CAB)]
+    assert [likely.answer, likely.other_answer] == answers
 
 
 @pytest.mark.slow
-def test_a_patched_target_keeps_its_source():
+def test_patched_target_keeps_its_source():
     seen = pairs().inspect.patch(("bad", "fe"), ("bad", "ab"))
     assert seen.by_head["cross_attention/heads"].shape == (2, 2)
     assert seen.tokens == ["<bos>", "f", "e"] and seen.other_tokens == ["<bos>", "a", "b"]
@@ -112,7 +112,7 @@ def test_a_patched_target_keeps_its_source():
 
 
 @pytest.mark.slow
-def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
+def test_heads_match_zeroed_output_matrix():
     seen = plain().inspect.heads("bad", answer="d", other_answer="b")
     z = lambda model: float(logits_of(model, BAD)[-1] @ (np.eye(11)[D] - np.eye(11)[B]))  # noqa: E731
 
@@ -129,7 +129,7 @@ def test_a_silenced_head_is_one_whose_output_matrix_is_zero():
 
 
 @pytest.mark.slow
-def test_heads_over_a_source_are_silenced_too():
+def test_heads_of_cross_attention_match_zeroed_output_matrix():
     seen = pairs().inspect.heads(("bad", "fe"), answer="d")
     ids = [special_ids(pairs().tokenizer)["bos"], *LETTERS.encode("fe")]
     z = lambda model: logits_of(model, ids, source=BAD[None])[-1, D]  # noqa: E731
@@ -143,7 +143,7 @@ def test_heads_over_a_source_are_silenced_too():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "pairs", "prefix", "masked", "chat"])
-def test_what_tokens_and_parts_add_is_the_answer(name):
+def test_contributions_of_tokens_and_parts_sum_to_answer(name):
     model, text = {
         "plain": (plain(), "badcab"), "pairs": (pairs(), ("bad", "fe")),
         "prefix": (prefix(), ("bad", "")), "masked": (masked(), "b_dcab"), "chat": (chat(), "bad"),
@@ -156,7 +156,7 @@ def test_what_tokens_and_parts_add_is_the_answer(name):
     total = sum(np.sum(part) for part in parts if part is not None)
     assert total == pytest.approx(seen.value, abs=1e-4)
     assert (seen.cross_heads is not None) == (name == "pairs") and seen.reason is None
-    if name == "masked":  # answered where the mask is, which is the baseline
+    if name == "masked":  # the answer is at the mask, and the mask is the baseline
         ids = [1, special_ids(masked().tokenizer)["mask"], *LETTERS.encode("dcab")]
         logits = logits_of(model, ids)[1]
         assert seen.value == pytest.approx(logits[D] - logits[B], abs=1e-5)
@@ -164,7 +164,7 @@ def test_what_tokens_and_parts_add_is_the_answer(name):
 
 
 @pytest.mark.slow
-def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
+def test_attribution_has_only_tokens_if_logits_are_not_a_sum():
     post = model_of(replace(CONFIG, norm_order="post"))
     seen = post.inspect.attribution("bad", baseline="k")
     assert seen.heads is None and seen.reason.startswith("norm_order is 'post'")
@@ -173,7 +173,7 @@ def test_where_logits_are_no_sum_the_tokens_alone_are_attributed():
 
 
 @pytest.mark.slow
-def test_where_there_is_no_feed_forward_none_is_shown():
+def test_attribution_without_feed_forward_omits_it():
     model = model_of(replace(CONFIG, d_ff=0))
     seen = model.inspect.attribution("bad", baseline="k", answer="d", other_answer="b")
     assert seen.feed_forward is None and "feed-forward" not in seen.tables()[1].columns
@@ -190,7 +190,7 @@ def ngrams():
     ("ask", "rule"),
     [
         (lambda: classes().inspect.lens("bad"),
-         "lens: a run of task 'classify' names the class of a text"),
+         "lens: a run of task 'classify' predicts the class of a text"),
         (lambda: ngrams().inspect.heads("bad"),
          "heads: a NgramConfig of 'here' has no blocks and heads"),
         (lambda: pairs().inspect.lens("bad"), r"text is 'bad': must be \(source, target\)"),
@@ -199,23 +199,23 @@ def ngrams():
         (lambda: plain().inspect.lens("a" * 18),
          "the text has 18 tokens: must be at most max_len 17"),
         (lambda: plain().inspect.patch("bad", "ba"),
-         "other has 2 tokens: must be as many as those of the"),
+         "other has 2 tokens: must be as many as in the text, 3"),
         (lambda: plain().inspect.patch("a", "b", answer="c", other_answer="c"),
-         "both prompts are answ"),
+         "the answer to both prompts is 'c': pass an answer and"),
         (lambda: plain().inspect.heads("bad", answer="ab"),
          r"answer is 'ab': 2 tokens \('a', 'b'\): must"),
         (lambda: plain().inspect.heads("bad", answer=""),
-         "answer is '': must be a text of one token"),
+         "answer is '': must be a string of one token"),
         (lambda: plain().inspect.heads("a", answer="a", other_answer="a"),
          "other_answer are 'a': must"),
         (lambda: plain().inspect.attribution("bad", answer="a"),
-         "baseline is None: the tokenizer has no"),
-        (lambda: masked().inspect.heads("bad"), "text has no mask: must have one"),
+         "baseline is None: must be a string of one token; the tokenizer has no mask"),
+        (lambda: masked().inspect.heads("bad"), "text has no mask: must contain"),
         (lambda: masked().inspect.patch("b_d", "_bd"),
-         "other has its mask elsewhere: must be where that"),
+         "other has its mask at token 0: must be at 1, as in text"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_seen_says_why(ask, rule):
+def test_invalid_inspection_is_rejected(ask, rule):
     with pytest.raises((ConfigError, ValueError), match=rule):
         ask()
 
@@ -235,7 +235,7 @@ SEEN = [
 
 
 class Reader(HTMLParser):
-    """Keep the tags, the attributes, and the text of each cell without what is hovered."""
+    """Parser that collects tags, attributes, cell texts and hover hints."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Reader(HTMLParser):
 
 
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
-def test_a_page_is_one_file_in_which_every_token_is_text(seen):
+def test_page_escapes_tokens_and_loads_nothing(seen):
     page = seen.html()
     page.encode("utf-8")
     read = Reader(page)
@@ -279,9 +279,9 @@ def test_a_page_is_one_file_in_which_every_token_is_text(seen):
     assert "url(" not in page and "@import" not in page and "http:" not in page
     assert len(read.cells) == len(read.hints) == sum(t.values.size for t in seen.tables())
     assert "prefers-color-scheme: dark" in page
-    said = "".join((*read.cells, *read.hints))
-    if not isinstance(seen, Heads):  # which has no columns of tokens
-        assert "<script>alert(1)</script>" in said and "\\n" in said and "\\ud800" in said
+    texts = "".join((*read.cells, *read.hints))
+    if not isinstance(seen, Heads):  # without columns of tokens
+        assert "<script>alert(1)</script>" in texts and "\\n" in texts and "\\ud800" in texts
     if isinstance(seen, Lens):
         assert read.cells[:3] == ["<script>alert(1)</script>", '"', "'"]
         assert read.hints[1].splitlines()[0] == f'embedding · ": {seen.probabilities[0, 1, 0]:.4g}'
@@ -293,8 +293,8 @@ def test_a_page_is_one_file_in_which_every_token_is_text(seen):
 
 @pytest.mark.slow_except("Lens")
 @pytest.mark.parametrize("seen", SEEN, ids=lambda seen: type(seen).__name__)
-def test_a_picture_shows_every_number_and_its_labels_lie_within(seen):
-    """Whatever the tokens are made of: a warning about a letter would be an error."""
+def test_picture_shows_every_number_and_contains_its_labels(seen):
+    """For any characters in the tokens; a warning about a glyph would fail the test."""
     figure = seen.plot()
     figure.canvas.draw()
     axes, box = figure.axes[0], figure.bbox
@@ -303,18 +303,18 @@ def test_a_picture_shows_every_number_and_its_labels_lie_within(seen):
     for image, table in zip(axes.images, tables, strict=True):
         most = np.abs(table.values).max() if table.most is None else table.most
         np.testing.assert_allclose(image.get_array(), np.clip(table.values / most, -1, 1))
-    said = [text.get_text() for text in axes.texts]
+    texts = [text.get_text() for text in axes.texts]
     wanted = [table.title for table in tables]
-    assert [text for text in wanted if text.isascii() and text not in said] == []
+    assert [text for text in wanted if text.isascii() and text not in texts] == []
     if isinstance(seen, Heads):
-        assert f"{TABLE[0, 0]:.2f}" in said and said.count("head 2") == len(tables)
+        assert f"{TABLE[0, 0]:.2f}" in texts and texts.count("head 2") == len(tables)
     for text in axes.texts:
         place = text.get_window_extent()
         assert box.x0 <= place.x0 and place.x1 <= box.x1, text.get_text()
         assert box.y0 <= place.y0 and place.y1 <= box.y1, text.get_text()
 
 
-def test_columns_of_a_patching_name_both_tokens_where_they_differ():
+def test_columns_of_patching_name_both_tokens_if_they_differ():
     shares = {"residual": np.zeros((2, 2), np.float32)}
     found = Patching(
         tokens=["a", "b"], other_tokens=["a", "c"], answer="x", other_answer="y", clean=1.0,

@@ -1,4 +1,4 @@
-"""Text in, text out: what each kind of model makes of a text, and what it says where it cannot."""
+"""LanguageModel: generation, scores and errors for each kind of model."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from transformer_jax.tokenizers.utf8 import DataError
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BLANKS = WordTokenizer(("to", "be"))
-"""A tokenizer of words, which has no token for spaces."""
+"""A word tokenizer, which has no token for spaces."""
 
 
 @pytest.mark.slow
-def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
+def test_generate_takes_likeliest_tokens_up_to_stop_string():
     ids = list(LETTERS.encode("bad"))
     for _ in range(7):
         ids.append(int(logits_of(plain(), ids)[-1].argmax()))
@@ -62,8 +62,8 @@ def test_a_text_goes_on_with_the_likeliest_tokens_up_to_a_stop_string():
 
 
 @pytest.mark.slow
-def test_a_text_of_a_list_is_what_it_is_alone():
-    """Drawn or not, and also where one text outgrows the model."""
+def test_list_of_prompts_matches_single_prompts():
+    """Greedy and drawn, including a text that outgrows the model."""
     texts = ["bad", "a", "badcab" * 2]
     assert plain().generate(texts, 9) == [plain().generate(text, 9) for text in texts]
     drawn = [
@@ -74,8 +74,8 @@ def test_a_text_of_a_list_is_what_it_is_alone():
 
 
 @pytest.mark.slow
-def test_texts_of_a_list_are_written_by_a_model_without_a_longest_text():
-    """A history of processors has room for the texts, and not for any number of tokens."""
+def test_model_without_max_len_writes_list_of_texts():
+    """The history of processors is sized for the texts, not for an unlimited model."""
     model = model_of(tj.RecurrentConfig(vocab_size=11, d_embed=5, d_hidden=7))
     given, texts = dict(processors=[tj.RepetitionPenalty(1.7)]), ["bad", "cabbage"]
     found = model.generate(texts, 9, **given)
@@ -84,7 +84,7 @@ def test_texts_of_a_list_are_written_by_a_model_without_a_longest_text():
 
 
 @pytest.mark.slow
-def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
+def test_stream_yields_whole_characters_and_no_part_of_stop_string():
     model = model_of(replace(CONFIG, vocab_size=256), ByteTokenizer())
     forced = dict(processors=[Force(*"a€bcd".encode())], stream=True)
     assert list(model.generate("x", 7, **forced)) == ["a", "€", "b", "c", "d"]
@@ -92,24 +92,24 @@ def test_a_piece_is_whole_characters_and_no_part_of_a_stop_string():
     assert list(model.generate("x", 7, **forced, stop="cx")) == ["a", "€", "b", "cd"]
 
 
-def test_a_score_is_the_sum_of_log_probabilities_by_definition():
+def test_score_is_sum_of_log_probabilities():
     text = "badcabfeed"
     ids = LETTERS.encode(text)
     each = nats(logits_after(plain(), ids[:-1]), ids[1:])
     found = plain().score(text)
     assert "".join(found.tokens) == text[1:]
     assert found.token_nats == pytest.approx(each, rel=1e-5)
-    assert (found.num_tokens, found.num_bytes) == (9, 9)  # nothing is before the first
+    assert (found.num_tokens, found.num_bytes) == (9, 9)  # the first has no context
     assert found.nats == pytest.approx(each.sum(), rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(each.mean()), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(each.sum() / math.log(2) / 9, rel=1e-5)
     assert [one.nats for one in plain().score([text, "ab"])] == [
         found.nats, plain().score("ab").nats
-    ], "texts of a list as alone"  # fmt: skip
+    ], "a list returns the same scores"  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_first_token_is_scored_where_one_begins_every_text():
+def test_first_token_is_scored_after_begin_token():
     text = "badcabfeed"
     ids = LETTERS.encode(text)
     begun = model_of(replace(CONFIG, vocab_size=12), begin_id=11)
@@ -119,7 +119,7 @@ def test_the_first_token_is_scored_where_one_begins_every_text():
 
 
 @pytest.mark.slow
-def test_bytes_of_a_score_are_those_of_what_is_scored():
+def test_num_bytes_counts_only_scored_text():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     blanks = "  to be", "\u3000to be", " \nto be", "\t é be"
     assert words.score("to be").num_bytes == len(" be")
@@ -133,7 +133,7 @@ def test_bytes_of_a_score_are_those_of_what_is_scored():
 
 
 @pytest.mark.slow
-def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_model_is_called():
+def test_unknown_words_warn_at_call_of_model():
     words = model_of(replace(CONFIG, vocab_size=4), WordTokenizer(("to", "be")))
     rule = (
         r"unknown words: 2 \('a', 'cow'\): not among the words of the training text, read as <unk>"
@@ -155,12 +155,12 @@ def test_words_that_a_tokenizer_of_words_does_not_know_are_warned_of_where_the_m
             call()
         assert {one.filename for one in found} == {__file__}
     with pytest.warns(UserWarning, match=f"^{rule}$"):
-        exec("words.score('to a cow')", {"words": words})  # of no module
+        exec("words.score('to a cow')", {"words": words})  # a caller without a module
     assert len(words.generate("to be", 1)) and words.score("to be").nats > 0  # no warning
 
 
 @pytest.mark.slow
-def test_a_search_has_four_beams_unless_it_is_told_otherwise():
+def test_search_has_four_beams_by_default():
     given = dict(results=4)
     assert plain().search("bad", 4, **given) == plain().search("bad", 4, beams=4, **given)
     with pytest.raises(ValueError, match="results"):
@@ -168,7 +168,7 @@ def test_a_search_has_four_beams_unless_it_is_told_otherwise():
 
 
 @pytest.mark.slow
-def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
+def test_prompt_of_max_len_is_read_completely():
     prompt = "badcabfeedcabbage"
     assert len(prompt) == CONFIG.max_len
     expected = LETTERS.decode([int(logits_of(plain(), LETTERS.encode(prompt))[-1].argmax())])
@@ -176,20 +176,20 @@ def test_a_prompt_as_long_as_the_model_reads_is_read_whole():
 
 
 @pytest.mark.slow
-def test_a_text_without_a_token_is_an_empty_prompt_and_nothing_to_look_at():
-    """Check that blanks are so to words, and not to characters."""
+def test_text_without_tokens_is_empty_prompt_but_cannot_be_inspected():
+    """Blanks have no tokens in a word tokenizer."""
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.read(" ").tolist() == words.read("").tolist() == words.read("\n").tolist() == [1]
     preferred = run_of(tasks.PreferenceTask(), names=("eos",), base=BLANKS)
     assert preferred.read(" ").tolist() == [1]
     classes = run_of(tasks.ClassifyTask(labels=("x", "y")), "encoder", ("cls",), base=BLANKS)
-    for ask in (words.inspect.attention, classes.inspect.attention, classes.classify):
+    for call in (words.inspect.attention, classes.inspect.attention, classes.classify):
         with pytest.raises(DataError, match="text is ' ': must have at least one token"):
-            ask(" ")
+            call(" ")
 
 
 @pytest.mark.slow
-def test_blanks_are_gone_on_with_and_classed_where_they_have_tokens():
+def test_blanks_with_tokens_are_classified():
     words = model_of(replace(CONFIG, vocab_size=4), BLANKS)
     assert words.generate(" \t", 4) == words.generate("\n", 4)
     base = CharTokenizer(" ab")
@@ -201,7 +201,7 @@ def test_blanks_are_gone_on_with_and_classed_where_they_have_tokens():
 @pytest.mark.parametrize(("count", "first", "longest", "stride"), [
     (5, 1, 7, 3), (8, 1, 7, 3), (23, 1, 7, 3), (23, 3, 7, 7), (23, 1, 7, 1), (12, 9, 7, 2),
 ])  # fmt: skip
-def test_windows_have_each_label_once_after_enough_tokens(count, first, longest, stride):
+def test_windows_score_each_label_once_with_enough_context(count, first, longest, stride):
     ids = np.arange(100, 100 + count)
     found = {}
     for batch in windows(ids, first, longest, stride):
@@ -209,7 +209,7 @@ def test_windows_have_each_label_once_after_enough_tokens(count, first, longest,
         for at in np.flatnonzero(labels >= 0):
             assert labels[at] not in found and (np.diff(tokens[: at + 1]) == 1).all()
             assert tokens[at] == labels[at] - 1
-            found[int(labels[at])] = at + 1  # how many tokens it follows
+            found[int(labels[at])] = at + 1  # size of its context
     assert sorted(found) == list(range(100 + first, 100 + count))
     for label, before in found.items():
         everything = label - 100
@@ -217,7 +217,7 @@ def test_windows_have_each_label_once_after_enough_tokens(count, first, longest,
 
 
 @pytest.mark.slow
-def test_a_long_text_is_scored_in_windows():
+def test_long_text_is_scored_in_windows():
     text = "badcabfeed" * 3
     ids = LETTERS.encode(text)
     expected, done = [], 0
@@ -234,10 +234,10 @@ def test_a_long_text_is_scored_in_windows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["badcafe", "ab"])
-def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
+def test_text_shorter_than_window_is_evaluated_completely(tmp_path, text):
     model = run_of(tasks.LanguageTask())
     (tmp_path / "short.txt").write_text(text)
-    score = model.score(text)  # of all tokens but the first
+    score = model.score(text)  # all tokens except the first
     nats = model.evaluate(tmp_path / "short.txt")["nats_per_token"]
     assert nats == pytest.approx(score.nats / score.num_tokens, rel=1e-5)
     (tmp_path / "short.txt").write_text("a")
@@ -246,17 +246,17 @@ def test_a_text_shorter_than_a_window_is_judged_whole(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_weights_have_the_tokens_of_the_text_as_labels():
+def test_attention_is_labelled_with_tokens():
     found = plain().inspect.attention("badcab")
     assert found.tokens == list("badcab") and found.weights.shape == (2, 2, 6, 6)
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
     assert not np.triu(found.weights, 1).any()
-    # a token that another does not attend to: the first sees itself alone
+    # The first token only attends to itself.
     assert (found.weights[:, :, 0, 0] == 1).all() and len(repr(found)) < 200
 
 
 @pytest.mark.slow
-def test_pairs_are_written_scored_and_looked_into():
+def test_pairs_are_generated_scored_and_inspected():
     assert isinstance(pairs().generate("bad", 5), str)
     assert pairs().generate(["bad", "feed"], 5) == [pairs().generate(t, 5) for t in ("bad", "feed")]
     ids = special_ids(pairs().tokenizer)
@@ -275,7 +275,7 @@ def test_pairs_are_written_scored_and_looked_into():
 
 
 @pytest.mark.slow
-def test_of_a_prefix_the_source_sees_itself_whole():
+def test_source_of_prefix_attends_to_itself_completely():
     seen = prefix().inspect.attention(("bad", "feed"))
     assert seen.tokens == [*"bad", "<sep>", *"feed"]
     assert (seen.weights[:, :, :4, :4] > 0).all() and not seen.weights[:, :, :4, 4:].any()
@@ -284,7 +284,7 @@ def test_of_a_prefix_the_source_sees_itself_whole():
 
 
 @pytest.mark.slow
-def test_masks_are_filled_and_classes_named():
+def test_masks_are_filled_and_texts_classified():
     filled = masked().generate("b_d")
     assert (len(filled), filled[0], filled[2]) == (3, "b", "d")
     assert masked().generate(["b[MASK]d", "f_"])[0] == filled
@@ -296,7 +296,7 @@ def test_masks_are_filled_and_classes_named():
 
 
 @pytest.mark.slow
-def test_no_mask_is_filled_and_no_class_named_by_a_nan():
+def test_nan_logits_are_rejected():
     def broken(model):
         params = jax.tree.map(lambda x: x * np.nan, model.params)
         return replace(model, model=replace(model.model, params=params))
@@ -311,7 +311,7 @@ def test_no_mask_is_filled_and_no_class_named_by_a_nan():
 
 
 @pytest.mark.slow
-def test_a_token_of_which_an_edit_makes_minus_infinity_fills_no_mask():
+def test_token_with_logit_minus_infinity_fills_no_mask():
     first, second = (text for text, _ in masked().candidates("b_d", count=2)[0])
     (at,) = LETTERS.encode(first)
     edit = {"logits": lambda x: x.at[..., at].set(-np.inf)}
@@ -337,7 +337,7 @@ def test_messages_are_answered_and_scored():
 
 
 @pytest.mark.slow
-def test_a_run_of_preferences_goes_on_with_texts():
+def test_preference_run_continues_text():
     assert isinstance(preferred().generate("bad", 3), str)
     assert preferred().score(("bad", "feed")).num_tokens == 5
 
@@ -354,13 +354,14 @@ def bad_message(*messages):
         (lambda: plain().generate("z"), "character 0 is U.007A 'z': not among"),
         (lambda: plain().generate("a", stop=""), "stop has '': must be strings of at least one"),
         (lambda: plain().generate("a", stop=[3]), "stop has 3: must be strings"),
-        (lambda: plain().generate(5), "prompt is 5: must be a text or a list of texts"),
+        (lambda: plain().generate(5), "prompt is 5: must be a string or a list of strings"),
         (lambda: plain().generate([]), "prompt is an empty list"),
         (lambda: plain().generate(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
         (lambda: plain().generate("a", sampler=tj.Sample()), "key is None: .* draws random numb"),
-        (lambda: plain().generate("a", key=KEY), "key is given without a sampler: nothing"),
+        (lambda: plain().generate("a", key=KEY), "key is set, but sampler is None: needs"),
         (lambda: plain().generate("a", sampler=tj.Sample(), key=0), "key is 0: must be a single k"),
-        (lambda: plain().generate("a", beams=2, stop="."), "stop is .* a beam search takes none"),
+        (lambda: plain().generate("a", beams=2, stop="."),
+         r"stop is .*: must not be set for a beam search, because it does not draw, stream or"),
         (lambda: plain().generate("a", sampler=0.7), r"sampler is 0.7: must be Greedy\(\) or"),
         (lambda: plain().generate("a", temperature=1), "meant: sampler=Sample"),
         (lambda: plain().generate("a", max_new_tokens=3), "meant: num_tokens"),
@@ -368,52 +369,51 @@ def bad_message(*messages):
          "no place is named 'block"),
         (lambda: plain().edited(abs).generate("a"),
          "edit is a builtin_function_or_method: must be"),
-        (lambda: plain().generate("a", beams=2, stop="b"), "stop is .*a beam search takes none"),
         (lambda: plain().chat("bad"), r"chat: .*no chat template; .*generate\(TEXT\)$"),
-        (lambda: plain().classify("bad"), r"classify: 'here' goes on with a text"),
+        (lambda: plain().classify("bad"), r"classify: 'here' continues text: gener"),
         (lambda: plain().score(""), "text is '': must have at least two tokens"),
         (lambda: plain().score("a"), "text is 'a': must have at least two tokens"),
-        (lambda: plain().score(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: plain().score(("a", "b")), r"text is \('a', 'b'\): must be a string"),
         (lambda: plain().score("ab", stride=0), "stride is 0: must be an integer of at least 1"),
         (lambda: plain().score("ab", stride=18), "stride is 18: must be at most max_len 17"),
         (lambda: plain().inspect.attention(""), "text is '': must have at least one token"),
-        (lambda: plain().inspect.attention(("a", "b")), r"text is \('a', 'b'\): must be a text"),
+        (lambda: plain().inspect.attention(("a", "b")), r"text is \('a', 'b'\): must be a str"),
         (lambda: plain().inspect.attention("a" * 18),
          "the text has 18 tokens: must be at most max_len 17"),
         (lambda: plain().tokenizer.decode([11]), "id 11 has no token: the tokenizer has 11"),
         (lambda: pairs().generate(""), "prompt is '': a source must have at least one token"),
         (lambda: pairs().score("bad"), r"text is 'bad': must be \(source, target\)"),
         (lambda: pairs().inspect.attention(5), r"text is 5: must be \(source, target\)"),
-        (lambda: pairs().chat("bad"), r"chat: .*writes the target of a source, generate\(SOURCE\)"),
+        (lambda: pairs().chat("bad"), r"chat: .*writes the target of a source: generate\(SOURCE\)"),
         (lambda: pairs().generate("a", edit={}), r"no argument 'edit', meant: .* model.edited\("),
         (lambda: plain().score("a", edit={}), r"no argument 'edit', meant: .* model.edited\("),
         (lambda: plain().edited({"logits": abs}).save("x"), "save: the model is edited, and no"),
-        (lambda: plain().save("x", family="llama"), "family is 'llama': 'here' is no run, which"),
+        (lambda: plain().save("x", family="llama"), "family is 'llama': 'here' is not a run;"),
         (lambda: masked().generate("bad"), r"prompt is 'bad': must have a \[MASK\]"),
         (lambda: masked().generate("b_", 3), "num_tokens is 3: .*each mask is filled"),
-        (lambda: masked().score("bad"), "no probability of a text; its pseudo-likelihood"),
+        (lambda: masked().score("bad"), "no probability of a text; evaluate.FILE"),
         (lambda: classes().generate("bad"), r"generate: .*'classify' .*classify\(TEXT\)"),
         (lambda: classes().score("bad"), r"score: .*'classify' .*classify\(TEXT\)"),
         (lambda: classes().classify(""), "text is '': must have at least one token"),
-        (lambda: chat().generate("bad"), r"generate: .*task 'chat' answers messages, chat\(TEXT\)"),
-        (lambda: chat().score("bad"), "must be messages, the last of them the assistant's"),
-        (lambda: chat().score(TURNS[:1]), "messages do not end with the assistant's"),
-        (lambda: chat().chat(TURNS), "messages end with the assistant's"),
-        (lambda: chat().chat([]), r"messages is \[\]: must be a text or \[{"),
+        (lambda: chat().generate("bad"), r"generate: .*task 'chat' answers messages: chat\(TEXT\)"),
+        (lambda: chat().score("bad"), "must be messages that end with one of the assistant"),
+        (lambda: chat().score(TURNS[:1]), "the last message has role 'user': must be"),
+        (lambda: chat().chat(TURNS), "messages end with one of the assistant: must"),
+        (lambda: chat().chat([]), r"messages is \[\]: must be a string or \[{"),
         (lambda: chat().chat({"role": "user"}), "messages is {'role': 'user'}: must be"),
         (lambda: chat().chat(""), r"messages\[0\] has content '': must not be empty"),
-        (bad_message(5), r"messages\[0\] is 5: must be a text or"),
-        (bad_message("a", {"role": "user"}), r"messages\[0\] is 'a': must be a text or"),
-        (lambda: chat().chat("a", stream=True, samples=2), "stream and samples: give one of them"),
+        (bad_message(5), r"messages\[0\] is 5: must be a string or"),
+        (bad_message("a", {"role": "user"}), r"messages\[0\] is 'a': must be a string or"),
+        (lambda: chat().chat("a", stream=True, samples=2), "stream and samples: pass only one of"),
         (lambda: chat().chat(["a"], stream=True), "stream: needs one prompt, not a list of 1"),
         (lambda: plain().generate("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
         (lambda: chat().chat("a", 3, samples=2), "samples is 2: needs a sampler that draws"),
         (lambda: chat().chat("a", samples=1.5), "samples is 1.5: must be an integer of at least 1"),
         (lambda: chat().score([TURNS[0] | {"role": "pope"}, TURNS[1]]), "must have a role, system"),
-        (lambda: chat().score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a text"),
-        (lambda: chat().search("a", beams=2), r"search: .*task 'chat' answers messages, chat\(TEX"),
+        (lambda: chat().score([TURNS[0], TURNS[1] | {"content": ["a"]}]), "must be a string"),
+        (lambda: chat().search("a", beams=2), r"search: .*task 'chat' answers messages: chat"),
         (lambda: masked().search("a", beams=2), r"search: .*task 'masked' fills masks"),
-        (lambda: plain().candidates("b_"), r"candidates: 'here' goes on with a text"),
+        (lambda: plain().candidates("b_"), r"candidates: 'here' continues text: generate"),
         (lambda: masked().candidates("bad"), r"prompt is 'bad': must have a \[MASK\]"),
         (lambda: masked().candidates("b_", count=0), "count is 0: must be an integer of at least"),
         (lambda: plain().inspect.nearest("bad"),
@@ -422,39 +422,65 @@ def bad_message(*messages):
         (lambda: plain().inspect.nearest("a", plus="z"), "character 0 is U.007A 'z': not among"),
         (lambda: plain().inspect.nearest("a", minus="a"),
          "word is 'a': the sum of the vectors is 0"),
-        (lambda: pairs().score(("a", "b"), stride=3), "stride is 3: of pairs, a target is scored"),
+        (lambda: pairs().score(("a", "b"), stride=3), "stride is 3: the target of a pair is"),
         (lambda: plain().search("a", 0, beams=2), "num_tokens is 0: must be an integer of at leas"),
-        (lambda: plain().search(["a"], beams=2), r"prompt is \['a'\]: must be a text, or the ids"),
+        (lambda: plain().search(["a"], beams=2), r"prompt is \['a'\]: must be a string, or an"),
         (lambda: plain().search("a", 3, beams=2, processors=5), "processors is 5: must be a tuple"),
-        (lambda: plain().generate("a" * 30, beams=2), "prompt has 30 tokens: 0 fit after it"),
-        (lambda: plain().generate("a", stop=5), "stop is 5: must be a text or several texts"),
-        (lambda: plain().generate("a", stop=b"ab"), "stop is b'ab': must be a text or several"),
-        (lambda: plain().score([]), "text is an empty list: must have a text"),
+        (lambda: plain().generate("a" * 30, beams=2), "prompt has 30 tokens: no new token fits"),
+        (lambda: plain().generate("a", stop=5), "stop is 5: must be "),
+        (lambda: plain().generate("a", stop=b"ab"), "stop is b'ab': must be "),
+        (lambda: plain().score([]), "text is an empty list: must contain at least"),
         (lambda: plain().evaluate(None), "data is None: must be a file"),
         (lambda: masked().generate("b_", key=KEY), "key is .*each mask is filled"),
         (lambda: tj.load("x" * 5000), "path_or_id is 'xxx.*: File name too long"),
-        (bad_message({"role": "user"}), r"messages\[0\] has content None: must be a text"),
+        (bad_message({"role": "user"}), r"messages\[0\] has content None: must be a string"),
         (bad_message({"role": "pope", "content": "a"}), "message 1 is .*must have a role, system"),
-        (lambda: chat().chat("a" * 17), "0 fit after the prompt"),
+        (lambda: chat().chat("a" * 17), "messages have 19 tokens: no new token fits"),
         (lambda: vectors().generate("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
         (lambda: vectors().score("bad"), r"writes no text: load_sentence_encoder\(FOLDER\)"),
         (lambda: tj.load("/nonexistent"), "'/nonexistent': no such folder"),
-        (lambda: tj.load("/nonexistent", checkpoint="best"), "checkpoint is 'best': .*is no run"),
-        (lambda: tj.load(3), "path_or_id is a int: must be a folder"),
+        (lambda: tj.load("/nonexistent", checkpoint="best"), "checkpoint is 'best': .*not a run"),
+        (lambda: tj.load(3), "path_or_id is of type int: must be a folder or"),
         (lambda: tj.load("a", device="cpu"), "load.. has no argument 'device'"),
-        (lambda: plain().search("a", beams=None), "beams is None: a search has at least 1"),
+        (lambda: plain().search("a", beams=None), "beams is None: must be an integer of at least"),
         (lambda: plain().generate(["a"], slots=None), "slots is None: must be an integer of at"),
         (lambda: plain().search("a", results=None), "results is None: must be an integer of at"),
         (lambda: plain().generate("a", stream="no"), "stream is 'no': must be True or False"),
         (lambda: plain().search("a", length_penalty=np.nan), "length_penalty is nan: must be fin"),
-        (lambda: plain().look_up(["a"], 3), r"prompt is \['a'\]: must be a text, or the ids"),
+        (lambda: plain().look_up(["a"], 3), r"prompt is \['a'\]: must be a string, or an"),
         (lambda: plain().continuations([]), r"pairs is \[\]: must be a list of \(context, contin"),
         (lambda: plain().evaluate("f", edit={}), r"no argument 'edit', meant: .* model.edited\("),
         (lambda: plain().inspect.lens("a", edit={}), r"no argument 'edit', meant: .*model.edited"),
         (lambda: plain().inspect.attribution("a", baseline="ab"), "baseline is 'ab': 2 tokens"),
+        (lambda: plain().candidates(3), "text is 3: must be a string"),
+        (lambda: plain().score("ab", batch_size=None), "batch_size is None: must be an integer of"),
+        (lambda: plain().save(3), "path is .*int: must be the path of a folder"),
+        (lambda: plain().save("x", shard_bytes=0), "shard_bytes is 0: must be an integer of at le"),
+        (lambda: plain().save("x", shard_bytes="1GB"), "shard_bytes is '1GB': must be an integer"),
+        (lambda: plain().save("x", family=3), "family is 3: must be a model_type, such as 'llama'"),
+        (lambda: plain().save("x", dtype="float64"), "dtype is 'float64': must be one of float32"),
+        (lambda: plain().save("x", dtype=[1]), r"dtype is \[1\]: must be one of float32, "),
+        (lambda: plain().inspect.nearest("a", count="3"), "count is '3': must be an integer of at"),
+        (lambda: plain().inspect.nearest("a", count=2.5), "count is 2.5: must be an integer of at"),
+        (lambda: plain().inspect.nearest(3), "word is 3: must be one word"),
+        (lambda: plain().inspect.nearest("a", minus=3), "minus is 3: must be a word or a list of"),
+        (lambda: plain().inspect.nearest("a", plus=None), "plus is None: must be a word or a list"),
+        (lambda: plain().inspect.nearest("a", plus=[3]), "plus is 3: must be one word"),
+        (lambda: plain().inspect.nearest("z"), r"word is 'z': character 0 is U\+007A 'z': not amo"),
+        (lambda: plain().search(3), "prompt is 3: must be a string, or an array of its ids"),
+        (lambda: plain().search(np.array([[1]])), r"prompt is int64\[1, 1\]: must be integers \[P"),
+        (lambda: plain().search(np.array([1.5])), r"prompt is float64\[1\]: must be integers \[P"),
+        (lambda: plain().search(np.zeros(0, int)), r"prompt is int64\[0\]: must be integers \[P\]"),
+        (lambda: plain().search(np.array([3, 11])), "prompt has id 11: must be from 0 to 10"),
+        (lambda: plain().search(np.array([-1])), "prompt has id -1: must be from 0 to 10"),
+        (lambda: plain().look_up(np.array([11]), 3), "prompt has id 11: must be from 0 to 10"),
+        (lambda: pairs().search(np.array([1])), r"prompt is array.*: must be a string, the source"),
+        (lambda: plain().search("a", "x"), "num_tokens is 'x': must be an integer of at least 1"),
+        (lambda: plain().search("a", beams="2"), "beams is '2': must be an integer of at least 1"),
+        (lambda: plain().search("a", temperature=1), "no argument 'temperature'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_a_line(call, message):
+def test_invalid_arguments_raise_one_line(call, message):
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -464,7 +490,7 @@ def test_what_cannot_be_is_refused_in_a_line(call, message):
     ("name", "rule"),
     [("attend", "attention$"), ("lens", "lens$"), ("nearest", "nearest$"), ("serve", "$")],
 )
-def test_attribute_that_moved_names_its_place(name, rule):
+def test_moved_attribute_error_names_its_replacement(name, rule):
     with pytest.raises(AttributeError, match=f"a LanguageModel has no attribute '{name}'.*{rule}"):
         getattr(plain(), name)
 
@@ -473,7 +499,7 @@ def test_attribute_that_moved_names_its_place(name, rule):
     LETTERS, ByteTokenizer(), WordTokenizer(("to", "be")), BPETokenizer.train("to be to be", 260),
     with_special_tokens(LETTERS, ["eos"]),
 ], ids=lambda one: type(one).__name__)  # fmt: skip
-def test_what_is_encoded_is_decoded(tokenizer):
+def test_decode_inverts_encode(tokenizer):
     text = "to be" if "to" in str(getattr(tokenizer, "words", "to")) else "bad"
     text = "bad" if "Char" in repr(tokenizer) or "Special" in repr(tokenizer) else text
     ids = tokenizer.encode(text)
@@ -489,7 +515,7 @@ def test_what_is_encoded_is_decoded(tokenizer):
             tokenizer.encode(given)
 
 
-def test_a_model_is_shown_in_a_line():
+def test_repr_of_model_is_one_line():
     assert repr(plain()) == (
         "LanguageModel('here': published, ModelConfig of 1,984 parameters, "
         "CharTokenizer(11 tokens))"

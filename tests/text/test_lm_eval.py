@@ -1,4 +1,4 @@
-"""lm-eval's tasks by our adapter and by its own backend, on the same weights: the same numbers.
+"""The lm-eval adapter gives the same results as lm-eval's own backend on the same weights.
 
 `pytest -m slow -s tests/text/test_lm_eval.py` prints the measures of both side by side.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # theirs, of each other
+    warnings.simplefilter("ignore")  # these packages warn about each other
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     lm_eval = pytest.importorskip("lm_eval")
@@ -47,7 +47,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 EXACT = 1e-4
-"""Largest difference of a log-likelihood, a sum of float32 in another order."""
+"""Tolerance of a log-likelihood: float32 sums in another order."""
 
 
 def sentences(count: int, length: int, seed: int) -> list[str]:
@@ -56,7 +56,7 @@ def sentences(count: int, length: int, seed: int) -> list[str]:
 
 
 def tokenizer_of(kind: str) -> Any:
-    """A byte-level BPE; Llama's puts <s> before every text, GPT-2's has one token for both ends."""
+    """A byte-level BPE with the special tokens of Llama (<s> first) or GPT-2 (one token)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     library = Tokenizer(models.BPE())
@@ -96,7 +96,7 @@ def model_of(kind: str, tokenizer: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request, tmp_path_factory) -> Path:
-    """A random model with its tokenizer, written by this library."""
+    """Folder of a random model with its tokenizer, written by this library."""
     first = tmp_path_factory.mktemp(request.param)
     tokenizer = tokenizer_of(request.param)
     torch.manual_seed(5)
@@ -111,7 +111,7 @@ UNTIL = ["a", "\n"]
 
 
 def written(folder: Path, prompts: list[str]) -> list[str]:
-    """Return what torch writes after each prompt, one at a time, up to a stop string."""
+    """Return torch's greedy continuation of each prompt, up to a stop string."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
@@ -124,7 +124,7 @@ def written(folder: Path, prompts: list[str]) -> list[str]:
 
 
 def first_tokens(folder: Path, prompts: list[str]) -> list[str]:
-    """The likeliest token after each prompt, by torch."""
+    """Return torch's likeliest token after each prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def first_tokens(folder: Path, prompts: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory, folder) -> Any:
-    """Tasks of local files: multiple choice, the likeliest word, rolling windows, and texts."""
+    """Tasks on local files, one for each type of output."""
     place = tmp_path_factory.mktemp("tasks")
     draw = random.Random(3)
 
@@ -195,7 +195,7 @@ def answers(found: Any, task: str) -> list[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def offline(tmp_path_factory):
-    """Data sets are read from files, and kept where the test ends."""
+    """Cache data sets in a temporary folder."""
     import datasets
 
     kept = datasets.config.HF_DATASETS_CACHE
@@ -204,7 +204,7 @@ def offline(tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = kept
 
 
-def test_three_tasks_have_the_accuracies_of_lm_evals_own_backend(folder, tasks):
+def test_tasks_match_lm_eval_backend(folder, tasks):
     one, two = judged(theirs(folder), tasks), judged(ours(folder), tasks)
 
     def both(task: str, name: str) -> tuple[float, float]:
@@ -234,12 +234,12 @@ def test_three_tasks_have_the_accuracies_of_lm_evals_own_backend(folder, tasks):
     print(folder.name, "largest differences:", *(f"{x:.1e}" for x in each))
 
 
-def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
-    return [Instance(kind, {}, given, n) for n, given in enumerate(arguments)]
+def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    return [Instance(kind, {}, one, n) for n, one in enumerate(arguments)]
 
 
 @pytest.mark.parametrize("options", [{}, {"add_bos_token": False}, {"max_length": 23}], ids=str)
-def test_single_requests_have_the_numbers_of_lm_evals_own_backend(folder, options):
+def test_single_requests_match_lm_eval_backend(folder, options):
     left, right = theirs(folder, **options), ours(folder, **options)
     cat, long = "the cat sat", " ".join(sentences(1, 90, 23))
     assert left.max_length == right.max_length and left.prefix_token_id == right.prefix_token_id
@@ -260,7 +260,7 @@ def test_single_requests_have_the_numbers_of_lm_evals_own_backend(folder, option
         given = [(None, ids, after)]
         (one,), (two,) = (x._loglikelihood_tokens(given) for x in (left, right))
         assert one[1] == two[1] == best and one[0] == pytest.approx(two[0], abs=EXACT)
-    requests = asked(
+    requests = instances(
         "loglikelihood", ("", cat), (f"{cat} ", "on a mat"), (cat, " on a mat"),
         (cat, " on"), (cat, " a"), (long, " saw that"), (long, " run"), (bos, cat),
         ("the", f" {cat}"),
@@ -268,15 +268,17 @@ def test_single_requests_have_the_numbers_of_lm_evals_own_backend(folder, option
     one, two = left.loglikelihood(requests), right.loglikelihood(requests)
     np.testing.assert_allclose([p for p, _ in one], [p for p, _ in two], rtol=0, atol=EXACT)
     assert [best for _, best in one] == [best for _, best in two]
-    requests = asked("loglikelihood_rolling", (long,), (cat,), ("",))
+    requests = instances("loglikelihood_rolling", (long,), (cat,), ("",))
     one, two = (x.loglikelihood_rolling(requests) for x in (left, right))
     np.testing.assert_allclose(one, two, rtol=0, atol=EXACT)
     greedy = {"until": ["a", "o"], "max_gen_toks": 9}
-    requests = asked("generate_until", (cat, greedy), (long, greedy), (cat, {"max_gen_toks": 5}))
+    requests = instances(
+        "generate_until", (cat, greedy), (long, greedy), (cat, {"max_gen_toks": 5})
+    )
     assert left.generate_until(requests) == right.generate_until(requests)
 
 
-def test_chat_templates_are_rendered_as_by_lm_evals_own_backend(folder):
+def test_chat_templates_match_lm_eval_backend(folder):
     left, right = theirs(folder), ours(folder)
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat "}]
     stripping = TEMPLATE.replace("m['content']", "m['content'] | trim")
@@ -302,7 +304,7 @@ def test_chat_templates_are_rendered_as_by_lm_evals_own_backend(folder):
     assert right.tokenizer_name == left.tokenizer_name
 
 
-def test_few_shots_in_chats_have_the_numbers_of_lm_evals_own_backend(folder, tasks):
+def test_chat_tasks_match_lm_eval_backend(folder, tasks):
     given = dict(apply_chat_template=True, limit=7)
     one, two = (judged(x, tasks, **given) for x in (theirs(folder), ours(folder)))
     for task in ("local_choice", "local_texts"):
@@ -313,15 +315,15 @@ def test_few_shots_in_chats_have_the_numbers_of_lm_evals_own_backend(folder, tas
     assert answers(one, "local_texts") == answers(two, "local_texts")
 
 
-def test_texts_are_drawn_by_their_seed(folder):
+def test_seed_determines_drawn_texts(folder):
     drawn = {"do_sample": True, "temperature": 1.0, "top_k": 40, "top_p": 0.9, "max_gen_toks": 9}
-    requests = asked("generate_until", *[("the cat", drawn)] * 3)
+    requests = instances("generate_until", *[("the cat", drawn)] * 3)
     first = ours(folder).generate_until(requests)
     assert first == ours(folder).generate_until(requests) and len(set(first)) > 1
     assert first != ours(folder, seed=1).generate_until(requests)
 
 
-def test_lm_evals_command_runs_a_model(folder, tasks, tmp_path):
+def test_lm_eval_command_runs_model(folder, tasks, tmp_path):
     place = tasks.task_index["local_choice"].yaml_path.parent
     given = (
         f"--model transformer_jax --model_args pretrained={folder},max_length=40 --batch_size 3 "
@@ -339,7 +341,7 @@ def test_lm_evals_command_runs_a_model(folder, tasks, tmp_path):
     assert found == again
 
 
-def test_a_model_is_made_by_lm_evals_arguments(folder, tasks):
+def test_lm_eval_builds_model_from_arguments(folder, tasks):
     given = f"pretrained={folder},batch_size=3,max_length=32,device=cuda:0"
     found = lm_eval.simple_evaluate(
         model="transformer_jax", model_args=given, tasks=["local_choice"], task_manager=tasks,
@@ -350,7 +352,7 @@ def test_a_model_is_made_by_lm_evals_arguments(folder, tasks):
 
 
 @pytest.mark.parametrize("longest", [2, 3, 7, 64])
-def test_windows_are_those_of_lm_eval(longest):
+def test_rolling_windows_match_lm_eval(longest):
     for count in (0, 1, 2, 6, 7, 8, 14, 15, 23):
         ids = [*range(100, 100 + count)]
         expected = map(make_disjoint_window, get_rolling_token_windows(ids, 5, longest, 1))
@@ -358,24 +360,24 @@ def test_windows_are_those_of_lm_eval(longest):
         assert found == [(list(a), list(b)) for a, b in expected]
 
 
-def test_a_loaded_model_is_asked_and_what_cannot_be_is_one_line(folder, tmp_path):
+def test_loaded_model_is_accepted_and_invalid_arguments_raise_one_line(folder, tmp_path):
     model = load(folder)
     made = TransformerJaxLM(model)
-    requests = asked("loglikelihood", (" ", "cat"), ("", " cat"))  # both follow what begins a text
+    requests = instances("loglikelihood", (" ", "cat"), ("", " cat"))  # both follow the begin token
     assert made.loglikelihood(requests)[0] == pytest.approx(made.loglikelihood(requests)[1])
     wrong = [
-        (lambda: TransformerJaxLM(model, dtype="float32"), "dtype is 'float32': the model is l"),
+        (lambda: TransformerJaxLM(model, dtype="float32"), "dtype is 'float32': the model is al"),
         (lambda: ours(folder, parallelize=True), "has no argument 'parallelize'"),
         (lambda: TransformerJaxLM(model, batch_size="auto"), "batch_size is 'auto': must be an"),
         (lambda: TransformerJaxLM(model, max_length=65), "max_length is 65: must be at most 64"),
-        (lambda: made.loglikelihood(asked("loglikelihood", ("the", ""))), "continuation is ''"),
-        (lambda: made.generate_until(asked("generate_until", ("the", {"max_gen_toks": 64}))),
+        (lambda: made.loglikelihood(instances("loglikelihood", ("the", ""))), "continuation is ''"),
+        (lambda: made.generate_until(instances("generate_until", ("the", {"max_gen_toks": 64}))),
          "max_gen_toks is 64: must be below max_length 64"),
         (lambda: made.chat_template("other"), None),
     ]  # fmt: skip
     for call, message in wrong:
         if message is None:
-            assert call() == TEMPLATE  # of one template, any name
+            assert call() == TEMPLATE  # a single template has any name
             continue
         with pytest.raises((ValueError, TypeError), match=message) as refused:
             call()

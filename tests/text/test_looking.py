@@ -1,4 +1,4 @@
-"""Check what a loaded model shows: attention, neighbours of words, candidates, n-best."""
+"""Attention maps, neighbours of words, candidates of masks and n-best lists."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def softmax_of_scores(model, ids, part: str, causal: bool, **given) -> np.ndarra
     return softmax(np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf) if causal else scores)
 
 
-def test_weights_are_the_softmax_of_scores_by_definition():
+def test_attention_weights_are_softmax_of_scores():
     ids, seen = LETTERS.encode("badcab"), plain().inspect.attention("badcab")
     wanted = softmax_of_scores(plain(), ids, "attention", causal=True)
     np.testing.assert_allclose(seen.weights, wanted, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_translation_is_looked_at_as_it_is_written():
+def test_attention_of_source_writes_its_target():
     target = pairs().generate("bad")
     seen, source = pairs().inspect.attention("bad"), LETTERS.encode("bad")[None]
     whole = pairs().inspect.attention(("bad", target))
@@ -74,8 +74,8 @@ def recurrent(**fields):
 
 
 @pytest.mark.slow
-def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
-    """Compute the scores h . m, which "dot" with the context after the cell has."""
+def test_recurrent_attention_is_softmax_of_dot_products():
+    """The scores of attention="dot" are h . m, for the state h after the cell."""
     model = recurrent(attention="dot")
     seen, source = model.inspect.attention(("bad", "feed")), LETTERS.encode("bad")[None]
     ids = [special_ids(model.tokenizer)["bos"], *LETTERS.encode("feed")]
@@ -86,7 +86,7 @@ def test_a_recurrent_translator_has_one_map_the_softmax_of_its_scores():
     assert seen.written == [*"feed", "<eos>"] and seen.encoder is None
     (image, _) = seen.plot().axes[0].images
     np.testing.assert_array_equal(image.get_array(), seen.cross[0, 0])
-    with pytest.raises(ConfigError, match="part is 'self': must be 'cross', which this model has"):
+    with pytest.raises(ConfigError, match="part is 'self': must be 'cross' for this model"):
         seen.plot(part="self")
     with pytest.raises(ConfigError, match="a RecurrentConfig of 'here' has no attention"):
         recurrent().inspect.attention(("bad", "feed"))
@@ -112,13 +112,13 @@ def made(L, N, tokens) -> AttentionMaps:
         (12, 12, [f" word{i}" for i in range(11)]),
     ],
 )  # fmt: skip
-def test_labels_lie_within_the_picture_and_not_on_each_other(L, N, tokens):
-    """Whatever the tokens are made of: a warning about a letter would be an error."""
+def test_labels_stay_within_picture_and_do_not_overlap(L, N, tokens):
+    """For any characters in the tokens; a warning about a glyph would fail the test."""
     seen = made(L, N, tokens)
     figure = seen.plot()
     figure.canvas.draw()
     axes, box = figure.axes[0], figure.bbox
-    assert len(axes.images) == L * N + 1  # and the bar of shades
+    assert len(axes.images) == L * N + 1  # plus the colour bar
     for number, image in enumerate(axes.images[:-1]):
         layer, head = number % L, number // L
         np.testing.assert_array_equal(image.get_array(), seen.weights[layer, head])
@@ -126,7 +126,7 @@ def test_labels_lie_within_the_picture_and_not_on_each_other(L, N, tokens):
     for text, place in places:
         assert box.x0 <= place.x0 and place.x1 <= box.x1, text
         assert box.y0 <= place.y0 and place.y1 <= box.y1, text
-    # overlaps of boxes by less than a tenth of a letter's height are those of empty margins
+    # Boxes have empty margins, so small overlaps are allowed.
     for n, (text, one) in enumerate(places):
         for other_text, other in places[n + 1 :]:
             height = 0.35 * min(one.height, other.height, one.width, other.width)
@@ -135,7 +135,7 @@ def test_labels_lie_within_the_picture_and_not_on_each_other(L, N, tokens):
             assert min(across, down) <= height, (text, other_text)
 
 
-def test_a_picture_is_narrowed_to_a_part_a_layer_and_a_head(tmp_path):
+def test_plot_selects_part_layer_and_head(tmp_path):
     rng = np.random.default_rng(3)
     sizes = dict(weights=(2, 2, 5, 5), cross=(2, 2, 5, 3), encoder=(3, 2, 3, 3))
     drawn = {name: softmax(rng.standard_normal(size)) for name, size in sizes.items()}
@@ -143,9 +143,9 @@ def test_a_picture_is_narrowed_to_a_part_a_layer_and_a_head(tmp_path):
     seen = AttentionMaps(["<bos>", *"feed"], source_tokens=[*"bad"], written=written, **drawn)
     (image, _) = seen.plot(part="cross", layer=1, head=0).axes[0].images
     np.testing.assert_array_equal(image.get_array(), seen.cross[1, 0])
-    said = [text.get_text() for text in seen.plot(part="cross", layer=1, head=0).axes[0].texts]
-    assert {"layer 1", "head 0", *"bad", *"feed", "<eos>"} <= {*said}
-    assert f"{seen.cross[1, 0, 2, 1]:.2f}" in said
+    texts = [text.get_text() for text in seen.plot(part="cross", layer=1, head=0).axes[0].texts]
+    assert {"layer 1", "head 0", *"bad", *"feed", "<eos>"} <= {*texts}
+    assert f"{seen.cross[1, 0, 2, 1]:.2f}" in texts
     assert len(seen.plot().axes[0].images) == 4 + 4 + 6 + 1
     assert len(seen.plot(head=1).axes[0].images) == 2 + 2 + 3 + 1
     for suffix in ("png", "svg"):
@@ -166,7 +166,7 @@ def cosines(table: np.ndarray, wanted: np.ndarray) -> list[float]:
 
 
 @pytest.mark.slow
-def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
+def test_nearest_returns_largest_cosines_of_input_embedding():
     table = np.asarray(plain().params["embed"]["tokens"], np.float64)
     of_c = cosines(table, table[2])
     found = plain().inspect.nearest("c", count=20)
@@ -179,15 +179,15 @@ def test_neighbours_have_the_largest_cosines_of_the_input_embedding():
     others = [i for i in np.argsort(wanted)[::-1] if i not in (0, 2, 4, 5)]
     found = plain().inspect.nearest("c", minus="a", plus=["e", "f"], count=3)
     assert found == [(LETTERS.decode([i]), pytest.approx(wanted[i])) for i in others[:3]]
-    held = replace(plain().model, params=tj.quantize(plain().params, "int8", embeddings=True))
+    quantized = replace(plain().model, params=tj.quantize(plain().params, "int8", embeddings=True))
     assert (
-        type(plain())(held, "here").inspect.nearest("c", count=1)[0][0]
+        type(plain())(quantized, "here").inspect.nearest("c", count=1)[0][0]
         == plain().inspect.nearest("c")[0][0]
     )
 
 
-def test_words_that_are_added_and_taken_away_have_no_part_in_the_sum():
-    """Leave nothing of rounding, whose direction would be as good as any."""
+def test_words_added_and_subtracted_cancel_exactly():
+    """A rounding error would otherwise decide the direction."""
     assert plain().inspect.nearest("c", minus=["a", "e"], plus=["e", "a", "f"]) == [
         (text, pytest.approx(cosine, rel=1e-9))
         for text, cosine in plain().inspect.nearest("c", plus="f", count=11) if text not in "ae"
@@ -198,7 +198,7 @@ def test_words_that_are_added_and_taken_away_have_no_part_in_the_sum():
 
 
 @pytest.mark.slow
-def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
+def test_nearest_uses_source_embedding_and_skips_special_tokens():
     model = recurrent(attention="dot")
     table = np.asarray(model.params["encoder"]["tokens"], np.float64)
     found = model.inspect.nearest("c", count=20)
@@ -214,12 +214,12 @@ def test_neighbours_are_words_of_the_sources_and_never_special_tokens():
     assert len(pieces.encode(" king")) == 1
     assert own.inspect.nearest("king", count=1)[0][0] != " king"
     ngrams = tj.NgramConfig(vocab_size=11)
-    with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no vectors of words"):
+    with pytest.raises(ConfigError, match="a NgramConfig of 'here' has no embeddings of words"):
         replace(plain(), model=replace(plain().model, config=ngrams)).inspect.nearest("c")
 
 
 @pytest.mark.slow
-def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
+def test_candidates_are_softmax_of_logits():
     ids = [1, special_ids(masked().tokenizer)["mask"], 3, special_ids(masked().tokenizer)["mask"]]
     p = softmax(captured(masked(), ids, "logits")[0])
     found = masked().candidates("b[MASK]d[MASK]", count=3)
@@ -232,7 +232,7 @@ def test_candidates_of_a_mask_are_the_softmax_of_its_logits():
 
 
 @pytest.mark.slow
-def test_filled_words_begin_without_a_space():
+def test_filled_words_start_without_space():
     words = with_special_tokens(WordTokenizer(("to", "be", "or", "not")), ["mask"])
     config = masked().config
     run = replace(masked().model.run, model=replace(config, vocab_size=7))
@@ -243,7 +243,7 @@ def test_filled_words_begin_without_a_space():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [pairs, prefix], ids=["seq2seq", "prefix"])
-def test_the_best_targets_are_those_of_a_beam_search(made):
+def test_search_matches_beam_search_of_targets(made):
     model = made()
     ids, text = special_ids(model.tokenizer), LETTERS.encode("bad")
     if made is pairs:
@@ -263,20 +263,20 @@ def test_the_best_targets_are_those_of_a_beam_search(made):
     rows = np.asarray(found.tokens)[0], np.asarray(found.lengths)[0]
     for (_, target), row, n in zip(best, *rows, strict=True):
         assert target == model.tokenizer.decode(row[:n])
-        if row[n - 1] == ids["eos"]:  # then it is what `score` calls -log p
+        if row[n - 1] == ids["eos"]:  # a complete target, whose -log p `score` returns
             (score,) = [s for s, t in best if t == target]
             assert score == pytest.approx(-model.score(("bad", target)).nats / n**0.5, rel=1e-4)
     assert model.search("bad", 4, beams=5)[0][1] == model.generate("bad", 4, beams=5)
 
 
-def test_the_translation_of_one_beam_is_the_greedy_one():
+def test_search_with_one_beam_is_greedy():
     want = pairs().generate("badcab", 9)
     ((_, found),) = pairs().search("badcab", 9, beams=1)
     assert found == want
     assert len(set(want)) > 1
 
 
-def test_the_largest_value_of_a_table_is_the_darkest():
+def test_largest_value_of_table_is_darkest():
     table = Table("t", ["a"], ["x", "y", "z"], np.array([[2.0, -4.0, 0.0]]))
     assert table.shades().tolist() == [[0.5, -1.0, 0.0]]
     assert replace(table, most=1.0).shades().tolist() == [[1.0, -1.0, 0.0]]

@@ -1,7 +1,6 @@
-"""What tools make of figures that are known: a stand-in gives them in place of a compiled program.
+"""Results of the text tools for known numbers, with fakes instead of the compiled programs.
 
-The programs themselves are compared with definitions in `test_inside.py`, `test_evaluating.py` and
-`test_lm_eval.py`.
+`test_inside.py`, `test_evaluating.py` and `test_lm_eval.py` test the programs.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def letters(config=CONFIG, **fields: Any) -> LanguageModel:
-    """A model of the letters a to k without parameters, which are not asked for anything."""
+    """A model of the letters a to k without parameters, which the fakes do not need."""
     return LanguageModel(TextModel(config, {}, LETTERS, **fields), "here")
 
 
 def likeliest(ids: str) -> Any:
-    """Return a stand-in for logits: the likeliest letter follows the last one that is read."""
+    """Return a fake for `logits` that maps the letter before the answer to the likeliest one."""
 
     def logits(config, params, tokens, given, at):
         following = dict(zip(LETTERS.encode(ids[0::2]), LETTERS.encode(ids[1::2]), strict=True))
@@ -57,7 +56,7 @@ def likeliest(ids: str) -> Any:
     return logits
 
 
-def test_a_lens_names_the_likeliest_of_each_place(monkeypatch):
+def test_lens_shows_likeliest_tokens_of_each_position(monkeypatch):
     ids = np.arange(3 * 2 * 2).reshape(3, 2, 2) % 11
     p = np.arange(12, 0, -1).reshape(3, 2, 2) / 100
 
@@ -79,7 +78,7 @@ def test_a_lens_names_the_likeliest_of_each_place(monkeypatch):
     assert found.summary() == "after the last token: 'k' 0.020, 'a' 0.010"
 
 
-def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
+def test_patching_shares_are_relative_to_difference_of_prompts(monkeypatch):
     by_token = np.arange(3 * 2 * 3).reshape(3, 2, 3) / 10
     by_head = np.array([[1.5, 9], [-3, 1]])
 
@@ -98,7 +97,7 @@ def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
         np.testing.assert_allclose(found.by_token[name], (x - 1) / 2)
     np.testing.assert_allclose(found.by_head["attention/heads"], (by_head - 1) / 2)
     assert found.summary() == (
-        "logit of 'f' - 'g': 3.000 of the text, 1.000 of the other\n"
+        "logit of 'f' - 'g': 3.000 for the text, 1.000 for the other prompt\n"
         "attention/heads: block 0 head 1 +4.000, block 1 head 0 -2.000, block 0 head 0 +0.250, "
         "block 1 head 1 +0.000"
     )
@@ -110,8 +109,8 @@ def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
     assert tables[0].columns == ["b / c", "a", "d / e"] and tables[0].rows == ["block 0", "block 1"]
     assert tables[3].columns == ["head 0", "head 1"]
     for other, message in (
-        ("cafe", "other has 4 tokens: must be as many as those of the text, 3"),
-        ("bcd", "both prompts are answered by 'f': give an answer and an other_answer that differ"),
+        ("cafe", "other has 4 tokens: must be as many as in the text, 3"),
+        ("bcd", "the answer to both prompts is 'f': pass an answer and an other_answer"),
     ):
         with pytest.raises(ValueError, match=message):
             letters().inspect.patch("bad", other)
@@ -119,11 +118,11 @@ def test_shares_of_a_patch_are_of_the_difference_of_the_prompts(monkeypatch):
     with pytest.warns(UserWarning, match=r"differs by 0.05 between the prompts, less than 0.81:"):
         letters().inspect.patch("bad", "cae")
     monkeypatch.setattr(programs, "patched", lambda *given: (1.0, 1.0, by_token, [by_head]))
-    with pytest.raises(ValueError, match=r"nothing to bring back: logit of 'f' - 'g' must differ"):
+    with pytest.raises(ValueError, match=r"logit of 'f' - 'g' is 1.0+ for both prompts: must"):
         letters().inspect.patch("bad", "cae")
 
 
-def test_heads_are_what_an_answer_loses_without_them(monkeypatch):
+def test_heads_show_change_of_answer_without_them(monkeypatch):
     change = np.array([[0.5, -2], [0, 1]])
 
     def without(config, params, tokens, given, ids, at):
@@ -163,15 +162,15 @@ def test_heads_are_what_an_answer_loses_without_them(monkeypatch):
         ("entropy of attention over this text, nats", pytest.approx(math.log(6) / 3)),
     ]
     two = replace(found, cross_without=-change, other_answer=None)
-    assert two.tables()[1].title == "change of logit of 'c' without the head over the source"
+    assert two.tables()[1].title == "change of logit of 'c' without the head of cross-attention"
     assert (
         two.summary()
         .splitlines()[2]
-        .startswith("change without, over the source: block 0 head 1 +2")
+        .startswith("change without, in cross-attention: block 0 head 1 +2")
     )
 
 
-def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
+def test_attribution_shows_largest_contributions(monkeypatch):
     shares, heads = np.array([0.25, -4, 1]), np.array([[1, -3], [2, 0.5]])
 
     def attributed(config, params, tokens, given, ids, baseline, at):
@@ -185,14 +184,15 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
     assert (found.answer, found.other_answer, found.tokens) == ("f", None, ["b", "a", "d"])
     assert (found.embedding, found.bias, found.reason) == (7.5, -0.25, None)
     assert found.summary() == (
-        "logit of 'f': 2.000, of 'k' alone 1.500\ntokens: 'a' -4.000, 'd' +1.000, 'b' +0.250\n"
+        "logit of 'f': 2.000, 1.500 for 'k' only\ntokens: 'a' -4.000, 'd' +1.000, 'b' +0.250\n"
         "heads: block 0 head 1 -3.000, block 1 head 0 +2.000, block 0 head 0 +1.000, "
         "block 1 head 1 +0.500"
     )
     tokens, parts = found.tables()
-    assert tokens.title == "logit of 'f': what each token adds, for 'k' in its place"
+    assert tokens.title == "logit of 'f': contribution of each token, compared with 'k'"
     assert tokens.columns == ["b", "a", "d"] and tokens.values.tolist() == [[0.25, -4, 1]]
-    assert parts.title == "what each part adds by itself; besides embedding 7.50, biases -0.25"
+    rest = "embedding 7.50, biases -0.25"
+    assert parts.title == f"direct contribution of each part; the rest is {rest}"
     assert parts.columns == ["head 0", "head 1", "feed-forward"]
     assert parts.values.tolist() == [[1, -3, 10], [2, 0.5, 20]]
     over_source = replace(found, cross_heads=-heads, reason="a softcap").tables()[1]
@@ -200,12 +200,12 @@ def test_an_attribution_has_the_tokens_and_parts_that_add_most(monkeypatch):
     assert over_source.values[:, 3:].tolist() == [[-1, 3], [-2, -0.5]]
     assert len(replace(found, heads=None).tables()) == 1
     with pytest.raises(ValueError, match="answer and other_answer are 'f': must differ"):
-        letters().inspect.attribution("bad", other_answer="f")
+        letters().inspect.attribution("bad", other_answer="f", baseline="k")
 
 
 @pytest.mark.slow
-def test_programs_have_the_shapes_that_tools_read():
-    """Trace them: patches of 3 places, 1 block, 5 tokens and 2 heads."""
+def test_programs_return_expected_shapes():
+    """Traced for 3 places, 1 block, 5 tokens and 2 heads."""
     config = replace(CONFIG, d_model=4, num_layers=1)
 
     def shapes(name: str, *given: Any, **fixed: Any) -> Any:
@@ -219,7 +219,7 @@ def test_programs_have_the_shapes_that_tools_read():
     tokens, ids = np.zeros((1, 5), np.int32), np.zeros(2, np.int32)
     assert shapes("patched", params, tokens, tokens, {}, ids, at=3) == ((), (), (3, 1, 5), [(1, 2)])
     assert shapes("without", params, tokens, {}, ids, at=3) == ((), [(1, 2)])
-    assert shapes("lens", params, tokens, {}, count=3, kinds=7) == ((2, 5, 3), (2, 5, 3))
+    assert shapes("lens", params, tokens, {}, count=3, size=7) == ((2, 5, 3), (2, 5, 3))
     assert shapes("logits", params, tokens, {}, at=3) == (11,)
     assert shapes("weights", params, tokens, {}) == (1, 1, 2, 5, 5)
     encoder = replace(CONFIG, kind="encoder-decoder", num_layers=3, num_decoder_layers=5)
@@ -231,8 +231,8 @@ def test_programs_have_the_shapes_that_tools_read():
     z = programs._metric(ids + np.array([4, 7]), 2)(np.arange(44.0).reshape(1, 4, 11) ** 2)
     assert float(z) == 26**2 - 29**2
     assert float(programs._metric(ids[:1] + 4, 2)(np.arange(44.0).reshape(1, 4, 11))) == 26
-    assert programs._together(replace(config, vocab_size=2**20), np.zeros((1, 16))) == 4
-    assert programs._together(replace(config, vocab_size=2**26), np.zeros((1, 16))) == 1
+    assert programs._batch_size(replace(config, vocab_size=2**20), np.zeros((1, 16))) == 4
+    assert programs._batch_size(replace(config, vocab_size=2**26), np.zeros((1, 16))) == 1
 
 
 @pytest.mark.parametrize(("task", "given", "changed"), [
@@ -244,7 +244,7 @@ def test_programs_have_the_shapes_that_tools_read():
     (TonesTask(), dict(examples=1), dict(judged=1)),
     (TonesTask(), {}, dict(judged=2**31 - 1)),
 ])  # fmt: skip
-def test_a_run_is_judged_on_another_file_whole(task, given, changed):
+def test_run_is_evaluated_on_all_of_another_file(task, given, changed):
     two = isinstance(task, Seq2SeqTask | TonesTask)
     model = task.fit_model(replace(CONFIG, kind="encoder-decoder" if two else "decoder"))
     old = {} if isinstance(task, TonesTask) else {"data": "old"}
@@ -260,19 +260,19 @@ def test_a_run_is_judged_on_another_file_whole(task, given, changed):
 @pytest.mark.parametrize(("given", "message"), [
     (dict(examples=0), "examples is 0: must be at least 1"),
     (dict(context=0), "context is 0: must be at least 1"),
-    (dict(context=5), "context is 5: needs model, a run has its own"),
+    (dict(context=5), "context is 5: a run has its own"),
     (dict(beams=2), "beams is 2: a run of task 'language' has no pairs"),
     (dict(examples=2), "examples is 2: a run of task 'language' has no pairs"),
 ])  # fmt: skip
-def test_what_a_run_cannot_be_judged_by_is_refused(given, message):
+def test_evaluation_option_that_does_not_fit_run_is_rejected(given, message):
     run = TrainConfig(model=CONFIG, task=LanguageTask())
     given = dict(targets=None, examples=None, beams=None, context=None) | given
     with pytest.raises(ValueError, match=message):
         task_on(letters(run=run), "new", **given)
 
 
-class Asked:
-    """Count, and keep what is reported."""
+class RecordingHook:
+    """lm-eval's cache hook, which records what it receives."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -282,8 +282,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Return a function that makes lm-eval's adapter, without lm-eval."""
+def adapter_of(monkeypatch):
+    """Return a function that builds the adapter without lm-eval."""
 
     class Bar:
         def __init__(self, total: int, desc: str, disable: bool = False) -> None:
@@ -305,25 +305,25 @@ def asked(monkeypatch):
 
     def make(model: LanguageModel, **given: Any) -> Any:
         found = adapter.TransformerJaxLM(model, **given)
-        found.cache_hook = Asked()
+        found.cache_hook = RecordingHook()
         return found
 
     return make
 
 
-def test_lm_eval_reads_texts_as_its_own_backend_does(asked):
-    lm = asked(letters(begin_id=10), batch_size="3")
+def test_adapter_encodes_and_decodes_texts(adapter_of):
+    lm = adapter_of(letters(begin_id=10), batch_size="3")
     assert (lm.batch_size, lm.max_length, lm.max_gen_toks) == (3, 17, 256)
     assert (lm.eot_token_id, lm.prefix_token_id, lm.tokenizer_name) == (None, 10, "here")
     assert lm.tok_encode("bad") == [10, 1, 0, 3]
     assert lm.tok_encode("bad", add_special_tokens=False) == [1, 0, 3]
     assert lm.tok_encode("bad", left_truncate_len=2) == [0, 3]
-    assert asked(letters(begin_id=10), add_bos_token=False).tok_encode("bad") == [1, 0, 3]
+    assert adapter_of(letters(begin_id=10), add_bos_token=False).tok_encode("bad") == [1, 0, 3]
     assert (lm.tok_decode([1, 0]), lm.tok_decode(3)) == ("ba", "d")
-    assert asked(letters(stop_ids=(9,))).eot_token_id == 9
-    assert asked(letters(), max_length=5).max_length == 5
-    assert asked(letters(replace(CONFIG, positions="rope", max_len=2**30))).max_length == 2048
-    lm = asked(tiny())
+    assert adapter_of(letters(stop_ids=(9,))).eot_token_id == 9
+    assert adapter_of(letters(), max_length=5).max_length == 5
+    assert adapter_of(letters(replace(CONFIG, positions="rope", max_len=2**30))).max_length == 2048
+    lm = adapter_of(tiny())
     assert (lm.eot_token_id, lm.prefix_token_id) == (257, 257)
     assert lm.tokenizer_name == "__home__somebody__secret"
     assert lm.tok_encode("<e>ab") == [257, 256] and lm.tok_decode([257, 256]) == "ab"
@@ -341,17 +341,17 @@ def test_lm_eval_reads_texts_as_its_own_backend_does(asked):
     for wrong, message in (
         (dict(batch_size="auto"), "batch_size"), (dict(max_gen_toks=0), "max_gen_toks is 0"),
         (dict(max_length=1), "max_length is 1"), (dict(max_length=18), "max_length is 18"),
-        (dict(dtype="float32"), "dtype is 'float32': the model is loaded already"),
+        (dict(dtype="float32"), "dtype is 'float32': the model is already loaded"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            asked(letters(), **wrong)
+            adapter_of(letters(), **wrong)
     with pytest.raises(ValueError, match="apply_chat_template: 'here' has no chat template"):
-        asked(letters()).apply_chat_template(talk)
+        adapter_of(letters()).apply_chat_template(talk)
     with pytest.raises(ValueError, match="chat_template is True: 'here' has none"):
-        asked(letters()).chat_template(True)
+        adapter_of(letters()).chat_template(True)
 
 
-def test_lm_eval_is_told_the_score_of_each_text(asked, monkeypatch):
+def test_adapter_reports_score_of_each_request(adapter_of, monkeypatch):
     given: list[Any] = []
 
     def score_requests(model, requests, rows, longest, report):
@@ -362,14 +362,14 @@ def test_lm_eval_is_told_the_score_of_each_text(asked, monkeypatch):
                 for one in requests]  # fmt: skip
 
     monkeypatch.setattr(adapter, "score_requests", score_requests)
-    lm = asked(letters(begin_id=10), max_length=5)
+    lm = adapter_of(letters(begin_id=10), max_length=5)
     texts = ("a", "bc"), ("", "d")
     requests = [(texts[0], [0], [1, 2]), (texts[1], [], [3]), (None, [0, 1], [4])]
     assert lm._loglikelihood_tokens(requests) == [(-2, True), (-1, False), (-1, True)]
     assert given == [((0,), (1, 2)), ((10,), (3,)), ((0, 1), (4,))]
     kept = [("loglikelihood", texts[0], (-2, True)), ("loglikelihood", texts[1], (-1, False))]
     assert lm.cache_hook.kept == kept
-    with pytest.raises(ValueError, match="continuation is 'x': must have a token of its own"):
+    with pytest.raises(ValueError, match="continuation is 'x': must add at least one token"):
         lm._loglikelihood_tokens([(("a", "x"), [0], [])])
     given.clear()
     asks = [SimpleNamespace(args=("abcdefg",)), SimpleNamespace(args=("bad",))]
@@ -380,8 +380,8 @@ def test_lm_eval_is_told_the_score_of_each_text(asked, monkeypatch):
                                       ("loglikelihood_rolling", asks[1].args, -3)]  # fmt: skip
 
 
-def test_lm_eval_is_told_each_text_up_to_its_end(asked, monkeypatch):
-    """A stand-in for the model continues the alphabet from the last letter of each prompt."""
+def test_adapter_generates_each_text_up_to_its_end(adapter_of, monkeypatch):
+    """The fake model continues the alphabet from the last letter of each prompt."""
     calls = SimpleNamespace(admitted=[], released=[], rooms=[])
 
     class Spy(Batcher):
@@ -396,7 +396,7 @@ def test_lm_eval_is_told_each_text_up_to_its_end(asked, monkeypatch):
                 yield request
 
         def drop(self, name: Any) -> None:
-            calls.released += [name for held in self.rows if held is not None and held.id == name]
+            calls.released += [name for row in self.rows if row is not None and row.id == name]
             super().drop(name)
 
     def alphabet(params: Any, tokens: jax.Array, state: jax.Array, *, valid: Any = None) -> Any:
@@ -410,7 +410,7 @@ def test_lm_eval_is_told_each_text_up_to_its_end(asked, monkeypatch):
     def texts(lm: Any, *asks: tuple[str, dict[str, Any]]) -> list[str]:
         return lm.generate_until([SimpleNamespace(args=one) for one in asks])
 
-    lm = asked(letters(stop_ids=(9,)), batch_size=2, max_gen_toks=4)
+    lm = adapter_of(letters(stop_ids=(9,)), batch_size=2, max_gen_toks=4)
     assert texts(lm, ("abc", {}), ("g", {}), ("ba", {"until": ["d"]}), ("ef", {})) == [
         "defg", "hi", "bc", "ghi",
     ]  # fmt: skip
@@ -419,7 +419,7 @@ def test_lm_eval_is_told_each_text_up_to_its_end(asked, monkeypatch):
     assert [one[1][0] for one in lm.cache_hook.kept] == ["abc", "ef", "g", "ba"]
     assert texts(lm, ("a", {"until": ["c"], "max_gen_toks": 14})) == ["b"]
     assert calls.rooms[-1] == (1, 1 + 14, (9,)) and calls.released == []
-    long = asked(letters(), batch_size=2, max_gen_toks=14)
+    long = adapter_of(letters(), batch_size=2, max_gen_toks=14)
     assert texts(long, ("a", {"until": "d"}), ("abcdefg", {"until": "d"})) == ["bc", "hijkabc"]
     assert calls.admitted[-2:] == [[4, 5, 6], [0]] and sorted(calls.released) == [0, 1]
     with pytest.raises(ValueError, match="max_gen_toks is 17: must be below max_length 17"):
@@ -433,8 +433,8 @@ def key_of(key: jax.Array) -> list[int]:
     return jax.random.key_data(key).tolist()
 
 
-def test_prompts_are_written_in_the_way_that_was_asked_for(monkeypatch):
-    """A text alone, in pieces, in many ways, and of a list those side by side that have room."""
+def test_generate_dispatches_single_streamed_sampled_and_list_prompts(monkeypatch):
+    """Prompts of a list that fit are batched; the others are written one by one."""
     key, sampler = jax.random.key(7), Sample(Temperature(1.0))
 
     def complete(self, prompt, count):
@@ -445,9 +445,9 @@ def test_prompts_are_written_in_the_way_that_was_asked_for(monkeypatch):
         return [f"{len(prompt)}+{count} of {self.config.max_len}"] * samples
 
     def answer(self, prompts, count, *, slots, numbers):
-        said = f"+{count} of {self.config.max_len}, {slots} at once"
+        size = f"+{count} of {self.config.max_len}, {slots} at once"
         yield from reversed(
-            [(n, f"{len(ids)}{said}") for n, ids in zip(numbers, prompts, strict=True)]
+            [(n, f"{len(ids)}{size}") for n, ids in zip(numbers, prompts, strict=True)]
         )
 
     for one in (complete, samples, answer):
@@ -473,15 +473,15 @@ def test_prompts_are_written_in_the_way_that_was_asked_for(monkeypatch):
     assert learned.generate("bad", 5) == f"3+5 of 17, {greedy}"
 
 
-def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
-    asked = []
+def test_published_model_writes_targets_of_sources(monkeypatch):
+    calls = []
 
     def draw(targets, source, num_tokens, count, sampler, key):
-        asked.append((key_of(key), targets.encode(source).tolist(), num_tokens, count))
+        calls.append((key_of(key), targets.encode(source).tolist(), num_tokens, count))
         return ["", " one", "two"][:count] if count > 1 else [source]
 
     def answer(targets, sources, num_tokens):
-        asked.append(num_tokens)
+        calls.append(num_tokens)
         return [f"likeliest of {source}" for source in sources]
 
     monkeypatch.setattr(Targets, "draw", draw)
@@ -493,17 +493,17 @@ def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
     key = jax.random.key(7)
     draws: dict[str, Any] = dict(sampler=Sample(Temperature(1.0)), key=key)
     assert model.generate("x", **draws) == "x"
-    assert asked == [(key_of(key), [letter["x"]], 200, 1)]
+    assert calls == [(key_of(key), [letter["x"]], 200, 1)]
     assert model.generate(["x", "y"], 5, **draws) == ["x", "y"]
     keys = [key_of(jax.random.fold_in(key, n)) for n in (0, 1)]
-    assert asked[1:] == [(own, [letter[name]], 5, 1) for own, name in zip(keys, "xy", strict=True)]
+    assert calls[1:] == [(own, [letter[name]], 5, 1) for own, name in zip(keys, "xy", strict=True)]
     assert model.generate("x", 5, samples=2, **draws) == ["", " one"]
-    assert list(model.generate("x", 5, stream=True)) == ["likeliest of x"] and asked[-1] == 5
+    assert list(model.generate("x", 5, stream=True)) == ["likeliest of x"] and calls[-1] == 5
     learned = LanguageModel(
         replace(model.model, config=replace(config, positions="learned")), "here"
     )
     assert learned.target_count(200) == learned.target_count(None) == 200
-    with pytest.raises(ValueError, match="num_tokens is 201: 200 fit"):
+    with pytest.raises(ValueError, match="num_tokens is 201: must be at most max_len 200"):
         learned.target_count(201)
     assert model.target_count(201) == 201
     monkeypatch.undo()
@@ -511,7 +511,7 @@ def test_targets_of_sources_are_written_by_a_published_model(monkeypatch):
         model.generate("")
 
 
-def test_what_is_forced_upon_targets_comes_last(monkeypatch):
+def test_forced_tokens_of_targets_come_after_other_processors(monkeypatch):
     monkeypatch.setattr(answers, "_read_sources", lambda *given: "state")
     config = replace(ROTARY, kind="encoder-decoder", vocab_size=261)
     names = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
@@ -527,13 +527,13 @@ def test_what_is_forced_upon_targets_comes_last(monkeypatch):
 
 @pytest.fixture
 def labels_as_nats(monkeypatch):
-    """Let each label that counts have as many nats as its id."""
+    """Give each label that counts as many nats as its id."""
     monkeypatch.setattr(
         scores, "token_nats", lambda model, params, batch: np.asarray(batch.labels) * 1.0
     )
 
 
-def test_each_token_of_a_text_is_scored_once_whatever_the_windows(labels_as_nats):
+def test_each_token_is_scored_once_for_any_windows(labels_as_nats):
     text = "badcabfeedaceface"  # 17 letters
     ids = LETTERS.encode(text).tolist()
     for given in (
@@ -563,7 +563,7 @@ def test_each_token_of_a_text_is_scored_once_whatever_the_windows(labels_as_nats
             own.score("b" if least == "two tokens" else "")
 
 
-def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
+def test_answers_and_targets_are_scored_with_their_end_token(labels_as_nats):
     model, encode = tiny(), lambda text: tiny().tokenizer.encode(text).tolist()
     talk = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "fab"}]
     found = model.score(talk)
@@ -572,8 +572,8 @@ def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
     found = model.score(whole)
     assert list(found.token_nats) == encode(whole)[1:] and found.num_bytes == 5 - 1
     for wrong, message in (
-        (talk[:1], "messages do not end with the assistant's, which is what is scored"),
-        (("a", "b"), "must be a text"),
+        (talk[:1], "the last message has role 'user': must be a message of the assistant"),
+        (("a", "b"), "must be a string"),
     ):
         with pytest.raises(ValueError, match=message):
             model.score(wrong)
@@ -588,9 +588,9 @@ def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
     found = pair.score(("bad", "fab"))
     assert list(found.token_nats) == [*encode("fab"), 257] and found.num_bytes == 3
     for wrong, given, message in (
-        (("bad", "fab"), dict(window=5), "window is 5: of pairs, a target is scored whole"),
+        (("bad", "fab"), dict(window=5), "window is 5: the target of a pair is scored as a whole"),
         (("", "fab"), {}, "the source has no tokens"),
-        ("bad", {}, "must be .source, target., of which it scores one"),
+        ("bad", {}, "must be .source, target.; the target is scored"),
     ):
         with pytest.raises(ValueError, match=message):
             pair.score(wrong, **given)
@@ -601,13 +601,13 @@ def test_answers_and_targets_are_scored_with_their_end(labels_as_nats):
     assert read_whole(full, ("bcd", "f")).ids.tolist() == [258, *encode("f")]
 
 
-def test_a_generator_passes_on_what_it_was_given(monkeypatch):
-    """Compare what decoding is asked for with the fields of a generator, by stand-ins of it."""
-    asked: dict[str, Any] = {}
+def test_text_generator_passes_its_fields_to_decoding(monkeypatch):
+    """Fakes record the arguments of each decoding function."""
+    calls: dict[str, Any] = {}
 
-    def stand_in(name: str, answer: Any) -> Any:
+    def fake(name: str, answer: Any) -> Any:
         def call(*given: Any, **options: Any) -> Any:
-            asked[name] = given, options
+            calls[name] = given, options
             return answer
 
         return call
@@ -624,26 +624,26 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
         ("init_cache", "cache"),
         ("_prefill", (None, "read")), ("fork", "forked"),
     ):  # fmt: skip
-        monkeypatch.setattr(completion, name, stand_in(name, answer))
+        monkeypatch.setattr(completion, name, fake(name, answer))
     monkeypatch.setattr(
-        TextGenerator, "_step", lambda self: SimpleNamespace(check=stand_in("check", None))
+        TextGenerator, "_step", lambda self: SimpleNamespace(check=fake("check", None))
     )
     monkeypatch.setattr(TextGenerator, "_empty", lambda self, *given: ("empty", *given))
     sampler, key = Sample(Temperature(0.5)), jax.random.key(7)
     of: dict[str, Any] = dict(sampler=sampler, key=key, stop_ids=(9,))
     writer = TextGenerator(ROTARY, {}, LETTERS, **of)
     assert writer.samples("bad", 5, 2) == ["ba", "d"]
-    (_, _, tokens, cache), given = asked["generate"]
+    (_, _, tokens, cache), given = calls["generate"]
     assert (np.asarray(tokens).tolist(), cache) == ([[3], [3]], "forked")
-    assert asked["_prefill"][0][2].tolist() == [[1, 0]] and asked["_prefill"][0][4].tolist() == [2]
-    assert asked["check"][0][2].tolist() == [3 + 5 - 1] and asked["fork"][0] == ("read", 2)
+    assert calls["_prefill"][0][2].tolist() == [[1, 0]] and calls["_prefill"][0][4].tolist() == [2]
+    assert calls["check"][0][2].tolist() == [3 + 5 - 1] and calls["fork"][0] == ("read", 2)
     assert given == dict(num_tokens=5, sampler=sampler, key=key, processors=(), stop=(9,))
 
     assert writer.search("bad", 5, beams=3, results=2, length_penalty=0.5) == [
         (-1.5, "bad"),
         (-2.5, "ef"),
     ]
-    (_, _, tokens, cache), given = asked["beam_search"]
+    (_, _, tokens, cache), given = calls["beam_search"]
     assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], ("empty",))
     expected = dict(num_tokens=5, num_beams=3, num_results=2, stop=(9,))
     assert {name: given[name] for name in expected} == expected and given[
@@ -652,7 +652,7 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
 
     text, out = writer.look_up("bad", 5, 4)
     assert (text, out) == ("ba", rows)
-    (_, _, tokens, cache), given = asked["speculate"]
+    (_, _, tokens, cache), given = calls["speculate"]
     assert (np.asarray(tokens).tolist(), cache) == ([[1, 0, 3]], "cache")
     expected = dict(num_tokens=5, num_draft=4, sampler=sampler, key=key, processors=(), stop=(9,))
     assert {name: given[name] for name in expected} == expected
@@ -661,10 +661,10 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
         (replace(ROTARY, window=(5, None)), dict(capacity=200, slack=4)),
     ):  # fmt: skip
         TextGenerator(config, {}, LETTERS, cache_dtype="bfloat16", **of).look_up("bad", 5, 4)
-        assert asked["init_cache"][1] == dict(batch=1, dtype="bfloat16") | space
+        assert calls["init_cache"][1] == dict(batch=1, dtype="bfloat16") | space
 
     assert list(writer.answer(["bad", "a"], 5, slots=3, numbers=[0, 2])) == [(2, "bc"), (0, "ba")]
-    (_, _, requests, cache), given = asked["serve_requests"]
+    (_, _, requests, cache), given = calls["serve_requests"]
     assert [one.prompt.tolist() for one in requests] == [[1, 0, 3], [0]]
     assert [(one.id, one.num_tokens) for one in requests] == [(0, 5), (2, 5)]
     for one in requests:
@@ -673,13 +673,13 @@ def test_a_generator_passes_on_what_it_was_given(monkeypatch):
     expected = dict(slots=3, capacity=200, sampler=sampler, processors=(), stop=(9,))
     assert (given, cache) == (expected, ("empty", 200))
     broken = SimpleNamespace(id=1, error="too long", end="refused", tokens=np.array([1]))
-    monkeypatch.setattr(completion, "serve_requests", stand_in("serve_requests", [broken]))
+    monkeypatch.setattr(completion, "serve_requests", fake("serve_requests", [broken]))
     with pytest.raises(ValueError, match="prompt 1: too long"):
         list(writer.answer(["bad"], 5, slots=3))
 
 
-def test_words_are_compared_by_the_table_that_reads_them():
-    """Of two vocabularies that of the sources, which a recurrent model has in its encoder."""
+def test_nearest_uses_embedding_of_inputs():
+    """With two vocabularies that of the sources, in the encoder of a recurrent model."""
     tables = {name: np.full((2, 3), i) for i, name in enumerate(("own", "source", "encoder"))}
     params = {"embed": {"tokens": tables["own"], "source_tokens": tables["source"]},
               "encoder": {"tokens": tables["encoder"]}}  # fmt: skip

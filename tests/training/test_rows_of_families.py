@@ -171,7 +171,7 @@ def test_what_has_no_language_around_its_texts_is_refused():
 
 def test_a_decoder_has_no_languages():
     text = TextModel(ModelConfig(**SIZES), {}, tokenizer_of("en_XX $A", languages=LANGUAGES))
-    with pytest.raises(ConfigError, match="languages: plain is no published encoder-decoder"):
+    with pytest.raises(ConfigError, match="languages: plain is not a published encoder-decoder"):
         LanguageModel(text, "plain").with_languages("en_XX", "ro_RO")
 
 

@@ -1,7 +1,8 @@
-"""Use a trained or a published model on texts: generate, chat, score, inspect, label, evaluate.
+"""Trained and published models on text: generate, chat, score, inspect, classify and evaluate.
 
-`language_model` has the object that does it, and `load`; `options` how a text is written;
-`reading` how one is read. `scores` has the probability of a text, `continuations` that of texts
-after contexts, `choices` multiple choice, `inspect` what is inside the model, `evaluation` the
-measures of a task on a file. The commands `generate`, `evaluate` and `inside` are these with flags.
+`language_model` contains `load` and the model object, `options` the options of generation and
+`reading` the tokenisation of inputs. `scores` computes the probability of a text, `continuations`
+that of texts after contexts, and `choices` multiple choice. `inspect` shows internal values, and
+`evaluation` measures a task on a file. The commands `generate`, `evaluate` and `inspect` call the
+same functions.
 """

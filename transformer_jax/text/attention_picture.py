@@ -1,4 +1,4 @@
-"""Draw attention weights: a map for each layer and head, with the tokens at its sides."""
+"""Pictures of attention weights: a map for each layer and head, labelled with the tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 INK, FAINT = "#444444", "#bbbbbb"
 LONGEST_LABEL = 16
 WIDEST = 30.0
-"""Inches of a row of maps, at most; of more tokens the maps are smaller, and not all are named."""
+"""Maximum width of a row of maps, in inches. With more tokens, maps shrink and skip labels."""
 
 
 @short_repr
 class Maps(NamedTuple):
-    """Hold weights of one kind, and what stands at the sides of each map."""
+    """Weights of one kind, with the labels of the rows and columns of each map."""
 
     title: str
     weights: np.ndarray  # f32[L, N, T, S]
@@ -35,27 +35,28 @@ class Maps(NamedTuple):
 def draw_maps(parts: Sequence[Maps]) -> Figure:
     """Draw the maps of each part in a grid: a row for each layer, a column for each head.
 
-    A weight is a shade from white, 0, to dark blue, 1; a map that is drawn alone has the numbers in
-    it, as far as there is room.
+    Weights are shaded from white (0) to dark blue (1). A single map also shows the numbers if they
+    fit.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    labels, families = drawable([text for part in parts for text in (*part.rows, *part.columns)])
-    # Its size is set at the end: labels have to be measured first, and measuring needs a figure.
+    tokens = [text for part in parts for text in (*part.rows, *part.columns)]
+    labels, families = spelled([shortened(marked(text)) for text in tokens])
+    # The size is set at the end: labels must be measured first, and measuring needs a figure.
     figure = Figure(figsize=(1, 1), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     styles: dict[str, Any] = dict(color=INK, fontfamily=families, parse_math=False)
 
     def width(texts: Sequence[str], size: float) -> float:  # inches of the longest
-        shown = [figure.text(0, 0, text, fontsize=size, **styles) for text in set(texts)]
-        longest = max(text.get_window_extent().width for text in shown)
-        for text in shown:
+        drawn = [figure.text(0, 0, text, fontsize=size, **styles) for text in set(texts)]
+        longest = max(text.get_window_extent().width for text in drawn)
+        for text in drawn:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes is the whole picture, and its unit an inch, from the top left corner.
+    # One pair of axes covers the figure; its unit is an inch, from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -67,13 +68,19 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     for title, weights, *sides, layers, heads in parts:
         rows, columns = [[next(names) for _ in side] for side in sides]
         T, S = len(rows), len(columns)
-        alone = len(layers) == len(heads) == 1
-        pitch, size = _scale(len(heads), max(T, S), alone)
+        is_single = len(layers) == len(heads) == 1
+        # pitch: inches of a token in a map; size: points of its label
+        if is_single:
+            pitch = min(0.5, max(6.0 / max(T, S), 0.16))
+        else:
+            pitch = min(0.4, max(min(2.6, max(14.0 / len(heads), 1.1)) / max(T, S), 0.09))
+        pitch = min(pitch, WIDEST / (len(heads) * max(T, S)))
+        size = min(10.0, 58 * pitch)
         upright = width(columns, size) > 0.9 * pitch
         left, top = margin + 0.3 + width(rows, size) + 0.1, y + 0.65
         axes.text(margin, y + 0.25, title, fontsize=11, va="center", **styles)
         wide = max(wide, width([title], 11) + 2 * margin)
-        step = math.ceil(4 / size)  # not all tokens are named, where there is no room
+        step = math.ceil(4 / size)  # label every nth token if there is no room for all
         small: dict[str, Any] = dict(fontsize=max(size, 4.0), **styles)
         for j, head in enumerate(heads):
             x = left + j * (S * pitch + gap)
@@ -92,7 +99,7 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
                     for t in range(0, T, step):
                         at = y + (t + 0.5) * pitch
                         axes.text(x - 0.06, at, rows[t], ha="right", va="center", **small)
-                with_numbers = alone and pitch >= 0.33
+                with_numbers = is_single and pitch >= 0.33
                 for (t, s), weight in np.ndenumerate(weights[i, j]) if with_numbers else ():
                     axes.text(
                         x + (s + 0.5) * pitch, y + (t + 0.5) * pitch, f"{weight:.2f}",
@@ -120,32 +127,15 @@ def draw_maps(parts: Sequence[Maps]) -> Figure:
     return figure
 
 
-def _scale(heads: int, longest: int, alone: bool) -> tuple[float, float]:
-    """Return the inches that a token has in a map, and the size of its label in points."""
-    if alone:
-        pitch = min(0.5, max(6.0 / longest, 0.16))
-    else:
-        size = min(2.6, max(14.0 / heads, 1.1))
-        pitch = min(0.4, max(size / longest, 0.09))
-    pitch = min(pitch, WIDEST / (heads * longest))
-    return pitch, min(10.0, 58 * pitch)
-
-
-def drawable(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return labels for tokens, and the names of fonts, as `spelled`."""
-    labels = [marked(text) for text in texts]
-    return spelled([shortened(label) for label in labels])
-
-
 def shortened(label: str) -> str:
-    """Return a label with at most `LONGEST_LABEL` letters."""
+    """Return a label of at most `LONGEST_LABEL` letters."""
     return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
 
 
 def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    r"""Return labels as they can be drawn, and the names of the fonts that have their letters.
+    r"""Return drawable labels, and the names of the fonts that have their letters.
 
-    A letter that no font of this computer has is written as \u4e2d; a newline stays.
+    A letter that no installed font has is escaped, as in \u4e2d. A newline stays.
     """
     from matplotlib import font_manager
 
@@ -155,13 +145,14 @@ def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         font.name: font.fname
         for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name)
         if all(getattr(font, name) == value for name, value in usual.items())
-        and not font.name.startswith("Last Resort")  # whose letters are boxes
+        and not font.name.startswith("Last Resort")  # a font of boxes
     }
     families = list[str]()
-    for name in sorted(fonts, key=lambda name: name != "DejaVu Sans"):  # comes with matplotlib
+    # DejaVu Sans comes with matplotlib, so most labels look the same everywhere.
+    for name in sorted(fonts, key=lambda name: name != "DejaVu Sans"):
         try:
             font = font_manager.get_font(fonts[name])
-        except (OSError, RuntimeError):  # a font of pictures, or one that is gone
+        except (OSError, RuntimeError):  # a bitmap font, or one that was uninstalled
             continue
         if found := {letter for letter in missing if font.get_char_index(ord(letter))}:
             families.append(name)
@@ -169,6 +160,5 @@ def spelled(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         if not missing:
             break
     codes = {letter: letter.encode("unicode_escape").decode() for letter in missing}
-    return ["".join(codes.get(c, c) for c in label) for label in labels], families or [
-        "DejaVu Sans"
-    ]
+    texts = ["".join(codes.get(c, c) for c in label) for label in labels]
+    return texts, families or ["DejaVu Sans"]

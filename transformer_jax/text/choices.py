@@ -1,4 +1,4 @@
-"""Judge a model by multiple choice: by whether the right continuation is the likeliest one.
+"""Multiple choice: how often a model finds the right continuation the likeliest.
 
 A question is a line of a file, {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}.
 """
@@ -24,16 +24,16 @@ FIELDS = "context", "choices", "answer"
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a context, continuations of it, and which of them is right.
+    """A context, continuations of it, and the index of the right one.
 
     Attributes:
-        context: the text that all choices go on with; blanks at its end are read as part of them.
-        choices: at least two texts, all different, none empty.
-        answer: the index of the right one, from 0.
-        where: the file and the line that it was read from, for errors.
+        context: the text that every choice continues; blanks at its end belong to the choice.
+        choices: at least two different strings, none empty.
+        answer: index of the right choice, from 0.
+        where: the file and line of the question, for error messages.
 
     Raises:
-        DataError: if a field is something else.
+        DataError: if a field has another form.
     """
 
     context: str
@@ -43,12 +43,12 @@ class Question:
 
     def __post_init__(self) -> None:
         if not isinstance(self.context, str):
-            raise DataError(f"context is {self.context!r:.60}: must be a text")
+            raise DataError(f"context is {self.context!r:.60}: must be a string")
         if not isinstance(self.choices, tuple) or len(self.choices) < 2:
-            raise DataError(f"choices is {self.choices!r:.60}: must be two texts or more")
+            raise DataError(f"choices is {self.choices!r:.60}: must be two or more strings")
         for n, choice in enumerate(self.choices):
             if not isinstance(choice, str) or not choice:
-                raise DataError(f"choices[{n}] is {choice!r:.60}: must be a text, not empty")
+                raise DataError(f"choices[{n}] is {choice!r:.60}: must be a nonempty string")
             if (first := self.choices.index(choice)) < n:
                 rule = f"must differ from choices[{first}]"
                 raise DataError(f"choices[{n}] is {choice!r:.60}: {rule}")
@@ -59,16 +59,16 @@ class Question:
 
 @dataclass(frozen=True, repr=False)
 class Choices:
-    """Hold how likely each choice of each question is, and how often the right one is likeliest.
+    """Log-probabilities of choices, and how often the right choice is the likeliest.
 
-    The likeliest choice is that of the largest log p. Longer texts are less likely, so it is also
-    judged by log p / length, with the length of the choice as it is written, without its context:
-    in characters, which is lm-eval's `acc_norm`, and in UTF-8 bytes, its `acc_bytes`, which counts
-    a text of another alphabet, or emoji, as tokenizers mostly do. Of equal ones the first counts.
-    Where a log p is NaN no choice is the likeliest, and every share is NaN.
+    The likeliest choice has the largest log p. Because longer choices are less likely, there are
+    also accuracies by log p / length. The length is that of the choice without its context, in
+    characters (lm-eval's `acc_norm`) or in UTF-8 bytes (lm-eval's `acc_bytes`, which is closer to
+    the number of tokens for other alphabets and emoji). Ties go to the first choice. If any log p
+    is NaN, every accuracy is NaN.
 
     Attributes:
-        questions: as they were given.
+        questions: the questions, in order.
         log_probs: log p of each choice of each question, in nats.
     """
 
@@ -77,21 +77,21 @@ class Choices:
 
     @property
     def accuracy(self) -> float:
-        """Return the share of questions whose right choice has the largest log p."""
+        """Share of questions whose right choice has the largest log p."""
         return self._accuracy(lambda choice: 1)
 
     @property
     def accuracy_per_character(self) -> float:
-        """Return the share whose right choice has the largest log p / characters."""
+        """Share of questions whose right choice has the largest log p / characters."""
         return self._accuracy(len)
 
     @property
     def accuracy_per_byte(self) -> float:
-        """Return the share whose right choice has the largest log p / bytes."""
+        """Share of questions whose right choice has the largest log p / bytes."""
         return self._accuracy(lambda choice: len(utf8(choice)))
 
     def _accuracy(self, length: Callable[[str], int]) -> float:
-        # `argmax` takes a NaN for the largest: a broken model would look decided.
+        # `argmax` treats NaN as the largest value, so a broken model would look decided.
         if any(math.isnan(p) for row in self.log_probs for p in row):
             return math.nan
         right = [
@@ -103,12 +103,12 @@ class Choices:
 
     def __repr__(self) -> str:
         names = "accuracy", "accuracy_per_character", "accuracy_per_byte"
-        said = ", ".join(f"{name}={getattr(self, name):.4f}" for name in names)
-        return f"Choices({len(self.questions)} questions, {said})"
+        measures = ", ".join(f"{name}={getattr(self, name):.4f}" for name in names)
+        return f"Choices({len(self.questions)} questions, {measures})"
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """Return the questions of a file of JSON lines; DataError names file, line, field and rule."""
+    """Read a file of JSON lines; DataError names the file, line, field and rule."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -122,26 +122,27 @@ def read_questions(path: str | Path) -> list[Question]:
         value = Untrusted(DataError).parse(line, where)
         found.append(replace(_question(where, value), where=where))
     if not found:
-        raise DataError(f"choices is {str(path)!r}: it has no line with a question")
+        raise DataError(f"choices is {str(path)!r}: the file contains no questions")
     return found
 
 
 def _question(where: str, value: object) -> Question:
-    """Return the question of an object; DataError says where it is wrong."""
+    """Return the question of a JSON object; DataError begins with `where`."""
     if isinstance(value, Question):
         return value
     if not isinstance(value, Mapping):
         rule = 'must be {"context": ..., "choices": [...], "answer": ...}'
-        raise DataError(f"{where}: is {value!r:.60}: {rule}")
+        raise DataError(f"{where}: the question is {value!r:.60}: {rule}")
     for name in FIELDS:
         if name not in value:
             raise DataError(f"{where}: {name} is missing: a question has {', '.join(FIELDS)}")
     if unknown := [name for name in value if name not in FIELDS]:
-        raise DataError(f"{where}: has {unknown[0]!r:.60}: a question has {', '.join(FIELDS)}")
+        rule = f"a question has {', '.join(FIELDS)}"
+        raise DataError(f"{where}: unknown field {unknown[0]!r:.60}: {rule}")
     choices = value["choices"]
-    given = tuple(choices) if isinstance(choices, list | tuple) else choices
+    choices = tuple(choices) if isinstance(choices, list) else choices
     try:
-        return Question(value["context"], given, value["answer"])
+        return Question(value["context"], choices, value["answer"])
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 
@@ -151,23 +152,22 @@ def score_choices(
     questions: str | Path | Sequence[Question | Mapping[str, object]],
     batch_size: int,
 ) -> Choices:
-    """Return the scores of what `LanguageModel.multiple_choice` takes."""
+    """Score the choices of all questions; the arguments are those of `multiple_choice`."""
     check_continues(model, "multiple_choice")
     if isinstance(questions, str | os.PathLike):
-        given = read_questions(questions)
+        parsed = read_questions(questions)
     else:
-        rule = "must be a file, or a list of questions"
+        rule = "must be a file or a nonempty list of questions"
         if not isinstance(questions, list | tuple) or not questions:
             raise DataError(f"questions is {questions!r:.60}: {rule}")
-        places = [f"questions[{n}]" for n in range(len(questions))]
-        given = [_question(*one) for one in zip(places, questions, strict=True)]
+        parsed = [_question(f"questions[{n}]", one) for n, one in enumerate(questions)]
     requests = []
-    for n, question in enumerate(given):
+    for n, question in enumerate(parsed):
         try:
             requests += [read_pair(model, question.context, choice) for choice in question.choices]
         except DataError as error:
             raise DataError(f"{question.where or f'questions[{n}]'}: {error}") from None
-    # All choices of all questions at once: batches are of one length, and contexts are shared.
+    # All choices of all questions at once, so that batches have one length and share contexts.
     scores = iter(score_requests(model, requests, batch_size))
-    rows = [tuple(next(scores).log_prob for _ in question.choices) for question in given]
-    return Choices(tuple(given), tuple(rows))
+    rows = [tuple(next(scores).log_prob for _ in question.choices) for question in parsed]
+    return Choices(tuple(parsed), tuple(rows))

@@ -1,7 +1,7 @@
-"""Say how likely a model finds continuations of contexts, of many at once.
+"""Log-probabilities of many continuations after their contexts.
 
-Requests are read in order of their length, in batches of rows of one length. Continuations of one
-context share it: it is read once, into a cache, and each of them goes on from there.
+Requests are sorted by length and scored in batches of rows of one length. Continuations of the same
+context share it: the model reads it once, into a cache, and each continuation starts from there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from transformer_jax.training.losses import label_scores
 
 
 class Continuation(NamedTuple):
-    """Hold how likely a continuation of n tokens is after its context.
+    """Probability of a continuation of n tokens after its context.
 
     Attributes:
         log_prob: log p of the n tokens together, in nats, at most 0.
-        is_likeliest: whether each of them is the likeliest after all before it.
+        is_likeliest: whether each token is the likeliest after the tokens before it.
         num_tokens: n.
     """
 
@@ -48,53 +48,52 @@ class Continuation(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Hold the ids that are read, at least one, and those that are scored after them."""
+    """Ids of a context, at least one, and ids of the continuation to score."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Return how many tokens the model reads: all but the last one."""
+        """Return the number of tokens that the model reads: all but the last."""
         return len(self.context) + len(self.continuation) - 1
 
 
 def split_pair(
     encode: Callable[[str], Sequence[int] | np.ndarray], context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of a context and those that its continuation adds to them.
+    """Return the ids of a context and the ids that its continuation adds.
 
-    Both are encoded as one text, of which the first ids, as many as the context has alone, are the
-    context's. Blanks at the end of the context go to the continuation first, since most tokenizers
-    put a space into the token of the word after it. So does lm-eval.
+    As in lm-eval, both are encoded as one string, which is cut after as many ids as the context has
+    by itself. Blanks at the end of the context move to the continuation first, because most
+    tokenizers put a space into the token of the following word.
     """
-    kept = context.rstrip()
-    whole, before = encode(context + continuation), encode(kept)
+    whole, before = encode(context + continuation), encode(context.rstrip())
     return [*map(int, before)], [*map(int, whole[len(before) :])]
 
 
 def read_pair(model: Reader, context: str, continuation: str) -> ScoringRequest:
     """Return a context and its continuation as the model reads them.
 
-    Before the context stands what the model reads before every text; before an empty one, where
-    that is nothing, the token that begins a text of its tokenizer.
+    The context starts with the tokens that the model puts before every text. If there are none, an
+    empty context becomes the tokenizer's begin token.
     """
-    own, begin = model.tokenizer, model.model.begin_id
-    first = frame(own).first if begin is None else (begin,)
-    before, after = split_pair(lambda text: encode_text(own, text), context, continuation)
+    tokenizer, begin = model.tokenizer, model.model.begin_id
+    first = frame(tokenizer).first if begin is None else (begin,)
+    before, after = split_pair(lambda text: encode_text(tokenizer, text), context, continuation)
     if not first and not before:
-        if "bos" not in special_ids(own):
-            rule = "must have a token, since nothing stands before a text of this model"
+        if "bos" not in special_ids(tokenizer):
+            rule = "must have a token, because this model puts no token before a text"
             raise DataError(f"context is {context!r:.60}: {rule}")
-        first = (special_ids(own)["bos"],)
+        first = (special_ids(tokenizer)["bos"],)
     if not after:
-        rule = "must have a token of its own after the context"
+        rule = "must add at least one token to the context"
         raise DataError(f"continuation is {continuation!r:.60}: {rule}")
     model.known(np.array([*before, *after], np.int32), "the text")
     return ScoringRequest((*first, *before), tuple(after))
 
 
 def check_continues(model: Reader, name: str) -> None:
-    """Raise ConfigError unless the model goes on with a text."""
+    """Raise ConfigError unless the model continues text."""
     if model.kind != "text":
         raise ConfigError(f"{name}: {model.instead()}")
 
@@ -107,69 +106,69 @@ def score_requests(
     longest: int | None = None,
     report: Callable[[int], object] = lambda count: None,
 ) -> list[Continuation]:
-    """Return how likely each continuation is; of a text that is too long, the last tokens are read.
+    """Return the probability of each continuation; a context that is too long loses its beginning.
 
     Args:
-        model: one that goes on with a text.
-        requests: of which each has at least one id of a context and one of a continuation.
-        batch_size: rows that are read side by side, at least 1.
-        longest: the most tokens that are read; None is max_len.
-        report: is called after each batch with the number of its requests.
+        model: a model that continues text.
+        requests: contexts and continuations, each with at least one id.
+        batch_size: number of rows in a batch, at least 1.
+        longest: maximum number of tokens to read; None is max_len.
+        report: called after each batch with the number of its requests.
 
     Raises:
-        DataError: if a continuation alone is longer than the model reads.
+        DataError: if a continuation is longer than the model can read.
     """
     most = longest_text(model.config) if longest is None else longest
-    given = [_cut(request, most) for request in requests]
+    cut = [_cut(request, most) for request in requests]
     by_context: dict[tuple[int, ...], list[int]] = {}
-    for n, request in enumerate(given):
+    for n, request in enumerate(cut):
         by_context.setdefault(request.context, []).append(n)
     built, together = model.module, list[list[int]]()
-    if built.edits:  # it may be of one row, and of tokens that are counted from the beginning
+    if built.edits:  # an edit may expect one row whose tokens are counted from the beginning
         batch_size = 1
     else:
         for ns in by_context.values() if model.config.supports("cache") else ():
-            # A context is read once if it is longer than what follows it, and if all logits of the
-            # continuations of a batch, which exist at once then, are not too many.
-            width = max(len(given[n].continuation) for n in ns)
+            # Sharing pays off if the context is longer than its continuations. It also materialises
+            # all logits of a batch of continuations, so there must not be too many of them.
+            width = max(len(cut[n].continuation) for n in ns)
             logits = batch_size * bucket(width) * model.config.vocab_size
-            if len(ns) > 1 and len(given[ns[0]].context) >= width and logits <= ON_ACCELERATORS:
+            if len(ns) > 1 and len(cut[ns[0]].context) >= width and logits <= ON_ACCELERATORS:
                 together.append(ns)
     shared = {n for ns in together for n in ns}
     # The longest first: if a batch does not fit into memory, it is the first one.
-    alone = sorted({*range(len(given))} - shared, key=lambda n: -len(given[n]))
+    single = sorted({*range(len(cut))} - shared, key=lambda n: -len(cut[n]))
     found: dict[int, Continuation] = {}
-    for start in range(0, len(alone), batch_size):
-        part = alone[start : start + batch_size]
+    for start in range(0, len(single), batch_size):
+        part = single[start : start + batch_size]
         # Powers of two, so that a few programs serve all numbers of requests.
-        rows = min(batch_size, _power(len(alone)))
+        rows = min(batch_size, _power(len(single)))
         # An edit that names a token counts from the beginning, which may have been cut off.
-        first = len(requests[part[0]]) - len(given[part[0]])
-        told = built.told(part=True, first=first) if first else built
-        scores = _score_rows(model, [given[n] for n in part], rows, told)
+        first = len(requests[part[0]]) - len(cut[part[0]])
+        module = built.told(part=True, first=first) if first else built
+        scores = _score_rows(model, [cut[n] for n in part], rows, module)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
-    # Rows of one context are next to each other, at most `batch_size` in a part.
+    # Rows with the same context are next to each other, at most `batch_size` in a part.
     parts: list[list[int]] = []
     pieces = [ns[i : i + batch_size] for ns in together for i in range(0, len(ns), batch_size)]
-    for ns in sorted(pieces, key=lambda ns: -len(given[ns[0]].context)):
+    for ns in sorted(pieces, key=lambda ns: -len(cut[ns[0]].context)):
         if not parts or len(parts[-1]) + len(ns) > batch_size:
             parts.append([])
         parts[-1] += ns
     rows = _power(max(map(len, parts), default=1))
-    contexts = _power(max((len({given[n].context for n in part}) for part in parts), default=1))
+    contexts = _power(max((len({cut[n].context for n in part}) for part in parts), default=1))
     for part in parts:
-        scores = _score_shared(model, [given[n] for n in part], contexts, rows)
+        scores = _score_shared(model, [cut[n] for n in part], contexts, rows)
         found |= dict(zip(part, scores, strict=True))
         report(len(part))
-    return [found[n] for n in range(len(given))]
+    return [found[n] for n in range(len(cut))]
 
 
 def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
-    """Return a request whose context has lost its first tokens, so that the model can read it."""
+    """Drop the first tokens of a context that is too long."""
     if len(request.continuation) > longest:
-        have = f"the continuation has {len(request.continuation)} tokens"
-        raise DataError(f"{have}: must be at most max_len {longest}")
+        size = len(request.continuation)
+        raise DataError(f"the continuation has {size} tokens: must be at most max_len {longest}")
     excess = len(request) - longest
     return ScoringRequest(request.context[excess:], request.continuation) if excess > 0 else request
 
@@ -177,7 +176,7 @@ def _cut(request: ScoringRequest, longest: int) -> ScoringRequest:
 def _score_rows(
     model: Reader, part: Sequence[ScoringRequest], rows: int, built: CheckedModule
 ) -> list[Continuation]:
-    """Score requests, each of which is a row of its own."""
+    """Score each request in its own row."""
     longest, size = longest_text(model.config), max(map(len, part))
     length = size if built.edits else min(longest, bucket(size))  # an edit sees no padding
     width = min(length, bucket(max(len(request.continuation) for request in part)))
@@ -197,7 +196,7 @@ def _score_rows(
 def _score_shared(
     model: Reader, part: Sequence[ScoringRequest], count: int, rows: int
 ) -> list[Continuation]:
-    """Score requests of at most `count` contexts, each of which is read once."""
+    """Score requests with at most `count` different contexts; read each context once."""
     contexts = [*dict.fromkeys(request.context for request in part)]
     longest = longest_text(model.config)
     width = bucket(max(len(request.continuation) for request in part))
@@ -213,8 +212,8 @@ def _score_shared(
         labels[n, : counts[n]] = request.continuation
     # A cache of max_len for each context would be mostly empty.
     config = shortened(model.config, length + width)
-    given = map(jnp.asarray, (prompts, lengths, of, labels, counts))
-    log_probs, likeliest = _shared_program(config, model.params, *given)
+    arrays = map(jnp.asarray, (prompts, lengths, of, labels, counts))
+    log_probs, likeliest = _shared_program(config, model.params, *arrays)
     return _summed(part, log_probs, likeliest)
 
 
@@ -226,7 +225,7 @@ def _power(count: int) -> int:
 def _summed(
     part: Sequence[ScoringRequest], log_probs: jax.Array, likeliest: jax.Array
 ) -> list[Continuation]:
-    """Return the sum of each row's log-probabilities f32[R, C], as far as its request goes."""
+    """Sum each row's log-probabilities f32[R, C] over the tokens of its request."""
     values, best = np.asarray(log_probs, np.float64), np.asarray(likeliest)
     sizes = [len(request.continuation) for request in part]
     return [
@@ -243,14 +242,13 @@ def _rows_program(
     at: jax.Array,  # i32[B, C]
     labels: jax.Array,  # i32[B, C]
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]
-    """Return log p of each label after token `at`, and whether it is the likeliest one."""
+    """Return log p of each label after token `at`, and whether it is the likeliest."""
     config = model.config
-    given = {"params": params}
-    # An edit may be of the logits; otherwise they are made in chunks, and never all at once.
+    # An edit may change the logits. Without edits, they are computed in chunks.
     if model.edits or not config.supports("output_layer"):
-        logits = model.apply(given, tokens)[0]
-        return _judged(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
-    x, table, bias = model.apply(given, tokens, method="output_layer")
+        logits = model.apply({"params": params}, tokens)[0]
+        return _log_probs(jnp.take_along_axis(logits, at[..., None], axis=1), labels)
+    x, table, bias = model.apply({"params": params}, tokens, method="output_layer")
     size = chosen_chunk(len(labels), labels.shape[1], config.vocab_size)
     return label_scores(
         jnp.take_along_axis(x, at[..., None], axis=1), table, labels, chunk_size=size,
@@ -268,7 +266,7 @@ def _shared_program(
     labels: jax.Array,  # i32[R, C]
     counts: jax.Array,  # i32[R]
 ) -> tuple[jax.Array, jax.Array]:  # f32[R, C], bool[R, C]
-    """Return log p of the labels of row r after prompt `of[r]`, and whether each is likeliest."""
+    """Return log p of the labels of row r after prompt `of[r]`, and whether they are likeliest."""
     step: Any = make_step(build(config))
     size, length = prompts.shape
     state = init_decode_state(config, None, size, as_transformer(config).max_len)
@@ -276,12 +274,12 @@ def _shared_program(
     first, state = step.read(params, prompts, state, (lengths - 1)[:, None], valid=valid)
     state, first = gather_rows(state, of), first[of]
     valid = jnp.arange(1, labels.shape[1])[None] < counts[:, None]
-    # The last label is not read: nothing is asked of the model after it.
+    # The model does not read the last label, because no token follows it.
     rest, _ = step(params, labels[:, :-1], state, valid=valid)
-    return _judged(jnp.concatenate([first, rest], axis=1), labels)
+    return _log_probs(jnp.concatenate([first, rest], axis=1), labels)
 
 
-def _judged(
+def _log_probs(
     logits: jax.Array,  # [B, C, V]
     labels: jax.Array,  # i32[B, C]
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, C], bool[B, C]

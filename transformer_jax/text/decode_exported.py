@@ -1,9 +1,9 @@
-"""Decode with the programs of an exported folder; transformer_jax is not needed.
+"""Decode with the programs of an exported folder, without transformer_jax.
 
-As decode.py it stands in the folder. It needs jax, flatbuffers and safetensors:
+This file is copied into the folder as decode.py. It needs jax, flatbuffers and safetensors:
 
-    python FOLDER/decode.py "Once upon a time" --num-tokens 40 with a tokenizer.json, tokenizers too
-    python FOLDER/decode.py 12,5,9 7,3 --num-tokens 40         two prompts as token ids
+    python FOLDER/decode.py "Once upon a time" --num-tokens 40   needs tokenizer.json and tokenizers
+    python FOLDER/decode.py 12,5,9 7,3 --num-tokens 40           two prompts as token ids
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import jax.numpy as jnp
 import numpy as np
 
 FORMAT = "transformer_jax export 1"
-"""The form of the folder, as config.json names it; a folder of another number is refused."""
+"""Format of the folder, as config.json names it. Any other format is refused."""
 
 
 def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return the `count` likeliest tokens after each prompt, one by one, up to a stop token.
+    """Decode up to `count` tokens greedily after each prompt; a stop token ends a row.
 
-    ValueError where the folder is no such export, the prompts do not fit it, or a logit is NaN.
+    ValueError if the folder is not such an export, the prompts do not fit it, or a logit is NaN.
     """
     folder = Path(folder)
     about = read_about(folder)
     check_ids(about, prompts)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     check_prompts(about, lengths, count)
-    width = min(1 << int(lengths.max() - 1).bit_length(), about["context"])  # few shapes: compiled
-    tokens = np.zeros((len(prompts), width), np.int32)  # what is after a prompt is not read
+    width = min(1 << int(lengths.max() - 1).bit_length(), about["context"])  # few compiled shapes
+    tokens = np.zeros((len(prompts), width), np.int32)  # zeros after a prompt are not read
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     prefill, step = load_programs(folder)
     logits, state = prefill(tokens, lengths)
     stop, ended = np.array(about["stop"], np.int32), np.zeros(len(prompts), bool)
-    # A row that has ended is decoded on until all have; what it writes is cut off below.
+    # A row that has ended is decoded until all have ended; the excess is cut off below.
     found = [likeliest(logits, ended)]
     ended = np.isin(found[0], stop)
     while len(found) < count and not ended.all():
@@ -49,15 +49,17 @@ def decode(folder: str | Path, prompts: Sequence[Sequence[int]], count: int) -> 
         found.append(likeliest(logits, ended))
         ended |= np.isin(found[-1], stop)
     rows = np.stack(found, axis=1)
-    return [row[: _end(row, stop)].tolist() for row in rows]
+    ends = np.isin(rows, stop)
+    lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, rows.shape[1])
+    return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], bool[B] -> i32[B]
     """Return the likeliest token of each row.
 
-    ValueError where the largest logit of a row that has not ended is not finite.
+    ValueError if the largest logit of a row that has not ended is not finite.
     """
-    # a maximum on a CPU loses a NaN of a long row
+    # XLA's maximum on a CPU loses a NaN in a long row.
     top = np.asarray(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     if len(wrong := np.flatnonzero(~np.isfinite(top) & ~ended)):
         raise ValueError(f"prompt {wrong[0]}: the largest logit of a next token is not finite")
@@ -65,9 +67,9 @@ def likeliest(logits: jax.Array, ended: np.ndarray) -> jax.Array:  # [B, V], boo
 
 
 def load_programs(folder: Path) -> tuple[Any, Any]:
-    """Return prefill (tokens, lengths) and step (tokens, state), which give logits and the state.
+    """Return prefill(tokens, lengths) and step(tokens, state), which return logits and the state.
 
-    A state is given away: its memory becomes that of the next.
+    `step` consumes its state: the next state reuses the memory.
     """
     from jax import export
     from safetensors.flax import load_file
@@ -75,17 +77,16 @@ def load_programs(folder: Path) -> tuple[Any, Any]:
     params: dict[str, jax.Array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         params |= _read(file, load_file)
-    calls = [
-        # `deserialize` takes a bytearray.
+    calls = [  # `deserialize` takes a bytearray
         _read(folder / f"{name}.jax", lambda file: export.deserialize(bytearray(file.read_bytes())))
         for name in ("prefill", "step")
     ]
     prefill, step = jax.jit(calls[0].call), jax.jit(calls[1].call, donate_argnums=2)
-    return lambda *given: prefill(params, *given), lambda *given: step(params, *given)
+    return lambda *args: prefill(params, *args), lambda *args: step(params, *args)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return what config.json says; ValueError where it is no export that this file reads."""
+    """Read config.json; ValueError if this file cannot read the export."""
     file = folder / "config.json"
     about = _read(file, lambda file: json.loads(file.read_text()))
     if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -98,71 +99,66 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _read(file: Path, read: Callable[[Path], Any]) -> Any:
-    """Return what a file holds; ValueError that names the file where it is damaged."""
+    """Return the content of a file; ValueError that names the file if it is damaged."""
     try:
         return read(file)
-    except OSError:
+    except OSError:  # names the file
         raise
-    # A missing file names itself; what is damaged is reported by its libraries without a name.
-    except Exception as error:  # of whatever kind the libraries raise of wrong bytes
+    except Exception as error:  # of any type that the libraries raise for damaged bytes
         raise ValueError(f"{file} cannot be read: {error or type(error).__name__}") from error
 
 
 def check_prompts(about: dict[str, Any], lengths: np.ndarray, count: int) -> None:
-    """Raise ValueError where prompts and new tokens do not fit the programs."""
+    """Raise ValueError if prompts and new tokens do not fit the programs."""
     if not len(lengths) or not lengths.min():
-        raise ValueError("a prompt has no tokens: must have one at least")
+        raise ValueError("a prompt has no tokens: must have at least one")
     if not isinstance(count, int) or count < 1:
-        raise ValueError(f"{count!r} new tokens: must be an integer of at least 1")
+        raise ValueError(f"number of new tokens is {count!r}: must be an integer of at least 1")
     if about["batch"] not in (None, len(lengths)):
         raise ValueError(f"{len(lengths)} prompts: the programs take {about['batch']}")
     total, context = int(lengths.max()) + count - 1, about["context"]  # the last is not read
     if total > context:
-        raise ValueError(f"prompt and new tokens reach length {total}: the context is {context}")
+        rule = f"the limit is the context, {context}"
+        raise ValueError(f"prompt and new tokens reach length {total}: {rule}")
 
 
 def check_ids(about: dict[str, Any], prompts: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless prompts are lists of ids of the vocabulary."""
     for prompt in prompts:
         if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
-            raise ValueError(f"a prompt is {prompt!r}: must be a list of token ids")
+            raise ValueError(f"a prompt is {prompt!r:.80}: must be a list of token ids")
     for token in (token for prompt in prompts for token in prompt):
         if not isinstance(token, int | np.integer) or not 0 <= token < about["vocab_size"]:
             rule = f"must be an id from 0 to {about['vocab_size'] - 1}"
             raise ValueError(f"a prompt has the token {token!r}: {rule}")
 
 
-def _end(row: np.ndarray, stop: np.ndarray) -> int:
-    """Return how many tokens of a row there are up to its first stop token, which it keeps."""
-    at = np.flatnonzero(np.isin(row, stop))
-    return int(at[0]) + 1 if len(at) else len(row)
-
-
 def main() -> None:
-    """Print what follows each prompt, as a text, or as ids where there is no tokenizer."""
+    """Print the continuation of each prompt, or its ids if there is no tokenizer."""
     folder = Path(__file__).parent
-    parser = argparse.ArgumentParser(description="Go on with prompts, greedily.")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or ids: 12,5,9")
-    parser.add_argument("--num-tokens", type=int, metavar="N", help="default: 64, or what fits")
-    given = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Continue prompts greedily.")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text, or ids: 12,5,9")
+    help_text = "new tokens of each prompt (default: 64, or as many as fit)"
+    parser.add_argument("--num-tokens", type=int, metavar="N", help=help_text)
+    options = parser.parse_args()
     about, file = read_about(folder), folder / "tokenizer.json"
     if file.exists():
         from tokenizers import Tokenizer
 
         tokenizer = _read(file, lambda file: Tokenizer.from_file(str(file)))
-        texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in given.prompts]
+        texts = [tokenizer.encode(text, add_special_tokens=False).ids for text in options.prompts]
         prompts = [about["first"] + text for text in texts]
     else:
-        tokenizer, prompts = None, [_ids(prompt) for prompt in given.prompts]
+        tokenizer, prompts = None, [_ids(prompt) for prompt in options.prompts]
     fits = about["context"] - max(map(len, prompts)) + 1  # the last token is not read
-    count = max(1, min(64, fits)) if given.num_tokens is None else given.num_tokens
+    count = max(1, min(64, fits)) if options.num_tokens is None else options.num_tokens
     for ids in decode(folder, prompts, count):
         print(",".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
 
 
 def _ids(prompt: str) -> list[int]:
     """Return the ids of a prompt such as "12,5,9"."""
-    # `int` would also read 1_000 and digits of other alphabets.
+    # `int` also accepts 1_000 and digits of other alphabets.
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", prompt, re.ASCII):
         rule = "must be token ids, such as 12,5,9: the folder has no tokenizer.json"
         raise ValueError(f"a prompt is {prompt!r:.80}: {rule}")

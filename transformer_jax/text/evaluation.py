@@ -1,4 +1,4 @@
-"""Judge a model on a file that it has not seen, by the measures of the task it was trained for."""
+"""Evaluation of a model on a held-out file, with the measures of its task."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformer_jax.training.tasks.task import Report, TrainingTask, check_has
 
 
 class EvaluateOptions(TypedDict, total=False):
-    """Name the arguments of `evaluate` after the file; it says what each is."""
+    """Keyword arguments of `evaluate`, which documents them."""
 
     targets: str | None
     examples: int | None
@@ -55,38 +55,38 @@ def evaluate(
     task: str | None = None,
     report: Report | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the measures of a model on a file.
+    """Return the loss and the task's measures of a model on a file.
 
     Args:
-        model: what `load` gave.
-        data: a file like the run's own data; of pictures and sounds a .npz file.
-        targets: of pairs, the file of the targets, line by line.
-        examples: of pairs and signals, how many are decoded; None is all.
-        beams: of pairs, beams of the search; None is the run's.
-        context: of a published model, the tokens of a window; None is 512. A shorter text is one
+        model: the model that `load` returned.
+        data: a file in the format of the run's own data; for pictures and sounds, a .npz file.
+        targets: for pairs: the file of the targets, line by line.
+        examples: for pairs and signals: how many examples to decode; None decodes all.
+        beams: for pairs: width of the beam search; None is the run's.
+        context: for a published model: tokens of a window; None is 512. A shorter text is one
             window.
-        task: of a published decoder, "chat" judges its answers in lines {"messages": [...]}, as
-            the run of a `ChatTask` is judged; None judges it on a text. A run has its own.
-        report: is told how many examples are decoded.
+        task: for a published decoder: "chat" evaluates its answers on lines {"messages": [...]},
+            like a run of a `ChatTask`; None evaluates it on plain text. A run has its own task.
+        report: called with the number of examples decoded so far.
 
     Returns:
-        Numbers by name, such as "nats_per_token", "perplexity" and what the task adds.
+        Numbers by name, such as "nats_per_token", "perplexity" and the measures of the task.
 
     Raises:
-        ConfigError: if the model's task has no such option, or the file is of messages and `task`
-            does not say so.
+        ConfigError: if the model's task has no such option, or the file contains conversations and
+            `task` is not "chat".
     """
     config = task_on(
-        model, data, targets=targets, examples=examples, beams=beams, context=context, asked=task
+        model, data, targets=targets, examples=examples, beams=beams, context=context, named=task
     )
     built = model.edited_module
     if built is not None and built.edits and isinstance(config.task, OwnTask):
-        rule = "a task of your own calls its model itself, which is to be edited there"
+        rule = "a custom task calls its model itself; apply the edit in the task"
         raise ConfigError(f"edit of {built.edits[0][0]}: {rule}")
     if config.task.reads_numbers:
-        own: Any = config.task  # that `ReadsNumbers`
-        read = own.load_file(config, model.tokenizers, data)
-        return judge(read, model.params, report, built)
+        reads: Any = config.task  # a `ReadsNumbers`
+        loaded = reads.load_file(config, model.tokenizers, data)
+        return judge(loaded, model.params, report, built)
     return judge_file(config, model.tokenizers, model.params, report, built)
 
 
@@ -98,22 +98,22 @@ def task_on(
     examples: int | None,
     beams: int | None,
     context: int | None,
-    asked: str | None = None,
+    named: str | None = None,
 ) -> TrainConfig:
-    """Return the config of the model's run, or one like it, with the file to judge it on."""
+    """Return the config of the model's run, or a similar one, that evaluates on this file."""
     options: dict[str, FieldValue] = dict(targets=targets, beams=beams, examples=examples)
     for name, value in (options | {"context": context}).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}: must be at least 1")
     if model.task is None:
-        return _published(model, data, options, context, asked)
+        return _published(model, data, options, context, named)
     run = model.run
-    for name, given in {"context": context, "task": asked}.items():
-        if given is not None:
-            raise ConfigError(f"{name} is {given!r}: needs model, a run has its own")
+    for name, value in {"context": context, "task": named}.items():
+        if value is not None:
+            raise ConfigError(f"{name} is {value!r}: a run has its own; only for a published model")
     task: Task = run.task
     if isinstance(task, PreferenceTask):
-        rule = "its loss is relative to the model that the run began with; train.py measures it"
+        rule = "its loss is relative to the initial model of the run; train.py measures it"
         raise ConfigError(f"run is of task 'preference': {rule}")
     task = task.on_a_file(model.config)
     if isinstance(task, Seq2SeqTask | PrefixTask):
@@ -128,7 +128,7 @@ def task_on(
             if options[name] is not None:
                 rule = f"a run of task {task.kind!r} has no pairs"
                 raise ConfigError(f"{name} is {options[name]!r}: {rule}")
-    if task.reads_numbers:  # which reads no file while it is trained
+    if task.reads_numbers:  # its training data is not a file
         judged: dict[str, FieldValue] = {"judged": examples or 2**31 - 1}
         task = dataclasses.replace(task, **judged)
         return dataclasses.replace(run, task=task, eval_batches=None)
@@ -138,32 +138,33 @@ def task_on(
 
 
 def _published(
-    model: Reader, data: str, options: dict[str, FieldValue], context: int | None, asked: str | None
+    model: Reader, data: str, options: dict[str, FieldValue], context: int | None, named: str | None
 ) -> TrainConfig:
-    """Return the config of a published model's evaluation."""
+    """Return the config that evaluates a published model."""
     for name, value in options.items():
         if value is not None:
-            rule = "a published model is judged on text"
+            rule = "a published model is evaluated on text"
             raise ConfigError(f"{name} is {value!r}: {rule}")
     if model.kind == "targets":
-        raise ConfigError(f"model is {model.name!r}: an encoder-decoder; give it a run")
+        rule = "a published encoder-decoder cannot be evaluated; pass a run"
+        raise ConfigError(f"model is {model.name!r}: {rule}")
     if model.kind == "vectors":
-        rule = "it has no head of hidden tokens, which is what an encoder is judged by"
+        rule = "an encoder without a masked-token head cannot be evaluated"
         raise ConfigError(f"model is {model.name!r}: {rule}")
     decoder = model.kind == "text"
-    if asked is not None and (asked != "chat" or not decoder):
-        rule = "must be chat, of a decoder" if decoder else "a masked encoder is judged on text"
-        raise ConfigError(f"task is {asked!r}: {rule}")
+    if named is not None and (named != "chat" or not decoder):
+        rule = "must be chat" if decoder else "a masked encoder is evaluated on text"
+        raise ConfigError(f"task is {named!r}: {rule}")
     line: object = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        # Not JSON: a text. No file: the reader says so, below.
+        # A line that is not JSON is text. If the file is missing, the reader below raises.
         with open(data, "rb") as file:
             line = json.loads(file.readline(2**20))
-    if asked is None and isinstance(line, dict) and "messages" in line:  # as `ChatTask` reads them
-        rule = "task chat judges a decoder's answers; any other model needs a text"
+    if named is None and isinstance(line, dict) and "messages" in line:  # as `ChatTask` reads them
+        rule = "a decoder needs task chat; any other model needs text"
         raise ConfigError(f"data is {data!r}: its first line is a conversation: {rule}")
     run = published_run(cast(ModelConfig, model.config), model.name, data, context)
-    return run if asked is None else dataclasses.replace(run, task=ChatTask())
+    return run if named is None else dataclasses.replace(run, task=ChatTask())
 
 
 def judge_file(
@@ -173,24 +174,23 @@ def judge_file(
     report: Report | None = None,
     model: CheckedModule | None = None,
 ) -> dict[str, float]:
-    """Return what a model comes to on `config.val_data`, all of which is held out.
+    """Evaluate a model on `config.val_data`, which must be entirely held out.
 
-    `report` is told how many examples are decoded, and `model` is the config's, edited.
+    `report` is called with the number of decoded examples. `model` is the config's model, edited.
     """
     size = config.model.vocab_size
     try:
         task = load_task(config, tokenizers, size)
-    except ShortText as text:  # one window of all its tokens
-        of_windows = isinstance(config.task, LanguageTask) and config.task.documents is None
-        if not of_windows:
+    except ShortText as text:  # use one window of all its tokens
+        if not (isinstance(config.task, LanguageTask) and config.task.documents is None):
             raise
         if text.tokens < 2:
             rule = "must have at least two"
             raise DataError(f"data is {config.data!r}: tokens are {text.tokens}: {rule}") from None
         task = load_task(dataclasses.replace(config, context=text.tokens - 1), tokenizers, size)
-    # A task adds the special tokens that it needs, as for training.
-    if isinstance(own := task.tokenizers.tokenizer, SpecialTokens):
-        check_has(tokenizers.tokenizer, *own.names)  # a token that is added now is not trained
+    # As in training, a task adds the special tokens that it needs; new ones would be untrained.
+    if isinstance(needed := task.tokenizers.tokenizer, SpecialTokens):
+        check_has(tokenizers.tokenizer, *needed.names)
     return judge(task, params, report, model)
 
 
@@ -200,9 +200,9 @@ def judge(
     report: Report | None = None,
     model: CheckedModule | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the measures of a task's held-out part."""
+    """Return the loss and the measures on the held-out part of a task."""
     if model is not None:
-        # The caller's task keeps its own model.
+        # A copy, so that the caller's task keeps its own model.
         task = copy(task)
         task.model = model
     step = make_eval_step(batch_scores(task.model), task.prepare)
@@ -212,5 +212,4 @@ def judge(
     if (character := task.per_character(scores.loss)) is not None:
         found[f"nats_per_{character[1]}"] = character[0]
         found[f"bits_per_{character[1]}"] = character[0] / math.log(2)
-    own = task.judge(params, report)
-    return found | {"likeliest_label": scores.accuracy} | own
+    return found | {"likeliest_label": scores.accuracy} | task.judge(params, report)

@@ -1,7 +1,7 @@
-"""Export a decoder as programs of `jax.export` that run where this package is not installed.
+"""Export of decoders as `jax.export` programs that run without this package.
 
-A folder has the weights once, a program that reads prompts, a program of one step, config.json that
-describes them, and decode.py (`decode_exported`), which needs none of this package.
+A folder contains the weights (once), a program that reads prompts, a program for one step, a
+config.json that describes them, and decode.py (`decode_exported`), which runs without this package.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from transformer_jax.text import decode_exported
 from transformer_jax.untrusted_files import check_path
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-"""The platforms that a program can be lowered for, by the names that JAX has for them."""
+"""JAX's names of the platforms that a program can be lowered for."""
 
 CONTEXT = 2048
-"""The context, where none is given and the model reads as many tokens."""
+"""Default context, if the model reads at least as many tokens."""
 
 Named = dict[str, jax.Array]
-"""The leaves of a tree by their paths: "layers/0/k"."""
+"""Leaves of a tree by path: "layers/0/k"."""
 
 
 @known_keywords
@@ -53,29 +53,29 @@ def export_decoder(
     stop: Sequence[int] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a folder with which jax alone decodes, whole or not at all.
+    """Write a folder that decodes with jax only. The folder is written completely or not at all.
 
     `prefill.jax` reads prompts: (params, tokens i32[B, T], lengths i32[B]) -> (logits f32[B, V],
-    state). `step.jax` reads a token a row: (params, tokens i32[B], state) -> (logits, state). T is
-    open, up to the context. Params and state are dicts of arrays; `model.safetensors` holds the
-    params. Attention is computed by plain JAX ("xla"), which all platforms run.
+    state). `step.jax` reads one token per row: (params, tokens i32[B], state) -> (logits, state).
+    T is symbolic, up to the context. Params and state are dicts of arrays; `model.safetensors`
+    contains the params. Attention uses plain JAX ("xla"), which runs on every platform.
 
     Args:
-        path: the folder; new, or of an earlier export, which is replaced.
-        config: of a model that goes on with a text.
-        params: its parameters, in the dtypes in which they are written.
-        context: most tokens of a prompt and its answer but the last, which is never read; None is
-            the model's, at most 2048.
-        batch: B, rows; None leaves it open: the same file decodes any number of rows.
-        platforms: where the programs run, of "cpu", "cuda", "rocm" and "tpu".
+        path: the folder; a new one, or an earlier export, which is replaced.
+        config: config of a model that continues text.
+        params: parameters, in the dtypes in which they are written.
+        context: maximum number of tokens of a prompt and its answer, without the last token, which
+            is never read. None is the model's limit, at most 2048.
+        batch: B, the number of rows; None leaves it symbolic, so one file serves any batch.
+        platforms: where the programs run: any of "cpu", "cuda", "rocm" and "tpu".
         first: ids that decode.py puts before a text.
         stop: ids after which decode.py ends a row.
-        files: more files, content by name: `tokenizer.json` lets decode.py read texts.
+        files: additional files, content by name. With `tokenizer.json`, decode.py reads text.
 
     Raises:
-        CheckpointError: if the folder holds any other file, or a parameter cannot be written.
-        ConfigError: if the model does not go on with a text, or an argument is not what it must be.
-        ImportError: if flatbuffers is not installed, by which `jax.export` serialises.
+        CheckpointError: if the folder contains other files, or a parameter cannot be written.
+        ConfigError: if the model does not continue text, or an argument is invalid.
+        ImportError: if flatbuffers is not installed; `jax.export` needs it to serialise.
     """
     check_path("path", path)
     check_is_decoder(config)
@@ -84,9 +84,8 @@ def export_decoder(
         check_count("batch", batch, 1)
     listed = list(platforms) if isinstance(platforms, Sequence | Set) else []
     if not listed or isinstance(platforms, str) or any(name not in PLATFORMS for name in listed):
-        raise ConfigError(
-            f"platforms is {platforms!r}: must be one or more of {', '.join(PLATFORMS)}"
-        )
+        rule = f"must be one or more of {', '.join(PLATFORMS)}"
+        raise ConfigError(f"platforms is {platforms!r}: {rule}")
     for name, ids in (("first", first), ("stop", stop)):
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise ConfigError(f"{name} is {ids!r}: must be a list of token ids")
@@ -94,19 +93,37 @@ def export_decoder(
             check_count(f"{name}[{place}]", token, 0, config.vocab_size - 1)
     programs, state = decoding_programs(config, params, context)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named(params))
-    sizes = {  # in a scope each: a program may only name sizes that its own arguments have
+    sizes = {  # one scope each: a program may only name sizes of its own arguments
         "prefill": export.symbolic_shape("b, t", constraints=[f"t <= {context}"]),
         "step": export.symbolic_shape("b"),
     }
     written = {}
     for name, program in programs.items():
         rows, *length = sizes[name]
-        shown = arguments(rows if batch is None else batch, *length, state=state)
-        exported = export.export(jax.jit(program), platforms=listed)(shapes, *shown)
+        rows = rows if batch is None else batch
+        args: tuple[Any, ...] = (jax.ShapeDtypeStruct((rows,), jnp.int32),)  # lengths, or tokens
+        if name == "prefill":
+            args = jax.ShapeDtypeStruct((rows, *length), jnp.int32), *args
+        else:
+            leaves = state.items()
+            args += ({n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in leaves},)
+        exported = export.export(jax.jit(program), platforms=listed)(shapes, *args)
         written[f"{name}.jax"] = bytes(exported.serialize())
-    about = describe(config, context, batch, state, first, stop)
-    about |= {"jax": version("jax"), "platforms": listed}
-    # A module of this package that imports nothing of it: tested here, copied there.
+    about = {
+        "format": decode_exported.FORMAT,
+        "batch": batch,  # a symbolic size is null
+        "context": context,
+        "first": [int(i) for i in first],
+        "state": {
+            name: {"shape": [batch, *x.shape[1:]], "dtype": x.dtype.name}
+            for name, x in state.items()
+        },
+        "stop": [int(i) for i in stop],
+        "vocab_size": config.vocab_size,
+        "jax": version("jax"),
+        "platforms": listed,
+    }
+    # The script imports nothing from this package, so that it can be tested here and copied.
     script = Path(decode_exported.__file__).read_bytes()
     tensors = ((name, np.asarray(leaf)) for name, leaf in named(params).items())
     write_folder(path, about, tensors, files={**(files or {}), **written, "decode.py": script})
@@ -115,13 +132,13 @@ def export_decoder(
 def decoding_programs(
     config: AnyModelConfig, params: Params, context: int
 ) -> tuple[dict[str, Callable[..., tuple[jax.Array, Named]]], Named]:
-    """Return prefill and step as functions of dicts of arrays, and the shapes of a row's state."""
+    """Return prefill and step as functions of dicts of arrays, and the state of one row."""
     if hasattr(config, "implementation"):
-        # A kernel of this package is code of this machine; XLA's own operations run anywhere.
+        # Kernels of this package contain code for this machine; XLA's operations run anywhere.
         config = replace(config, implementation="xla")
-    # The script has no classes of this package: trees go in and out as flat dicts.
+    # The script cannot import the classes of this package, so trees are passed as flat dicts.
     structure, names = jax.tree.structure(params), [*named(params)]
-    model: Any = build(config)  # one that writes: `make_step` refuses the others
+    model: Any = build(config)  # `make_step` refuses a model that writes no tokens
     step: Any = make_step(model)
 
     def empty(rows: int) -> PyTree:
@@ -138,55 +155,23 @@ def decoding_programs(
         return logits, named(state)
 
     def advance(params: Named, tokens: jax.Array, state: Named) -> tuple[jax.Array, Named]:
-        # A dict is flattened in the order of its keys, which is not the state's.
-        held = jax.tree.unflatten(state_structure, [state[name] for name in state_names])
-        logits, held = step(whole(params), tokens[:, None], held)
-        return logits[:, 0].astype(jnp.float32), named(held)
+        # JAX flattens a dict in the order of its sorted keys, which is not the state's order.
+        tree = jax.tree.unflatten(state_structure, [state[name] for name in state_names])
+        logits, tree = step(whole(params), tokens[:, None], tree)
+        return logits[:, 0].astype(jnp.float32), named(tree)
 
     return {"prefill": read, "step": advance}, named(row)
 
 
 def named(tree: PyTree) -> Named:
-    """Return the leaves of a tree by their paths, in order."""
+    """Return the leaves of a tree by path, in order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def arguments(rows: Any, length: Any = None, *, state: Named) -> tuple[Any, ...]:
-    """Return the shapes of what is given beside params: of a prefill with a length, or a step."""
-    per_row = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    if length is not None:
-        return jax.ShapeDtypeStruct((rows, length), jnp.int32), per_row
-    of_rows = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in state.items()}
-    return per_row, of_rows
-
-
-def describe(
-    config: AnyModelConfig,
-    context: int,
-    batch: int | None,
-    state: Named,
-    first: Sequence[int],
-    stop: Sequence[int],
-) -> dict[str, Any]:
-    """Return what config.json says of every export; an open size is null."""
-    return {
-        "format": decode_exported.FORMAT,
-        "batch": batch,
-        "context": context,
-        "first": [int(i) for i in first],
-        "state": {
-            name: {"shape": [batch, *x.shape[1:]], "dtype": x.dtype.name}
-            for name, x in state.items()
-        },
-        "stop": [int(i) for i in stop],
-        "vocab_size": config.vocab_size,
-    }
-
-
 def check_is_decoder(config: AnyModelConfig) -> None:
-    """Raise ConfigError unless the model goes on with a text."""
-    rule = "must be a model that goes on with a text, and reads no source"
+    """Raise ConfigError unless the model continues text."""
+    rule = "must be a model that continues text and reads no source"
     if config.kind == "encoder-decoder" and not config.supports("shared_table"):
         raise ConfigError(f"source_vocab_size is {config.source_vocab_size}: {rule}")
     if config.kind != "decoder" and config.supports("cache"):
@@ -194,7 +179,7 @@ def check_is_decoder(config: AnyModelConfig) -> None:
 
 
 def check_context(config: AnyModelConfig, context: int | None) -> int:
-    """Return the context, or what it is where none is given; ValueError if it is too long."""
+    """Return the context, or its default if it is None; ValueError if it is too long."""
     longest = longest_text(config)
     if context is None:
         return min(longest, CONTEXT)

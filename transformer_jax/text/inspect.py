@@ -1,7 +1,7 @@
-"""What is inside a model as it reads a text: `transformer_jax.inside` with a tokenizer.
+"""Tools that inspect a model as it reads text: `transformer_jax.inside` with a tokenizer.
 
-`Inspect` has the methods; their results store arrays and draw themselves: `plot()` is a figure,
-`html()` a page. Most measure how the model answers a text:
+`Inspect` has the methods. Their results contain arrays and draw themselves: `plot()` returns a
+figure, `html()` a page. Most of them measure the answer of the model to a text:
 
     z = logit(answer) - logit(other answer), or logit(answer) if there is no other
 
@@ -22,6 +22,7 @@ import numpy as np
 from transformer_jax import inside
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError, ModelConfig
+from transformer_jax.config.architectures import AnyModelConfig
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.inside.lens import no_sum
 from transformer_jax.models.quantized import QuantizedTable
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Text = str | tuple[str, str]
-"""A text; of a model of pairs (source, target), the target as far as it is given."""
+"""A string; for a model of pairs (source, target), where the target may be incomplete."""
 
-Given = dict[str, Array]
-"""Arrays that the model reads beside the tokens, by name."""
+Inputs = dict[str, Array]
+"""Inputs of the model other than the tokens, by name."""
 
 PERIOD, ROWS = 25, 4
-"""Tokens that are repeated to score heads, and rows of them."""
+"""Number of repeated tokens, and of rows, in the text that scores heads."""
 
 
 @value_class
@@ -55,10 +56,12 @@ class Lens(Pictured):
     """Likeliest tokens after each block of a model (nostalgebraist 2020).
 
     Attributes:
-        tokens: the text of each token that is read.
-        top: `count` likeliest tokens of each of T places, after the embedding and each block.
-        probabilities: f32[L + 1, T, count], theirs.
-        masks: of a masked model, where its masks stand; None of one that writes the next token.
+        tokens: the T input tokens, as strings.
+        top: [L + 1][T][count], likeliest tokens at each position, after the embedding and after
+            each block.
+        probabilities: f32[L + 1, T, count], probabilities of `top`.
+        masks: positions of the masks of a masked model; None for a model that writes the next
+            token.
     """
 
     tokens: list[str]
@@ -75,12 +78,12 @@ class Lens(Pictured):
             for row in zip(self.top, p, strict=True)
         ]
         cells = [[marked(best[0]) for best in row] for row in self.top]
-        what = "next token" if self.masks is None else "token"
-        title = f"logit lens: the likeliest {what} if the model ended there"
+        noun = "next token" if self.masks is None else "token"
+        title = f"logit lens: the likeliest {noun} if the model ended there"
         return [Table(title, rows, _marked(self.tokens), p[..., 0], 1.0, cells, hints)]
 
     def summary(self) -> str:
-        """Return what the last block says after the last token, or at each mask."""
+        """Return the likeliest tokens of the last block after the last token, or at each mask."""
         if self.masks is None:
             return f"after the last token: {self._likeliest(-1)}"
         return "\n".join(f"token {i}, a mask: {self._likeliest(i)}" for i in self.masks)
@@ -93,16 +96,16 @@ class Lens(Pictured):
 class Patching(Pictured):
     """Result of activation patching: the effect of each activation of one prompt, put into another.
 
-    A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 leaves the answer to the other
-    prompt, 1 is the answer to the text (activation patching, Meng et al. 2022; Wang et al. 2023).
+    A share is (z(patched) - z(other)) / (z(text) - z(other)): 0 keeps the answer to the other
+    prompt, 1 restores the answer to the text (Meng et al. 2022; Wang et al. 2023).
 
     Attributes:
-        tokens: the text of each token of the text, and `other_tokens` of the other prompt.
-        answer: the token whose logit counts, and `other_answer` the one that is subtracted.
+        tokens: tokens of the text, as strings; `other_tokens` are those of the other prompt.
+        answer: the token whose logit counts; the logit of `other_answer` is subtracted.
         clean: z of the text.
         corrupted: z of the other prompt.
-        by_token: shares f32[L, T] by the name of a place in a block, one token of it put in.
-        by_head: shares f32[L, N], all tokens of one head put in.
+        by_token: shares f32[L, T] by place in a block, with one token of the place put in.
+        by_head: shares f32[L, N] by place in a block, with all tokens of one head put in.
     """
 
     tokens: list[str]
@@ -128,26 +131,27 @@ class Patching(Pictured):
         return found
 
     def summary(self) -> str:
-        """Return z of both prompts, and the heads that bring back most of it."""
-        what = _difference(self.answer, self.other_answer)
-        lines = [f"{what}: {self.clean:.3f} of the text, {self.corrupted:.3f} of the other"]
+        """Return z of both prompts, and the heads with the largest shares."""
+        z = _difference(self.answer, self.other_answer)
+        lines = [f"{z}: {self.clean:.3f} for the text, {self.corrupted:.3f} for the other prompt"]
         lines += [f"{name}: {_largest(x)}" for name, x in self.by_head.items()]
         return "\n".join(lines)
 
 
 @value_class
 class Heads(Pictured):
-    """Effect of each head on an answer, and scores that tell its kind.
+    """Effect of each head on an answer, and scores that classify the head.
 
     Attributes:
-        tokens: the text of each token that is read.
+        tokens: the input tokens, as strings.
         answer: the token whose logit counts; `other_answer` is subtracted, unless None.
-        value: z, with all heads.
-        without: f32[L, N], z with one head silenced (its output is 0) less z with all of them.
-        entropy: f32[L, N], nats of the weights over this text, the mean of its tokens.
-        scores: f32[L, N] each, weights on random tokens that are repeated once, of rows drawn with
-            key 0: to the token before, the same token, and the token after it (Olsson et al. 2022).
-        cross_without: f32[L, N], as `without`, of the heads over a source.
+        value: z with all heads.
+        without: f32[L, N], z without one head (its output is 0) minus z with all heads.
+        entropy: f32[L, N], entropy of the weights in nats, averaged over the tokens of this text.
+        scores: f32[L, N] each, attention weights on random tokens that are repeated once (drawn
+            with key 0): to the previous token, to the earlier copy of the token, and to the token
+            after that copy (Olsson et al. 2022).
+        cross_without: f32[L, N], like `without` for the heads of cross-attention.
     """
 
     tokens: list[str]
@@ -161,12 +165,10 @@ class Heads(Pictured):
 
     def tables(self) -> list[Table]:
         """Return a table for each measure: rows are blocks, columns heads."""
-        what = _difference(self.answer, self.other_answer)
-        named: dict[str, tuple[np.ndarray, float | None]] = {
-            f"change of {what} without the head": (self.without, None)
-        }
+        change = f"change of {_difference(self.answer, self.other_answer)} without the head"
+        named: dict[str, tuple[np.ndarray, float | None]] = {change: (self.without, None)}
         if self.cross_without is not None:
-            named[f"change of {what} without the head over the source"] = self.cross_without, None
+            named[f"{change} of cross-attention"] = self.cross_without, None
         for name, x in self.scores._asdict().items():
             title = f"{name.replace('_', ' ')} score, on random tokens repeated once"
             named[title] = np.asarray(x), 1.0
@@ -174,11 +176,11 @@ class Heads(Pictured):
         return [Table(title, _blocks(x), _heads(x), x, most) for title, (x, most) in named.items()]
 
     def summary(self) -> str:
-        """Return z, and the heads without which it changes most."""
-        what = _difference(self.answer, self.other_answer)
-        lines = [f"{what}: {self.value:.3f}", f"change without: {_largest(self.without)}"]
+        """Return z, and the heads whose removal changes it most."""
+        z = _difference(self.answer, self.other_answer)
+        lines = [f"{z}: {self.value:.3f}", f"change without: {_largest(self.without)}"]
         if self.cross_without is not None:
-            lines.append(f"change without, over the source: {_largest(self.cross_without)}")
+            lines.append(f"change without, in cross-attention: {_largest(self.cross_without)}")
         return "\n".join(lines)
 
 
@@ -187,16 +189,16 @@ class Attribution(Pictured):
     """Contribution of each token, and of each part of the model, to an answer.
 
     Attributes:
-        tokens: the text of each token that is read.
+        tokens: the input tokens, as strings.
         answer: the token whose logit counts; `other_answer` is subtracted, unless None.
         value: z.
-        baseline: the token that was put in the place of each, and `baseline_value` z of those.
-        shares: f32[T], integrated gradients (Sundararajan et al. 2017): their sum is about
+        baseline: the token that replaced every token; `baseline_value` is z of that input.
+        shares: f32[T], integrated gradients (Sundararajan et al. 2017); their sum is about
             value - baseline_value.
-        heads: f32[L, N], what each head adds to z at that token; `feed_forward` f32[L] each
-            feed-forward branch, None where there is none; `embedding` and `bias` the rest: together
-            z (direct logit attribution). None where z is no sum, which `reason` says.
-        cross_heads: f32[L, N], of the heads over a source.
+        heads: f32[L, N], the contribution of each head to z. With `feed_forward` f32[L] (None
+            without feed-forward branches), `embedding` and `bias`, the sum is z (direct logit
+            attribution). None if z is not such a sum; `reason` explains why.
+        cross_heads: f32[L, N], contributions of the heads of cross-attention.
     """
 
     tokens: list[str]
@@ -214,9 +216,9 @@ class Attribution(Pictured):
     reason: str | None = None
 
     def tables(self) -> list[Table]:
-        """Return the tokens, and a table of the parts: rows are blocks."""
-        what = _difference(self.answer, self.other_answer)
-        title = f"{what}: what each token adds, for {marked(self.baseline)!r} in its place"
+        """Return a table of the tokens, and one of the parts: rows are blocks."""
+        z = _difference(self.answer, self.other_answer)
+        title = f"{z}: contribution of each token, compared with {marked(self.baseline)!r}"
         found = [Table(title, [""], _marked(self.tokens), self.shares[None])]
         if self.heads is None:
             return found
@@ -229,16 +231,16 @@ class Attribution(Pictured):
             columns += [f"source {name}" for name in _heads(self.cross_heads)]
         rest = f"embedding {self.embedding:.2f}, biases {self.bias:.2f}"
         table = np.concatenate(parts, axis=1)
-        title = f"what each part adds by itself; besides {rest}"
+        title = f"direct contribution of each part; the rest is {rest}"
         return [*found, Table(title, _blocks(table), columns, table)]
 
     def summary(self) -> str:
-        """Return z, and what adds most to it."""
-        what = _difference(self.answer, self.other_answer)
-        lines = [f"{what}: {self.value:.3f}, of {self.baseline!r} alone {self.baseline_value:.3f}"]
+        """Return z, and its largest contributions."""
+        z = _difference(self.answer, self.other_answer)
+        baseline = f"{self.baseline_value:.3f} for {self.baseline!r} only"
         order = np.argsort(-np.abs(self.shares), kind="stable")[:5]
-        said = ", ".join(f"{self.tokens[t]!r} {self.shares[t]:+.3f}" for t in order)
-        lines.append(f"tokens: {said}")
+        shares = ", ".join(f"{self.tokens[t]!r} {self.shares[t]:+.3f}" for t in order)
+        lines = [f"{z}: {self.value:.3f}, {baseline}", f"tokens: {shares}"]
         if self.heads is not None:
             lines.append(f"heads: {_largest(self.heads)}")
         if self.reason is not None:
@@ -254,15 +256,15 @@ class AttentionMaps:
     """Attention weights of every layer and head over the tokens of a text.
 
     Attributes:
-        tokens: the text of each token that is read, special ones by their names.
-        weights: f32[L, N, T, T], that of key token s for query token t at [layer, head, t, s]; of a
-            recurrent model, whose tokens do not attend to each other, without layers.
-        source_tokens: the text of each token of the source, where an encoder reads one.
-        cross: f32[L, N, T, S], in an encoder-decoder those of the source's tokens for the target's;
-            a recurrent one has one layer and one head of them.
-        encoder: f32[L, N, S, S], in an encoder-decoder those of the source's tokens for each other.
-        written: the text of the token that an encoder-decoder writes after each of `tokens`: row t
-            of `cross` holds the weights that it is written by.
+        tokens: the input tokens, as strings; special tokens by name.
+        weights: f32[L, N, T, T], the weight of key token s for query token t at
+            [layer, head, t, s]. L is 0 for a recurrent model, which has no self-attention.
+        source_tokens: tokens of the source, as strings, for an encoder-decoder.
+        cross: f32[L, N, T, S], cross-attention of an encoder-decoder, from target tokens to source
+            tokens. A recurrent model has one layer and one head.
+        encoder: f32[L, N, S, S], self-attention of the encoder.
+        written: the token that an encoder-decoder writes after each of `tokens`, as strings. Row t
+            of `cross` contains the weights that produced it.
     """
 
     tokens: list[str]
@@ -275,15 +277,15 @@ class AttentionMaps:
     def plot(
         self, *, part: Part | None = None, layer: int | None = None, head: int | None = None
     ) -> Figure:
-        """Draw a map for each layer and head: rows look at columns, darker is more.
+        """Draw a map for each layer and head: rows attend to columns, darker is more.
 
-        Rows of "cross" are the tokens that are written. `plot().savefig("map.png")` writes the
-        picture. A map that is alone is large, and its numbers stand in it.
+        The rows of "cross" are the written tokens. A single map is larger and shows its numbers.
+        `plot().savefig("map.png")` writes the picture.
 
         Args:
-            part: "self", "cross" or "encoder": one kind of weights; None is all.
-            layer: one layer, from 0 on; None is all.
-            head: one head, from 0 on; None is all.
+            part: one kind of weights, "self", "cross" or "encoder"; None draws all.
+            layer: one layer, from 0; None draws all.
+            head: one head, from 0; None draws all.
 
         Raises:
             ConfigError: if these weights have no such part, layer or head.
@@ -291,32 +293,32 @@ class AttentionMaps:
         every: dict[str, Maps] = {}
         source = self.source_tokens or []
         if self.cross is not None:
-            title = "cross-attention: what is written looks at the source"
+            title = "cross-attention: written tokens attend to the source"
             every["cross"] = _maps(title, self.cross, self.written or self.tokens, source)
         if len(self.weights):
             every["self"] = _maps("self-attention", self.weights, self.tokens, self.tokens)
         if self.encoder is not None:
             every["encoder"] = _maps("self-attention of the encoder", self.encoder, source, source)
         if part is not None and part not in every:
-            rule = f"must be {' or '.join(map(repr, every))}"
-            raise ConfigError(f"part is {part!r}: {rule}, which this model has")
+            rule = f"must be {' or '.join(map(repr, every))} for this model"
+            raise ConfigError(f"part is {part!r}: {rule}")
         drawn = list(every.values()) if part is None else [every[part]]
-        return draw_maps([_chosen(maps, layer, head) for maps in drawn])
+        return draw_maps([_select(maps, layer, head) for maps in drawn])
 
 
 def _maps(title: str, weights: np.ndarray, rows: list[str], columns: list[str]) -> Maps:
     return Maps(title, weights, rows, columns, *map(range, weights.shape[:2]))
 
 
-def _chosen(maps: Maps, layer: int | None, head: int | None) -> Maps:
-    """Return the maps of one layer, and of one head; ConfigError for one that is not there."""
+def _select(maps: Maps, layer: int | None, head: int | None) -> Maps:
+    """Return the maps of one layer, and of one head; ConfigError if it does not exist."""
     for axis, (name, index) in enumerate(dict(layer=layer, head=head).items()):
         if index is None:
             continue
         count = maps.weights.shape[axis]
         if type(index) is not int or not 0 <= index < count:
-            what = maps.title.partition(":")[0]
-            raise ConfigError(f"{name} is {index!r}: must be 0 to {count - 1} in {what}")
+            kind = maps.title.partition(":")[0]
+            raise ConfigError(f"{name} is {index!r}: must be 0 to {count - 1} in {kind}")
         kept: dict[str, Any] = {f"{name}s": [index], "weights": maps.weights.take([index], axis)}
         maps = maps._replace(**kept)
     return maps
@@ -324,7 +326,7 @@ def _chosen(maps: Maps, layer: int | None, head: int | None) -> Maps:
 
 @dataclass(frozen=True)
 class Inspect:
-    """What is inside a model as it reads a text: `LanguageModel.inspect`."""
+    """Tools that show the internal values of a model for a text: `LanguageModel.inspect`."""
 
     model: Reader
 
@@ -333,15 +335,15 @@ class Inspect:
         """Return the attention weights of every layer and head, with the tokens as labels.
 
         Args:
-            text: a text; for an encoder-decoder and a run on pairs `(source, target)`, or a source,
-                whose target the model writes.
+            text: a string; for an encoder-decoder and a run on pairs `(source, target)`, or a
+                source, for which the model writes the target.
 
         Returns:
-            Weights with their tokens; their `plot()` is a picture.
+            Weights with their tokens; their `plot()` draws them.
 
         Raises:
             ConfigError: if the model has no attention over tokens.
-            ValueError: if the text exceeds what the model reads.
+            ValueError: if the text has another form, or is longer than the model can read.
         """
         model, config = self.model, self.model.config
         if model.kind == "targets" and isinstance(text, str):
@@ -349,24 +351,22 @@ class Inspect:
         blocks = config if isinstance(config, ModelConfig) else None
         attends = blocks is not None and blocks.inputs is None
         if not attends and getattr(config, "attention", None) is None:
-            rule = "has no attention over tokens"
-            if config.places():
-                rule += "; model.apply(..., capture=places(config)) looks inside"
+            rule = f"has no attention over tokens{_capture_hint(config)}"
             raise ConfigError(f"attention: a {type(config).__name__} of {model.name!r} {rule}")
         whole = read_whole(model, text)
         ids, source = whole.ids, whole.source
-        found = programs.attention_weights(model.module, model.params, ids[None], whole.given())
+        found = programs.attention_weights(model.module, model.params, ids[None], whole.inputs())
 
         def stacked(name: str, depth: int) -> np.ndarray:  # f32[L, N, T, S]
             layers = (found[name.format(i)][0] for i in range(depth))
             return np.stack([np.asarray(x, np.float32) for x in layers])
 
         labels = token_texts(model.tokenizer, ids)
-        own_weights = np.zeros((0, 1, len(ids), len(ids)), np.float32)
+        weights = np.zeros((0, 1, len(ids), len(ids)), np.float32)
         if blocks is not None:
-            own_weights = stacked("block_{}/attention/weights", programs.depth(blocks))
+            weights = stacked("block_{}/attention/weights", programs.depth(blocks))
         if source is None or whole.labels is None:
-            return AttentionMaps(labels, own_weights)
+            return AttentionMaps(labels, weights)
         encoder = None
         if blocks is not None:
             cross = stacked("block_{}/cross_attention/weights", blocks.decoder_layers)
@@ -374,29 +374,29 @@ class Inspect:
         else:
             cross = np.asarray(found["attention/weights"], np.float32)[None]
         return AttentionMaps(
-            labels, own_weights, token_texts(model.tokenizers.of_source, source), cross,
-            encoder, token_texts(model.tokenizer, whole.labels),
+            labels, weights, token_texts(model.tokenizers.of_source, source), cross, encoder,
+            token_texts(model.tokenizer, whole.labels),
         )  # fmt: skip
 
     @known_keywords
     def lens(self, text: Text, *, count: int = 5) -> Lens:
-        """Return what the model would write after each block, at each token: the logit lens.
+        """Return the likeliest tokens after each block, at each position: the logit lens.
 
         Args:
-            text: a text, or (source, target) of a model of pairs, whose decoder is read.
-            count: how many tokens are returned for each place, the likeliest first; at most as many
-                as the tokenizer knows.
+            text: a string, or (source, target) for a model of pairs, whose decoder is inspected.
+            count: number of tokens to return for each position, likeliest first; at most the size
+                of the vocabulary.
 
         Raises:
-            ConfigError: if the model is no transformer that writes tokens.
-            ValueError: if the text has another form, or is longer than the model reads.
+            ConfigError: if the model is not a transformer that writes tokens.
+            ValueError: if the text has another form, or is longer than the model can read.
         """
         model = self.model
-        _, prompt, given = _read(model, "lens", text)
-        kinds = _kinds(model)
         check_count("count", count, 1)
+        _, prompt, inputs = _read(model, "lens", text)
+        size = _vocabulary(model)
         found = programs.lens(
-            model.module, model.params, prompt.ids[None], given, min(count, kinds), kinds
+            model.module, model.params, prompt.ids[None], inputs, min(count, size), size
         )
         p, ids = map(np.asarray, found)
         flat = token_texts(model.tokenizer, ids.ravel())
@@ -408,58 +408,59 @@ class Inspect:
     def patch(
         self, text: Text, other: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Patching:
-        """Return which values of a text bring its answer into the pass over another prompt.
+        """Return which values of a text restore its answer when put into another prompt.
+
+        A warning is issued if z differs between the prompts by less than 0.1, or by less than a
+        tenth of the largest change that a value causes. Shares of such a difference mean little.
 
         Args:
-            text: the prompt whose values are put in; (source, target) of a model of pairs.
-            other: the prompt that is read: of as many tokens, with the same source.
+            text: the prompt whose values are put in; (source, target) for a model of pairs.
+            other: the prompt that receives them, with the same number of tokens and source.
             answer: a word of one token, the answer to the text; None is the model's likeliest.
             other_answer: the answer to the other prompt; None is the model's likeliest.
 
-        It warns where the answers differ by less than 0.1, or by less than a tenth of the largest
-        change that a value makes: shares of such a difference say little.
-
         Raises:
-            ConfigError: if the model is no transformer that writes tokens.
-            ValueError: if the prompts differ in length, or are answered alike, or an answer is no
-                token.
+            ConfigError: if the model is not a transformer that writes tokens.
+            ValueError: if the prompts differ in length or have the same answer, or if an answer is
+                not a token.
         """
         model = self.model
-        config, clean, given = _read(model, "patch", text)
-        _, corrupted, others = _read(model, "patch", other)
+        config, clean, inputs = _read(model, "patch", text)
+        _, corrupted, other_inputs = _read(model, "patch", other)
         if len(clean.ids) != len(corrupted.ids):
-            rule = f"must be as many as those of the text, {len(clean.ids)}"
+            rule = f"must be as many as in the text, {len(clean.ids)}"
             raise DataError(f"other has {len(corrupted.ids)} tokens: {rule}")
-        if any(not np.array_equal(given[name], others[name]) for name in given):
+        if any(not np.array_equal(inputs[name], other_inputs[name]) for name in inputs):
             raise DataError(f"other is {other!r:.80}: must have the source of the text")
-        at = _place_of_answer(model, clean)
-        if _place_of_answer(model, corrupted) != at:
-            raise DataError("other has its mask elsewhere: must be where that of the text is")
-        asked = (answer, clean), (other_answer, corrupted)
-        names = "answer", "other_answer"
-        ids = [_answer(model, *pair, given, at, n) for n, pair in zip(names, asked, strict=True)]
-        said = token_texts(model.tokenizer, ids)
+        at = _answer_position(model, clean)
+        if (elsewhere := _answer_position(model, corrupted)) != at:
+            raise DataError(f"other has its mask at token {elsewhere}: must be at {at}, as in text")
+        ids = [
+            _answer(model, answer, clean, inputs, at, "answer"),
+            _answer(model, other_answer, corrupted, inputs, at, "other_answer"),
+        ]
+        answers = token_texts(model.tokenizer, ids)
         if ids[0] == ids[1]:
-            rule = "give an answer and an other_answer that differ"
-            raise DataError(f"both prompts are answered by {said[0]!r}: {rule}")
+            rule = "pass an answer and an other_answer that differ"
+            raise DataError(f"the answer to both prompts is {answers[0]!r}: {rule}")
         found = programs.patched(
-            model.module, model.params, clean.ids[None], corrupted.ids[None], given,
+            model.module, model.params, clean.ids[None], corrupted.ids[None], inputs,
             np.array(ids, np.int32), at,
         )  # fmt: skip
         whole, base, by_token, by_head = jax.tree.map(np.asarray, found)
         if abs(whole - base) < 1e-6:
-            rule = f"{_difference(*said)} must differ between the prompts"
-            raise DataError(f"nothing to bring back: {rule}, and is {whole:.6f}")
+            z = _difference(*answers)
+            raise DataError(f"{z} is {whole:.6f} for both prompts: must differ between them")
         largest = max(float(np.abs(x - base).max()) for x in (by_token, *by_head))
         if abs(whole - base) < (bound := max(0.1, 0.1 * largest)):
-            what = f"{_difference(*said)} differs by {abs(whole - base):.2g} between the prompts"
-            rule = "so shares of it say little; take prompts whose answers differ more"
-            warnings.warn(f"{what}, less than {bound:.2g}: {rule}", stacklevel=2)
+            z = f"{_difference(*answers)} differs by {abs(whole - base):.2g} between the prompts"
+            rule = "shares of it mean little; use prompts whose answers differ more"
+            warnings.warn(f"{z}, less than {bound:.2g}: {rule}", stacklevel=2)
         share = lambda x: (x - base) / (whole - base)  # noqa: E731
         streams, branches = programs.streams(config), programs.branches(config)
         return Patching(
             token_texts(model.tokenizer, clean.ids), token_texts(model.tokenizer, corrupted.ids),
-            said[0], said[1], float(whole), float(base),
+            answers[0], answers[1], float(whole), float(base),
             dict(zip(streams, share(by_token), strict=True)),
             {f"{b}/heads": share(x) for b, x in zip(branches, by_head, strict=True)},
         )  # fmt: skip
@@ -468,36 +469,36 @@ class Inspect:
     def heads(
         self, text: Text, *, answer: str | None = None, other_answer: str | None = None
     ) -> Heads:
-        """Return how an answer changes without each head, and what kind of head each is.
+        """Return the change of an answer without each head, and scores of the head's kind.
 
         Args:
-            text: a text, or (source, target) of a model of pairs.
+            text: a string, or (source, target) for a model of pairs.
             answer: a word of one token; None is the model's likeliest.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
 
         Raises:
-            ConfigError: if the model is no transformer that writes tokens.
-            ValueError: if the text has another form, or an answer is no token.
+            ConfigError: if the model is not a transformer that writes tokens.
+            ValueError: if the text has another form, or an answer is not a token.
         """
         model = self.model
-        config, prompt, given = _read(model, "heads", text)
-        ids, at, said = _answers(model, prompt, given, answer, other_answer)
-        value, without = programs.without(
-            model.module, model.params, prompt.ids[None], given, ids, at
+        config, prompt, inputs = _read(model, "heads", text)
+        ids, at, answers = _answers(model, prompt, inputs, answer, other_answer)
+        value, changes = programs.without(
+            model.module, model.params, prompt.ids[None], inputs, ids, at
         )
-        kinds = _kinds(model)
-        period = min(PERIOD, config.max_len // 2, kinds)
-        repeated = inside.repeated_tokens(jax.random.key(0), kinds, rows=ROWS, period=period)
-        rows: Given = {n: np.repeat(x, ROWS, 0) for n, x in given.items() if n == "source"}
+        size = _vocabulary(model)
+        period = min(PERIOD, config.max_len // 2, size)
+        repeated = inside.repeated_tokens(jax.random.key(0), size, rows=ROWS, period=period)
+        rows: Inputs = {n: np.repeat(x, ROWS, 0) for n, x in inputs.items() if n == "source"}
         weights = programs.weights(model.module, model.params, np.asarray(repeated), rows)
         entropy = inside.attention_entropy(
-            programs.weights(model.module, model.params, prompt.ids[None], given)[0]
+            programs.weights(model.module, model.params, prompt.ids[None], inputs)[0]
         ).mean(axis=-1)
         scores = jax.tree.map(np.asarray, inside.head_scores(weights, period))
-        own, *cross = map(np.asarray, without)
+        without, *cross_without = map(np.asarray, changes)
         return Heads(
-            token_texts(model.tokenizer, prompt.ids), *said, float(value), own, np.asarray(entropy),
-            scores, *cross,
+            token_texts(model.tokenizer, prompt.ids), *answers, float(value), without,
+            np.asarray(entropy), scores, *cross_without,
         )  # fmt: skip
 
     @known_keywords
@@ -509,50 +510,48 @@ class Inspect:
         other_answer: str | None = None,
         baseline: str | None = None,
     ) -> Attribution:
-        """Return what each token that is read, and each part of the model, adds to an answer.
+        """Return the contribution of each token, and of each part of the model, to an answer.
 
         Args:
-            text: a text, or (source, target) of a model of pairs, of which the target is asked.
+            text: a string, or (source, target) for a model of pairs, which attributes the target.
             answer: a word of one token; None is the model's likeliest.
             other_answer: a word whose logit is subtracted; None subtracts nothing.
-            baseline: a text of one token that says nothing, which is put in the place of each
-                token; None is the tokenizer's mask, padding, unknown token or end of a text, the
-                first that it has, or else a space.
+            baseline: a neutral string of one token that replaces every token. None is the first of
+                mask, padding, unknown token and end of text that the tokenizer has, or else a
+                space.
 
         Raises:
-            ConfigError: if the model is no transformer that writes tokens.
-            ValueError: if the text has another form, or an answer or the baseline is no token.
+            ConfigError: if the model is not a transformer that writes tokens.
+            ValueError: if the text has another form, or an answer or the baseline is not a token.
         """
         model = self.model
-        config, prompt, given = _read(model, "attribution", text)
-        if baseline is not None:  # it is refused before anything compiles
-            token_id(model.tokenizer, "baseline", baseline, config.vocab_size)
-        ids, at, said = _answers(model, prompt, given, answer, other_answer)
-        # The token that stands for no token: a mask or padding if there is one, else a space.
-        size, named_ids = config.vocab_size, special_ids(model.tokenizer)
-        if isinstance(plain(model.tokenizer), WordTokenizer):
-            named_ids = {"unk": 0, **named_ids}
-        usual = (named_ids.get(name, size) for name in ("mask", "pad", "unk", "eos"))
-        start = next((i for i in usual if i < size), None)
-        if baseline is not None or start is None:
-            try:
-                text = " " if baseline is None else baseline
-                start = token_id(model.tokenizer, "baseline", text, size)
-            except DataError:
-                if baseline is not None:
-                    raise
-                rule = "the tokenizer has no mask, padding or space: give a text of one token"
-                raise DataError(f"baseline is None: {rule}") from None
+        config, prompt, inputs = _read(model, "attribution", text)
+        size, tokenizer = config.vocab_size, model.tokenizer
+        if baseline is not None:
+            start = token_id(tokenizer, "baseline", baseline, size)
+        else:
+            usual = special_ids(tokenizer)
+            if isinstance(plain(tokenizer), WordTokenizer):
+                usual = {"unk": 0, **usual}
+            candidates = (usual.get(name, size) for name in ("mask", "pad", "unk", "eos"))
+            start = next((i for i in candidates if i < size), size)
+            if start == size:
+                try:
+                    start = token_id(tokenizer, "baseline", " ", size)
+                except DataError:
+                    rule = "must be a string of one token; the tokenizer has no mask or space"
+                    raise DataError(f"baseline is None: {rule}") from None
+        ids, at, answers = _answers(model, prompt, inputs, answer, other_answer)
         found = programs.attributed(
-            model.module, model.params, prompt.ids[None], given, ids, np.array(start, np.int32), at
+            model.module, model.params, prompt.ids[None], inputs, ids, np.array(start, np.int32), at
         )
         (value, base, shares), parts = jax.tree.map(np.asarray, found)
-        texts, named = token_texts(model.tokenizer, [*prompt.ids, start]), dict[str, Any]()
+        texts, named = token_texts(tokenizer, [*prompt.ids, start]), dict[str, Any]()
         if parts is not None:
             named = {name: x[0] for name, x in parts._asdict().items() if x is not None}
             named |= {name: float(named[name]) for name in ("embedding", "bias")}
         return Attribution(
-            texts[:-1], *said, float(value), texts[-1], float(base), shares, **named,
+            texts[:-1], *answers, float(value), texts[-1], float(base), shares, **named,
             reason=no_sum(config),
         )  # fmt: skip
 
@@ -565,96 +564,102 @@ class Inspect:
         plus: str | Sequence[str] = (),
         count: int = 10,
     ) -> list[tuple[str, float]]:
-        """Return the tokens whose vectors point most nearly where that of a word does.
+        """Return the tokens whose embeddings are closest in direction to that of a word.
 
-        e is the input embedding, the vector of each token that the model reads (of an
-        encoder-decoder with two vocabularies, those of the sources), and u = e / |e|. With words
-        to take away and to add (Mikolov et al. 2013), the direction is
+        e is the input embedding (the embedding of the sources, if an encoder-decoder has two
+        vocabularies), and u = e / |e|. With words to subtract and to add (Mikolov et al. 2013),
+        the direction is
 
             x = u(word) - sum of u(minus) + sum of u(plus)
             cos(x, e(w)) = x . e(w) / (|x| |e(w)|)
 
-        A word is looked up as it stands after another one, with its space, if the tokenizer has
-        that as one token.
+        A word is looked up with a leading space, as it appears inside a text, if the tokenizer has
+        that token.
 
         Args:
-            word: a word that is one token.
-            minus: a word or several, whose vectors are taken away.
-            plus: a word or several, whose vectors are added.
-            count: how many tokens are returned, at least 1.
+            word: a word of one token.
+            minus: a word or several whose vectors are subtracted.
+            plus: a word or several whose vectors are added.
+            count: number of tokens to return, at least 1.
 
         Returns:
-            Pairs of a token's text and its cosine, the largest first, without the given words and
+            Pairs of a token and its cosine, largest first, without the words of the query and
             special tokens.
 
         Raises:
-            ConfigError: if the model has no vectors of tokens.
-            ValueError: if a word is several tokens, or none, and so has no vector.
+            ConfigError: if the model has no embeddings of tokens.
+            ValueError: if a word is not a single token, or an argument has the wrong type.
         """
-        away, added = ([one] if isinstance(one, str) else list(one) for one in (minus, plus))
         check_count("count", count, 1)
+        terms = [("word", word, 1.0)]
+        for name, words, sign in (("minus", minus, -1.0), ("plus", plus, 1.0)):
+            words = [words] if isinstance(words, str) else words
+            if not isinstance(words, list | tuple):
+                raise DataError(f"{name} is {words!r:.60}: must be a word or a list of words")
+            terms += [(name, one, sign) for one in words]
+        for name, one, _ in terms:
+            if not isinstance(one, str) or len(one.split()) != 1:
+                raise DataError(f"{name} is {one!r:.60}: must be one word")
         model, tokenizer = self.model, self.model.tokenizers.of_source
         table = _input_embedding(model)[: tokenizer.vocab_size]
         lengths = np.linalg.norm(table, axis=1)
         unit = table / np.where(lengths > 0, lengths, 1.0)[:, None]
-        named = [("word", word, 1.0)]
-        named += [("minus", one, -1.0) for one in away] + [("plus", one, 1.0) for one in added]
-        for name, one, _ in named:
-            if not isinstance(one, str) or len(one.split()) != 1:
-                raise DataError(f"{name} is {one!r:.60}: must be one word")
-        ids = [token_id(tokenizer, name, one, len(table)) for name, one, _ in named]
-        # a word that is added and taken away has no part, not even the rest of a rounding
-        times = dict.fromkeys(ids, 0.0)
-        for i, (_, _, sign) in zip(ids, named, strict=True):
-            times[i] += sign
-        wanted = np.array(list(times.values())) @ unit[list(times)]
-        length = np.linalg.norm(wanted)
-        if length <= len(named) * np.finfo(np.float32).eps:
+        # Count each word first, so that one that is added and subtracted leaves no rounding error.
+        factors: dict[int, float] = {}
+        for name, one, sign in terms:
+            i = token_id(tokenizer, name, one, len(table))
+            factors[i] = factors.get(i, 0.0) + sign
+        direction = np.array(list(factors.values())) @ unit[list(factors)]
+        length = np.linalg.norm(direction)
+        if length <= len(terms) * np.finfo(np.float32).eps:
             rule = "the sum of the vectors is 0, which has no direction"
             raise DataError(f"word is {word!r}: {rule}")
-        cosines = unit @ wanted / length
-        own = plain(tokenizer)
-        left_out = {*ids, *special_ids(tokenizer).values(), *np.flatnonzero(lengths == 0)}
-        if isinstance(own, WordTokenizer):
-            left_out |= {0, 1}  # an unknown word, and the end of a line
-        if isinstance(own, PretrainedTokenizer):
-            left_out |= {i for i in range(len(table)) if own.is_added(i)}
+        cosines = unit @ direction / length
+        base = plain(tokenizer)
+        excluded = {*factors, *special_ids(tokenizer).values(), *np.flatnonzero(lengths == 0)}
+        if isinstance(base, WordTokenizer):
+            excluded |= {0, 1}  # the unknown word, and the newline
+        if isinstance(base, PretrainedTokenizer):
+            excluded |= {i for i in range(len(table)) if base.is_added(i)}
         found = list[tuple[str, float]]()
         for i in np.argsort(-cosines, kind="stable"):
             if len(found) == count:
                 break
-            text = "" if i in left_out else token_texts(tokenizer, [i])[0]
+            text = "" if i in excluded else token_texts(tokenizer, [i])[0]
             if text:  # an id may be unused
                 found.append((text, float(cosines[i])))
         return found
 
 
-def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Given]:
-    """Return a text as the model reads it; ConfigError for a model without blocks or logits."""
+def _read(model: Reader, tool: str, text: Text) -> tuple[ModelConfig, WholeText, Inputs]:
+    """Tokenise a text; ConfigError if the model has no blocks or no logits of tokens."""
     config = model.config
     if model.kind in ("labels", "signals", "vectors"):
         raise ConfigError(f"{tool}: {model.instead()}; it has no logits of tokens")
     if not isinstance(config, ModelConfig):
-        rule = "has no blocks and heads"
-        if config.places():
-            rule += "; model.apply(..., capture=places(config)) looks inside"
+        rule = f"has no blocks and heads{_capture_hint(config)}"
         raise ConfigError(f"{tool}: a {type(config).__name__} of {model.name!r} {rule}")
     prompt = read_whole(model, text)
-    return config, prompt, prompt.given()
+    return config, prompt, prompt.inputs()
 
 
-def _kinds(model: Reader) -> int:
-    """Return how many of the model's tokens its tokenizer knows."""
+def _capture_hint(config: AnyModelConfig) -> str:
+    use = "use model.apply(..., capture=places(config)) for its internal values"
+    return f"; {use}" if config.places() else ""
+
+
+def _vocabulary(model: Reader) -> int:
+    """Return the number of tokens that both the model and its tokenizer have."""
     return min(model.tokenizer.vocab_size, model.config.vocab_size)
 
 
-def _place_of_answer(model: Reader, prompt: WholeText) -> int:
-    """Return where the answer's logits are: at the last token, or at the first mask."""
+def _answer_position(model: Reader, prompt: WholeText) -> int:
+    """Return the position of the answer's logits: the last token, or the first mask."""
     if model.kind != "masks":
         return len(prompt.ids) - 1
     masks = _masks(model, prompt)
     if not masks:
-        raise DataError("text has no mask: must have one, [MASK] or _, where it is answered")
+        raise DataError("text has no mask: must contain [MASK] or _ for the answer")
     return masks[0]
 
 
@@ -664,27 +669,27 @@ def _masks(model: Reader, prompt: WholeText) -> list[int]:
 
 
 def _answer(
-    model: Reader, word: str | None, prompt: WholeText, given: Given, at: int, name: str
+    model: Reader, word: str | None, prompt: WholeText, inputs: Inputs, at: int, name: str
 ) -> int:
-    """Return the id of a word; without one, of the likeliest token that stands for text."""
+    """Return the id of a word, or of the model's likeliest token if the word is None."""
     if word is not None:
         return token_id(model.tokenizer, name, word, model.config.vocab_size)
-    logits = programs.logits(model.module, model.params, prompt.ids[None], given, at)
-    return int(np.argmax(np.asarray(logits)[: _kinds(model)]))
+    logits = programs.logits(model.module, model.params, prompt.ids[None], inputs, at)
+    return int(np.argmax(np.asarray(logits)[: _vocabulary(model)]))
 
 
 def _answers(
-    model: Reader, prompt: WholeText, given: Given, answer: str | None, other: str | None
+    model: Reader, prompt: WholeText, inputs: Inputs, answer: str | None, other: str | None
 ) -> tuple[np.ndarray, int, tuple[str, str | None]]:
-    """Return the ids of one or two answers, i32[1] or i32[2], their place, and their texts."""
-    at = _place_of_answer(model, prompt)
-    ids = [_answer(model, answer, prompt, given, at, "answer")]
+    """Return the ids of one or two answers, i32[1] or i32[2], their position, and their texts."""
+    at = _answer_position(model, prompt)
+    ids = [_answer(model, answer, prompt, inputs, at, "answer")]
     if other is not None:
         ids.append(token_id(model.tokenizer, "other_answer", other, model.config.vocab_size))
         if ids[0] == ids[1]:
             raise DataError(f"answer and other_answer are {other!r}: must differ")
-    said = token_texts(model.tokenizer, ids)
-    return np.array(ids, np.int32), at, (said[0], said[1] if other is not None else None)
+    texts = token_texts(model.tokenizer, ids)
+    return np.array(ids, np.int32), at, (texts[0], texts[1] if other is not None else None)
 
 
 def _marked(tokens: list[str]) -> list[str]:
@@ -704,24 +709,24 @@ def _listed(texts: list[str], p: np.ndarray) -> str:
 
 
 def _difference(answer: str, other: str | None) -> str:
-    """Return what z is, in words."""
-    named = f"logit of {marked(answer)!r}"
-    return named if other is None else f"{named} - {marked(other)!r}"
+    """Return a description of z."""
+    logit = f"logit of {marked(answer)!r}"
+    return logit if other is None else f"{logit} - {marked(other)!r}"
 
 
 def _largest(table: np.ndarray) -> str:  # [L, N]
-    """Return the heads of the five values furthest from 0."""
+    """Return the heads of the five values farthest from 0."""
     order = np.argsort(-np.abs(table), axis=None, kind="stable")[:5]
-    where = zip(*np.unravel_index(order, table.shape), strict=True)
-    return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in where)
+    heads = zip(*np.unravel_index(order, table.shape), strict=True)
+    return ", ".join(f"block {i} head {n} {table[i, n]:+.3f}" for i, n in heads)
 
 
 def _input_embedding(model: Reader) -> np.ndarray:  # f64[V, D]
-    """Return the vectors of tokens that a model reads: of two vocabularies, those of sources."""
+    """Return the input embedding; with two vocabularies, that of the sources."""
     config, params = model.config, model.params
     if (table := config.word_vectors(params)) is None:
         kind = type(config).__name__
-        raise ConfigError(f"nearest: a {kind} of {model.name!r} has no vectors of words")
+        raise ConfigError(f"nearest: a {kind} of {model.name!r} has no embeddings of words")
     if isinstance(table, QuantizedTable):
         table = table.look_up(jnp.arange(table.shape[0]))
     return np.asarray(table, np.float64)

@@ -1,6 +1,6 @@
-"""Compiled programs of `inspect`, each kept by the model.
+"""Compiled programs of `inspect`.
 
-z is the logit of an answer at one position of a prompt of one row, less that of another answer.
+z is the logit of an answer at one position of a single prompt, minus the logit of another answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_jax.pytree import Array, Params
 from transformer_jax.text.reading import call_arguments
 
 MOST_LOGITS = 2**26
-"""How many logits are held by the passes that run together."""
+"""Maximum number of logits in memory for the passes of one batch."""
 
 Metric = Callable[[jax.Array], jax.Array]
 
@@ -37,34 +37,33 @@ def _metric(ids: Array, at: int) -> Metric:
     return metric
 
 
-def _together(config: ModelConfig, tokens: Array) -> int:
-    """Return how many passes over a prompt run together."""
+def _batch_size(config: ModelConfig, tokens: Array) -> int:
+    """Return the number of passes over a prompt that run in one batch."""
     return max(1, MOST_LOGITS // (tokens.shape[1] * config.vocab_size))
 
 
 @program(static=("model", "at"))
 def logits(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array], at: int
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array], at: int
 ) -> jax.Array:  # f32[V]
     """Return the logits at one position."""
-    found = model.apply({"params": params}, jnp.asarray(tokens), **call_arguments(given))
+    found = model.apply({"params": params}, jnp.asarray(tokens), **call_arguments(inputs))
     return jnp.asarray(found[0][0, at])
 
 
-@program(static=("model", "count", "kinds"))
+@program(static=("model", "count", "size"))
 def lens(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array], count: int,
-    kinds: int,
-) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]  # fmt: skip
-    """Return the likeliest of the first `kinds` tokens after each block, and which they are."""
-    logits = inside.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(given))[0]
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array], count: int, size: int
+) -> tuple[jax.Array, jax.Array]:  # f32[L + 1, T, count], i32[L + 1, T, count]
+    """Return probabilities and ids of the likeliest tokens below id `size` after each block."""
+    logits = inside.logit_lens(model, params, jnp.asarray(tokens), **call_arguments(inputs))[0]
     p = jax.nn.softmax(logits, axis=-1)
-    best, ids = jax.lax.top_k(p[..., :kinds], count)
+    best, ids = jax.lax.top_k(p[..., :size], count)
     return best, ids
 
 
 def branches(config: ModelConfig) -> list[str]:
-    """Return the kinds of attention that a block of the decoder, or of an encoder, has."""
+    """Return the attention branches of a block of the decoder, or of an encoder-only model."""
     return ["attention", *(["cross_attention"] if config.kind == "encoder-decoder" else [])]
 
 
@@ -75,38 +74,38 @@ def streams(config: ModelConfig) -> list[str]:
 
 
 def depth(config: ModelConfig) -> int:
-    """Return how many blocks are looked at."""
+    """Return the number of inspected blocks."""
     return config.num_layers if config.kind == "encoder" else config.decoder_layers
 
 
 @program(static=("model", "at"))
 def patched(
-    model: Any, params: Params, clean: Array, corrupted: Array, given: dict[str, Array],
+    model: Any, params: Params, clean: Array, corrupted: Array, inputs: dict[str, Array],
     ids: Array, at: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """Return z of both prompts, and z with values of the clean one put in.
+    """Return z of both prompts, and z of the corrupted one with values of the clean one put in.
 
-    These are f32[P, L, T] of the `streams`, and f32[L, N] of each of the `branches`.
+    The patched values are f32[P, L, T] for the `streams` and f32[L, N] for each of the `branches`.
     """
-    config, metric, rest = model.config, _metric(ids, at), call_arguments(given)
+    config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     clean, corrupted = jnp.asarray(clean), jnp.asarray(corrupted)
     put = partial(
         inside.patch, model, params, clean, corrupted, metric=metric,
-        batch_size=_together(config, clean), **rest,
+        batch_size=_batch_size(config, clean), **rest,
     )  # fmt: skip
     names = streams(config)
     by_token = put(places=[f"block_*/{name}" for name in names])
     by_head = [put(places=f"block_*/{b}/heads", each=("head",)) for b in branches(config)]
-    of = lambda x: metric(model.apply({"params": params}, x, **rest)[0])  # noqa: E731
-    return of(clean), of(corrupted), by_token.reshape(len(names), depth(config), -1), by_head
+    z = lambda x: metric(model.apply({"params": params}, x, **rest)[0])  # noqa: E731
+    return z(clean), z(corrupted), by_token.reshape(len(names), depth(config), -1), by_head
 
 
 @program(static=("model", "at"))
 def without(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array], ids: Array, at: int
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array, at: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Return z, and its change without each head: of self-attention, and over a source."""
-    config, metric, rest = model.config, _metric(ids, at), call_arguments(given)
+    """Return z, and its change without each head, for each of the `branches`."""
+    config, metric, rest = model.config, _metric(ids, at), call_arguments(inputs)
     size = depth(config), config.num_heads
 
     def value(edit: dict[str, Edit]) -> jax.Array:
@@ -115,54 +114,57 @@ def without(
     whole = value({})
 
     def silenced(branch: str, head: jax.Array) -> jax.Array:
-        # One mask for all layers: the number of the head is traced, and one program serves all.
+        # The mask covers all layers, so the head's number can be traced and one program serves all.
         mask = (jnp.arange(size[0] * size[1]) != head).astype(jnp.float32).reshape(size)
         return value(inside.scale(f"block_*/{branch}/heads", mask)) - whole
 
-    every = jnp.arange(size[0] * size[1])
-    together = min(_together(config, tokens), len(every))
+    heads = jnp.arange(size[0] * size[1])
+    batch_size = min(_batch_size(config, tokens), len(heads))
     return whole, [
-        jax.lax.map(partial(silenced, branch), every, batch_size=together).reshape(size)
+        jax.lax.map(partial(silenced, branch), heads, batch_size=batch_size).reshape(size)
         for branch in branches(config)
     ]
 
 
 @program(static=("model",))
 def weights(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array]
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> jax.Array:  # f32[B, L, N, T, T]
-    """Return the weights of self-attention, in an encoder-decoder those of its decoder."""
+    """Return the weights of self-attention; for an encoder-decoder, of the decoder."""
     capture = ("block_*/attention/weights",)
     found = model.apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(given)
+        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)
     )
     return jnp.stack(list(found[-1].values()), axis=1)
 
 
 @program(static=("model",))
 def attention_weights(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array]
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array]
 ) -> dict[str, jax.Array]:
-    """Return the weights of every attention by their places."""
+    """Return the weights of every attention layer by place."""
     capture = tuple(name for name in places(model) if name.endswith("attention/weights"))
     found = model.apply(
-        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(given)
+        {"params": params}, jnp.asarray(tokens), capture=capture, **call_arguments(inputs)
     )
     return dict(found[-1])
 
 
 @program(static=("model", "at"))
 def attributed(
-    model: Any, params: Params, tokens: Array, given: dict[str, Array], ids: Array,
+    model: Any, params: Params, tokens: Array, inputs: dict[str, Array], ids: Array,
     baseline: Array, at: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], inside.LogitAttribution | None]:  # fmt: skip
-    """Return z, z of the baseline, what tokens add, and what parts add where z is their sum."""
-    metric, rest = _metric(ids, at), call_arguments(given)
+    """Return (z, z of the baseline, shares of the tokens) and the contributions of the parts.
+
+    The second is None if z is not a sum of parts.
+    """
+    metric, rest = _metric(ids, at), call_arguments(inputs)
     tokens = jnp.asarray(tokens)
     start = jnp.full(tokens.shape, baseline)
     shares = inside.integrated_gradients(model, params, tokens, start, metric, **rest)[0]
     value, base = (metric(model.apply({"params": params}, x, **rest)[0]) for x in (tokens, start))
-    # A norm after each branch, or a softcap, makes the logits no sum of parts.
+    # With a norm after each branch, or a softcap, the logits are not a sum of parts.
     if no_sum(model.config) is not None:
         return (value, base, shares), None
     parts = inside.logit_attribution(model, params, tokens, *ids, **rest)

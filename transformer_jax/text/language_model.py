@@ -1,10 +1,10 @@
-r"""Text in, text out: one object over the model of a training run, or over a published one.
+r"""Models on text: one object for the model of a training run or a published model.
 
     m = load("runs/book")
     m.generate("Once upon", 40, stop="\\n")
     m.score("Once upon a time").perplexity
 
-The model's training decides what it does with a text (`kind`).
+The training of a model decides what it does with text (`kind`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args, overload
 
 import jax
 import numpy as np
 
-from transformer_jax.checks import check_count
+from transformer_jax.checks import check_count, check_int32
 from transformer_jax.config import ConfigError, DType
 from transformer_jax.config.keywords import known_keywords, refuse_keywords
 from transformer_jax.config.model import as_transformer
@@ -38,6 +38,7 @@ from transformer_jax.models.places import Edit
 from transformer_jax.models.quantized import Kind as WeightKind
 from transformer_jax.pretrained.safetensors_folder import SHARD_BYTES
 from transformer_jax.pretrained.weights import open_weights
+from transformer_jax.text import options as option_names
 from transformer_jax.text.choices import Choices, Question, score_choices
 from transformer_jax.text.continuations import (
     Continuation,
@@ -47,15 +48,7 @@ from transformer_jax.text.continuations import (
 )
 from transformer_jax.text.evaluation import EvaluateOptions, evaluate
 from transformer_jax.text.inspect import Inspect
-from transformer_jax.text.options import (
-    CHATS,
-    FORMS,
-    GENERATES,
-    LOOKS_UP,
-    SEARCHES,
-    GenerateOptions,
-    Options,
-)
+from transformer_jax.text.options import GenerateOptions, Options
 from transformer_jax.text.reading import NUM_TOKENS, Conversation, Reader
 from transformer_jax.text.save import save_published, save_run
 from transformer_jax.text.scores import Score, Scored, Windows, is_pair, score_text
@@ -65,9 +58,10 @@ from transformer_jax.tokenizers.special import check_unpadded
 from transformer_jax.tokenizers.utf8 import DataError
 from transformer_jax.training.tasks.classify import label_texts
 from transformer_jax.training.tasks.masked import fill_masks, mask_candidates
+from transformer_jax.untrusted_files import check_path
 
 Written = str | list[str] | Iterator[str]
-"""A text, one for each of a list or of `samples`, or the pieces of a stream."""
+"""A text; a list for a list of prompts or for `samples`; or the pieces of a stream."""
 
 
 @known_keywords
@@ -83,40 +77,39 @@ def load(
     """Load a model with its tokenizer.
 
     Args:
-        path_or_id: the folder of a run (`fit`, train.py), a folder of the Hugging Face hub's form,
-            a GGUF file, or the id of a repository of the hub, "ORG/NAME".
-        checkpoint: for a run: "best", the one of the lowest held-out loss, or "last". None is best
-            if there is one.
-        init_from: for a run with adapters: the present path of the model that they adapt.
-        dtype: for a published model: "float32", "bfloat16" or "float16"; None is the file's.
-        max_len: for a published model: the longest text, in tokens; None is its own.
-        weights: "bf16", "int8" or "int4" store the weights in fewer bits; None keeps them as they
-            are.
+        path_or_id: the folder of a run (`fit`, train.py), a folder in the format of the Hugging
+            Face hub, a GGUF file, or the id of a repository on the hub, "ORG/NAME".
+        checkpoint: for a run: "best" (lowest held-out loss) or "last". None is "best" if it exists.
+        init_from: for a run with adapters: the current path of the model that they adapt.
+        dtype: for a published model: "float32", "bfloat16" or "float16"; None is the dtype of the
+            file.
+        max_len: for a published model: maximum length of a text, in tokens; None is its own.
+        weights: "bf16", "int8" or "int4" store the weights in fewer bits; None keeps them.
 
     Raises:
         ConfigError: if an argument does not fit the model.
         CheckpointError: if a file cannot be read.
     """
     if not isinstance(path_or_id, str | Path):
-        rule = "must be a folder, or the id of a repository of the hub"
-        raise ConfigError(f"path_or_id is a {type(path_or_id).__name__}: {rule}")
+        rule = "must be a folder or the id of a repository on the hub"
+        raise ConfigError(f"path_or_id is of type {type(path_or_id).__name__}: {rule}")
     try:
-        # A name that is no path, such as ORG/NAME, is looked up on the hub, below.
-        of_run = is_run(str(path_or_id))
+        # A name that is not a path, such as ORG/NAME, is looked up on the hub below.
+        has_run = is_run(str(path_or_id))
         files = Path(path_or_id) / "metrics.jsonl", Path(path_or_id) / "lock"
-        began = any(file.exists() for file in files)  # a run that has saved nothing yet
-    except OSError as error:  # a name that no file can have
+        began = any(file.exists() for file in files)  # a run that has not saved a checkpoint
+    except OSError as error:  # no file can have this name
         raise ConfigError(f"path_or_id is {str(path_or_id)!r:.60}: {error.strerror}") from None
-    if of_run or began:
+    if has_run or began:
         for name, value in dict(dtype=dtype, max_len=max_len).items():
-            if of_run and value is not None:  # one that saved nothing is refused for that
+            if has_run and value is not None:  # without a checkpoint, `load_run` raises below
                 raise ConfigError(f"{name} is {value!r}: a run has its own")
         model = load_run(path_or_id, checkpoint, init_from=init_from)
     else:
-        for name, of_runs in dict(checkpoint=checkpoint, init_from=init_from).items():
-            if of_runs is not None:
-                rule = f"{str(path_or_id)!r} is no run, which alone has one"
-                raise ConfigError(f"{name} is {str(of_runs)!r}: {rule}")
+        for name, option in dict(checkpoint=checkpoint, init_from=init_from).items():
+            if option is not None:
+                rule = f"{str(path_or_id)!r} is not a run; only a run has one"
+                raise ConfigError(f"{name} is {str(option)!r}: {rule}")
         model = load_text_model(path_or_id, dtype=dtype, max_len=max_len)
     if weights is not None:
         model = with_weights_held(model, weights)
@@ -124,34 +117,34 @@ def load(
 
 
 class LanguageModel(Reader):
-    """A model on texts; `load` makes one.
+    """A model on text; `load` returns one.
 
-    `inspect` looks inside it, and `edited` returns a copy with other values inside.
+    `inspect` shows its internal values. `edited` returns a copy with changed internal values.
     """
 
     @property
     def inspect(self) -> Inspect:
-        """What is inside the model as it reads a text."""
+        """Tools that show the internal values of the model for a text."""
         return Inspect(self)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError, which names the tool of `inspect` of that name."""
+            """Raise AttributeError; suggest the tool of `inspect` with that name."""
             tool = "attention" if name in ("attend", "attention_weights") else name
             rule = f": use model.inspect.{tool}" if tool in vars(Inspect) and tool[0] != "_" else ""
             raise AttributeError(f"a LanguageModel has no attribute {name!r}{rule}")
 
     def edited(self, edit: Mapping[str, Edit]) -> LanguageModel:
-        """Return a copy of the model with other values inside; every method uses them.
+        """Return a copy of the model with changed internal values, which every method uses.
 
-        A function gets the tokens of the prompt, then each new one by itself. In `score`,
-        `continuations` and `multiple_choice` it gets all tokens of one text or window at once.
+        During generation a function receives the tokens of the prompt, then each new token by
+        itself. In `score`, `continuations` and `multiple_choice` it receives all tokens of one text
+        or window at once.
 
         Args:
             edit: functions by the names of places in the model (`transformer_jax.places`), such as
-                those that `transformer_jax.inside` makes. They follow the edits that the model
-                has.
+                the edits of `transformer_jax.inside`. They run after the model's existing edits.
 
         Raises:
             ValueError: if a name is not a place, or a value is not a function.
@@ -159,21 +152,21 @@ class LanguageModel(Reader):
         return replace(self, edited_module=self.module.edited(edit))
 
     def with_languages(self, source: str, target: str) -> LanguageModel:
-        """Return a copy that translates from one language into another; it shares the parameters.
+        """Return a copy that translates between two languages; it shares the parameters.
 
         For mBART, M2M-100 and NLLB.
 
         Args:
-            source: the token of a language, such as "en_XX", "__en__" or "eng_Latn".
-            target: another.
+            source: token of the source language, such as "en_XX", "__en__" or "eng_Latn".
+            target: token of the target language.
 
         Raises:
-            ConfigError: if the model writes no targets, or was not published.
-            DataError: if its tokenizer has no languages, or not these.
+            ConfigError: if the model is not a published encoder-decoder.
+            DataError: if its tokenizer has no languages, or lacks one of these.
         """
         tokenizer = self.tokenizer
         if self.kind != "targets" or not isinstance(tokenizer, PretrainedTokenizer):
-            raise ConfigError(f"languages: {self.name} is no published encoder-decoder")
+            raise ConfigError(f"languages: {self.name} is not a published encoder-decoder")
         tokenizer = with_languages(tokenizer, source, target)
         return replace(self, model=replace(self.model, tokenizer=tokenizer))
 
@@ -200,74 +193,75 @@ class LanguageModel(Reader):
     def generate(
         self, prompt: str | Sequence[str] = "", num_tokens: int | None = None, **options: Any
     ) -> Written:
-        """Return the text that follows a prompt, or the target of a source, or masks filled.
+        """Continue a prompt, translate a source, or fill in masks, depending on the model's task.
 
-        Each text of a list is what it would be by itself.
+        Each text of a list is the same as if it were generated separately.
 
         Args:
-            prompt: a string or a list of strings; a list returns a list. An empty one stands for
-                the beginning of a text, or else a newline. A warning names words that a tokenizer
-                of words does not know.
-            num_tokens: the most tokens that are written; see `GenerateOptions`.
-            **options: fields of `GenerateOptions`, which describes them, except `results` and
+            prompt: a string or a list of strings; a list returns a list. An empty prompt means the
+                begin token of the tokenizer, or a newline if there is none. A warning lists words
+                that a word tokenizer does not know.
+            num_tokens: maximum number of new tokens; see `GenerateOptions`.
+            **options: fields of `GenerateOptions`, which documents them, except `results` and
                 `length_penalty`.
 
         Returns:
-            A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
+            A string; a list of strings for a list or for `samples`; or with `stream` an iterator of
             pieces.
 
         Raises:
-            ValueError: if an argument does not fit the task of the model, or is wrong.
+            ValueError: if an argument is invalid or does not fit the task of the model.
         """
-        given = GenerateOptions.of(self.generate, GENERATES, num_tokens, options)
+        settings = GenerateOptions.of(self.generate, option_names.GENERATES, num_tokens, options)
         texts, is_list = as_texts("prompt", prompt)
         if self.kind in ("chat", "labels", "signals", "vectors"):
             raise ConfigError(f"generate: {self.instead()}")
         self.warn_of_unknown(texts)
-        given.check_one_prompt(len(texts) if is_list else None)
-        # Only such a model writes in pieces, by a grammar, or past its longest text.
-        if self.kind == "text" and given.beams is None:
-            return self._continue([self.read(text) for text in texts], is_list, given)
-        does = "a beam search finds" if given.beams is not None else "it writes"
-        self._refuse(given, FORMS, f"{does} texts of no given form")
+        settings.check_one_prompt(len(texts) if is_list else None)
+        # The other kinds cannot stream, follow a grammar, or write past their maximum length.
+        if self.kind == "text" and settings.beams is None:
+            return self._continue([self.read(text) for text in texts], is_list, settings)
+        model = self.name if self.task is None else f"a run of task {self.task.kind!r}"
+        writer = model if settings.beams is None else "a beam search"
+        settings.refuse(option_names.FORMS, writer, "it cannot constrain the form of its texts")
         if self.kind == "masks":
-            ignored = {*GENERATES, "num_tokens"} - {"stream", "slots"}
-            self._refuse(given, ignored, "each mask is filled with its likeliest token")
+            ignored = {*option_names.GENERATES, "num_tokens"} - {"stream", "slots"}
+            settings.refuse(ignored, model, "each mask is filled with its likeliest token")
             fill = (self.run, self.tokenizers, self.params)
             found = [fill_masks(*fill, text, self.module) for text in texts]
-        elif given.beams is not None:
-            given.drawing()
-            ruled_out = ("stop", "stream") if self.kind == "text" else ()
-            self._refuse(given, ("sampler", "samples", *ruled_out), "a beam search takes none")
-            kept: dict[str, Any] = dict(beams=given.beams, processors=given.processors)
+        elif settings.beams is not None:
+            settings.drawing()
+            names = ("stop", "stream") if self.kind == "text" else ()
+            rule = "it does not draw, stream or stop at strings"
+            settings.refuse(("sampler", "samples", *names), "a beam search", rule)
             if self.kind == "targets":
-                found = self.targets(given.processors, given.cache_dtype).answer(
-                    texts, self.target_count(given.num_tokens), beams=given.beams,
-                    length_penalty=self._length_penalty(given),
+                found = self.targets(settings.processors, settings.cache_dtype).answer(
+                    texts, self.target_count(settings.num_tokens), beams=settings.beams,
+                    length_penalty=self._length_penalty(settings),
                 )  # fmt: skip
             else:
-                found = [
-                    self.search(text, num_tokens, cache_dtype=given.cache_dtype, **kept)[0][1]
-                    for text in texts
-                ]
+                kept: dict[str, Any] = {
+                    name: getattr(settings, name) for name in ("beams", "processors", "cache_dtype")
+                }
+                found = [self.search(text, num_tokens, **kept)[0][1] for text in texts]
         else:
-            sampler, key = given.drawing()
-            targets = self.targets(given.processors, given.cache_dtype)
-            count = self.target_count(given.num_tokens)
-            if given.sampler is None and given.samples is None:
+            sampler, key = settings.drawing()
+            targets = self.targets(settings.processors, settings.cache_dtype)
+            count = self.target_count(settings.num_tokens)
+            if settings.sampler is None and settings.samples is None:
                 found = targets.answer(texts, count)
             else:
-                # A text of a list is drawn as it would be alone with `fold_in(key, n)`.
+                # Text n of a list is drawn as if it were generated separately with fold_in(key, n).
                 keys = [jax.random.fold_in(key, n) for n in range(len(texts))] if is_list else [key]
                 drawn = [
-                    targets.draw(text, count, given.samples or 1, sampler, own)
-                    for text, own in zip(texts, keys, strict=True)
+                    targets.draw(text, count, settings.samples or 1, sampler, text_key)
+                    for text, text_key in zip(texts, keys, strict=True)
                 ]
-                found = drawn[0] if given.samples is not None else [one[0] for one in drawn]
-                is_list = is_list or given.samples is not None
-        # These texts are written whole, so stop strings are looked for afterwards.
-        found = [cut_at_stop(text, given.stop) for text in found]
-        if given.stream:
+                found = drawn[0] if settings.samples is not None else [one[0] for one in drawn]
+                is_list = is_list or settings.samples is not None
+        # These texts are written as a whole, so they are cut at stop strings afterwards.
+        found = [cut_at_stop(text, settings.stop) for text in found]
+        if settings.stream:
             return iter([text for text in found if text])
         return found if is_list else found[0]
 
@@ -297,17 +291,17 @@ class LanguageModel(Reader):
         num_tokens: int | None = None,
         **options: Any,
     ) -> Written:
-        """Return the assistant's answer to messages, as the model was trained to read them.
+        """Return the assistant's answer to messages, formatted as in the model's training.
 
         Args:
-            messages: `[{"role": "user", "content": "..."}, ...]`, or a string, which is one message
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a string for a single message
                 of the user. A list of conversations returns a list of answers.
-            num_tokens: the most tokens of an answer; see `GenerateOptions`.
-            **options: fields of `GenerateOptions`, which describes them, except those of a beam
+            num_tokens: maximum number of tokens of an answer; see `GenerateOptions`.
+            **options: fields of `GenerateOptions`, which documents them, except the ones of a beam
                 search.
 
         Returns:
-            A text, a list of texts for a list or for `samples`, or with `stream` an iterator of
+            A string; a list of strings for a list or for `samples`; or with `stream` an iterator of
             pieces.
 
         Raises:
@@ -315,24 +309,25 @@ class LanguageModel(Reader):
             ValueError: if messages have another form or spell out a special token, or no token fits
                 after them.
         """
-        given = GenerateOptions.of(self.chat, CHATS, num_tokens, options)
-        many = not isinstance(messages, str) and isinstance(messages, Sequence) and bool(messages)
-        many = many and all(isinstance(talk, str | list | tuple) for talk in messages)
-        # A conversation is a list of messages, and so is a list of conversations: its items tell.
-        talks: Sequence[Any] = messages if many else [messages]  # checked one by one, below
-        given.check_one_prompt(len(talks) if many else None)
-        given.drawing()
+        settings = GenerateOptions.of(self.chat, option_names.CHATS, num_tokens, options)
+        # A conversation is a list of dicts; a list of conversations contains strings or lists.
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_list = is_list and len(messages) > 0
+        is_list = is_list and all(isinstance(talk, str | list | tuple) for talk in messages)
+        talks: Sequence[Any] = messages if is_list else [messages]
+        settings.check_one_prompt(len(talks) if is_list else None)
+        settings.drawing()
         ids = [self.read_messages(talk) for talk in talks]
         for prompt in ids:
-            # A text that is too long is cut at its beginning; half a conversation would mean
-            # another.
+            # `generate` drops the beginning of a long text, but half a conversation would change
+            # its meaning.
             if len(prompt) > (length := longest_text(self.config)):
-                rule = f"0 fit after the prompt (max_len {length})"
+                rule = f"no new token fits after them (max_len {length})"
                 raise DataError(f"messages have {len(prompt)} tokens: {rule}")
-        found = self._continue(ids, many, given)
-        if given.form is not None:
+        found = self._continue(ids, is_list, settings)
+        if settings.form is not None:
             return found
-        # The first word of an answer may bring a space, which is no part of it.
+        # The first word of an answer may start with a space that separates it from the prompt.
         if isinstance(found, list):
             return [text.removeprefix(" ") for text in found]
         return found.removeprefix(" ") if isinstance(found, str) else _without_first_space(found)
@@ -340,90 +335,92 @@ class LanguageModel(Reader):
     def search(
         self, prompt: str | np.ndarray, num_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[tuple[float, str]]:
-        """Return the best texts that a beam search finds after a prompt, with their scores.
+        """Return the best texts of a beam search after a prompt, with their scores.
 
         Args:
-            prompt: a text, or i32[P], its ids.
-            num_tokens: the most tokens that are written; see `GenerateOptions`.
-            **options: `beams`, by default 4, `results`, `length_penalty`, `processors` and
-                `cache_dtype` of `GenerateOptions`, which describes them.
+            prompt: a string, or its ids i32[P].
+            num_tokens: maximum number of new tokens; see `GenerateOptions`.
+            **options: `beams` (default 4), `results`, `length_penalty`, `processors` and
+                `cache_dtype` of `GenerateOptions`, which documents them.
 
         Returns:
             Pairs of a score and a text, best first.
 
         Raises:
-            ConfigError: if the model writes no text after a prompt.
-            ValueError: if an argument is wrong, or no token fits after the prompt.
+            ConfigError: if the model does not write text after a prompt.
+            ValueError: if an argument is invalid, or no token fits after the prompt.
         """
-        given = GenerateOptions.of(self.search, SEARCHES, num_tokens, {"beams": 4, **options})
-        if not isinstance(prompt, str | np.ndarray):
-            raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
+        options = {"beams": 4, **options}
+        settings = GenerateOptions.of(self.search, option_names.SEARCHES, num_tokens, options)
+        self._check_prompt(prompt)
+        if settings.beams is None:
+            raise ValueError("beams is None: must be an integer of at least 1")
         of_chat = self.kind == "chat" and not isinstance(prompt, str)
         if not (of_chat or self.kind in ("text", "targets")):
             raise ConfigError(f"search: {self.instead()}")
         self.warn_of_unknown([prompt] if isinstance(prompt, str) else [])
-        if given.beams is None:
-            raise ValueError("beams is None: a search has at least 1")
         chosen: dict[str, Any] = dict(
-            beams=given.beams, results=given.results, length_penalty=self._length_penalty(given)
-        )
+            beams=settings.beams, results=settings.results,
+            length_penalty=self._length_penalty(settings),
+        )  # fmt: skip
         if self.kind == "targets":
-            return self.targets(given.processors, given.cache_dtype).search(
-                str(prompt), self.target_count(given.num_tokens), **chosen
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompt is {prompt!r:.80}: must be a string, the source")
+            return self.targets(settings.processors, settings.cache_dtype).search(
+                prompt, self.target_count(settings.num_tokens), **chosen
             )
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
             check_unpadded(self.tokenizer, ids, "the prompt")
         if (left := self.room(ids)) < 1:
-            rule = f"0 fit after it (max_len {longest_text(self.config)})"
+            rule = f"no new token fits after it (max_len {longest_text(self.config)})"
             raise DataError(f"the prompt has {len(ids)} tokens: {rule}")
         count = min(NUM_TOKENS, left) if num_tokens is None else num_tokens
-        return self._generator(given).sized([ids], count).search(ids, count, **chosen)
+        return self._generator(settings).sized([ids], count).search(ids, count, **chosen)
 
     def look_up(
         self, prompt: str | np.ndarray, num_tokens: int | None = None, num_draft: int = 4,
         **options: Unpack[Options],
     ) -> tuple[str, Speculation]:  # fmt: skip
-        """Return the text after a prompt, written faster by proposing what followed the same words.
+        """Continue a prompt faster, by proposing the tokens that followed the same words before.
 
-        The text is drawn from the same distribution as that of `generate`.
+        The text has the same distribution as with `generate`.
 
         Args:
-            prompt: a text, or i32[P], its ids.
-            num_tokens: the most tokens that are written, which must fit; see `GenerateOptions`.
-            num_draft: the most tokens that are proposed at a time.
+            prompt: a string, or its ids i32[P].
+            num_tokens: maximum number of new tokens, which must fit; see `GenerateOptions`.
+            num_draft: maximum number of tokens to propose at a time.
             **options: `stop`, `sampler`, `key`, `processors` and `cache_dtype` of
-                `GenerateOptions`, which describes them.
+                `GenerateOptions`, which documents them.
 
         Returns:
             The text, and a `Speculation`, which counts proposals and calls of the model.
 
         Raises:
-            ConfigError: if the model does not continue texts, or has no cache.
-            ValueError: if an argument is wrong, or more tokens are written than fit.
+            ConfigError: if the model does not continue text, or has no cache.
+            ValueError: if an argument is invalid, or the tokens do not fit.
         """
-        given = GenerateOptions.of(self.look_up, LOOKS_UP, num_tokens, options)
+        settings = GenerateOptions.of(self.look_up, option_names.LOOKS_UP, num_tokens, options)
         check_count("num_draft", num_draft, 1)
+        self._check_prompt(prompt)
         if not (self.kind == "text" or (self.kind == "chat" and not isinstance(prompt, str))):
             raise ConfigError(f"look_up: {self.instead()}")
         if not self.config.supports("cache"):
             rule = "must be a transformer, which has a cache"
             raise ConfigError(f"look_up: a {type(self.config).__name__} of {self.name!r}: {rule}")
-        if not isinstance(prompt, str | np.ndarray):
-            raise ValueError(f"prompt is {prompt!r:.80}: must be a text, or the ids of one")
         ids = self.read(prompt) if isinstance(prompt, str) else prompt
         count = self.fitting(num_tokens, [ids])
-        return self._generator(given).sized([ids], count).look_up(ids, count, num_draft)
+        return self._generator(settings).sized([ids], count).look_up(ids, count, num_draft)
 
     def fitting(self, num_tokens: int | None, prompts: Sequence[np.ndarray]) -> int:
-        """Return `num_tokens`, or if it is None how many tokens fit after all prompts, up to 400.
+        """Return `num_tokens`; if it is None, the number of tokens that fit, at most 400.
 
         Args:
-            num_tokens: what is asked for.
-            prompts: i32[P], ids of each.
+            num_tokens: the requested number of new tokens.
+            prompts: ids i32[P] of each prompt.
 
         Raises:
-            ConfigError: if fewer tokens fit.
+            ConfigError: if the requested tokens do not fit.
         """
         left = min(map(self.room, prompts))
         if left < 1 or (num_tokens or 1) > left:
@@ -431,61 +428,71 @@ class LanguageModel(Reader):
             raise ConfigError(f"num_tokens is {num_tokens or 1}: {fits}")
         return num_tokens or min(left, NUM_TOKENS)
 
-    def _refuse(self, given: GenerateOptions, names: Sequence[str] | set[str], rule: str) -> None:
-        what = self.name if self.task is None else f"a run of task {self.task.kind!r}"
-        given.refuse(names, what, rule)
+    def _check_prompt(self, prompt: object) -> None:
+        """Raise ValueError unless a prompt is a string or a nonempty row of the model's ids."""
+        if isinstance(prompt, str):
+            return
+        if not isinstance(prompt, np.ndarray):
+            raise ValueError(f"prompt is {prompt!r:.80}: must be a string, or an array of its ids")
+        if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):
+            rule = "must be integers [P], at least one"
+            raise ValueError(f"prompt is {prompt.dtype}{list(prompt.shape)}: {rule}")
+        check_int32("prompt", prompt)
+        size = self.config.vocab_size
+        if len(wrong := prompt[(prompt < 0) | (prompt >= size)]):
+            raise ValueError(f"prompt has id {wrong[0]}: must be from 0 to {size - 1}")
 
-    def _generator(self, given: GenerateOptions) -> TextGenerator:
-        sampler, key = given.drawing()
+    def _generator(self, settings: GenerateOptions) -> TextGenerator:
+        sampler, key = settings.drawing()
         grammar = None
-        if given.form is not None:
+        if settings.form is not None:
             size, stop = self.config.vocab_size, tuple(self.model.stop_ids)
-            grammar = Grammar(*given.form, self.tokenizer, size, stop)
+            grammar = Grammar(*settings.form, self.tokenizer, size, stop)
         return TextGenerator(
             self.config, self.params, self.tokenizer, sampler=sampler, key=key,
-            processors=(*self.model.processors, *given.processors), stop=given.stop,
-            stop_ids=self.model.stop_ids, cache_dtype=given.cache_dtype, grammar=grammar,
+            processors=(*self.model.processors, *settings.processors), stop=settings.stop,
+            stop_ids=self.model.stop_ids, cache_dtype=settings.cache_dtype, grammar=grammar,
             edits=self.module.edits,
         )  # fmt: skip
 
     def _continue(
-        self, prompts: list[np.ndarray], is_list: bool, given: GenerateOptions
+        self, prompts: list[np.ndarray], is_list: bool, settings: GenerateOptions
     ) -> Written:
-        """Continue prompts: one in pieces, one in many ways, or many side by side."""
-        generator, samples = self._generator(given), given.samples
-        count = NUM_TOKENS if given.num_tokens is None else given.num_tokens
-        # Samples share one cache and are not continued past it.
-        if samples is not None and given.num_tokens is None:
+        """Continue one prompt, as text, pieces or samples, or a batch of prompts."""
+        generator, samples = self._generator(settings), settings.samples
+        count = NUM_TOKENS if settings.num_tokens is None else settings.num_tokens
+        # Samples share one cache and cannot outgrow it.
+        if samples is not None and settings.num_tokens is None:
             count = max(1, min(count, self.room(prompts[0])))
         if not is_list:
-            own = generator.sized(prompts, count)
+            single = generator.sized(prompts, count)
             if samples is not None:
-                return own.samples(prompts[0], count, samples)
-            pieces = own.complete(prompts[0], count)
-            return pieces if given.stream else "".join(pieces)
+                return single.samples(prompts[0], count, samples)
+            pieces = single.complete(prompts[0], count)
+            return pieces if settings.stream else "".join(pieces)
         found, fitting = [""] * len(prompts), []
         for n, prompt in enumerate(prompts):
             if self.room(prompt) >= count:
                 fitting.append(n)
                 continue
-            # A text that outgrows the model is written alone, with the key that it has in the list.
-            own = replace(generator, key=jax.random.fold_in(generator.key, n))
-            found[n] = "".join(own.sized([prompt], count).complete(prompt, count))
+            # A text that outgrows the model is written separately, with its key of the list.
+            single = replace(generator, key=jax.random.fold_in(generator.key, n))
+            found[n] = "".join(single.sized([prompt], count).complete(prompt, count))
         if fitting:
             parts = [prompts[n] for n in fitting]
-            # More slots than texts would cost their share of every step.
-            at_once = min(given.slots, bucket(len(parts)))
+            # Empty slots would cost as much in every step as used ones.
+            slots = min(settings.slots, bucket(len(parts)))
             answers = generator.sized(parts, count).answer(
-                parts, count, slots=at_once, numbers=fitting
+                parts, count, slots=slots, numbers=fitting
             )
             for n, text in answers:
                 found[n] = text
         return found
 
-    def _length_penalty(self, given: GenerateOptions) -> float:
-        """Return alpha of a search: a run on pairs is judged by the mean of log p."""
-        if given.length_penalty is not None:
-            return given.length_penalty
+    def _length_penalty(self, settings: GenerateOptions) -> float:
+        """Return alpha of a search; the evaluation of a run on pairs uses the mean of log p."""
+        if settings.length_penalty is not None:
+            return settings.length_penalty
         return 1.0 if self.kind == "targets" and self.task is not None else 0.0
 
     @overload
@@ -507,69 +514,69 @@ class LanguageModel(Reader):
         stride: int | None = None,
         batch_size: int = 8,
     ) -> Score | list[Score]:
-        """Return how likely the model finds a text: a `Score`, in nats, or a list of a list's.
+        """Return the probability of a text as a `Score`, in nats; a list returns a list.
 
-        A model that puts nothing before a text scores all of its tokens but the first.
+        If the model puts no token before a text, the first token of the text is not scored.
 
         Args:
-            text: a text, for a decoder; `(source, target)`, whose target is scored, for an
-                encoder-decoder and a run on pairs or on preferences; messages, whose last, the
-                assistant's, is scored, for a chat model.
-            window: how many tokens are read at a time, from 1 to max_len; None is max_len.
-            stride: tokens between the beginnings of two windows of a longer text, from 1 to
-                `window`. A token counts once, in the first window that has it, where more than
-                window - stride tokens are before it. None is window / 2.
-            batch_size: how many windows are read side by side, at least 1. An edited model reads
-                them one by one.
+            text: a string for a decoder; `(source, target)` for an encoder-decoder and for a run on
+                pairs or preferences, which scores the target; messages for a chat model, which
+                scores the last one, of the assistant.
+            window: number of tokens that are read at a time, from 1 to max_len; None is max_len.
+            stride: number of tokens between the beginnings of two windows of a longer text, from 1
+                to `window`. Each token counts once, in the first window that contains it. After the
+                first window, it has more than window - stride tokens of context. None is
+                window / 2.
+            batch_size: number of windows in a batch, at least 1. An edited model reads them one by
+                one.
 
         Raises:
-            ConfigError: if the model gives no probability of a text, as a masked one.
-            ValueError: if the text has another form, or too few tokens, or `window` or `stride` is
-                out of its range.
+            ConfigError: if the model has no probability of a text, such as a masked model.
+            ValueError: if the text has another form or too few tokens, or `window` or `stride` is
+                out of range.
         """
         for name, value in dict(window=window, stride=stride, batch_size=batch_size).items():
-            if value is not None:
-                check_count(name, value, 1)
-        # An empty list could be of texts or of messages; neither can be scored.
+            if value is not None or name == "batch_size":
+                check_count(name, value, 1)  # type: ignore[arg-type]
         if isinstance(text, list) and not text:
-            raise ValueError("text is an empty list: must have a text")
+            raise ValueError("text is an empty list: must contain at least one item")
         read = Windows(window, stride, batch_size)
         if self.kind == "masks":
             rule = (
-                "a masked model has no probability of a text; its pseudo-likelihood, of each token "
-                "hidden alone, is what evaluate(FILE) averages as pseudo_perplexity"
+                "a masked model has no probability of a text; "
+                "evaluate(FILE) measures its pseudo_perplexity, from each token masked by itself"
             )
             raise ConfigError(f"score: {rule}")
         if self.kind in ("labels", "signals", "vectors"):
             raise ConfigError(f"score: {self.instead()}")
-        many = isinstance(text, list) and isinstance(text[0], str | tuple)
-        asked: Sequence[Any] = text if many else [text]
-        pairs = [one for one in asked if is_pair(one)]
-        sources = [source for source, _ in pairs] + [one for one in asked if isinstance(one, str)]
+        is_list = isinstance(text, list) and isinstance(text[0], str | tuple)
+        items: Sequence[Any] = text if is_list else [text]
+        pairs = [item for item in items if is_pair(item)]
+        sources = [source for source, _ in pairs] + [x for x in items if isinstance(x, str)]
         self.warn_of_unknown(sources, [target for _, target in pairs])
-        scores = [score_text(self, one, read) for one in asked]
-        return scores if many else scores[0]
+        scores = [score_text(self, item, read) for item in items]
+        return scores if is_list else scores[0]
 
     @known_keywords
     def continuations(
         self, pairs: Sequence[tuple[str, str]], *, batch_size: int = 8
     ) -> list[Continuation]:
-        """Return how likely the model finds each continuation of its context.
+        """Return the probability of each continuation after its context.
 
-        Both are encoded as one text; blanks at the end of a context go to its continuation, as in
-        lm-eval. If a text exceeds `max_len`, its last tokens are read.
+        As in lm-eval, both are encoded as one string, and blanks at the end of the context belong
+        to the continuation. If a text exceeds `max_len`, only its last tokens are read.
 
         Args:
-            pairs: (context, continuation) each. Continuations of one context read it once.
-            batch_size: how many rows are read side by side, at least 1. An edited model reads
-                pairs one by one.
+            pairs: a list of (context, continuation). Equal contexts are read once.
+            batch_size: number of rows in a batch, at least 1. An edited model reads pairs one by
+                one.
 
         Returns:
-            A `Continuation` of each pair, in their order: log p in nats, whether every token is
-            the likeliest, and how many tokens there are.
+            A `Continuation` for each pair, in order: log p in nats, whether every token is the
+            likeliest, and the number of tokens.
 
         Raises:
-            ConfigError: if the model does not continue texts.
+            ConfigError: if the model does not continue text.
             ValueError: if `pairs` is empty, or a text has no token.
         """
         check_count("batch_size", batch_size, 1)
@@ -586,40 +593,42 @@ class LanguageModel(Reader):
         *,
         batch_size: int = 8,
     ) -> Choices:
-        """Return how often the right choice is the likeliest one, with log p of every choice.
+        """Return how often the right choice is the likeliest, with log p of every choice.
 
         Args:
             questions: a file of JSON lines {"context": ..., "choices": [...], "answer": INDEX}, or
                 a list of such objects.
-            batch_size: how many choices are read side by side, at least 1. An edited model reads
-                them one by one.
+            batch_size: number of choices in a batch, at least 1. An edited model reads them one by
+                one.
 
         Raises:
-            ConfigError: if the model does not continue texts.
-            ValueError: if a question has another form; it names file, line, field and rule.
+            ConfigError: if the model does not continue text.
+            ValueError: if a question has another form; it names the file, line, field and rule.
         """
         check_count("batch_size", batch_size, 1)
         return score_choices(self, questions, batch_size)
 
     @known_keywords
     def candidates(self, text: str, *, count: int = 5) -> list[list[tuple[str, float]]]:
-        """Return for each `[MASK]` (or `_`) of a text its likeliest tokens and their probabilities.
+        """Return the likeliest tokens for each `[MASK]` (or `_`) of a text, with probabilities.
 
         Args:
-            text: a text with masks.
-            count: how many tokens are returned for each mask, at least 1.
+            text: a string with masks.
+            count: number of tokens to return for each mask, at least 1.
 
         Returns:
-            For each mask pairs of a token's text and p = softmax(logits) over all tokens of the
-            model, the likeliest first.
+            For each mask, pairs of a token and p = softmax(logits) over all tokens of the model,
+            likeliest first.
 
         Raises:
-            ConfigError: if the model fills no masks.
-            ValueError: if the text has no mask, or is longer than the model reads.
+            ConfigError: if the model does not fill masks.
+            ValueError: if the text has no mask, or is longer than the model can read.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r:.80}: must be a string")
+        check_count("count", count, 1)
         if self.kind != "masks":
             raise ConfigError(f"candidates: {self.instead()}")
-        check_count("count", count, 1)
         self.warn_of_unknown([text])
         return mask_candidates(self.run, self.tokenizers, self.params, text, count, self.module)
 
@@ -642,7 +651,7 @@ class LanguageModel(Reader):
         if self.kind != "labels":
             raise ConfigError(f"classify: {self.instead()}; classes need a run of task 'classify'")
         for one in texts:
-            # A batch is filled up with padding: a text without tokens would be padding alone.
+            # Batches are padded, so a text without tokens would consist of padding only.
             self.check_tokens(one)
         self.warn_of_unknown(texts)
         found = label_texts(self.run, self.tokenizers, self.params, texts, self.module)
@@ -650,8 +659,8 @@ class LanguageModel(Reader):
 
     def evaluate(self, data: str | Path, **options: Unpack[EvaluateOptions]) -> dict[str, float]:
         """Return the measures of the model's task on a file; see `text.evaluation.evaluate`."""
-        named = EvaluateOptions.__annotations__
-        refuse_keywords(self.evaluate, {x: y for x, y in options.items() if x not in named}, named)
+        names = EvaluateOptions.__annotations__
+        refuse_keywords(self.evaluate, {x: y for x, y in options.items() if x not in names}, names)
         if not isinstance(data, str | Path):
             raise ConfigError(f"data is {data!r:.80}: must be a file")
         return evaluate(self, str(data), **options)
@@ -665,14 +674,14 @@ class LanguageModel(Reader):
         dtype: DType | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> list[str]:
-        """Save the model as a folder that `load` and Hugging Face's libraries read.
+        """Save the model as a folder that `load` and Hugging Face's libraries can read.
 
         Args:
             path: the folder.
-            family: for a run: a model_type, such as "llama"; None is the first that can express the
-                config. A published model keeps its own.
-            dtype: of the parameters; None keeps theirs.
-            shard_bytes: files of weights over so many bytes are split.
+            family: for a run: a model_type, such as "llama"; None is the first one that can express
+                the config. A published model keeps its own.
+            dtype: dtype of the parameters; None keeps theirs.
+            shard_bytes: maximum size of a file of weights, in bytes; larger files are split.
 
         Returns:
             Lines that describe the folder, as the command `convert` prints them.
@@ -680,30 +689,42 @@ class LanguageModel(Reader):
         Raises:
             ConfigError: if other libraries have no such model, or the model is edited.
             CheckpointError: if the folder contains other files.
+            ValueError: if an argument has the wrong type or value.
         """
+        check_path("path", path)
+        check_count("shard_bytes", shard_bytes, 1)
+        if family is not None and not isinstance(family, str):
+            rule = "must be a model_type, such as 'llama', or None"
+            raise ConfigError(f"family is {family!r:.80}: {rule}")
+        if dtype is not None:
+            name: object = getattr(dtype, "name", getattr(dtype, "__name__", dtype))  # jnp.bfloat16
+            if not isinstance(name, str) or name not in get_args(DType):
+                rule = f"must be one of {', '.join(get_args(DType))}, or None"
+                raise ConfigError(f"dtype is {dtype!r:.80}: {rule}")
         if self.module.edits:
             raise ConfigError("save: the model is edited, and no file can store its functions")
+        if self.task is None and family is not None:
+            rule = f"{self.name!r} is not a run; only a run has one"
+            raise ConfigError(f"family is {family!r:.80}: {rule}")
         model = self.model if dtype is None else with_parameters_in(self.model, dtype)
         if self.task is not None:
             return save_run(Path(path), model, family, shard_bytes)
-        if family is not None:
-            raise ConfigError(f"family is {family!r}: {self.name!r} is no run, which alone has one")
         config, folder = as_transformer(model.config), open_weights(self.name)
         return save_published(Path(path), folder, config, model.params, shard_bytes)
 
 
-def as_texts(name: str, given: str | Sequence[str]) -> tuple[list[str], bool]:
-    """Return texts, and whether a list of them was given."""
-    texts = [given] if isinstance(given, str) else given
+def as_texts(name: str, value: str | Sequence[str]) -> tuple[list[str], bool]:
+    """Return a list of strings, and whether the value was a list."""
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} is {given!r:.80}: must be a text or a list of texts")
+        raise ValueError(f"{name} is {value!r:.80}: must be a string or a list of strings")
     if not texts:
-        raise ValueError(f"{name} is an empty list: must have a text")
-    return list(texts), not isinstance(given, str)
+        raise ValueError(f"{name} is an empty list: must contain at least one string")
+    return list(texts), not isinstance(value, str)
 
 
 def _without_first_space(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield pieces, the first without the space that a first word may bring."""
+    """Yield pieces; remove the space before the first word."""
     for n, piece in enumerate(pieces):
         if piece := piece if n else piece.removeprefix(" "):
             yield piece

@@ -1,11 +1,11 @@
-"""Run the tasks of EleutherAI's lm-eval on a model, with the numbers of its Hugging Face backend.
+"""Adapter for EleutherAI's lm-eval, with the same results as its Hugging Face backend.
 
     import lm_eval
     from transformer_jax.text.lm_eval import TransformerJaxLM
 
     lm_eval.simple_evaluate(model=TransformerJaxLM("FOLDER_OR_ID"), tasks=["lambada_openai"])
 
-lm-eval's own command, with this model beside its others (`pip install 'transformer_jax[lm-eval]'`):
+Run lm-eval's own command with this model registered (`pip install 'transformer_jax[lm-eval]'`):
 
     python -m transformer_jax.text.lm_eval run --model transformer_jax \
         --model_args pretrained=FOLDER_OR_ID --batch_size 16 --tasks lambada_openai
@@ -41,42 +41,36 @@ from transformer_jax.tokenizers.special import encode_text, plain, special_ids
 from transformer_jax.tokenizers.utf8 import DataError
 
 NAME = "transformer_jax"
-"""The model's name for lm-eval's `--model`."""
+"""Name of the model for lm-eval's `--model`."""
 DEFAULT_LENGTH = 2048
-"""Tokens that a model without a longest text reads at a time, as lm-eval's backend has it."""
+"""Window of a model without a maximum length, the same as in lm-eval's backend."""
 STEPS = 8
-"""Tokens that each text gets between two looks for a stop string."""
+"""Number of tokens that are generated between two searches for a stop string."""
 COUNTS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
-"""How a task may call the most tokens of a text; the first that is given counts."""
+"""Names that a task may use for the maximum number of new tokens; the first one found counts."""
 
-GOES_ON = "\0goes on "
-"""Marks where the last message ends; a template that strips messages takes its space away."""
+CONTINUES = "\0continues "
+"""Marks the end of the last message. A template that strips messages removes its space."""
 
 log = logging.getLogger(__name__)
 
-
-def _base() -> Any:
-    """Return lm-eval's class of models; without lm-eval a plain one, which refuses to be made."""
-    try:
-        from lm_eval.api.model import TemplateLM
-    except ModuleNotFoundError as error:
-        # A module that lm-eval itself lacks is an error of its own.
-        if error.name != "lm_eval":
-            raise
-        return object
-    return TemplateLM
-
-
-_Base: Any = _base()
+_Base: Any = object  # without lm-eval; `TransformerJaxLM` then raises
+try:
+    from lm_eval.api.model import TemplateLM
+except ModuleNotFoundError as error:
+    if error.name != "lm_eval":  # a dependency of lm-eval is missing
+        raise
+else:
+    _Base = TemplateLM
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings with which the texts of a task are written.
+    """Generation settings of a task.
 
     Attributes:
-        until: texts before the first of which a text ends.
-        num_tokens: the most tokens of a text.
+        until: stop strings.
+        num_tokens: maximum number of new tokens.
         sampler: how a token is chosen.
     """
 
@@ -85,17 +79,17 @@ class Generation:
     sampler: Sample
 
 
-def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
-    """Return the generation of a task's `generation_kwargs`; ConfigError for what is not known.
+def read_generation(options: Mapping[str, Any], num_tokens: int) -> Generation:
+    """Parse a task's `generation_kwargs`; ConfigError for an unknown option.
 
     Args:
-        given: `until`, `max_gen_toks` (or another of `COUNTS`), `do_sample`, `temperature`,
+        options: `until`, `max_gen_toks` (or another of `COUNTS`), `do_sample`, `temperature`,
             `top_k`, `top_p` and `min_p`. Without `do_sample`, a temperature above 0 draws.
-        num_tokens: the most tokens of a text where nothing is said.
+        num_tokens: default of the maximum number of new tokens.
     """
-    left = dict(given)
+    left = dict(options)
     until = left.pop("until", None)
-    # Tasks spell it in several ways; the first of `COUNTS` wins, and the others are read, too.
+    # Read all spellings, so that none is reported as unknown; the first of `COUNTS` wins.
     counts = [value for name in COUNTS if (value := left.pop(name, None)) is not None]
     count = int(counts[0]) if counts else num_tokens
     check_count("max_gen_toks", count, 1)
@@ -103,10 +97,10 @@ def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
     draws = left.pop("do_sample", None)
     draws = temperature > 0 if draws is None else bool(draws)
     if draws and not temperature > 0:
-        raise ConfigError(f"temperature is {temperature}: do_sample needs one above 0")
+        raise ConfigError(f"temperature is {temperature}: must be above 0 with do_sample")
     chosen: list[Any] = [Temperature(temperature if draws else 0.0)]
     for name, kind in dict(top_k=TopK, top_p=TopP, min_p=MinP).items():
-        # A task that does not draw may name these all the same: they change nothing then.
+        # A task that does not draw may set these, too; they have no effect.
         if (value := left.pop(name, None)) is not None and draws:
             chosen.append(kind(value))
     if left:
@@ -118,49 +112,49 @@ def read_generation(given: Mapping[str, Any], num_tokens: int) -> Generation:
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, longest: int) -> list[ScoringRequest]:
-    """Return requests that score each id once, of which none reads more than `longest` tokens.
+    """Return requests that score each id once and read at most `longest` tokens each.
 
-    The first follows the token `prefix`; each later one begins after a token of the one before it.
-    The last has as many tokens before it as fit. Of ids 0 to 9 and `longest` 4:
+    The first request follows the token `prefix`; each later one follows the last token of the
+    previous request. The last one has as much context as fits. For ids 0 to 9 and `longest` 4:
 
         prefix | 0 1 2 3     3 | 4 5 6 7     5 6 7 | 8 9
     """
     found = []
     for start in range(0, len(ids), longest):
         end = min(start + longest, len(ids))
-        # The last window is short, so more tokens fit before it: it overlaps the one before.
+        # The last window is short, so more context fits: it overlaps the previous window.
         before = ids[max(0, end - longest - 1) : start] if start else [prefix]
         found.append(ScoringRequest(tuple(before), tuple(ids[start:end])))
     return found
 
 
 def cut_at(text: str, until: Iterable[str]) -> str:
-    """Return a text up to where the first of these begins, of that up to the next, and so on."""
+    """Cut a text at the first stop string, then the rest at the next one, and so on."""
     for stop in until:
         text = text.split(stop)[0]
     return text
 
 
 class TransformerJaxLM(_Base):
-    """Model of lm-eval; see the module's docstring.
+    """A model for lm-eval; see the module's docstring.
 
     Args:
-        pretrained: what `load` takes, or what it gave.
-        batch_size: rows that are read or written side by side, at least 1.
-        max_length: the most tokens that are read at a time; None is the model's max_len.
-        max_gen_toks: the most tokens of a text, where a task says nothing.
-        add_bos_token: whether what begins every text stands before each context; None is as the
-            tokenizer does by itself, as in lm-eval's own backend.
-        dtype: of a published model, as `load` takes it.
-        weights: as `load` takes it.
-        checkpoint: of a run, as `load` takes it.
-        seed: of texts that are drawn.
-        device: lm-eval's command always gives one, which is not read: JAX chooses, and
-            JAX_PLATFORMS says from which.
+        pretrained: a loaded model, or an argument of `load`.
+        batch_size: number of rows in a batch, at least 1.
+        max_length: maximum number of tokens to read at a time; None is the model's max_len.
+        max_gen_toks: default of the maximum number of new tokens.
+        add_bos_token: whether each context starts with the model's begin token; None follows the
+            tokenizer, as in lm-eval's own backend.
+        dtype: for a published model; see `load`.
+        weights: see `load`.
+        checkpoint: for a run; see `load`.
+        seed: seed of random texts.
+        device: ignored. lm-eval's command always passes one, but JAX chooses the device; set
+            JAX_PLATFORMS to restrict the choice.
 
     Raises:
         ModuleNotFoundError: if lm-eval is not installed.
-        ConfigError: if an argument is wrong, or the model does not go on with a text.
+        ConfigError: if an argument is invalid, or the model does not continue text.
     """
 
     backend = "causal"
@@ -187,12 +181,12 @@ class TransformerJaxLM(_Base):
         refuse_keywords(type(self).__init__, unknown)
         super().__init__()
         if device is not None:
-            log.info("device %s is not read: JAX runs on %s", device, jax.default_backend())
+            log.info("device %s is ignored: JAX runs on %s", device, jax.default_backend())
         options: dict[str, Any] = dict(dtype=dtype, weights=weights, checkpoint=checkpoint)
         if isinstance(pretrained, LanguageModel):
             for name, value in options.items():
                 if value is not None:
-                    raise ConfigError(f"{name} is {value!r}: the model is loaded already")
+                    raise ConfigError(f"{name} is {value!r}: the model is already loaded")
         else:
             pretrained = load(pretrained, **options)
         if pretrained.kind not in ("text", "chat"):
@@ -204,35 +198,35 @@ class TransformerJaxLM(_Base):
         if max_length is not None:
             check_count("max_length", max_length, 2, most)
         self.model, self.rows, self.seed = pretrained, int(rows), seed
-        # A recurrent model reads any length, for which no window can be made.
+        # A recurrent model reads any length, but windows need a finite one.
         self.max_length = min(most, DEFAULT_LENGTH if most > INT32.max // 4 else most)
         self.max_length = self.max_length if max_length is None else max_length
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
 
     @property
     def batch_size(self) -> int:
-        """Return how many rows are read side by side."""
+        """The number of rows in a batch."""
         return self.rows
 
     @property
     def eot_token_id(self) -> int | None:
-        """Return the token that ends a text, if there is one."""
-        own = special_ids(self.model.tokenizer)
-        return own.get("eos", next(iter(self.model.model.stop_ids), None))
+        """The token that ends a text; None if there is none."""
+        special = special_ids(self.model.tokenizer)
+        return special.get("eos", next(iter(self.model.model.stop_ids), None))
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that an empty context is read as: <bos>, else <eos>."""
+        """The token that replaces an empty context: <bos>, else <eos>."""
         if self.model.model.begin_id is not None:
             return self.model.model.begin_id
-        own = plain(self.model.tokenizer)
-        named = own.special_ids if isinstance(own, PretrainedTokenizer) else {}
-        found = named.get("bos", named.get("eos"))
+        base = plain(self.model.tokenizer)
+        special = base.special_ids if isinstance(base, PretrainedTokenizer) else {}
+        found = special.get("bos", special.get("eos"))
         return int(self.model.read("")[-1]) if found is None else found
 
     @property
     def tokenizer_name(self) -> str:
-        """Return a name of the tokenizer, under which lm-eval keeps requests."""
+        """A name of the tokenizer, under which lm-eval caches requests."""
         return self.model.name.replace("/", "__")
 
     def tok_encode(
@@ -242,37 +236,30 @@ class TransformerJaxLM(_Base):
         left_truncate_len: int | None = None,
         **unused: Any,
     ) -> list[int]:
-        """Return the ids of a text, in which a special token that it spells out is read as one."""
-        own, begin = plain(self.model.tokenizer), self.model.model.begin_id
+        """Return the ids of a text; the spelling of a special token becomes that token."""
+        base, begin = plain(self.model.tokenizer), self.model.model.begin_id
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        published = isinstance(own, PretrainedTokenizer)
-        # A text that spells it out, as a rendered chat template does, must not get a second one.
-        if add_special_tokens is None and published and string.startswith(self._prefix_text):
-            adds = False
-        adds = adds is not False
-        if isinstance(own, PretrainedTokenizer):
-            ids = own.encode(string, special_tokens=adds and begin is None)
+        if isinstance(base, PretrainedTokenizer):
+            # A rendered chat template may already start with the begin token; do not add a second.
+            roles = dict(base.roles)
+            prefix = roles.get("bos", roles.get("eos"))
+            if add_special_tokens is None and prefix is not None and string.startswith(prefix):
+                adds = False
+            ids = base.encode(string, special_tokens=adds is not False and begin is None)
         else:
-            ids = encode_text(own, string)
-        found = [*([begin] if adds and begin is not None else []), *map(int, ids)]
+            ids = encode_text(base, string)
+        found = [*([begin] if adds is not False and begin is not None else []), *map(int, ids)]
         self.model.known(np.array(found, np.int32), "the text")
-        # From the left: lm-eval cuts contexts, and what is asked stands at their end.
+        # Truncate from the left, because the question is at the end of a context.
         return found[-left_truncate_len:] if left_truncate_len else found
 
-    @property
-    def _prefix_text(self) -> str:
-        """Return how the token before an empty context is spelled, or what no text begins with."""
-        own = plain(self.model.tokenizer)
-        roles = dict(own.roles) if isinstance(own, PretrainedTokenizer) else {}
-        return roles.get("bos", roles.get("eos", "\0\0"))
-
     def tok_decode(self, tokens: int | Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return ids as a text."""
+        """Return the text of ids."""
         ids = [tokens] if isinstance(tokens, int) else [*tokens]
-        own = self.model.tokenizer
-        if isinstance(own, PretrainedTokenizer):
-            return own.decode(ids, skip_special_tokens=skip_special_tokens)
-        return own.decode(ids)
+        tokenizer = self.model.tokenizer
+        if isinstance(tokenizer, PretrainedTokenizer):
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return tokenizer.decode(ids)
 
     def _loglikelihood_tokens(
         self,
@@ -280,35 +267,35 @@ class TransformerJaxLM(_Base):
         disable_tqdm: bool = False,
         **unused: Any,
     ) -> list[tuple[float, bool]]:
-        given = []
+        parsed = []
         for texts, context, continuation in requests:
             if not continuation:
-                rule = "must have a token of its own after the context"
+                rule = "must add at least one token to the context"
                 raise DataError(f"continuation is {texts and texts[1]!r:.60}: {rule}")
-            given.append(
+            parsed.append(
                 ScoringRequest(tuple(context or [self.prefix_token_id]), tuple(continuation))
             )
-        answers = self._scored(given, disable_tqdm)
+        answers = self._score(parsed, disable_tqdm)
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _scored(
-        self, given: Sequence[ScoringRequest], disable_tqdm: bool
+    def _score(
+        self, requests: Sequence[ScoringRequest], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
         from tqdm import tqdm
 
-        with tqdm(total=len(given), disable=disable_tqdm, desc="loglikelihood requests") as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="loglikelihood requests") as bar:
             found = score_requests(
-                self.model, given, self.rows, longest=self.max_length, report=bar.update
+                self.model, requests, self.rows, longest=self.max_length, report=bar.update
             )
         return [(one.log_prob, one.is_likeliest) for one in found]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return log p of each text, read in windows; see `rolling_windows`."""
+        """Return log p of each text, in windows of `rolling_windows`."""
         begins = None if self.model.model.begin_id is None else False  # the prefix is that token
         parts = [
             rolling_windows(
@@ -316,74 +303,72 @@ class TransformerJaxLM(_Base):
             )
             for request in requests
         ]
-        scores = iter(self._scored([one for part in parts for one in part], disable_tqdm))
+        scores = iter(self._score([one for part in parts for one in part], disable_tqdm))
         found = [float(sum(next(scores)[0] for _ in part)) for part in parts]
         for request, value in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what follows each context, up to one of its task's stop strings."""
+        """Return the continuation of each context, up to a stop string of its task."""
         from tqdm import tqdm
 
-        # Requests of one kind of generation share a program; a task may have several kinds.
+        # Requests with equal settings share a program; a task may have several settings.
         groups: dict[str, list[int]] = {}
         for n, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(n)
         found: dict[int, str] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until requests") as bar:
             for numbers in groups.values():
-                given = read_generation(requests[numbers[0]].args[1], self.max_gen_toks)
-                most = self.max_length - given.num_tokens
+                settings = read_generation(requests[numbers[0]].args[1], self.max_gen_toks)
+                most = self.max_length - settings.num_tokens
                 if most < 1:
                     rule = f"must be below max_length {self.max_length}"
-                    raise ConfigError(f"max_gen_toks is {given.num_tokens}: {rule}")
-                prompts = {n: self._prompt(requests[n].args[0], most) for n in numbers}
-                for n, text in self._written(prompts, given):
+                    raise ConfigError(f"max_gen_toks is {settings.num_tokens}: {rule}")
+                prompts = {
+                    n: self.tok_encode(requests[n].args[0])[-most:] or [self.prefix_token_id]
+                    for n in numbers
+                }
+                for n, text in self._generate(prompts, settings):
                     found[n] = text
                     self.cache_hook.add_partial("generate_until", requests[n].args, text)
                     bar.update(1)
         return [found[n] for n in range(len(requests))]
 
-    def _prompt(self, context: str, most: int) -> list[int]:
-        """Return the last ids of a context, at most so many, and at least one."""
-        return self.tok_encode(context)[-most:] or [self.prefix_token_id]
-
-    def _written(
-        self, prompts: Mapping[int, Sequence[int]], given: Generation
+    def _generate(
+        self, prompts: Mapping[int, Sequence[int]], settings: Generation
     ) -> Iterable[tuple[int, str]]:
-        """Yield the number of a prompt and the text after it, as each is done, longest first."""
-        model, own = self.model, self.model.tokenizer
+        """Yield the number of a prompt and its continuation, as each is done, longest first."""
+        model, tokenizer = self.model, self.model.tokenizer
         end = self.eot_token_id
         stop_ids = tuple({*model.model.stop_ids, *([] if end is None else [end])})
-        until = given.until
-        # lm-eval's own backend also ends at the text of the token that ends texts.
-        if end is not None and isinstance(own, PretrainedTokenizer):
-            until = (*until, *filter(None, [own.decode([end])]))
-        room = max(map(len, prompts.values())) + given.num_tokens
+        until = settings.until
+        # lm-eval's own backend also stops at the spelling of the end token.
+        if end is not None and isinstance(tokenizer, PretrainedTokenizer):
+            until = (*until, *filter(None, [tokenizer.decode([end])]))
+        room = max(map(len, prompts.values())) + settings.num_tokens
         config: Any = shortened(model.config, room)
         capacity = room if config.max_len is None else min(room, config.max_len)
         empty = init_decode_state(config, None, 1, capacity)
         key = jax.random.key(self.seed)
+        fold = jax.random.fold_in
         requests = (
-            Request(
-                ids, given.num_tokens, key=jax.random.fold_in(jax.random.fold_in(key, n), 0), id=n
-            )
-            # The longest first, so that a cache that does not fit fails at once.
+            Request(ids, settings.num_tokens, key=fold(fold(key, n), 0), id=n)
+            # The longest first, so that a cache that does not fit in memory fails at once.
             for n, ids in sorted(prompts.items(), key=lambda one: -len(one[1]))
         )
         slots = init_slots(
             make_step(build(config)), model.params, empty, min(self.rows, len(prompts)), capacity,
-            sampler=Sample(*known_ids(config, own), *given.sampler.processors),
+            sampler=Sample(*known_ids(config, tokenizer), *settings.sampler.processors),
             processors=model.model.processors, stop=stop_ids,
         )  # fmt: skip
         batcher = Batcher(slots, model.params, requests, empty, steps=STEPS)
         tokens: dict[int, list[int]] = {n: [] for n in prompts}
         for part in batcher:
-            mine = tokens[part.id]
-            mine += part.tokens.tolist()
-            # Decoded whole each time: a token may be a part of a character, or bring a space.
-            text = self.tok_decode([token for token in mine if token not in stop_ids])
+            ids = tokens[part.id]
+            ids += part.tokens.tolist()
+            # Decode all ids each time: a token may be part of a character, or add a space.
+            text = self.tok_decode([token for token in ids if token not in stop_ids])
             is_cut = any(stop in text for stop in until)
             if part.error is not None and not is_cut:
                 raise ValueError(f"prompt {part.id}: {part.error}")
@@ -392,44 +377,45 @@ class TransformerJaxLM(_Base):
                 yield part.id, cut_at(text, until)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template of that name, or the usual one; None for False."""
+        """Return the source of a chat template by name, or the default one; None for False."""
         if chat_template is False or chat_template is None:
             return None
-        own = plain(self.model.tokenizer)
-        found = dict(own.chat_templates) if isinstance(own, PretrainedTokenizer) else {}
+        base = plain(self.model.tokenizer)
+        found = dict(base.chat_templates) if isinstance(base, PretrainedTokenizer) else {}
         name = chat_template if isinstance(chat_template, str) and len(found) > 1 else "default"
         if name not in found:
-            have = ", ".join(sorted(found)) or "none"
-            raise ConfigError(f"chat_template is {chat_template!r}: {self.model.name!r} has {have}")
+            names = ", ".join(sorted(found)) or "none"
+            rule = f"{self.model.name!r} has {names}"
+            raise ConfigError(f"chat_template is {chat_template!r}: {rule}")
         return found[name]
 
     def apply_chat_template(
         self, chat_history: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as the model was trained to read them.
+        """Return messages formatted by the model's chat template.
 
-        Without `add_generation_prompt` the text ends in the last message, which is gone on with.
-        Where the template refuses a system message, the messages are read without it.
+        Without `add_generation_prompt`, the text ends in the last message, so that the model
+        continues it. If the template rejects system messages, they are dropped with a warning.
         """
-        own = plain(self.model.tokenizer)
-        if not isinstance(own, PretrainedTokenizer) or not own.chat_templates:
+        base = plain(self.model.tokenizer)
+        if not isinstance(base, PretrainedTokenizer) or not base.chat_templates:
             raise ConfigError(f"apply_chat_template: {self.model.name!r} has no chat template")
         messages = [dict(message) for message in chat_history]
         if not add_generation_prompt:
-            messages[-1]["content"] += GOES_ON
+            messages[-1]["content"] += CONTINUES
         try:
-            text = own.chat(messages, add_generation_prompt=add_generation_prompt)
+            text = base.chat(messages, add_generation_prompt=add_generation_prompt)
         except DataError as error:
-            # Templates such as Gemma's raise an error of their own for a system message.
+            # Some templates, such as Gemma's, raise an error for a system message.
             kept = [one for one in messages if one.get("role") != "system"]
             if len(kept) == len(messages):
                 raise
-            log.warning("the chat template refuses system messages, which are left out: %s", error)
-            text = own.chat(kept, add_generation_prompt=add_generation_prompt)
+            log.warning("the chat template rejects system messages, which are dropped: %s", error)
+            text = base.chat(kept, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
-        # Everything after the mark is what the template puts behind a message.
-        before, mark, after = text.rpartition(GOES_ON.strip())
+        # The template appends everything after the mark to a message; drop it.
+        before, mark, after = text.rpartition(CONTINUES.strip())
         return before if not mark or after.startswith(" ") else before.rstrip()
 
 

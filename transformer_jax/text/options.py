@@ -1,4 +1,4 @@
-"""Options of writing a text: one value, whose fields are keywords of `generate` and its like."""
+"""Options for writing a text: one value whose fields are the keywords of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 
-from transformer_jax.checks import INT32, check_count, check_finite, check_key
+from transformer_jax import checks
 from transformer_jax.config import ConfigError
-from transformer_jax.config.keywords import refuse_keywords
+from transformer_jax.config.keywords import config_class, refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor, check_processors
 from transformer_jax.decoding.samplers import Greedy, Sample, Temperature
 from transformer_jax.decoding.structured import Form
 from transformer_jax.decoding.writer import check_stop_strings
-from transformer_jax.values import value_class
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `generate`, `chat` and `search`, for type checkers: see `GenerateOptions`."""
+    """Keywords of `generate`, `chat` and `search`, for type checkers: see `GenerateOptions`."""
 
     stop: str | Sequence[str]
     sampler: Greedy | Sample | None
@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
 
 
 FORMS: tuple[Form, ...] = ("schema", "regex", "grammar")
-"""Options of which each describes the form of a text."""
+"""Options that constrain the form of a text. They exclude each other."""
 
 CHATS = (
     "stop", "stream", "sampler", "key", "processors", "samples", "slots", "cache_dtype", *FORMS,
@@ -53,75 +53,91 @@ LOOKS_UP = "stop", "sampler", "key", "processors", "cache_dtype"
 """Options of `look_up`."""
 
 
-@value_class(kw_only=True)
+@config_class
 class GenerateOptions:
-    """How a text is written: the keywords of `generate`, `chat` and `search` of a loaded model.
+    """Options for writing a text: the keywords of `generate`, `chat` and `search`.
 
-    Attributes:
-        num_tokens: the most tokens that are written, at least 1; None is 400, or for a run on pairs
-            as many as it was trained on. If a text exceeds `max_len`, the model re-reads the last
-            half and continues. A search, and several samples, write at most as many as fit.
-        stop: a string or several; the text ends before the first of them.
-        stream: return an iterator of pieces, each as soon as nothing can change it.
-        sampler: chooses each token; None takes the likeliest. A `Sample` needs `key`.
-        key: a single `jax.random.key`. Text n of a list is drawn with `fold_in(key, n)`.
-        processors: change the logits before a token is chosen.
-        beams: width of a beam search, which returns the best text; None does not search.
-        results: number of texts that a search returns, from 1 to `beams`.
-        length_penalty: alpha of a search's score, log p / length^alpha; 0 favours short texts. None
-            is 0, or 1 for a run on pairs, whose task judges with it.
-        samples: draw this many texts of one prompt and return a list; None draws one.
-        slots: number of texts of a list that are written at a time.
-        cache_dtype: dtype of cached keys and values; None is the compute dtype.
-        schema: a JSON schema; the text is JSON that fits it. At most one of `schema`, `regex` and
-            `grammar` may be given; they need the extra `structured`.
-        regex: a regular expression, in Rust's syntax, that the whole text matches.
-        grammar: a grammar of the text, in llguidance's variant of Lark's syntax.
-
-    Raises:
-        ValueError: if a value is out of its range, or two of them exclude each other.
+    ValueError if a value has the wrong type or is out of range, or if two options exclude each
+    other. TypeError for an unknown option; it names the intended one.
     """
 
     num_tokens: int | None = None
+    """Maximum number of new tokens, at least 1. None means 400, or for a run on pairs the length
+    that it was trained on. If a text exceeds `max_len`, the model re-reads the last half and
+    continues. A search, and several samples, write at most as many tokens as fit."""
     stop: str | Sequence[str] = ()
+    """A string or several; the text ends before the first of them."""
     stream: bool = False
+    """Return an iterator of pieces, each as soon as no later token can change it."""
     sampler: Greedy | Sample | None = None
+    """How each token is chosen; None takes the likeliest. A `Sample` needs `key`."""
     key: jax.Array | None = None
+    """A single `jax.random.key`. Text n of a list is drawn with `fold_in(key, n)`."""
     processors: Sequence[HistoryProcessor] = ()
+    """Functions that change the logits before a token is chosen."""
     beams: int | None = None
+    """Width of a beam search, which returns the best text; None does not search."""
     results: int = 1
+    """Number of texts that a search returns, from 1 to `beams`."""
     length_penalty: float | None = None
+    """alpha of a search's score, log p / length^alpha; 0 favours short texts. None means 0, or 1
+    for a run on pairs, as in its own evaluation."""
     samples: int | None = None
+    """Draw this many texts for one prompt and return a list; None draws one."""
     slots: int = 8
+    """Number of texts of a list that are written at a time."""
     cache_dtype: jax.typing.DTypeLike | None = None
+    """dtype of cached keys and values; None is the compute dtype."""
     schema: Mapping[str, Any] | None = None
+    """A JSON schema; the text is JSON that satisfies it. Pass at most one of `schema`, `regex` and
+    `grammar`; they need the extra `structured`."""
     regex: str | None = None
+    """A regular expression, in Rust's syntax, that the whole text matches."""
     grammar: str | None = None
+    """A grammar of the text, in llguidance's variant of Lark's syntax."""
 
     def __post_init__(self) -> None:
         for name in ("beams", "results", "samples", "slots"):
             value = getattr(self, name)
             if value is not None or name in ("results", "slots"):
-                check_count(name, value, 1)
-        if not isinstance(self.stream, bool):
-            raise ValueError(f"stream is {self.stream!r}: must be True or False")
-        if self.length_penalty is not None:
-            check_finite("length_penalty", self.length_penalty)
+                checks.check_count(name, value, 1)
         if self.num_tokens is not None:
-            check_count("num_tokens", self.num_tokens, 1, INT32.max)
-        if self.beams is None and self.length_penalty is not None:
-            raise ValueError(f"length_penalty is {self.length_penalty}: needs beams")
+            checks.check_count("num_tokens", self.num_tokens, 1, checks.INT32.max)
+        if not isinstance(self.stream, bool):
+            raise ValueError(f"stream is {self.stream!r:.80}: must be True or False")
+        if self.length_penalty is not None:
+            if isinstance(self.length_penalty, bool):
+                raise ValueError(f"length_penalty is {self.length_penalty}: must be a number")
+            checks.check_finite("length_penalty", self.length_penalty)
+            if self.beams is None:
+                raise ValueError(f"length_penalty is {self.length_penalty}: needs beams")
         if self.results > (self.beams or 1):
             raise ValueError(f"results is {self.results}: must be at most beams, {self.beams or 1}")
         if self.stream and self.samples is not None:
-            raise ValueError("stream and samples: give one of them")
+            raise ValueError("stream and samples: pass only one of them")
         if self.sampler is not None and not isinstance(self.sampler, Greedy | Sample):
             raise ValueError(f"sampler is {self.sampler!r:.80}: must be Greedy() or a Sample(...)")
         if self.key is not None:
-            check_key("key", self.key)
+            checks.check_key("key", self.key)
+        if self.cache_dtype is not None:
+            shown = f"cache_dtype is {self.cache_dtype!r:.80}"
+            try:
+                dtype = jnp.dtype(self.cache_dtype)
+            except (TypeError, ValueError):
+                raise ValueError(f"{shown}: must be a dtype, such as 'bfloat16'") from None
+            # The dtypes that `init_cache` accepts.
+            if dtype != jnp.int8 and not (
+                jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+            ):
+                raise ValueError(f"{shown}: must be int8 or a float of at least 16 bits")
         given = [name for name in FORMS if getattr(self, name) is not None]
+        for name in given:
+            value = getattr(self, name)
+            if not isinstance(value, Mapping if name == "schema" else str):
+                rule = "an object, such as a dict" if name == "schema" else "a string"
+                raise ValueError(f"{name} is {value!r:.80}: must be {rule}")
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]}: give one of them")
+            raise ValueError(f"{given[0]} and {given[1]}: pass only one of them")
         # Normal forms: equal options are equal values, and one stop string is a tuple of one.
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         object.__setattr__(self, "processors", check_processors(self.processors))
@@ -132,54 +148,49 @@ class GenerateOptions:
         function: Callable[..., object],
         names: Collection[str],
         num_tokens: int | None,
-        given: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> GenerateOptions:
-        """Return the options of a call; TypeError for one that is not among `names`.
-
-        Args:
-            function: the method that was called.
-            names: the options that it has.
-            num_tokens: as it was called with.
-            given: its other options.
-        """
-        unknown = {name: value for name, value in given.items() if name not in names}
+        """Return the options of a call to `function`; TypeError for one that is not in `names`."""
+        unknown = {name: value for name, value in options.items() if name not in names}
         refuse_keywords(function, unknown, names)
-        return cls(num_tokens=num_tokens, **given)
+        return cls(num_tokens=num_tokens, **options)
 
     def check_one_prompt(self, count: int | None) -> None:
-        """Raise ValueError if an option needs a single prompt and `count` are given as a list."""
+        """Raise ValueError if an option needs a single prompt but `count` are passed as a list."""
         if count is not None and (self.stream or self.samples is not None):
             name = "stream" if self.stream else "samples"
             raise ValueError(f"{name}: needs one prompt, not a list of {count}")
 
-    def refuse(self, names: Collection[str], what: str, rule: str) -> None:
-        """Raise ConfigError if one of these options was given to a model that cannot use it."""
+    def refuse(self, names: Collection[str], model: str, rule: str) -> None:
+        """Raise ConfigError if one of these options is set for a model that cannot use it."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # Greedy() is what no sampler means; an array has no `==` that gives a bool.
+            # Greedy() means the same as no sampler; `==` on an array does not return a bool.
             unset = value is None or isinstance(value, Greedy)
             if not isinstance(value, jax.Array):
                 unset = unset or value == field.default
             if field.name in names and not unset:
                 shown = "a key" if field.name == "key" else value
-                raise ConfigError(f"{field.name} is {shown!r:.80}: of {what}, {rule}")
+                rule = f"must not be set for {model}, because {rule}"
+                raise ConfigError(f"{field.name} is {shown!r:.80}: {rule}")
 
     @property
     def form(self) -> tuple[Form, Any] | None:
-        """The form of the text, with the option that describes it."""
+        """The form of the text: the name of the option and its value."""
         found = ((name, getattr(self, name)) for name in FORMS)
         return next((one for one in found if one[1] is not None), None)
 
     def drawing(self) -> tuple[Sample, jax.Array]:
         """Return a sampler and its key; without a sampler, one that takes the likeliest tokens."""
         if self.key is not None and self.sampler is None:
-            raise ValueError("key is given without a sampler: nothing is drawn, give Sample()")
+            rule = "needs a sampler that draws, such as sampler=Sample()"
+            raise ValueError(f"key is set, but sampler is None: {rule}")
         if self.sampler is None or isinstance(self.sampler, Greedy):
             if self.samples is not None:
                 rule = "needs a sampler that draws, such as Sample(), and a key"
                 raise ValueError(f"samples is {self.samples}: {rule}")
-            # A text writer draws always; at temperature 0 the likeliest token has probability 1.
+            # The writer always draws; at temperature 0 the likeliest token has probability 1.
             return Sample(Temperature(0.0)), jax.random.key(0)
         if self.key is None:
-            raise ValueError(f"key is None: {self.sampler!r} draws random numbers")
+            raise ValueError(f"key is None: {self.sampler!r} draws random numbers and needs one")
         return self.sampler, self.key

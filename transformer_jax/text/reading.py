@@ -1,4 +1,4 @@
-"""Reading of texts, pairs and messages as the tokens of a loaded model."""
+"""Tokenisation of texts, pairs and messages for a loaded model."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ from transformer_jax.values import value_class
 Kind = Literal["text", "chat", "targets", "masks", "labels", "signals", "vectors"]
 Conversation: TypeAlias = str | Sequence[Message]
 NUM_TOKENS = 400
-"""The most new tokens of a text, if `num_tokens` is None."""
+"""Maximum number of new tokens of a text, if `num_tokens` is None."""
 
 MASKS = "[MASK]", "_"
-"""How a prompt spells a token that a masked model fills."""
+"""Spellings of a mask in a prompt of a masked model."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reader:
-    """A model of a run or of a published folder, and how it reads texts."""
+    """A model of a run or of a published folder, with methods that read text."""
 
     model: TextModel
     name: str
-    """Where it was loaded from."""
+    """The folder or id that the model was loaded from."""
     edited_module: CheckedModule | None = None
-    """The module of an edited model; None is that of the config."""
+    """The module of an edited model; None builds it from the config."""
 
     @property
     def config(self) -> AnyModelConfig:
@@ -90,33 +90,33 @@ class Reader:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: `encode(text)` returns ids, `decode(ids)` a text."""
+        """The tokenizer: `encode(text)` returns ids, `decode(ids)` returns text."""
         return self.model.tokenizer
 
     @property
     def tokenizers(self) -> Tokenizers:
-        """The tokenizer, and that of the sources where they have one of their own."""
+        """The tokenizer, and the tokenizer of the sources if it differs."""
         return Tokenizers(self.model.tokenizer, self.model.source_tokenizer)
 
     @property
     def task(self) -> Task | None:
-        """The task of the run; None of a published model."""
+        """The task of the run; None for a published model."""
         return None if self.model.run is None else self.model.run.task
 
     @cached_property
     def run(self) -> TrainConfig:
-        """The run that trained the model; of a published one, a run that would train it further."""
+        """The run that trained the model; for a published model, a run that would fine-tune it."""
         return self.model.run or published_run(self.config, self.name)
 
     @cached_property
     def kind(self) -> Kind:
-        """The name of what the model does with a text.
+        """What the model does with its input.
 
-        text: go on with it; chat: answer it as a message; targets: write the target of a source;
-        masks: fill its masks; labels: name its class. `signals` are no texts, and an encoder that
-        has a head for none of these gives `vectors`.
+        text: continues it; chat: answers it as a message; targets: writes the target of a source;
+        masks: fills its masks; labels: predicts its class; signals: reads pictures or sounds;
+        vectors: embeds it (an encoder without a head).
         """
-        # The task of a run decides; only a published model is known by its config.
+        # The task of a run decides. For a published model, the config does.
         if self.task is not None and self.task.reads_numbers:
             return "signals"
         match self.task:
@@ -143,60 +143,62 @@ class Reader:
     def __repr__(self) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         task = "published" if self.task is None else f"task {self.task.kind!r}"
-        own = f"{type(self.config).__name__} of {count:,} parameters"
-        return f"{type(self).__name__}({self.name!r}: {task}, {own}, {self.tokenizer!r})"
+        size = f"{type(self.config).__name__} of {count:,} parameters"
+        return f"{type(self).__name__}({self.name!r}: {task}, {size}, {self.tokenizer!r})"
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """How a prompt spells a token that is to be filled; nothing but of a masked model."""
+        """Spellings of a mask in a prompt; empty unless the model fills masks."""
         return MASKS if self.kind == "masks" else ()
 
     def read(self, prompt: str) -> np.ndarray:  # i32[P]
-        """Return the tokens that a prompt is read as: after those that begin every text."""
+        """Return the tokens of a prompt, after the tokens that begin every text."""
         ids = np.zeros(0, np.int32)
         if isinstance(self.task, PreferenceTask):
-            # A run on preferences has read its prompts in this way.
-            ids = prompt_ids(self.tokenizer, prompt)  # in which a special token is text
+            # As in training: a special token in a prompt is ordinary text.
+            ids = prompt_ids(self.tokenizer, prompt)
         if not prompt or not len(ids):
             ids = completion.read_prompt(self.tokenizer, prompt, self.model.begin_id)
         return self.known(ids, "the prompt")
 
     def read_messages(self, messages: Conversation) -> np.ndarray:  # i32[P]
-        """Return the tokens that messages are read as, up to where the answer begins."""
-        given = checked_messages(messages)
-        if given[-1]["role"] == "assistant":
-            raise DataError("messages end with the assistant's: must end with one to be answered")
-        own = plain(self.tokenizer)
-        if isinstance(own, PretrainedTokenizer) and own.chat_templates:
-            return self.known(own.chat_ids(given), "messages")
+        """Return the tokens of messages, up to the beginning of the answer."""
+        checked = checked_messages(messages)
+        if checked[-1]["role"] == "assistant":
+            rule = "must end with a message that the model can answer"
+            raise DataError(f"messages end with one of the assistant: {rule}")
+        base = plain(self.tokenizer)
+        if isinstance(base, PretrainedTokenizer) and base.chat_templates:
+            return self.known(base.chat_ids(checked), "messages")
         if self.kind != "chat":
-            what = f"the model of {self.name!r} has no chat template"
-            raise ConfigError(f"chat: {what}; it {self._says()}")
-        return self.known(prompt_ids(self.tokenizer, check_messages("messages", given)), "messages")
+            reason = f"the model of {self.name!r} has no chat template"
+            raise ConfigError(f"chat: {reason}; it {self._usage()}")
+        ids = prompt_ids(self.tokenizer, check_messages("messages", checked))
+        return self.known(ids, "messages")
 
     def warn_of_unknown(self, texts: Sequence[str], target: Sequence[str] = ()) -> None:
-        """Warn of words that a tokenizer of words reads as <unk>, of texts and of targets."""
+        """Warn about words of texts and targets that a word tokenizer reads as <unk>."""
         found = (
             unknown_words(self.tokenizers.of_source, texts, self.masks),
             unknown_words(self.tokenizer, target),
         )
         for line in filter(None, found):
-            # `stacklevel` counts frames, and how many of this package there are depends on the
-            # method.
+            # Point the warning at the caller of the model: the number of this package's frames
+            # depends on the method.
             frame, level = sys._getframe(), 1
             while frame.f_back and str(frame.f_globals.get("__name__")).startswith(
                 "transformer_jax."
             ):
-                frame, level = frame.f_back, level + 1  # to whoever called the model
+                frame, level = frame.f_back, level + 1
             warnings.warn(line, stacklevel=level)
 
     def check_tokens(self, text: str) -> None:
-        """Raise DataError for a text without a token, as "" is, and blanks to a `WordTokenizer`."""
+        """Raise DataError if a text has no tokens: "", or blanks for a `WordTokenizer`."""
         if not text or (text.isspace() and not len(encode_text(self.tokenizer, text))):
             raise DataError(f"text is {text!r:.60}: must have at least one token")
 
     def known(self, ids: np.ndarray, what: str) -> np.ndarray:  # i32[n]
-        """Return ids; DataError for one that the model does not have."""
+        """Return ids; DataError if one is not in the model's vocabulary."""
         size = self.config.vocab_size
         # An id past the table would make all logits after it NaN.
         if len(ids) and ids.max() >= size:
@@ -204,7 +206,7 @@ class Reader:
         return ids
 
     def room(self, ids: np.ndarray) -> int:
-        """Return how many tokens fit after a prompt before any text is read anew."""
+        """Return how many tokens fit after a prompt before the model must re-read text."""
         return completion.room(self.config, self.tokenizer, ids)
 
     def targets(
@@ -212,7 +214,7 @@ class Reader:
         processors: Sequence[HistoryProcessor] = (),
         cache_dtype: jax.typing.DTypeLike | None = None,
     ) -> Targets:
-        """Return how a model of pairs reads sources and writes targets."""
+        """Return the reader of sources and writer of targets for a model of pairs."""
         published = self.task is None
         return Targets(
             self.run, self.tokenizers, self.params, self.module, published=published,
@@ -221,38 +223,38 @@ class Reader:
         )  # fmt: skip
 
     def target_count(self, num_tokens: int | None) -> int:
-        """Return the most tokens of a target: as many as a run was trained on by default."""
+        """Return the maximum number of tokens of a target; a run defaults to its trained length."""
         if self.task is not None:
             return self.run.sequence_len if num_tokens is None else num_tokens
         config = as_transformer(self.config)
         count = min(NUM_TOKENS, config.max_len) if num_tokens is None else num_tokens
         if config.positions is not None and config.positions.absolute and count > config.max_len:
-            raise ConfigError(f"num_tokens is {count}: {config.max_len} fit (max_len)")
+            raise ConfigError(f"num_tokens is {count}: must be at most max_len {config.max_len}")
         return count
 
     def instead(self) -> str:
-        """Return what the model is and does with a text, and how that is called."""
-        what = repr(self.name) if self.task is None else f"a run of task {self.task.kind!r}"
-        return f"{what} {self._says()}"
+        """Describe the model and name the method to call instead."""
+        model = repr(self.name) if self.task is None else f"a run of task {self.task.kind!r}"
+        return f"{model} {self._usage()}"
 
-    def _says(self) -> str:
-        """Return what the model does with a text, and how that is called."""
-        says = {
-            "text": "goes on with a text, generate(TEXT)",
-            "chat": "answers messages, chat(TEXT) or chat([{'role': 'user', 'content': TEXT}])",
-            "targets": "writes the target of a source, generate(SOURCE)",
-            "masks": "fills masks, generate('... [MASK] ...')",
-            "labels": "names the class of a text, classify(TEXT)",
-            "signals": "reads pictures or sounds: evaluate('FILE.npz') judges it",
-            "vectors": "is an encoder's, which writes no text: load_sentence_encoder(FOLDER)",
+    def _usage(self) -> str:
+        """Describe what the model does, with the method to call."""
+        usages = {
+            "text": "continues text: generate(TEXT)",
+            "chat": "answers messages: chat(TEXT) or chat([{'role': 'user', 'content': TEXT}])",
+            "targets": "writes the target of a source: generate(SOURCE)",
+            "masks": "fills masks: generate('... [MASK] ...')",
+            "labels": "predicts the class of a text: classify(TEXT)",
+            "signals": "reads pictures or sounds: evaluate('FILE.npz')",
+            "vectors": "is an encoder that writes no text: load_sentence_encoder(FOLDER)",
         }
-        return says[self.kind]
+        return usages[self.kind]
 
 
 def published_run(
     config: AnyModelConfig, init_from: str, data: str | None = None, context: int | None = None
 ) -> TrainConfig:
-    """Return the run in which a published model would be judged or trained further."""
+    """Return the run that would evaluate or fine-tune a published model."""
     model = as_transformer(config)
     task: Task = LanguageTask()
     longest = min(model.max_len, 512)
@@ -260,7 +262,7 @@ def published_run(
         task = MaskedTask()
     elif model.kind == "encoder-decoder":
         task = Seq2SeqTask(beams=1)
-        if model.positions is None or not model.positions.absolute:  # it reads any length
+        if model.positions is None or not model.positions.absolute:  # reads any length
             model = replace(model, max_len=INT32.max // 2)
         longest = model.max_len
     return TrainConfig(
@@ -271,56 +273,59 @@ def published_run(
 
 
 def checked_messages(messages: Conversation) -> list[Message]:
-    """Return messages; a text is one of the user's. DataError for another form."""
+    """Return messages as a list; a string is a message of the user. DataError for another form."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    rule = 'must be a text or [{"role": "user", "content": "..."}, ...]'
+    rule = 'must be a string or [{"role": "user", "content": "..."}, ...]'
     if not isinstance(messages, list | tuple) or not messages:
         raise DataError(f"messages is {messages!r:.80}: {rule}")
     for n, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"messages[{n}] is {message!r:.80}: {rule}")
-        said = message.get("content")
-        if not isinstance(said, str | list) and not message.get("tool_calls"):
-            raise DataError(f"messages[{n}] has content {said!r:.80}: must be a text")
-        if message["role"] == "user" and not said:
-            raise DataError(f"messages[{n}] has content {said!r}: must not be empty")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not message.get("tool_calls"):
+            raise DataError(f"messages[{n}] has content {content!r:.80}: must be a string")
+        if message["role"] == "user" and not content:
+            raise DataError(f"messages[{n}] has content {content!r}: must not be empty")
     return list(messages)
 
 
 @value_class
 class WholeText:
-    """A text as a model reads it whole."""
+    """All tokens of a text, as a model reads them."""
 
     ids: np.ndarray  # i32[T]
-    source: np.ndarray | None = None  # i32[S], of an encoder-decoder
-    prefix: np.ndarray | None = None  # bool[T], tokens that all others see, of a run on prefixes
-    labels: np.ndarray | None = None  # i32[T], the target's token that follows each, of pairs
+    source: np.ndarray | None = None  # i32[S], for an encoder-decoder
+    prefix: np.ndarray | None = None  # bool[T], tokens that all others see, for a prefix run
+    labels: np.ndarray | None = None  # i32[T], the next token of the target, for pairs
 
-    def given(self) -> dict[str, Array]:
-        """Return what is read beside the tokens, as a batch of one row."""
+    def inputs(self) -> dict[str, Array]:
+        """Return the inputs other than the tokens, as a batch of one row."""
         named = {"source": self.source, "prefix": self.prefix}
         return {name: row[None] for name, row in named.items() if row is not None}
 
 
-def call_arguments(given: dict[str, Array]) -> dict[str, Any]:
-    """Return what `WholeText.given` holds as arguments of `model.apply`."""
-    found: dict[str, Any] = {}
-    if "source" in given:
-        found["source"] = given["source"]
-    if "prefix" in given:
-        found["mask"] = Causal() | Padding(jnp.asarray(given["prefix"]))
-    return found
+def call_arguments(inputs: dict[str, Array]) -> dict[str, Any]:
+    """Convert `WholeText.inputs` to arguments of `model.apply`."""
+    arguments: dict[str, Any] = {}
+    if "source" in inputs:
+        arguments["source"] = inputs["source"]
+    if "prefix" in inputs:
+        arguments["mask"] = Causal() | Padding(jnp.asarray(inputs["prefix"]))
+    return arguments
 
 
 def read_whole(model: Reader, text: Any) -> WholeText:
-    """Return a text, or (source, target) of a model of pairs; DataError for another or too long."""
+    """Tokenise a text, or (source, target) for a model of pairs.
+
+    DataError if the text has another form or is too long.
+    """
     config = model.config
     pairs = model.kind == "targets"
     if pairs != (isinstance(text, tuple) and len(text) == 2) or not all(
         isinstance(one, str) for one in (text if pairs else (text,))
     ):
-        rule = "(source, target)" if pairs else "a text"
+        rule = "(source, target)" if pairs else "a string"
         raise DataError(f"text is {text!r:.80}: must be {rule}")
     source = prefix = labels = None
     tokenizer = model.tokenizer
@@ -352,27 +357,29 @@ def read_whole(model: Reader, text: Any) -> WholeText:
 
 
 def token_id(tokenizer: Tokenizer, name: str, word: str, known: int) -> int:
-    """Return the one token of a word; DataError where it has several, or was never seen.
+    """Return the single token of a word; DataError if it has several tokens or is unknown.
 
-    It is looked up as it stands after another word, with its space, if that is one token.
+    The word is looked up with a leading space, as it appears inside a text, if that is one token.
     """
     if not isinstance(word, str) or not word:
-        raise DataError(f"{name} is {word!r:.60}: must be a text of one token")
-    own = plain(tokenizer)
-    within_text = isinstance(own, BPETokenizer | PretrainedTokenizer) and not word[0].isspace()
+        raise DataError(f"{name} is {word!r:.60}: must be a string of one token")
+    base = plain(tokenizer)
+    within_text = isinstance(base, BPETokenizer | PretrainedTokenizer) and not word[0].isspace()
     for text in (f" {word}", word) if within_text else (word,):
-        ids = encode_text(tokenizer, text)
+        try:
+            ids = encode_text(tokenizer, text)
+        except DataError as error:
+            raise DataError(f"{name} is {word!r:.60}: {error}") from None
         if len(ids) == 1:
             break
-    unknown = 0 if isinstance(own, WordTokenizer) else None
-    if isinstance(own, PretrainedTokenizer):
-        unknown = own.special_ids.get("unk")
+    unknown = 0 if isinstance(base, WordTokenizer) else None
+    if isinstance(base, PretrainedTokenizer):
+        unknown = base.special_ids.get("unk")
     if unknown in ids:
         raise DataError(f"{name} is {word!r:.60}: not among the words of the tokenizer")
     if len(ids) != 1:
         parts = ", ".join(map(repr, token_texts(tokenizer, ids[:8]))) + ", ..." * (len(ids) > 8)
-        rule = "must be one token"
-        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): {rule}")
+        raise DataError(f"{name} is {word!r:.60}: {len(ids)} tokens ({parts}): must be one token")
     if ids[0] >= known:
         raise DataError(f"{name} is {word!r:.60}: has id {ids[0]}, the model has {known} tokens")
     return int(ids[0])

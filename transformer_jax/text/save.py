@@ -1,4 +1,4 @@
-"""Save a model of texts as a folder that Hugging Face's libraries read, with its tokenizer."""
+"""Saving of a model and its tokenizer as a folder for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from transformer_jax.untrusted_files import JsonObject
 def save_published(
     target: Path, folder: WeightFolder, config: ModelConfig, params: Params, shard_bytes: int
 ) -> list[str]:
-    """Save a published model anew, with the tokenizer of its folder; see `save_run`."""
+    """Save a published model with the tokenizer of its original folder; see `save_run`."""
     files, keys = dict[str, bytes](), JsonObject()
-    # GGUF stores a tokenizer as metadata of the one file: it is written anew.
-    if isinstance(folder, GgufModel):  # in which no file of a tokenizer can be copied
+    # GGUF stores the tokenizer as metadata, so there is no tokenizer file to copy.
+    if isinstance(folder, GgufModel):
         tokenizer = published_tokenizer(folder)
         files, _ = tokenizer_files(tokenizer, config.vocab_size)
         keys = token_ids(tokenizer, config.kind, config.vocab_size)
@@ -53,7 +53,7 @@ def save_run(
     """
     config, params, lines = model.config, model.params, list[str]()
     if not isinstance(config, ModelConfig):
-        rule = "other libraries have no such model: must be a transformer"
+        rule = "must be a transformer, because other libraries have no such model"
         raise ConfigError(f"model of the run is a {type(config).__name__}: {rule}")
     classifies = config.kind == "encoder" and config.num_classes is not None
     files, note = tokenizer_files(model.tokenizer, config.vocab_size, classifies=classifies)
@@ -62,11 +62,11 @@ def save_run(
         config, params = written, with_zero_biases(written, params)
         lines = [f"a {family} has biases: they are written as zeros"]
     keys = token_ids(model.tokenizer, config.kind, config.vocab_size)
-    given = {name: i for name, i in keys.items() if i is not None}
+    generation = {name: i for name, i in keys.items() if i is not None}
     if config.kind == "encoder-decoder" and (banned := target_of(model.tokenizer).banned):
-        given["bad_words_ids"] = [list(ids) for ids in banned]
-    if given:
-        files["generation_config.json"] = f"{json.dumps(given)}\n".encode()
+        generation["bad_words_ids"] = [list(ids) for ids in banned]
+    if generation:
+        files["generation_config.json"] = f"{json.dumps(generation)}\n".encode()
     assert model.run is not None
     if isinstance(model.run.task, ClassifyTask):
         names = list(model.run.task.labels or ())
@@ -81,15 +81,15 @@ def save_run(
 def written_as(
     config: ModelConfig, family: str | None, definition: bytes | None = None
 ) -> tuple[str, ModelConfig]:
-    """Return the family that a model is written as, and its config there, perhaps with biases.
+    """Return the family that a model is written as, and its config, possibly with added biases.
 
-    `definition` is the tokenizer.json beside it.
+    `definition` is the content of tokenizer.json.
     """
     attention = replace(config, use_bias=True, qkv_bias=None, ff_bias=bool(config.ff_bias))
     all_layers = replace(config, use_bias=True)
     reason: ConfigError | None = None
-    # Some families always have biases, some everywhere but in the feed-forward network: zeros
-    # change no number.
+    # Some families always have biases, some everywhere except in the feed-forward network. Biases
+    # of zero change no result.
     for tried in (config,) if config.use_bias else (config, attention, all_layers):
         try:
             name = written_family(tried, family)
@@ -103,30 +103,30 @@ def written_as(
 
 
 def with_zero_biases(config: ModelConfig, params: Params) -> Params:
-    """Return parameters without biases as those of the same model with biases, which are zeros."""
+    """Add zeros for the biases that `config` has and the parameters lack."""
     shapes = flatten_dict(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
-    given = flatten_dict(params)
+    leaves = flatten_dict(params)
     dtype = jax.tree.leaves(params)[0].dtype
     biases = {
         path: np.zeros(shape.shape, dtype)
         for path, shape in shapes.items()
-        if path[-1] == "bias" and path not in given
+        if path[-1] == "bias" and path not in leaves
     }
-    return unflatten_dict(given | biases)
+    return unflatten_dict(leaves | biases)
 
 
 def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
-    """Return the keys of config.json that name tokens; None for one that there is not.
+    """Return the keys of config.json that name tokens.
 
-    So is one that the tokenizer has and the model has not. None is written as null: a family may
-    have a default for a missing key.
+    The value is None if the tokenizer or the model lacks the token. None is written as null,
+    because a family may have a default for a missing key.
     """
-    own = plain(tokenizer)
+    base = plain(tokenizer)
     added = tokenizer.special_ids if isinstance(tokenizer, SpecialTokens) else {}
     stop: tuple[int, ...] = (added["eos"],) if "eos" in added else ()
     roles = dict(added)
-    if isinstance(own, PretrainedTokenizer):
-        roles, stop = {**own.special_ids, **added}, tuple(sorted({*own.stop_ids, *stop}))
+    if isinstance(base, PretrainedTokenizer):
+        roles, stop = {**base.special_ids, **added}, tuple(sorted({*base.stop_ids, *stop}))
     found: JsonObject = {f"{role}_token_id": roles.get(role) for role in ("bos", "pad")}
     if kind == "encoder-decoder":
         target = target_of(tokenizer)
@@ -140,7 +140,7 @@ def token_ids(tokenizer: Tokenizer, kind: str, vocab_size: int) -> JsonObject:
     return found
 
 
-_SURROGATE = "the run's characters hold a lone surrogate, which has no UTF-8"
+_SURROGATE = "the run's characters include a lone surrogate, which has no UTF-8"
 
 
 def tokenizer_files(
@@ -148,56 +148,56 @@ def tokenizer_files(
 ) -> tuple[dict[str, bytes], str]:
     """Return the files that describe a tokenizer to other libraries, and a line about them.
 
-    If it `classifies`, they put around a text what an encoder reads that says its class.
+    If the model `classifies`, the files frame each text with the tokens that the encoder expects.
     """
-    beside: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     match plain(tokenizer):
-        case PretrainedTokenizer() as own:
-            definition = json.loads(own.definition)
-            beside |= {f"{role}_token": token for role, token in own.roles}
-            if own.named_tokens:
-                beside["extra_special_tokens"] = dict(own.named_tokens)
-            if templates := dict(own.chat_templates):
+        case PretrainedTokenizer() as base:
+            definition = json.loads(base.definition)
+            settings |= {f"{role}_token": token for role, token in base.roles}
+            if base.named_tokens:
+                settings["extra_special_tokens"] = dict(base.named_tokens)
+            if templates := dict(base.chat_templates):
                 named = [{"name": n, "template": t} for n, t in templates.items()]
-                beside["chat_template"] = (
+                settings["chat_template"] = (
                     templates["default"] if list(templates) == ["default"] else named
                 )
-            note = "tokenizer.json: that of the model the run began with"
-        case BPETokenizer() as own:
-            definition, note = json.loads(own.definition), "tokenizer.json: the run's BPE"
+            note = "tokenizer.json: copied from the model that the run started from"
+        case BPETokenizer() as base:
+            definition, note = json.loads(base.definition), "tokenizer.json: the run's BPE"
             definition["decoder"] = _byte_definition()["decoder"]
         case ByteTokenizer():
             definition = _byte_definition()
-            note = "tokenizer.json: one token a byte, as a BPE without merges"
-        case CharTokenizer() as own:
-            if any("\ud800" <= character <= "\udfff" for character in own.characters):
+            note = "tokenizer.json: one token per byte, as a BPE without merges"
+        case CharTokenizer() as base:
+            if any("\ud800" <= character <= "\udfff" for character in base.characters):
                 raise ConfigError(_SURROGATE)
             from tokenizers import Regex, decoders, models, pre_tokenizers
             from tokenizers import Tokenizer as Library
 
-            # Characters that were never met share an id past the vocabulary.
-            known = {character: i for i, character in enumerate(own.characters)}
-            known |= {"<unk>": vocab_size}
-            library: Any = Library(models.BPE(vocab=known, merges=[], unk_token="<unk>"))
+            # Unknown characters share an id past the vocabulary.
+            ids = {character: i for i, character in enumerate(base.characters)}
+            ids |= {"<unk>": vocab_size}
+            library: Any = Library(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
             library.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{1,64}"), "isolated")
             library.decoder = decoders.Fuse()
             definition = json.loads(library.to_str())
             note = (
-                f"tokenizer.json: the run's {own.vocab_size} characters, as a BPE without "
-                f"merges; another one gets the id {vocab_size}, which the model does not have"
+                f"tokenizer.json: the run's {base.vocab_size} characters, as a BPE without "
+                f"merges; any other character gets id {vocab_size}, which the model does not have"
             )
         case _:
             raise ConfigError(f"a {type(plain(tokenizer)).__name__} cannot be written")
     if isinstance(tokenizer, SpecialTokens):
-        beside |= _with_added(definition, tokenizer)
-    if classifies and (wanted := encoder_frame(tokenizer)) != frame(tokenizer):
+        settings |= _with_added(definition, tokenizer)
+    if classifies and (framing := encoder_frame(tokenizer)) != frame(tokenizer):
         from tokenizers import Tokenizer as Library
 
         library = Library.from_str(json.dumps(definition))
-        tokens = [tuple(map(library.id_to_token, part)) for part in wanted]
-        ids = dict(zip(sum(tokens, ()), sum(wanted, ()), strict=True))
+        tokens = [tuple(map(library.id_to_token, part)) for part in framing]
+        ids = dict(zip(sum(tokens, ()), sum(framing, ()), strict=True))
         definition["post_processor"] = around(ids, *tokens)
-    files = {"tokenizer.json": definition, "tokenizer_config.json": beside}
+    files = {"tokenizer.json": definition, "tokenizer_config.json": settings}
     written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
     try:
         return {name: f"{text}\n".encode() for name, text in written.items()}, note
@@ -206,7 +206,7 @@ def tokenizer_files(
 
 
 def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, str]:
-    """Add special tokens to the library's JSON, and return those that have a role."""
+    """Add special tokens to the library's JSON; return the ones that have a role."""
     vocabulary = definition["model"].get("vocab")
     added = definition.setdefault("added_tokens", [])
     taken = {token["content"] for token in added}
@@ -215,10 +215,10 @@ def _with_added(definition: JsonObject, tokenizer: SpecialTokens) -> dict[str, s
     roles = {}
     for name, i in tokenizer.special_ids.items():
         text = f"<{name}>"
-        # A text of the vocabulary must not become a special token.
+        # An ordinary piece of the vocabulary must not become a special token.
         while text in taken:
             text = f"<{text}>"
-        if isinstance(vocabulary, dict):  # where the library keeps an id as it is
+        if isinstance(vocabulary, dict):  # this pins the id
             vocabulary[text] = i
         added.append(dict(id=i, content=text, **flags))
         if name in ROLES:
@@ -236,7 +236,6 @@ def _byte_definition() -> JsonObject:
 
 
 def _written(target: Path, params: Params, family: str | None = None) -> str:
-
     leaves = jax.tree.leaves(params)
     count, kinds = sum(leaf.size for leaf in leaves), sorted({str(leaf.dtype) for leaf in leaves})
     kind = f" as a {family}" if family else ""

@@ -1,8 +1,8 @@
-"""Draw tables over tokens, layers and heads: a matplotlib figure, or a page that can be hovered.
+"""Tables over tokens, layers and heads, as a matplotlib figure or an HTML page with hover details.
 
-The page is one file of HTML without scripts, which loads nothing: its policy forbids it. Texts are
-escaped, and what has no shape of its own is spelled, as in the figures. Its colours follow the
-reader's light or dark.
+The page is a single HTML file without scripts; its policy forbids loading anything. Strings are
+escaped, and invisible characters are spelled out, as in the figures. The colours follow the
+reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDEST = 26.0
-"""Inches of a row of cells, at most; of more columns they are smaller, and not all are named."""
+"""Maximum width of a row of cells, in inches. With more columns, cells shrink and skip labels."""
 
 
 @value_class
 class Table:
-    """Hold numbers with what stands at the sides of them, in them, and about them.
+    """A table of numbers with labels, cell texts and hover hints.
 
-    A table of one row without a name is a text: on the page its columns are set as words. Texts of
-    tokens are those of `marked`.
+    A table with a single unnamed row is a text: the page sets its columns as words. Tokens are
+    spelled by `marked`.
     """
 
     title: str
@@ -36,28 +36,28 @@ class Table:
     columns: Sequence[str]
     values: np.ndarray  # f32[R, C]
     most: float | None = None
-    """The value that is shaded darkest; None is the largest. Negative ones have another colour."""
+    """Value of the darkest shade; None is the largest one. Negative values have another colour."""
     cells: Sequence[Sequence[str]] | None = None
-    """Texts that stand in the cells instead of the numbers."""
+    """Strings to show in the cells instead of the numbers."""
     hints: Sequence[Sequence[str]] | None = None
-    """Texts that the page adds to a hovered cell's row, column and number."""
+    """Strings that the page adds to the row, column and number of a hovered cell."""
 
     def shades(self) -> np.ndarray:  # f64[R, C]
-        """Return each value's shade: 1 the darkest, 0 none, below 0 that of negative values."""
+        """Return the shade of each value: 1 or -1 is darkest, 0 is none."""
         values = np.asarray(self.values, np.float64)
         most = np.abs(values).max(initial=0.0) if self.most is None else self.most
         return np.clip(values / most, -1, 1) if most > 0 else np.zeros(values.shape)
 
 
 class Pictured:
-    """Be drawn as tables, which `tables` returns."""
+    """Base class of results that are drawn as tables."""
 
     def tables(self) -> list[Table]:
-        """Return the tables that are drawn, from top to bottom."""
+        """Return the tables to draw, from top to bottom."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """Return what a command prints, in a few lines."""
+        """Return the few lines that a command prints."""
         raise NotImplementedError
 
     def plot(self) -> Figure:
@@ -65,19 +65,19 @@ class Pictured:
         return draw_tables(self.tables())
 
     def html(self) -> str:
-        """Return the tables as a page of one file, which says more where it is hovered."""
+        """Return the tables as a single HTML page that shows details on hover."""
         return page(type(self).__name__, self.summary(), self.tables())
 
 
 def draw_tables(tables: Sequence[Table]) -> Figure:
-    """Draw tables below one another: red is above 0, blue below, and darker is further from it."""
+    """Draw tables below one another: red is above 0, blue is below, darker is farther from 0."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     inner = [text for table in tables for row in table.cells or () for text in row]
     sides = [text for table in tables for text in (*table.rows, *table.columns)]
-    # Fonts are chosen for all texts at once: see `spelled`.
+    # `spelled` chooses fonts for all texts at once.
     short = {text: shortened(text) for text in (*inner, *sides)}
     short |= {table.title: table.title for table in tables}
     labels, families = spelled(list(short.values()))
@@ -93,7 +93,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
             text.remove()
         return float(longest) / figure.dpi
 
-    # One pair of axes is the whole picture, and its unit an inch, from the top left corner.
+    # One pair of axes covers the figure; its unit is an inch, from the top left corner.
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
     axes.autoscale(False)
@@ -101,12 +101,11 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
     for table in tables:
         rows, columns = [[label[text] for text in side] for side in (table.rows, table.columns)]
         cells = None if table.cells is None else [[label[x] for x in row] for row in table.cells]
-        wanted = (
-            0.42 if cells is None else max(0.42, width([x for row in cells for x in row], 8) + 0.1)
-        )
-        pitch, tall = min(wanted, WIDEST / len(columns)), 0.26
+        texts = [] if cells is None else [text for row in cells for text in row]
+        full = max(0.42, width(texts, 8) + 0.1)
+        pitch, tall = min(full, WIDEST / len(columns)), 0.26
         upright = width(columns, 8) > pitch - 0.06
-        step = max(1, int(np.ceil(0.13 / pitch)))  # not all are named, where there is no room
+        step = max(1, int(np.ceil(0.13 / pitch)))  # label every nth column if there is no room
         title = label[table.title]
         axes.text(margin, y + 0.15, title, fontsize=10, va="center", color=INK, **styles)
         left, top = margin + width(rows, 8) + 0.1, y + 0.36
@@ -119,12 +118,12 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
         frame = Rectangle((left, top), right - left, bottom - top, fill=False, ec=FAINT, lw=0.6)
         axes.add_patch(frame)
         small: dict[str, Any] = dict(fontsize=8, va="center", **styles)
-        # Numbers in cells that are narrower than they are would overlap.
-        for (r, c), value in np.ndenumerate(table.values) if pitch > 0.9 * wanted else ():
+        # In narrower cells the numbers would overlap.
+        for (r, c), value in np.ndenumerate(table.values) if pitch > 0.9 * full else ():
             at = left + (c + 0.5) * pitch, top + (r + 0.5) * tall
-            said = number(value) if cells is None else cells[r][c]
+            shown = number(value) if cells is None else cells[r][c]
             ink = "white" if abs(shades[r, c]) > 0.7 else INK
-            axes.text(*at, said, ha="center", color=ink, **small)
+            axes.text(*at, shown, ha="center", color=ink, **small)
         for r, text in enumerate(rows):
             axes.text(left - 0.06, top + (r + 0.5) * tall, text, ha="right", color=INK, **small)
         small |= dict(va="top", ha="center", rotation=90 if upright else 0, color=INK)
@@ -138,7 +137,7 @@ def draw_tables(tables: Sequence[Table]) -> Figure:
 
 
 def number(value: float) -> str:
-    """Return a number in three digits or so, as it stands in a cell."""
+    """Format the number of a cell, with about three digits."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:z.{digits}f}"
 
@@ -171,8 +170,8 @@ td:hover i, .text b:hover i { display: block; }
 
 
 def page(title: str, summary: str, tables: Sequence[Table]) -> str:
-    """Return tables as one file of HTML; what is hovered is said at the foot of the window."""
-    # Texts of a model are untrusted: should one get past `escape`, nothing of it runs or loads.
+    """Return tables as one HTML file; details of a hovered cell appear at the bottom."""
+    # Text of a model is untrusted. If some gets past `escape`, the policy keeps it from running.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     parts = [
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
@@ -184,7 +183,7 @@ def page(title: str, summary: str, tables: Sequence[Table]) -> str:
     for table in tables:
         shades = table.shades()
         parts.append(f"<h2>{escape(table.title)}</h2>")
-        # Shades of one text read best as the text itself.
+        # A table of one text is easiest to read as the text itself.
         is_text = len(table.rows) == 1 and not table.rows[0]
         tag = "b" if is_text else "td"
         lines = []
@@ -192,15 +191,15 @@ def page(title: str, summary: str, tables: Sequence[Table]) -> str:
             line = []
             for c, column in enumerate(table.columns):
                 value, shade = float(table.values[r, c]), float(shades[r, c])
-                said = column if is_text else number(value)
+                shown = column if is_text else number(value)
                 if table.cells is not None:
-                    said = table.cells[r][c]
+                    shown = table.cells[r][c]
                 hint = " · ".join(filter(None, (row, column))) + f": {value:.4g}"
                 if table.hints is not None:
                     hint += f"\n{table.hints[r][c]}"
                 side = ' class="below"' if shade < 0 else ""
                 line.append(
-                    f'<{tag}{side} style="--shade:{abs(shade):.3f}">{escape(said)}'
+                    f'<{tag}{side} style="--shade:{abs(shade):.3f}">{escape(shown)}'
                     f"<i>{escape(hint)}</i></{tag}>"
                 )
             lines.append(line)
