@@ -482,7 +482,7 @@ def test_qwen2_is_written_with_qwen_s_tokenizer_alone(tmp_path):
     content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[split, letters])
     check_tokenizer("qwen2", json.dumps(content).encode())
     content["normalizer"] = None
-    with pytest.raises(ConfigError, match="write it as a llama"):
+    with pytest.raises(ConfigError, match="save as a llama"):
         check_tokenizer("qwen2", json.dumps(content).encode())
 
 

@@ -26,7 +26,7 @@ from transformer_jax.models.lora import (
     merge_lora,
 )
 from transformer_jax.models.stack import stack_layers
-from transformer_jax.pretrained.peft import InTurn, load_lora, save_lora
+from transformer_jax.pretrained.peft import InterleavedKernels, load_lora, save_lora
 from transformer_jax.training.batch import Batch, batch_loss
 from transformer_jax.training.step import make_train_step, start_state
 
@@ -343,7 +343,7 @@ def test_kernels_whose_rows_take_turns_are_written_so_and_read_back(params, tmp_
     kinds = ("query", "key", "value")
     runs = shapes["key"]["kernel"].shape[1]
     paths = [f"decoder/block_0/attention/{name}" for name in kinds]
-    names = {"layers.0.qkv.weight": InTurn([f"{path}/kernel" for path in paths], runs)}
+    names = {"layers.0.qkv.weight": InterleavedKernels([f"{path}/kernel" for path in paths], runs)}
     save_lora(tmp_path, params, adapters, config, names)
     file = safetensors.load_file(tmp_path / "adapter_model.safetensors")
     a, b = (file[f"base_model.model.layers.0.qkv.lora_{x}.weight"] for x in "AB")
@@ -381,13 +381,13 @@ def test_a_fused_weight_has_one_a_or_stacks_those_that_differ(params, tmp_path, 
 
 def test_what_cannot_be_saved_is_refused(params, tmp_path):
     adapters = trained(params)
-    with pytest.raises(ValueError, match=r"block_0/feed_forward/gate: .* names says of no weight"):
+    with pytest.raises(ValueError, match=r"block_0/feed_forward/gate: .* no weight in names"):
         save_lora(tmp_path, params, adapters, ALL, FUSED)
-    with pytest.raises(ValueError, match="rank 2 wants"):
+    with pytest.raises(ValueError, match="for rank 2"):
         save_lora(tmp_path, params, adapters, dataclasses.replace(ALL, rank=2), NAMES)
     with pytest.raises(ValueError, match="nothing to save"):
         save_lora(tmp_path, params, jax.tree.map(np.zeros_like, adapters), ALL, NAMES)
-    with pytest.raises(ValueError, match="names has decoder/block_7/x/kernel: the parameters"):
+    with pytest.raises(ValueError, match="names contain decoder/block_7/x/kernel, which is"):
         save_lora(tmp_path, params, adapters, ALL, {"x.weight": ("decoder/block_7/x/kernel",)})
     assert not list(tmp_path.iterdir())
 
@@ -398,11 +398,11 @@ def test_an_adapter_that_is_there_is_replaced_only_when_asked(params, tmp_path):
     (tmp_path / "README.md").write_text("mine")
     save_lora(tmp_path, params, first, config, NAMES)
     again = dataclasses.replace(config, rank=3)
-    with pytest.raises(CheckpointError, match=r"has adapter_config\.json, which would be lost"):
+    with pytest.raises(CheckpointError, match=r"contains adapter_config\.json: pass overwrite"):
         save_lora(tmp_path, params, second, again, NAMES)
     assert load_lora(tmp_path, params, NAMES)[0] == config
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has adapter_model\.safetensors, which would"):
+    with pytest.raises(CheckpointError, match=r"already contains adapter_model\.safetensors: pass"):
         save_lora(tmp_path, params, second, again, NAMES)
     save_lora(tmp_path, params, second, again, NAMES, overwrite=True)
     assert load_lora(tmp_path, params, NAMES)[0] == again
@@ -457,11 +457,11 @@ def test_a_key_of_the_config_is_read_or_refused_by_name(saved, params, key, valu
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(target_modules=["q_proj"]), "has an adapter of model.layers.0.self_attn.v_proj"),
-        (dict(target_modules=["q_proj", "v_proj", "up_proj"]), "lacks an adapter of model.layers"),
-        (dict(layers_to_transform=1), "has an adapter of model.layers.0.self_attn.q_proj"),
-        (dict(exclude_modules=["v_proj"]), "has an adapter of model.layers.0.self_attn.v_proj"),
-        (dict(r=3), "q_proj.lora_A.weight is [2, 14]: rank 3"),
+        (dict(target_modules=["q_proj"]), "has an adapter for model.layers.0.self_attn.v_proj"),
+        (dict(target_modules=["q_proj", "v_proj", "up_proj"]), "lacks an adapter for model.layers"),
+        (dict(layers_to_transform=1), "has an adapter for model.layers.0.self_attn.q_proj"),
+        (dict(exclude_modules=["v_proj"]), "has an adapter for model.layers.0.self_attn.v_proj"),
+        (dict(r=3), "q_proj.lora_A.weight has shape [2, 14]: must be [3, 14]"),
     ],
     ids=lambda x: str(x),
 )
@@ -515,18 +515,18 @@ def test_damaged_tensors_are_refused_by_name(saved, params):
         assert said.startswith(f"{file}: ") and message in said
 
     check(f"{b} is missing", b=None)
-    said = f"{a} is [14, 2]: rank 2 of these parameters wants [2, 14]"
+    said = f"{a} has shape [14, 2]: must be [2, 14] for rank 2 and these parameters"
     check(said, a=tensors[a].T.copy())
-    check(f"{b} is I32: must be F32, F16 or BF16", b=np.ones((24, 2), np.int32))
+    check(f"{b} has dtype I32: must be F32, F16 or BF16", b=np.ones((24, 2), np.int32))
     other = "base_model.model.lm_head.lora_A.weight"
-    check(f"{other}: is the adapter of no known kernel", **{other: np.ones((2, 14), np.float32)})
+    check(f"{other}: matches no kernel in names", **{other: np.ones((2, 14), np.float32)})
     safetensors.save_file({}, file)
-    check("has no adapter")
+    check("contains no adapter")
     for damaged in (whole[:-1], whole[:50], b"", (2**60).to_bytes(8, "little") + whole[8:]):
         file.write_bytes(damaged)
         check("cannot be read")
     file.unlink()
-    check("there is no such file")
+    check("the file does not exist")
     (saved / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
     check("adapter_model.bin is a pickle")
 

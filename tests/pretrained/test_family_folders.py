@@ -1,4 +1,4 @@
-"""Folders of one family after another: what comes back, where tensors lie, and what is refused."""
+"""Folders of each family: round trips, tensor layout, and rejected configs."""
 
 import json
 from dataclasses import replace
@@ -70,7 +70,7 @@ GPT_OSS = dict(
     rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16,
     beta_fast=32.0, beta_slow=1.0, truncate=False),
 )  # fmt: skip
-"""More experts than tensors: all of them are in one."""
+"""A config with more experts than tensors, since one tensor contains all experts."""
 BERT, ROBERTA = (ENCODER | dict(model_type=n, pad_token_id=1) for n in ("bert", "roberta"))
 DISTIL = dict(model_type="distilbert", vocab_size=29, dim=12, n_heads=3, n_layers=1, hidden_dim=10)
 MPNET = ENCODER | dict(
@@ -94,7 +94,7 @@ OLD_MODERN = MODERN_SIZES | dict(
     global_attn_every_n_layers=2, global_rope_theta=1000.0, local_rope_theta=50.0,
     position_embedding_type="absolute", layer_norm_eps=1e-5,
 )  # fmt: skip
-"""A config.json as version 4 of transformers wrote it."""
+"""A config.json in the style of transformers 4."""
 MODERN = MODERN_SIZES | dict(
     layer_types=[FULL, LOCAL, FULL, LOCAL], rope_parameters={FULL: dict(rope_type="default",
     rope_theta=1000.0), LOCAL: dict(rope_type="default", rope_theta=50.0)},
@@ -111,7 +111,7 @@ OLD_NOMIC = dict(
     scale_attn_by_inverse_layer_idx=False, scale_attn_weights=True, type_vocab_size=2,
     use_flash_attn=True, use_rms_norm=False, use_xentropy=True, vocab_size=29,
 )  # fmt: skip
-"""The config.json that the model's own code reads."""
+"""The config.json for the original code of the model."""
 NOMIC = ENCODER | dict(
     model_type="nomic_bert", max_position_embeddings=64, head_dim=4,
     rope_parameters=dict(rope_type="default", rope_theta=1000.0),
@@ -124,13 +124,13 @@ def default(base):
 
 
 def read(content, *heads):
-    """Read a config.json in a folder of enough tensors, of which some tell the heads."""
+    """Read a config.json in a folder with enough tensors, including those that identify heads."""
     masked = ("head.dense.weight",) if content["model_type"] == "modernbert" else ()
     return read_config(content, (*heads, *masked, *map(str, range(40))), "config.json")
 
 
 def saved(folder, config, family=None):
-    """Save drawn parameters; check that they come back; return them and the tensors of the file."""
+    """Save random parameters, check the round trip, and return them with the file's tensors."""
     params = drawn(config)
     save_pretrained(folder, config, params, family=family)
     assert_loads(folder, config, params)
@@ -177,15 +177,15 @@ def keys_of(folder):
         )
     ],
 )  # fmt: skip
-def test_what_is_saved_comes_back_bit_for_bit(content, heads, tensor, param, tmp_path):
-    """And lies in the tensor of that name, a matrix [outputs, inputs]."""
-    own, tensors = saved(tmp_path / "one", read(content, *heads), content["model_type"])
+def test_saved_folder_loads_bit_for_bit(content, heads, tensor, param, tmp_path):
+    """Also checks that the parameter is in that tensor, a matrix [outputs, inputs]."""
+    leaf, tensors = saved(tmp_path / "one", read(content, *heads), content["model_type"])
     for name in param.split("/"):
-        own = own[int(name)] if name.isdigit() else own[name]
+        leaf = leaf[int(name)] if name.isdigit() else leaf[name]
     if param.endswith("kernel"):
         outputs = len(tensors[tensor])
-        own = np.asarray(own).reshape(-1, outputs).T
-    np.testing.assert_array_equal(tensors[tensor], own)
+        leaf = np.asarray(leaf).reshape(-1, outputs).T
+    np.testing.assert_array_equal(tensors[tensor], leaf)
 
 
 REFUSED = [
@@ -197,21 +197,21 @@ REFUSED = [
     (FALCON | dict(alibi=True), "alibi is True: must be False"),
     (FALCON | dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn is 2: must be 1, or"),
     (FALCON | dict(new_decoder_architecture=True, parallel_attn=False),
-     "parallel_attn is False: new_decoder_architecture needs true"),
+     "parallel_attn is False: must be true with new_decoder_architecture"),
     (SMOL | dict(no_rope_layers=[1]), r"no_rope_layers is \[1\]: must be a list of 4"),
     (SMOL | dict(no_rope_layers=[2, 1, 1, 1]), "no_rope_layers is .*: must be a list of 4"),
     (SMOL | dict(layer_types=[LOCAL] * 4),
-     "layer_types is .*: needs use_sliding_window and sliding_window"),
+     "layer_types is .*: requires use_sliding_window and sliding_window"),
     (NEOX | dict(rotary_pct=1.5), "rotary_pct is 1.5: must be at most 1"),
     (NEOX | dict(rotary_pct=0.4), "positions.dims is 3|dims is 3"),
-    (NEOX | dict(num_key_value_heads=1), "num_key_value_heads is 1: no such key"),
+    (NEOX | dict(num_key_value_heads=1), "num_key_value_heads is 1: this key is not"),
     (NEOX | dict(rope_scaling=dict(type="spiral")), "type is 'spiral'"),
     (GPTJ | dict(rotary_dim=None), "rotary_dim is None: must be an integer"),
     (GPTJ | dict(rotary_dim=10), "rotary_dim is 10: must be even and at most 8"),
     (GPTJ | dict(rotary=False), "rotary is False: must be True"),
     (CODER | dict(norm_type="rms_norm"), "norm_type is 'rms_norm': must be 'layer_norm'"),
     (CODER | dict(mlp_type="gated"), "mlp_type is 'gated': must be 'default'"),
-    (OPT | dict(word_embed_proj_dim=7), "word_embed_proj_dim is 7: must be hidden_size, 24"),
+    (OPT | dict(word_embed_proj_dim=7), "word_embed_proj_dim is 7: must equal hidden_size, 24"),
     (OPT | dict(_remove_final_layer_norm=True), "_remove_final_layer_norm is True: must be"),
     (OPT | dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine is False"),
     (BLOOM | dict(apply_residual_connection_post_layernorm=True), "post_layernorm is True"),
@@ -220,13 +220,13 @@ REFUSED = [
     (PHI | dict(embd_pdrop=1.0), "embd_pdrop is 1.0: must be at least 0 and below 1"),
     (OLMO3 | dict(rope_theta=1e4), "rope_theta is 10000.0: must be 500000.0, or rope_param"),
     (OLMO3 | dict(rope_parameters={FULL: default(5e5), LOCAL: YARN}),
-     "rope_parameters is 'yarn': layers with a window stretch nothing"),
+     "rope_parameters is 'yarn': layers with a window must have no"),
     (OLMO3 | dict(layer_types=[FULL]), "layer_types is .*: must be a list of 4"),
-    (OLMO2 | dict(clip_qkv=3.0), "clip_qkv is 3.0: no such key"),
-    (OLMO2 | dict(auto_map={"AutoConfig": "a.B"}), "auto_map is .*code of a checkpoint"),
+    (OLMO2 | dict(clip_qkv=3.0), "clip_qkv is 3.0: this key is not"),
+    (OLMO2 | dict(auto_map={"AutoConfig": "a.B"}), "auto_map is .*code in a checkpoint"),
     (GRANITE | dict(residual_multiplier=0), "residual_multiplier is 0: must be positive"),
     (GRANITE | dict(logits_scaling="6"), "logits_scaling is '6': must be a number"),
-    (PHI3 | dict(rope_scaling=YARN), "rope_scaling is 'yarn': a phi3 has longrope or none"),
+    (PHI3 | dict(rope_scaling=YARN), "rope_scaling is 'yarn': must be longrope or absent"),
     (PHI3 | dict(attention_bias=True), "attention_bias is True: must be False"),
     (PHI3 | dict(lm_head_bias=True), "lm_head_bias is True: must be False"),
     (MIXTRAL | dict(router_jitter_noise=0.1), "router_jitter_noise is 0.1: must be 0.0"),
@@ -244,15 +244,15 @@ REFUSED = [
     (GPT_OSS | dict(hidden_act="relu"), "hidden_act is 'relu': must be 'silu'"),
     (GPT_OSS | dict(rope_scaling=None), "rope_parameters is None: must be an object"),
     (GPT_OSS | dict(layer_types=["full"]), "layer_types is .* must be a list of 1"),
-    (GPT_OSS | dict(quantization_config=dict(bits=4)), "quantization_config is .*no such key"),
+    (GPT_OSS | dict(quantization_config=dict(bits=4)), "quantization_config is .*this key is not"),
     (BERT | dict(position_embedding_type="relative_key"), "is 'relative_key': must"),
     (BERT | dict(is_decoder=True), "is_decoder is True: must be False"),
     (BERT | dict(add_cross_attention=True), "add_cross_attention is True"),
     (BERT | dict(pruned_heads={"0": [1]}), "pruned_heads is {'0': .1.}"),
     (BERT | dict(hidden_act="tanh"), "hidden_act is 'tanh': must be one of"),
-    (BERT | dict(position_biased_input=True), "position_biased_input is True: no"),
+    (BERT | dict(position_biased_input=True), "position_biased_input is True: this key is not"),
     (ROBERTA | dict(pad_token_id=None), "pad_token_id is None: must be an integer"),
-    (ROBERTA | dict(pad_token_id=511), "max_position_embeddings is 512: must be"),
+    (ROBERTA | dict(pad_token_id=511), "max_position_embeddings is 512: must exceed"),
     (DISTIL | dict(tie_weights_=False), "tie_weights_ is False: must be True"),
     (ALBERT | dict(num_hidden_groups=2), "num_hidden_groups is 2: must be 1"),
     (ALBERT | dict(inner_group_num=2), "inner_group_num is 2: must be 1"),
@@ -260,32 +260,32 @@ REFUSED = [
     (ELECTRA | dict(position_embedding_type="relative_key"), "is 'relative_key': must be"),
     (MPNET | dict(relative_attention_num_buckets=16), "num_buckets is 16: must be 32"),
     (MPNET | dict(pad_token_id=0), "pad_token_id is 0: must be 1"),
-    (MPNET | dict(embedding_size=5), "embedding_size is 5: no such key"),
-    (MODERN | dict(classifier_bias=True), "classifier_bias is True: must be norm_bias, False"),
+    (MPNET | dict(embedding_size=5), "embedding_size is 5: this key is not"),
+    (MODERN | dict(classifier_bias=True), "classifier_bias is True: must equal norm_bias, False"),
     (MODERN | dict(classifier_activation="silu"),
-     "classifier_activation is 'silu': must be hidden_act"),
+     "classifier_activation is 'silu': must match hidden_act"),
     (MODERN | dict(position_embedding_type="relative"), "position_embedding_type is 'relative'"),
     (MODERN | dict(layer_types=[FULL]), "layer_types is .*: must be a list of 4"),
     (MODERN | dict(local_attention=0), "local_attention is 0: must be an integer from 1"),
     (MODERN | dict(rope_parameters={FULL: dict(rope_type="linear", factor=2.0)}),
-     "rope_parameters is .*: layers may differ in rope_theta"),
-    (MODERN | dict(num_key_value_heads=1), "num_key_value_heads is 1: no such key"),
+     "rope_parameters is .*: layers may differ only in rope_theta"),
+    (MODERN | dict(num_key_value_heads=1), "num_key_value_heads is 1: this key is not"),
     (OLD_NOMIC | dict(activation_function="gelu"),
      "activation_function is 'gelu': must be 'swiglu'"),
     (OLD_NOMIC | dict(prenorm=True), "prenorm is True: must be False"),
     (OLD_NOMIC | dict(qkv_proj_bias=True), "qkv_proj_bias is True: must be False"),
     (OLD_NOMIC | dict(rotary_emb_fraction=0.5), "rotary_emb_fraction is 0.5: must be 1.0 or 1"),
     (OLD_NOMIC | dict(rotary_scaling_factor=2.0), "rotary_scaling_factor is 2.0: must be None"),
-    (OLD_NOMIC | dict(num_experts=8), "num_experts is 8: no such key"),
+    (OLD_NOMIC | dict(num_experts=8), "num_experts is 8: this key is not"),
     (NOMIC | dict(tie_word_embeddings="no"), "tie_word_embeddings is 'no': must be true or"),
-    (NOMIC | dict(partial_rotary_factor=0.5), "rope_parameters is .*: all dimensions of a head"),
+    (NOMIC | dict(partial_rotary_factor=0.5), "rope_parameters is .*: all dimensions of each"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("content", "rule"), REFUSED, ids=[f"{c['model_type']}: {rule}" for c, rule in REFUSED]
 )
-def test_what_would_change_the_numbers_is_refused_by_name(content, rule):
+def test_keys_that_change_numbers_are_rejected(content, rule):
     with pytest.raises(ConfigError, match=rule):
         read(content)
 
@@ -300,19 +300,19 @@ TEXT = "classifier.weight", "bert.pooler.dense.weight"
         (BERT | dict(tie_word_embeddings=False), MASKED, "tie_word_embeddings is False"),
         (BERT | dict(id2label=3), TEXT, "id2label is 3: must be an object"),
         (BERT | dict(id2label={"0": "a", "1": "b"}, num_labels=7), TEXT,
-         "num_labels is 7: must be as many"),
+         "num_labels is 7: must equal"),
         (ROBERTA | dict(hidden_act="relu"), ("lm_head.dense.weight",),
          "hidden_act is 'relu': must be 'gelu'"),
         (ELECTRA | dict(hidden_act="relu"), ("generator_predictions.dense.weight",),
-         "hidden_act is 'relu': must be 'gelu' beside a head of"),
-        (MODERN, ("classifier.weight",), r"architectures is None: must be a class \.\.\.ForSeq"),
+         "hidden_act is 'relu': must be 'gelu' with the head of"),
+        (MODERN, ("classifier.weight",), r"architectures is None: must name a class \.\.\.ForSeq"),
         (MODERN | dict(
             architectures=["ModernBertForTokenClassification"], classifier_pooling="max"
         ), ("classifier.weight",), "classifier_pooling is 'max': must be one of"),
-        (NOMIC, ("qa_outputs.weight",), "architectures is None: transformers has no such head"),
+        (NOMIC, ("qa_outputs.weight",), "architectures is None: a nomic_bert in transf"),
     ],
 )  # fmt: skip
-def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
+def test_keys_that_contradict_the_head_are_rejected(content, heads, rule):
     with pytest.raises(ConfigError, match=rule):
         read(content, *heads)
 
@@ -338,7 +338,7 @@ def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
         (MODERN, dict(first_norm=True), "first_norm is "),
         (MODERN, dict(glu=False), "glu is "),
         (MODERN, dict(out_bias=True), "out_bias is "),
-        (ROBERTA, dict(positions=Learned(offset=0)), "a roberta cannot say this config"),
+        (ROBERTA, dict(positions=Learned(offset=0)), "a roberta cannot express this config"),
         (BERT, dict(positions=Learned(offset=2), max_len=7), "max_len is 7: a bert has 9"),
         (DISTIL, dict(norm_eps=1e-5), "norm_eps is 1e-05: a distilbert has 1e-12"),
         (DISTIL, dict(type_vocab_size=2), "type_vocab_size is 2: a distilbert has None"),
@@ -361,7 +361,7 @@ def test_keys_that_a_head_cannot_have_are_refused(content, heads, rule):
             (QWEN, dict(selection_bias=True)), (QWEN2, dict(shared_gate=False)))),
     ],
 )  # fmt: skip
-def test_what_a_family_cannot_say_is_refused_by_name(content, changes, rule):
+def test_config_fields_beyond_the_family_are_rejected(content, changes, rule):
     config = replace(read(content), **changes)
     with pytest.raises(ConfigError, match=rule):
         write_config(FAMILIES[content["model_type"]], config)
@@ -374,16 +374,16 @@ def test_what_a_family_cannot_say_is_refused_by_name(content, changes, rule):
         (MIXTRAL, "mistral", "experts is Experts"),
     ],
 )
-def test_what_another_family_cannot_say_is_refused_by_name(content, family, rule):
+def test_config_beyond_another_family_is_rejected(content, family, rule):
     with pytest.raises(ConfigError, match=rule):
         write_config(FAMILIES[family], read(content))
 
 
-# Tensors that hold several parameters
+# Tensors that contain several parameters
 
 
-def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
-    """Cut 3 runs of 2 + 1 + 4 rows with 5 inputs, and biases of as many rows."""
+def test_interleaved_rows_are_split_and_joined_like_numpy():
+    """Split 3 runs of 2 + 1 + 4 rows with 5 inputs, and biases with the same rows."""
     whole = np.arange(3 * 7 * 5).reshape(21, 5)
     runs = whole.reshape(3, 7, 5)
     layouts, pieces = [], []
@@ -403,17 +403,17 @@ def test_rows_that_take_turns_are_cut_and_joined_as_numpy_does():
 
 
 @pytest.mark.slow
-def test_groups_of_a_falcon_are_their_queries_a_key_and_a_value(tmp_path):
-    """Rows [K, N / K + 2, H] of one tensor."""
+def test_falcon_groups_contain_queries_key_and_value(tmp_path):
+    """The rows of the tensor are [K, N / K + 2, H]."""
     config = read(FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, bias=True))
     params, tensors = saved(tmp_path / "one", config, "falcon")
     rows = tensors["transformer.h.1.self_attention.query_key_value.weight"].reshape(2, 5, 4, 24)
-    own = params["decoder"]["block_1"]["attention"]
+    leaf = params["decoder"]["block_1"]["attention"]
     for group in range(2):
-        queries = np.moveaxis(own["query"]["kernel"][:, 3 * group : 3 * group + 3], 0, -1)
+        queries = np.moveaxis(leaf["query"]["kernel"][:, 3 * group : 3 * group + 3], 0, -1)
         np.testing.assert_array_equal(rows[group, :3], queries)
-        np.testing.assert_array_equal(rows[group, 3], own["key"]["kernel"][:, group].T)
-        np.testing.assert_array_equal(rows[group, 4], own["value"]["kernel"][:, group].T)
+        np.testing.assert_array_equal(rows[group, 3], leaf["key"]["kernel"][:, group].T)
+        np.testing.assert_array_equal(rows[group, 4], leaf["value"]["kernel"][:, group].T)
 
 
 @pytest.mark.parametrize(
@@ -423,15 +423,15 @@ def test_groups_of_a_falcon_are_their_queries_a_key_and_a_value(tmp_path):
         (NOMIC, "nomic_bert.encoder.layers.1.attn.Wqkv.weight"),
     ],
 )
-def test_values_are_the_last_third_of_one_tensor(content, tensor, tmp_path):
+def test_values_are_last_third_of_fused_tensor(content, tensor, tmp_path):
     params, tensors = saved(tmp_path / "m", read(content))
     value = np.asarray(params["encoder"]["block_1"]["attention"]["value"]["kernel"])
-    np.testing.assert_array_equal(tensors[tensor][24:], value.reshape(12, 12).T)  # of [3 D, D]
+    np.testing.assert_array_equal(tensors[tensor][24:], value.reshape(12, 12).T)  # rows of [3 D, D]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
+def test_tied_pythia_loads_with_and_without_head(bare, tmp_path):
     config = read(NEOX | dict(tie_word_embeddings=True))
     params, tensors = saved(tmp_path / "one", config, "gpt_neox")
     if bare:
@@ -440,7 +440,7 @@ def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
     assert_loads(tmp_path / "one", config, params)
 
 
-# Decoders: keys that are logic
+# Decoders: keys that require logic
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_a_tied_pythia_is_read_with_its_head_and_without(bare, tmp_path):
          "parallel_shared"),
     ],
 )  # fmt: skip
-def test_a_falcon_of_either_architecture_is_read_and_written(keys, heads, order):
+def test_both_falcon_architectures_round_trip(keys, heads, order):
     config = read(FALCON | keys)
     assert (config.kv_heads, config.norm_order) == (heads, order)
     assert read(write_config(FAMILIES["falcon"], config)) == config
@@ -471,13 +471,13 @@ def test_a_falcon_of_either_architecture_is_read_and_written(keys, heads, order)
         (dict(sliding_window=5), (True, True, True, False), None),
     ],
 )  # fmt: skip
-def test_layers_of_smollm3_turn_by_a_pattern(keys, pattern, window):
+def test_smollm3_rope_pattern_and_windows(keys, pattern, window):
     config = read(SMOL | keys)
     assert config.positions == Rope(base=2e6, pattern=pattern) and config.window == window
     assert read(write_config(FAMILIES["smollm3"], config)) == config
 
 
-def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
+def test_smollm3_without_rope_has_no_positions():
     config = read(SMOL | dict(no_rope_layers=[0] * 4))
     assert config.positions is None and read(SMOL | dict(no_rope_layer_interval=1)) == config
     written = write_config(FAMILIES["smollm3"], config)
@@ -499,18 +499,18 @@ def test_layers_of_smollm3_that_all_have_no_rotation_have_no_positions():
          Rope(base=1e4, window_base=1e4, scaling="yarn", factor=8.0, original_len=8)),
     ],
 )  # fmt: skip
-def test_the_two_rotations_of_olmo3_are_read_and_written(keys, rope):
+def test_both_olmo3_ropes_round_trip(keys, rope):
     config = read(OLMO3 | keys)
     assert config.positions == rope and config.windows == (5, 5, 5, None)
     assert read(write_config(FAMILIES["olmo3"], config)) == config
 
 
-# Experts, which the files hold one by one
+# Experts, each with its own tensors
 
 
 @pytest.mark.slow_except("mixtral")
 @pytest.mark.parametrize("content", [MIXTRAL, QWEN2], ids=lambda c: c["model_type"])
-def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path):
+def test_each_expert_is_a_tensor_and_round_trips(content, tmp_path):
     config = read(content)
     params, one = saved(tmp_path / "looped", config, content["model_type"])
     scanned = replace(config, scan_layers=True)
@@ -529,32 +529,39 @@ def test_every_expert_is_a_tensor_and_comes_back_in_its_place(content, tmp_path)
 
 
 @pytest.mark.parametrize("content", [MIXTRAL, GPT_OSS], ids=lambda c: c["model_type"])
-def test_adapters_of_experts_are_no_file_of_peft(content, tmp_path):
+def test_expert_adapters_cannot_be_saved_for_peft(content, tmp_path):
     config = read(content)
     params, lora = drawn(config), LoraConfig(rank=2, targets=("query", "up"))
     adapters = jax.tree.map(np.ones_like, init_lora(params, lora, jax.random.key(0)))
     names = tensor_names(config, content["model_type"])
-    with pytest.raises(ValueError, match="block_0/feed_forward/up: is of experts, whose adapters"):
+    with pytest.raises(
+        ValueError, match="block_0/feed_forward/up: is a kernel of experts, whose adapters"
+    ):
         save_lora(tmp_path / "a", params, adapters, lora, names)
 
 
-def test_more_experts_than_tensors_are_refused_before_they_are_listed(tmp_path):
+def test_more_experts_than_tensors_are_rejected_before_listing(tmp_path):
     config = read(MIXTRAL)
     save_pretrained(tmp_path / "m", config, drawn(config))
     file = tmp_path / "m" / "config.json"
-    for count, rule in ((10**9, "num_local_experts is 1000000000: the files have"), (30, "30 exp")):
+    for count, rule in (
+        (10**9, "num_local_experts is 1000000000: must be at most"),
+        (30, "30 exp"),
+    ):
         file.write_text(json.dumps(MIXTRAL | dict(num_local_experts=count)))
         with pytest.raises(ConfigError, match=rule):
             load_pretrained(tmp_path / "m")
 
 
-def test_an_expert_that_is_missing_or_has_another_dtype_is_named(tmp_path):
+def test_missing_expert_or_mixed_dtypes_are_named(tmp_path):
     config = read(MIXTRAL)
     save_pretrained(tmp_path / "m", config, drawn(config))
     file = tmp_path / "m" / "model.safetensors"
     tensors, name = load_file(file), "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     save_file(tensors | {name: tensors[name].astype(np.float16)}, file)
-    with pytest.raises(CheckpointError, match="kernel/1 is float16, those before it are float32"):
+    with pytest.raises(
+        CheckpointError, match="kernel/1 is float16, but earlier layers are float32"
+    ):
         load_pretrained(tmp_path / "m")
     config, _ = load_pretrained(tmp_path / "m", dtype="float32")
     assert config.experts == Experts(count=3, top_k=2, balance_loss=0.001)
@@ -567,14 +574,14 @@ def test_an_expert_that_is_missing_or_has_another_dtype_is_named(tmp_path):
 # Encoders
 
 
-def test_mpnet_has_vectors_of_positions_and_biases_of_distances():
+def test_mpnet_has_learned_positions_and_distance_biases():
     config = read(MPNET, "mpnet.pooler.dense.weight")
     assert config.positions == Learned(offset=2, buckets=32) and config.max_len == 32
     assert config.type_vocab_size is None and config.pooler == "tanh"
     assert drawn(config)["encoder"]["relative_bias"].shape == (32, 3)
 
 
-def test_a_discriminator_has_one_class_of_each_token(tmp_path):
+def test_electra_discriminator_has_one_class_per_token(tmp_path):
     config = read(ELECTRA, "discriminator_predictions.dense.weight")
     assert (config.num_classes, config.classes_of, config.embedding_dim) == (1, "token", 5)
     params, _ = saved(tmp_path / "m", config)
@@ -583,7 +590,7 @@ def test_a_discriminator_has_one_class_of_each_token(tmp_path):
     assert content["architectures"] == ["ElectraForPreTraining"] and "num_labels" not in content
 
 
-def test_embeddings_as_wide_as_the_blocks_have_no_projection(tmp_path):
+def test_full_width_embeddings_have_no_projection(tmp_path):
     config = read(ELECTRA | dict(embedding_size=12), "classifier.out_proj.weight")
     assert config.embedding_dim is None and config.pooler == "gelu"
     params, tensors = saved(tmp_path / "m", config)
@@ -591,7 +598,7 @@ def test_embeddings_as_wide_as_the_blocks_have_no_projection(tmp_path):
     assert "electra.embeddings_project.weight" not in tensors
 
 
-def test_narrow_embeddings_give_no_logits_without_the_head(rng):
+def test_narrow_embeddings_without_head_have_no_logits(rng):
     config = read(ELECTRA)
     tokens, params = rng.integers(0, 29, (1, 3)), drawn(config)
     assert "logits" not in places(config)
@@ -601,7 +608,7 @@ def test_narrow_embeddings_give_no_logits_without_the_head(rng):
         logit_lens(build(config), params, tokens)
 
 
-def test_the_layers_of_an_albert_are_one_block(tmp_path):
+def test_albert_layers_share_one_block(tmp_path):
     config = read(ALBERT, "albert.pooler.weight")
     assert config.share_layers and config.num_layers == 7 and config.activation == "gelu_tanh"
     params, tensors = saved(tmp_path / "m", config)
@@ -610,13 +617,13 @@ def test_the_layers_of_an_albert_are_one_block(tmp_path):
     content = keys_of(tmp_path / "m")
     assert content["num_hidden_groups"] == content["inner_group_num"] == 1
     products = forward_flops(config, 5) - 7 * forward_flops(replace(config, num_layers=1), 5)
-    rest = 2 * 5 * 12 * 5 + 2 * 12 * 12  # the projection of 5 tokens, and the pooler
+    rest = 2 * 5 * 12 * 5 + 2 * 12 * 12  # the embedding projection for 5 tokens, and the pooler
     assert products == -6 * rest
     with pytest.raises(ConfigError, match="share_layers is True: needs a looped stack"):
         load_pretrained(tmp_path / "m", scan_layers=True)
 
 
-def test_both_styles_of_modernbert_mean_the_same_and_both_are_written():
+def test_both_modernbert_styles_are_equivalent_and_written():
     config = read(OLD_MODERN)
     assert read(MODERN) == config
     assert (config.window, config.positions.base, config.positions.window_base) == (
@@ -624,12 +631,12 @@ def test_both_styles_of_modernbert_mean_the_same_and_both_are_written():
     )  # fmt: skip
     written = write_config(FAMILIES["modernbert"], config)
     for content in (OLD_MODERN, MODERN):
-        said = {name: content[name] for name in content if name in written}
-        assert {name: written[name] for name in said} == said
+        expected_keys = {name: content[name] for name in content if name in written}
+        assert {name: written[name] for name in expected_keys} == expected_keys
     assert {"layer_types", "rope_parameters", "global_rope_theta"} <= written.keys()
 
 
-def test_the_first_block_of_a_modernbert_has_no_norm_before_attention(tmp_path):
+def test_first_modernbert_block_has_no_attention_norm(tmp_path):
     params, tensors = saved(tmp_path / "m", read(MODERN))
     assert "norm_attention" not in params["encoder"]["block_0"]
     assert "model.layers.0.attn_norm.weight" not in tensors
@@ -646,31 +653,35 @@ def test_the_first_block_of_a_modernbert_has_no_norm_before_attention(tmp_path):
         ("QuestionAnswering", "cls", "span", "each"),
     ],
 )
-def test_a_folder_says_what_its_classes_are_of(end, pooling, of, reads, tmp_path):
-    said = dict(architectures=[f"ModernBertFor{end}"], classifier_pooling=pooling, num_labels=2)
-    config = read(MODERN | said, "classifier.weight")
+def test_folder_defines_classified_unit(end, pooling, of, reads, tmp_path):
+    expected_keys = dict(
+        architectures=[f"ModernBertFor{end}"], classifier_pooling=pooling, num_labels=2
+    )
+    config = read(MODERN | expected_keys, "classifier.weight")
     assert (config.classes_of, config.pooler_reads, config.pooler) == (of, reads, "transform")
     assert config.num_classes == 2 and not config.masked_token_head
-    params, held = saved(tmp_path / "m", config)
+    params, stored = saved(tmp_path / "m", config)
     content = keys_of(tmp_path / "m")
-    assert content["architectures"] == said["architectures"]
+    assert content["architectures"] == expected_keys["architectures"]
     assert of != "text" or content["classifier_pooling"] == pooling
     kernel = np.asarray(params["classifier"]["kernel"])
-    np.testing.assert_array_equal(held["classifier.weight"], kernel.T)
-    assert "classifier.bias" in held and "head.dense.weight" in held
+    np.testing.assert_array_equal(stored["classifier.weight"], kernel.T)
+    assert "classifier.bias" in stored and "head.dense.weight" in stored
 
 
-def test_both_styles_of_nomic_bert_mean_the_same():
+def test_both_nomic_bert_styles_are_equivalent():
     config = read(OLD_NOMIC)
     assert config == read(NOMIC | dict(head_dim=None))
     assert (config.d_model, config.d_ff, config.num_layers, config.max_len) == (12, 10, 2, 64)
     assert config.positions == Rope(base=1000.0) and config.glu and config.activation == "silu"
     assert read(OLD_NOMIC | dict(rotary_emb_base=70)).positions.base == 70.0
-    both = read(OLD_NOMIC | dict(n_layer=5, num_hidden_layers=2))  # transformers reads its own name
+    both = read(
+        OLD_NOMIC | dict(n_layer=5, num_hidden_layers=2)
+    )  # transformers reads the newer name
     assert both == config
 
 
-def test_a_folder_like_one_of_the_older_style_keeps_its_words(tmp_path):
+def test_saving_like_older_style_keeps_its_keys(tmp_path):
     config = read(OLD_NOMIC)
     params = drawn(config)
     save_pretrained(tmp_path / "new", config, params)

@@ -1,4 +1,4 @@
-"""What uses the roles of tokens, on folders that name none."""
+"""Features that use token roles, on folders that define none."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TEXT = "the cat sat. " * 60
 
 
 def bert(folder: Path, words: list[str]) -> Path:
-    """A masked encoder as bert-base-uncased is published, with its words in vocab.txt."""
+    """A masked encoder in the format of bert-base-uncased, with a vocab.txt."""
     config = ModelConfig(
         kind="encoder", vocab_size=len(words), d_model=6, num_layers=1, num_heads=2, d_ff=5,
         max_len=13, norm_order="post", norm_eps=1e-12, embedding_norm=True, activation="gelu",
         type_vocab_size=2, masked_token_head=True, logit_bias=True,
     )  # fmt: skip
     save_pretrained(folder, config, drawn(config), family="bert")
-    said = {"do_lower_case": True, "model_max_length": 13}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    settings = {"do_lower_case": True, "model_max_length": 13}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
     return folder
 
 
 @pytest.mark.slow
-def test_mask_of_its_class_serves_every_use(tmp_path):
+def test_mask_token_of_the_class_is_used_everywhere(tmp_path):
     model = load(bert(tmp_path / "bert", WORDS))
     (found,) = model.candidates("the [MASK] sat")
     assert len(found) > 1 and model.generate("the [MASK] sat").startswith("the ")
@@ -56,11 +56,11 @@ def test_mask_of_its_class_serves_every_use(tmp_path):
 
 
 @pytest.mark.parametrize("use", ["candidates", "generate", "evaluate"])
-def test_folder_without_a_mask_is_refused_in_one_line(use, tmp_path):
+def test_missing_mask_token_is_one_line_error(use, tmp_path):
     words = [word for word in WORDS if word != "[MASK]"]
     model = load(bert(tmp_path / "bert", words))
-    given = "the [MASK] sat"
+    source = "the [MASK] sat"
     if use == "evaluate":
-        (given := tmp_path / "t.txt").write_text(TEXT)
+        (source := tmp_path / "t.txt").write_text(TEXT)
     with pytest.raises((DataError, ConfigError), match="has no mask token: name it as mask_token"):
-        getattr(model, use)(given)
+        getattr(model, use)(source)

@@ -1,4 +1,4 @@
-"""GGUF files: what their keys mean, what tensors become, and what is refused."""
+"""GGUF files: keys, conversion of tensors, and rejected files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, ModelConfig, dict[str, object]]] = {
 
 
 def drawn(config: ModelConfig, seed: int = 0):
-    """Draw parameters in multiples of 2^-10, to which 1 can be added and taken away exactly."""
+    """Draw parameters in multiples of 2^-10, so that adding and subtracting 1 is exact."""
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -106,12 +106,12 @@ def same(got, want) -> None:
         np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(leaf), err_msg=path)
 
 
-# What a file says
+# Contents of a file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_is_the_folder_that_it_was_written_from(case, tmp_path):
+def test_file_equals_its_source_folder(case, tmp_path):
     family, config, keys = CASES[case]
     folder, params = folder_of(tmp_path / "m", family, config)
     extra = {}
@@ -128,12 +128,12 @@ def test_a_file_is_the_folder_that_it_was_written_from(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_stretch_of_llama_3_is_found_in_the_numbers_it_divides_by(tmp_path):
+def test_llama3_scaling_is_recovered_from_divisors(tmp_path):
     config = dataclasses.replace(LLAMA, positions=STRETCHED, d_model=128, num_heads=2)
     folder, _ = folder_of(tmp_path / "m", "llama", config)
     wavelengths = 2 * np.pi * 500_000.0 ** (np.arange(0, 64, 2) / 64)
     factors = []
-    for length in wavelengths:  # Llama 3.1's rule as the converter has it, line by line
+    for length in wavelengths:  # Llama 3.1's rule, transcribed from the converter
         if length < 8192 / 4.0:
             factors.append(1.0)
         elif length > 8192 / 1.0:
@@ -152,7 +152,7 @@ def test_the_stretch_of_llama_3_is_found_in_the_numbers_it_divides_by(tmp_path):
 
 
 @pytest.mark.parametrize("layers, scalar", [(46, 32 / 4), (2, 16)])
-def test_the_scale_of_gemma_2_is_known_by_its_depth(layers, scalar, tmp_path):
+def test_gemma2_scale_is_inferred_from_depth(layers, scalar, tmp_path):
     folder, _ = folder_of(tmp_path / "m", "gemma2", CAPPED)
     path = gguf_of(tmp_path / "m.gguf", folder, keys={"block_count": layers})
     assert open_weights(path).config["query_pre_attn_scalar"] == scalar
@@ -162,14 +162,14 @@ def test_the_scale_of_gemma_2_is_known_by_its_depth(layers, scalar, tmp_path):
 
 
 def q8_0(raw: np.ndarray) -> np.ndarray:
-    """d q, of a half d and 32 bytes q with a sign."""
+    """d q, for a half d and 32 signed bytes q."""
     blocks = raw.reshape(-1, 34)
     scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     return scale * blocks[:, 2:].copy().view(np.int8).astype(np.float32)
 
 
 def q4_0(raw: np.ndarray) -> np.ndarray:
-    """d (q - 8), of a half d and 16 bytes: the low halves first, then the high ones."""
+    """d (q - 8), for a half d and 16 bytes: first the low halves, then the high ones."""
     blocks = raw.reshape(-1, 18)
     scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     low, high = blocks[:, 2:] & 15, blocks[:, 2:] >> 4
@@ -177,7 +177,7 @@ def q4_0(raw: np.ndarray) -> np.ndarray:
 
 
 def q4_1(raw: np.ndarray) -> np.ndarray:
-    """d q + m, of the halves d and m."""
+    """d q + m, for halves d and m."""
     blocks = raw.reshape(-1, 20)
     scale, least = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[:, :, None]
     low, high = blocks[:, 4:] & 15, blocks[:, 4:] >> 4
@@ -185,7 +185,7 @@ def q4_1(raw: np.ndarray) -> np.ndarray:
 
 
 def q6_k(raw: np.ndarray) -> np.ndarray:
-    """d s (q - 32), of 256 numbers: four low bits, two high bits, 16 scales s, a half d."""
+    """d s (q - 32), for 256 numbers: four low bits, two high bits, 16 scales s, a half d."""
     found = []
     for block in raw.reshape(-1, 210):
         low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
@@ -204,7 +204,7 @@ def q6_k(raw: np.ndarray) -> np.ndarray:
 
 
 def q4_k(raw: np.ndarray) -> np.ndarray:
-    """d s q - e m, of 256 numbers: halves d and e, eight 6-bit scales s and m, four bits each."""
+    """d s q - e m, for 256 numbers: halves d and e, eight 6-bit scales s and m, four bits each."""
     found = []
     for block in raw.reshape(-1, 144):
         d, e = block[:4].copy().view(np.float16).astype(np.float32)
@@ -224,7 +224,7 @@ def q4_k(raw: np.ndarray) -> np.ndarray:
 
 
 def mxfp4(raw: np.ndarray) -> np.ndarray:
-    """2^(e - 127) q, of a byte e and 16 bytes of q: the low halves first, then the high ones."""
+    """2^(e - 127) q, for a byte e and 16 bytes of q: first the low halves, then the high ones."""
     blocks = raw.reshape(-1, 17)
     low, high = blocks[:, 1:] & 15, blocks[:, 1:] >> 4
     half = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -234,7 +234,7 @@ def mxfp4(raw: np.ndarray) -> np.ndarray:
 
 FORMULAS = {"MXFP4": mxfp4, "Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k, "Q6_K": q6_k}
 HALVES = {"MXFP4": [], "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q4_K": [0, 2], "Q6_K": [208]}
-"""Where in a block the halves are, which random bytes would make NaN."""
+"""Offsets of the float16 values of a block, which could be NaN with random bytes."""
 
 
 def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
@@ -250,8 +250,8 @@ def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
-def test_quantised_numbers_are_those_of_the_formula(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_file, "CHUNK", 2 * 512)  # so that rows are read in several pieces
+def test_dequantisation_matches_formula(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "CHUNK", 2 * 512)  # so that rows are read in several chunks
     raw = random_blocks(kind, 7, 512)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("before", np.zeros(3, np.float32))
@@ -272,7 +272,7 @@ def test_quantised_numbers_are_those_of_the_formula(kind, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-def test_half_precision_is_kept_unless_another_dtype_is_asked_for(kind, tmp_path):
+def test_half_precision_is_kept_unless_dtype_is_passed(kind, tmp_path):
     folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
     kinds = {"kinds": lambda name: None if "norm" in name else kind}
     path = gguf_of(tmp_path / "m.gguf", folder, **kinds)
@@ -287,7 +287,7 @@ def test_half_precision_is_kept_unless_another_dtype_is_asked_for(kind, tmp_path
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded)} == {"float32"}
 
 
-def test_a_quantised_model_is_that_of_its_dequantised_numbers(tmp_path):
+def test_quantised_model_equals_dequantised_model(tmp_path):
     folder, params = folder_of(tmp_path / "m", "llama", LLAMA)
     path = gguf_of(
         tmp_path / "m.gguf", folder, kinds=lambda name: None if "norm" in name else "Q8_0"
@@ -303,7 +303,7 @@ def test_a_quantised_model_is_that_of_its_dequantised_numbers(tmp_path):
     np.testing.assert_array_equal(np.asarray(half), whole.astype(half.dtype))
 
 
-# What is refused
+# Rejected files
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
     return text
 
 
-def test_a_file_that_is_cut_short_anywhere_is_named(small, tmp_path):
+def test_truncated_file_is_rejected_at_any_length(small, tmp_path):
     whole = small[0].read_bytes()
     path = tmp_path / "cut.gguf"
     for length in [*range(0, 60), *range(60, len(whole) - 1, 997), len(whole) - 1]:
@@ -333,7 +333,7 @@ def test_a_file_that_is_cut_short_anywhere_is_named(small, tmp_path):
 
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(4))
-def test_a_header_with_changed_bytes_is_read_or_named(seed, small, tmp_path):
+def test_mutated_header_is_read_or_rejected(seed, small, tmp_path):
     whole, rng = bytearray(small[0].read_bytes()), np.random.default_rng(seed)
     path, refused = tmp_path / "m.gguf", 0
     for _ in range(150):
@@ -363,40 +363,40 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 HOSTILE = {
     "no GGUF file": (b"GGML" + bytes(60), "not a GGUF file"),
-    "empty": (b"", "4 bytes, and 0 are left"),
+    "empty": (b"", "4 bytes, but only 0 remain"),
     "version 1": (header(version=1), "version 1: must be 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of a big-endian machine"),
-    "tensors": (header(tensors=2**40), f"{2**40} tensors: at most"),
-    "keys": (header(keys=2**62), f"{2**62} keys: at most"),
+    "tensors": (header(tensors=2**40), f"{2**40} tensors: must be at most"),
+    "keys": (header(keys=2**62), f"{2**62} keys: must be at most"),
     "long name": (header(keys=1) + struct.pack("<Q", 2**63), "a key has .* bytes"),
     "long text": (header(keys=1) + key("a", 8, struct.pack("<Q", 2**60)), "bytes"),
     "long list": (header(keys=1) + key("a", 9, struct.pack("<IQ", 5, 2**61)),
-        f"is a list of {2**61}"),
+        f"has {2**61} items"),
     "long list of texts": (header(keys=1) + key("a", 9, struct.pack("<IQ", 8, 2**50)),
-        f"is a list of {2**50}"),
+        f"has {2**50} items"),
     "list of lists": (header(keys=1) + key("a", 9, struct.pack("<IQ", 9, 1)), "list of type 9"),
     "unknown value": (header(keys=1) + key("a", 13, bytes(8)), "a value of type 13"),
-    "key twice": (header(keys=2) + 2 * key("a", 7, b"\1"), "'a' is there twice"),
+    "key twice": (header(keys=2) + 2 * key("a", 7, b"\1"), "'a' appears twice"),
     "no UTF-8": (header(keys=1) + struct.pack("<Q", 1) + b"\xff", "byte 0 is not UTF-8"),
     "no architecture": (header(), "general.architecture is None"),
     "axes": (header(tensors=1) + text("w") + struct.pack("<I", 5), "has 5 axes"),
     "unknown type": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 99, 0),
-        "of type 99"),
+        "unknown type 99"),
     "integers": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 26, 0) + bytes(99),
-        "I32: no type of weights"),
+        "type I32, which is not"),
     "huge tensor": (header(tensors=1) + text("w") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0),
-        "cut short"),
+        "is it truncated"),
     "part of a block": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 33, 8,
         0) + bytes(99), "divisible by 32"),
     "offset": (header(tensors=1) + text("w") + struct.pack("<IQIQ", 1, 4, 0, 3) + bytes(99),
-        "begins at 3"),
+        "begins at offset 3"),
     "alignment": (header(keys=1) + key("general.alignment", 4, struct.pack("<I", 33)),
         "power of two"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_malformed_file_is_refused_in_a_line(case, tmp_path):
+def test_malformed_file_is_one_line_error(case, tmp_path):
     content, rule = HOSTILE[case]
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
@@ -405,7 +405,7 @@ def test_a_malformed_file_is_refused_in_a_line(case, tmp_path):
     assert str(path) in one_line(error)
 
 
-def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
+def test_unknown_keys_and_tensors_are_rejected(small, tmp_path):
     architecture, keys, tensors = converted(small[1])
     path = tmp_path / "m.gguf"
 
@@ -416,27 +416,29 @@ def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
         one_line(error)
 
     refused("general.architecture is 'mamba': must be one of llama, qwen2", to="mamba")
-    refused("'llama.new_key': a llama has no such key", new_key=1)
+    refused("'llama.new_key': not a supported key of the architecture llama", new_key=1)
     refused("llama.rope.scaling.type is 'ntk': must be", **{"rope.scaling.type": "ntk"})
     refused("llama.attention.causal is False: must be True", **{"attention.causal": False})
     refused("llama.block_count is 'two': must be a positive integer", block_count="two")
     refused("llama.expert_count is 'two': must be a positive integer", expert_count="two")
     refused("llama.expert_used_count is missing: must be a pos", expert_count=2)
     refused("embedding_length is 31: token_embd.weight has 32", embedding_length=31)
-    refused("rope.dimension_count is 4: must be the size of a head", **{"rope.dimension_count": 4})
-    refused("split.count is 3: one file of several", more={"split.count": 3})
-    rule = "must be one value, no list"
+    refused(
+        "rope.dimension_count is 4: must equal the width of a head", **{"rope.dimension_count": 4}
+    )
+    refused("split.count is 3: this file is one of several", more={"split.count": 3})
+    rule = "must be a single value, not a list"
     refused(rf"split.count is array\(\[1, 2\].*: {rule}", more={"split.count": [1, 2]})
     refused(rf"llama.expert_count is array\(\[2, 2\].*: {rule}", expert_count=[2, 2])
     refused(f"rope.scaling.type is .*: {rule}", **{"rope.scaling.type": [1, 2]})
     ones = np.ones(4, np.float32)
     refused(
-        "rope_factors_long.weight': a llama has no", tensors | {"rope_factors_long.weight": ones}
+        "rope_factors_long.weight': not a supported", tensors | {"rope_factors_long.weight": ones}
     )
     odd = tensors | {"blk.0.attn_rot.weight": np.zeros(3, np.float32)}
-    refused("'blk.0.attn_rot.weight': a llama has no such tensor", odd)
+    refused("'blk.0.attn_rot.weight': not a supported tensor", odd)
     deep = tensors | {"blk.1.attn_norm.weight": np.zeros(32, np.float32)}
-    refused("model.layers.1.input_layernorm.weight: a llama of this", deep)
+    refused("model.layers.1.input_layernorm.weight: a llama with this", deep)
     less = {name: tensor for name, tensor in tensors.items() if "ffn_up" not in name}
     refused("tensor model.layers.0.mlp.up_proj.weight is missing", less)
     wide = tensors | {"blk.0.ffn_up.weight": np.zeros((64, 31), np.float32)}
@@ -444,12 +446,12 @@ def test_keys_and_tensors_that_are_not_known_are_refused(small, tmp_path):
     refused("token_embd.weight is missing", {"output_norm.weight": np.zeros(3, np.float32)})
 
 
-def test_factors_of_a_phi_3_are_two_tensors(tmp_path):
+def test_phi3_rope_factors_are_two_tensors(tmp_path):
     family, config, keys = CASES["phi3 in part"]
     folder, _ = folder_of(tmp_path / "m", family, dataclasses.replace(config, num_layers=1))
     for name, rule in (
         ("long", "tensor rope_factors_short.weight is missing"),
-        ("short", "'rope_factors_short.weight': a phi3 has no such tensor"),
+        ("short", "'rope_factors_short.weight': not a supported tensor"),
     ):
         factors = {f"rope_factors_{name}.weight": np.ones(3, np.float32)}
         path = gguf_of(tmp_path / "m.gguf", folder, keys=keys, tensors=factors)
@@ -458,7 +460,7 @@ def test_factors_of_a_phi_3_are_two_tensors(tmp_path):
         one_line(error)
 
 
-def test_a_file_that_changed_since_it_was_opened_is_not_read(small, tmp_path):
+def test_file_changed_after_opening_is_not_read(small, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(small[0].read_bytes())
     folder = open_weights(path)
@@ -467,27 +469,27 @@ def test_a_file_that_changed_since_it_was_opened_is_not_read(small, tmp_path):
         folder.read("model.norm.weight")
 
 
-def test_paths_that_name_no_gguf_file_are_explained(small, tmp_path, monkeypatch):
+def test_errors_explain_paths_without_gguf_file(small, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"none\.gguf: cannot be read \(No such file"):
         load_pretrained(str(tmp_path / "none.gguf"))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "model-Q8_0.gguf").write_bytes(small[0].read_bytes())
     with pytest.raises(CheckpointError, match=r"no config\.json, but 'model-Q8_0\.gguf'"):
         load_pretrained(tmp_path / "in")
-    with pytest.raises(CheckpointError, match="a revision 'main' is of a repository"):
+    with pytest.raises(CheckpointError, match="revision='main' requires a repository ID"):
         load_pretrained(small[0], revision="main")
     (tmp_path / "book.txt").write_text("a book")
     with pytest.raises(CheckpointError, match="is neither a folder nor a GGUF file"):
         load_pretrained(tmp_path / "book.txt")
-    blob = tmp_path / "sha256-0"  # as a cache names it
+    blob = tmp_path / "sha256-0"  # the name in a cache
     blob.symlink_to(small[0])
     assert pretrained_config(blob).d_model == 32
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(CheckpointError, match="needs the package gguf: pip install gguf"):
+    with pytest.raises(CheckpointError, match="requires the package gguf: pip install gguf"):
         load_pretrained(small[0])
 
 
-# Where a folder is named, a file may be
+# A file is accepted in place of a folder
 
 
 def small_tokenizer():
@@ -515,7 +517,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory):
-    """A file with a tokenizer and a chat template, and the library's tokenizer itself."""
+    """A file with a tokenizer and a chat template, and the tokenizer of `tokenizers`."""
     where, library = tmp_path_factory.mktemp("talking"), small_tokenizer()
     config = dataclasses.replace(LLAMA, vocab_size=library.get_vocab_size(), num_layers=1)
     folder, _ = folder_of(where / "m", "llama", config)
@@ -524,7 +526,7 @@ def talking(tmp_path_factory):
     return gguf_of(where / "m.gguf", folder, tokenizer=keys), library
 
 
-def test_a_loaded_file_chats_as_the_folder_it_is_converted_to(talking, tmp_path, capsys):
+def test_file_chats_like_its_converted_folder(talking, tmp_path, capsys):
     from transformer_jax import load
     from transformer_jax.cli.convert import main
 
@@ -534,32 +536,32 @@ def test_a_loaded_file_chats_as_the_folder_it_is_converted_to(talking, tmp_path,
     ours, theirs = load(path), load(tmp_path / "out")
     assert ours.config == theirs.config
     same(ours.params, theirs.params)
-    asked = [{"role": "user", "content": "the cat sat, 123"}]
+    messages = [{"role": "user", "content": "the cat sat, 123"}]
     spelled = "<|im_start|>user\nthe cat sat, 123<|im_end|>\n<|im_start|>assistant\n"
     want = library.encode(spelled, add_special_tokens=False).ids
-    assert ours.tokenizer.chat_ids(asked).tolist() == want
-    assert theirs.tokenizer.chat_ids(asked).tolist() == want
+    assert ours.tokenizer.chat_ids(messages).tolist() == want
+    assert theirs.tokenizer.chat_ids(messages).tolist() == want
     assert ours.model.stop_ids == theirs.model.stop_ids == (1,)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (0, 1)
 
 
-def test_the_command_tokens_takes_a_file(talking, capsys):
+def test_tokens_command_accepts_file(talking, capsys):
     from transformer_jax.cli.tokens import main as tokens
 
     path, library = talking
     assert tokens(["--model", str(path), "--prompt", "the cat sat"]) == 0
-    shown = capsys.readouterr().out
-    assert all(str(i) in shown for i in library.encode("the cat sat").ids)
+    printed = capsys.readouterr().out
+    assert all(str(i) in printed for i in library.encode("the cat sat").ids)
 
 
 @pytest.mark.slow
-def test_the_command_generate_takes_a_file(talking, capsys):
+def test_generate_command_accepts_file(talking, capsys):
     from transformer_jax.cli.generate import main as generate
 
     chat = ["--chat", "--prompt", "the cat", "--num-tokens", "3", "--temperature", "0"]
-    said = []
+    outputs = []
     for more in (chat, chat[1:]):
         assert generate(["--model", str(talking[0]), *more]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[1].startswith("the cat") and said[0] != said[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[1].startswith("the cat") and outputs[0] != outputs[1]

@@ -1,4 +1,4 @@
-"""GGUF files of gpt-oss: experts whose gate and up are two tensors, in MXFP4."""
+"""GGUF files of gpt-oss, with MXFP4 experts and separate gate and up tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from transformer_jax.pretrained.weights import open_weights
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_experts_of_a_gpt_oss_in_mxfp4_are_what_they_were(tmp_path):
-    """Draw numbers that the type has, so that the file holds them exactly."""
+def test_gpt_oss_mxfp4_experts_round_trip(tmp_path):
+    """The drawn numbers are exact in the type of the file."""
     config, keys = dataclasses.replace(OSS, num_layers=1, window=(23,)), CASES["gpt-oss"][2]
     params, rng = drawn(config), np.random.default_rng(3)
     experts = params["decoder"]["block_0"]["feed_forward"]
@@ -54,9 +54,9 @@ def test_experts_of_a_gpt_oss_in_mxfp4_are_what_they_were(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rope", [Rope(base=150_000.0), OSS.positions], ids=["plain", "yarn"])
-def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
-    """Compare on the numbers in F32. llama.cpp rounds the bounds of yarn; the model is published
-    without that, and is read so: `truncate` is set for the comparison alone."""
+def test_log_probabilities_match_llama_cpp(rope, tmp_path):
+    """Compare in F32. llama.cpp rounds the bounds of YaRN; the model is published without rounding
+    and is read that way, so `truncate` is set only for the comparison."""
     pytest.importorskip("xllamacpp")
     library = small_tokenizer()
     config = dataclasses.replace(
@@ -65,7 +65,7 @@ def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
     )  # fmt: skip
     rng = np.random.default_rng(0)
 
-    def random(x):  # scales of norms about 1
+    def random(x):  # norm scales near 1
         mean, spread = (1.0, 0.3) if x.ndim == 1 else (0.0, x.shape[-1] ** -0.5)
         return (mean + spread * rng.standard_normal(x.shape)).astype(np.float32)
 
@@ -83,7 +83,7 @@ def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
     compared = 0
     for length in 6 * (7, 100):
         ids = rng.integers(5, 250, (1, length), dtype=np.int32)
-        if not (theirs := complete(ids[0].tolist(), 1, 8)):  # a byte that is no character alone
+        if not (theirs := complete(ids[0].tolist(), 1, 8)):  # an incomplete UTF-8 character
             continue
         likely = {one["id"]: one["logprob"] for one in theirs[0]["top_logprobs"]}
         ours = np.asarray(jax.nn.log_softmax(model(ids)[0][0, -1]))
@@ -93,21 +93,24 @@ def test_log_probabilities_are_those_of_llama_cpp(rope, tmp_path):
     assert compared >= 24
 
 
-def test_the_halves_of_a_gpt_oss_s_gate_must_be_alike(tmp_path):
+def test_gpt_oss_gate_and_up_must_have_same_shape(tmp_path):
     config, keys = dataclasses.replace(OSS, num_layers=1, window=(23,)), CASES["gpt-oss"][2]
     folder, _ = folder_of(tmp_path / "m", "gpt_oss", config)
-    architecture, own, tensors = converted(folder)
+    architecture, metadata, tensors = converted(folder)
     up = "blk.0.ffn_up_exps.weight"
     for other, rule in (
-        ({up: tensors[up][:, 1:]}, r"is \[3, 63, 32\]: must be \[3, 64, 32\], as blk.0.ffn_gate_e"),
+        (
+            {up: tensors[up][:, 1:]},
+            r"is \[3, 63, 32\]: must be \[3, 64, 32\], like blk.0.ffn_gate_e",
+        ),
         ({}, r"is missing: must be \[3, 64, 32\]"),
     ):
         kept = {name: tensor for name, tensor in tensors.items() if name != up} | other
-        path = write_file(tmp_path / "m.gguf", architecture, own | keys, kept)
+        path = write_file(tmp_path / "m.gguf", architecture, metadata | keys, kept)
         with pytest.raises(CheckpointError, match=rf"{up} {rule}") as error:
             open_weights(path)
         one_line(error)
-    wrong = own | keys | {"expert_feed_forward_length": 63}
+    wrong = metadata | keys | {"expert_feed_forward_length": 63}
     path = write_file(tmp_path / "m.gguf", architecture, wrong, tensors)
     with pytest.raises(ConfigError, match="expert_feed_forward_length is 63: must be 64"):
         open_weights(path)

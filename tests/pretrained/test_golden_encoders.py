@@ -1,4 +1,4 @@
-"""Encoders that `transformers` saved, and what it computed of them: golden/write_encoders.py."""
+"""Encoders saved by `transformers`, with its outputs, from golden/write_encoders.py."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def opened(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_a_masked_token_is_filled_as_transformers_does(scan):
+def test_filled_mask_matches_transformers(scan):
     golden = opened("bert_masked_lm")
     config, params = load_pretrained(GOLDEN / "bert_masked_lm", scan_layers=scan)
     at = golden["positions"]
@@ -35,7 +35,7 @@ def test_a_masked_token_is_filled_as_transformers_does(scan):
 
 
 @pytest.mark.slow
-def test_a_text_is_classified_as_transformers_does():
+def test_classification_matches_transformers():
     golden = opened("distilbert_classes")
     config, params = load_pretrained(GOLDEN / "distilbert_classes")
     got = np.asarray(
@@ -51,7 +51,7 @@ def test_a_text_is_classified_as_transformers_does():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_masked_lm", "distilbert_classes"])
-def test_what_is_saved_again_has_the_same_bytes(name, tmp_path):
+def test_resaved_folder_has_same_bytes(name, tmp_path):
     config, params = load_pretrained(GOLDEN / name)
     save_pretrained(tmp_path / "again", config, params, like=GOLDEN / name)
     file = "model.safetensors"
@@ -59,6 +59,6 @@ def test_what_is_saved_again_has_the_same_bytes(name, tmp_path):
     assert load_pretrained(tmp_path / "again")[0] == config
 
 
-def test_goldens_are_small():
+def test_golden_folders_are_small():
     for name in ("bert_masked_lm", "distilbert_classes"):
         assert sum(file.stat().st_size for file in (GOLDEN / name).iterdir()) < 60_000

@@ -1,6 +1,6 @@
-"""A config.json that means harm, over weights that are fine: what it says, and what it costs.
+"""Hostile config.json files with valid weights: error messages and resource use.
 
-As a script: loads each of them one after the other, and prints what the worst took.
+As a script: loads each of them in turn, and prints the largest cost.
 """
 
 import json
@@ -32,7 +32,7 @@ SHAPES = {
 }  # fmt: skip
 NUMBERS = 29 * 12 + 12 + 2 * sum(map(math.prod, SHAPES.values()))
 INTEGER = "must be an integer from 1 to 2"
-FILES = f"and the files have {NUMBERS} numbers"
+FILES = f"but the files have only {NUMBERS} numbers"
 
 
 def changed(**keys) -> bytes:
@@ -52,14 +52,14 @@ def qwen(**keys) -> bytes:
 
 
 def text(**literals: str) -> bytes:
-    """JSON with a value as it is spelled here."""
+    """The base config as JSON, with literal values."""
     parts = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in BASE.items() if k not in literals]
     parts += [f"{json.dumps(k)}: {v}" for k, v in literals.items()]
     return ("{" + ", ".join(parts) + "}").encode()
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    # what it holds, and what the error says after the file's name
+    # file contents, and the error after the file's name
     "d_model 1e9": (changed(hidden_size=10**9, head_dim=6), f"hidden_size is 1000000000, {FILES}"),
     "d_ff 1e9": (changed(intermediate_size=10**9), f"intermediate_size is 1000000000, {FILES}"),
     "heads 1e9": (changed(num_attention_heads=10**9, num_key_value_heads=1),
@@ -72,9 +72,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "vocabulary 2^40": (changed(vocab_size=2**40), f"vocab_size is 1099511627776: {INTEGER}"),
     "vocabulary 2^30": (changed(vocab_size=2**30), f"vocab_size is 1073741824, {FILES}"),
     "vocabulary of another": (changed(vocab_size=30),
-        r"embed_tokens.weight has shape \[29, 12\]: config.json makes it \[30,"),
+        r"embed_tokens.weight has shape \[29, 12\]: config.json requires \[30,"),
     "layers 1e6": (changed(num_hidden_layers=10**6),
-        "num_hidden_layers is 1000000: the files have 20 tensors"),
+        "num_hidden_layers is 1000000: must be at most 20, the number of tensors"),
     "layers 20": (changed(num_hidden_layers=20), "tensor model.layers.2.input_layernorm.weight is"),
     "layers 1e9 in a pattern": (gemma(num_hidden_layers=10**9),
         "num_hidden_layers is 1000000000: "),
@@ -93,9 +93,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "an integer of 400 digits": (changed(vocab_size=10**400),
         f"vocab_size is 1000.*\\.\\.\\.: {INTEGER}"),
     "eps 0": (changed(rms_norm_eps=0), ": rms_norm_eps is 0: must be positive"),
-    "unknown key": (changed(hidden_sizes=12), "hidden_sizes is 12: no such key"),
+    "unknown key": (changed(hidden_sizes=12), "hidden_sizes is 12: this key is not"),
     "auto_map": (changed(auto_map={"AutoModel": "evil.Model"}),
-        "auto_map is .*code of a checkpoint is never run"),
+        "auto_map is .*code in a checkpoint is never run"),
     "quantization_config": (changed(quantization_config={"bits": 4}), "quantization_config is "),
     "unknown model_type": (changed(model_type="evil"), "model_type is 'evil': must be one of"),
     "absent model_type": (changed(model_type=...), "model_type is None: must be one of"),
@@ -105,19 +105,19 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "'1e400' is not a finite"),
     "factor -1": (rope(factor=-1), "factor is -1"),
     "factor a list": (rope(factor=[2]), "rope_scaling: factor is \\[2\\]: must be a number"),
-    "factor null": (rope(factor=None), "rope_scaling: factor is None: linear needs"),
+    "factor null": (rope(factor=None), "rope_scaling: factor is None: must be at least 1"),
     "factor below 1": (rope(factor=0.5), "rope_scaling: factor is 0.5: .*at least 1"),
     "factor of what is low": (rope(rope_type="llama3", low_freq_factor=0, high_freq_factor=4.0),
         "rope_scaling: low_freq_factor is 0: must be positive"),
     "base 0 beside another": (changed(rope_parameters=dict(rope_type="default", rope_theta=0.0)),
-        "rope_parameters: rope_theta is 0.0: must be above 1"),
+        "rope_parameters: rope_theta is 0.0: must exceed 1"),
     "dropout 1": (changed(attention_dropout=1), ": attention_dropout is 1: must be at least 0"),
     "cap 0": (gemma(final_logit_softcapping=0), ": final_logit_softcapping is 0: must be positive"),
     "scaling a text": (changed(rope_scaling="linear"),
         "rope_scaling is 'linear': must be an object"),
     "unknown scaling": (rope(rope_type="evil"),
         "rope_scaling: rope_type is 'evil': must be one of"),
-    "base 0": (changed(rope_theta=-1.0), "rope_theta is -1.0: must be above 1"),
+    "base 0": (changed(rope_theta=-1.0), "rope_theta is -1.0: must exceed 1"),
     "rotated more than all": (changed(partial_rotary_factor=1e308),
         "partial_rotary_factor is 1e\\+308: must be"),
     "rotated 1e18": (changed(partial_rotary_factor=1e18),
@@ -127,7 +127,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "longrope of a length of 1": (rope(rope_type="longrope", original_max_position_embeddings=1,
         short_factor=[1.0] * 3, long_factor=[1.0] * 3), "original_len is 1: "),
     "yarn divided by 0": (rope(rope_type="yarn", factor=2.718281828459045, mscale=1.0,
-        mscale_all_dim=-10.0), "config.json: its numbers do not go together"),
+        mscale_all_dim=-10.0), "config.json: its numbers are inconsistent"),
     "layer_types too many": (gemma(layer_types=["full_attention"] * 10**4),
         "layer_types is .*must be a list of 2"),
     "layer_types unknown": (gemma(layer_types=["evil", "full_attention"]),
@@ -136,7 +136,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "layer_types is .*must be a list of 2"),
     "nested": (text(rope_scaling="[" * 100_000), "nested deeper than 64"),
     "nested junk": (text(rope_scaling='{"a": ' * 60 + "1" + "}" * 60),
-        "rope_scaling: a is .*no such key is known"),
+        "rope_scaling: a is .*this key is not supported"),
     "many values": (text(id2label="[" + "1," * 200_000 + "1]"), "more than 131072 values"),
     "eight megabytes and a byte": (b" " * (2**23 + 1),
         "has 8388609 bytes: at most 8388608 are read"),
@@ -146,7 +146,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 def lay(folder: Path) -> Path:
-    """Weights that BASE describes."""
+    """Write weights that match BASE."""
     import numpy as np
 
     from transformer_jax.pretrained.safetensors_folder import write_folder
@@ -164,26 +164,26 @@ def folder(tmp_path_factory) -> Path:
     return lay(tmp_path_factory.mktemp("hostile") / "model")
 
 
-def test_the_weights_are_fine(folder):
+def test_base_folder_is_valid(folder):
     (folder / "config.json").write_bytes(changed())
     config, params = load_pretrained(folder)
     assert config.d_model == 12 and params["embed"]["tokens"].shape == (29, 12)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_config_is_refused_by_file_and_key(folder, name):
+def test_hostile_config_is_rejected_by_file_and_key(folder, name):
     content, message = HOSTILE[name]
     (folder / "config.json").write_bytes(content)
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(str(folder))) as caught:
         load_pretrained(folder)
-    said = str(caught.value)
-    assert re.search(message, said), said
-    assert "\n" not in said and len(said) < 1000
+    message_text = str(caught.value)
+    assert re.search(message, message_text), message_text
+    assert "\n" not in message_text and len(message_text) < 1000
 
 
 @pytest.mark.slow
-def test_hostile_configs_cost_a_second_and_64_mib_at_most(tmp_path):
-    """And open nothing but the folder's files, and run nothing."""
+def test_hostile_configs_cost_at_most_one_second_and_64_mib(tmp_path):
+    """They also open only files of the folder and run no code."""
     script = [sys.executable, "-m", "tests.pretrained.test_hostile_config", str(tmp_path / "model")]
     root = Path(__file__).parents[2]
     out = subprocess.run(script, capture_output=True, text=True, check=True, cwd=root)

@@ -1,4 +1,4 @@
-"""Published checkpoints: what config.json means, what the files must hold, and what comes back."""
+"""Published checkpoints: the meaning of config.json, required tensors, and round trips."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 GOLDEN = sorted(
     path.parent
     for path in Path(__file__).parents[1].glob("golden/*/golden.npz")
-    if "at" in np.load(path, allow_pickle=False).files  # others have tests of their own
+    if "at" in np.load(path, allow_pickle=False).files  # others have separate tests
 )
 
 
-# What transformers computed
+# Outputs of transformers
 
 
 def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
@@ -53,20 +53,20 @@ def positions(valid: np.ndarray) -> np.ndarray:  # bool[B, T] -> i32[B, T]
 
 
 def run(config: ModelConfig, params: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Logits of the inputs that tests/golden/write.py wrote."""
-    given: dict[str, Any] = {}
+    """Return the logits of the inputs written by tests/golden/write.py."""
+    inputs: dict[str, Any] = {}
     for ours, theirs in (("positions", "valid"), ("source_positions", "source_valid")):
         if theirs in arrays:
-            given[ours] = positions(arrays[theirs])
-    given |= {name: arrays[name] for name in ("source", "types") if name in arrays}
+            inputs[ours] = positions(arrays[theirs])
+    inputs |= {name: arrays[name] for name in ("source", "types") if name in arrays}
     model = build(config)
     logits, _ = jax.jit(lambda p, *a, **k: model.apply({"params": p}, *a, **k))(
-        params, arrays["tokens"], **given
+        params, arrays["tokens"], **inputs
     )
     return np.asarray(logits)
 
 
-def test_there_are_goldens():
+def test_golden_folders_exist():
     assert len(GOLDEN) >= 3
     assert max(np.load(folder / "golden.npz")["tokens"].shape[1] for folder in GOLDEN) > 512
 
@@ -74,8 +74,8 @@ def test_there_are_goldens():
 @pytest.mark.slow
 @pytest.mark.long_except("gemma3", "llama")
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_logits_are_those_of_transformers(folder):
-    """Within 1e-4, and the same likeliest token wherever it is clear."""
+def test_logits_match_transformers(folder):
+    """Within 1e-4, with the same most likely token wherever the margin is clear."""
     with np.load(folder / "golden.npz", allow_pickle=False) as file:
         arrays = dict(file)
     config, params = load_pretrained(folder, dtype="float32")
@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(folder):
     assert (logits.argmax(-1) == top)[top >= 0].all()
 
 
-# config.json as it is published, in transformers 4's keys
+# config.json as published, with transformers 4's keys
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden/published_configs.json").read_text()
@@ -170,7 +170,7 @@ MEANT: dict[str, dict[str, Any]] = {
 
 
 def newer(content: dict[str, Any]) -> dict[str, Any]:
-    """The same config.json as transformers 5 writes it."""
+    """The same config.json in the style of transformers 5."""
     content = {"dtype": content.pop("torch_dtype", None)} | content
     base, scaling = content.pop("rope_theta", 10_000.0), content.pop("rope_scaling", None) or {}
     kind = scaling.pop("type", scaling.pop("rope_type", "default"))
@@ -188,7 +188,7 @@ def newer(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("keys", ["4", "5"])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_means_what_it_says(name, keys):
+def test_published_configs_are_read_correctly(name, keys):
     content = json.loads(json.dumps(PUBLISHED[name]))
     if keys == "5" and content["model_type"] not in ("gpt2", "gptj", "opt", "bloom"):
         content = newer(content)
@@ -201,7 +201,7 @@ def test_a_published_config_means_what_it_says(name, keys):
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """The keys of a small Llama."""
+    """Return the keys of a small Llama."""
     return dict(
         model_type="llama", vocab_size=53, hidden_size=12, intermediate_size=10,
         num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
@@ -225,7 +225,7 @@ QWEN_WINDOW = dict(model_type="qwen2", max_window_layers=1, sliding_window=7)
          dict(attention_softcap=None, logit_softcap=30.0)),
     ],
 )  # fmt: skip
-def test_keys_of_windows_and_caps_mean_what_they_say(content, fields):
+def test_window_and_softcap_keys_are_read(content, fields):
     config = read_config(content, (), "config.json")
     assert {name: getattr(config, name) for name in fields} == fields
 
@@ -255,9 +255,9 @@ SMALL_QWEN = SMALL_LLAMA | dict(num_layers=30, num_heads=64, num_kv_heads=32)
 QWEN_LEFT_OUT = NO_DEFAULT | dict(num_hidden_layers=30, num_attention_heads=64, head_dim=...)
 QWEN_WINDOWS = (None,) * 28 + (4096,) * 2
 MASKED = BERT | dict(masked_token_head=True, logit_bias=True)
-TWELVE = tuple(f"tensor {i}" for i in range(12))  # no fewer than there are layers
+TWELVE = tuple(f"tensor {i}" for i in range(12))  # at least the number of layers
 LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
-    # a config.json of what has no default, the tensors' names, and what it means
+    # config.json with the required keys, tensor names, and the expected config
     "gpt2": (dict(model_type="gpt2"), (), dict(vocab_size=50257, max_len=1024, d_model=768,
         num_layers=12, num_heads=12, d_ff=None, activation="gelu_tanh", norm_eps=1e-5,
         tie_embeddings=True, dropout=0.1, attention_dropout=0.1)),
@@ -398,11 +398,11 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_keys_that_are_missing_have_the_defaults_of_transformers(name):
-    """Literals from the signatures of the config classes of transformers 5.23."""
-    content, tensors, meant = LEFT_OUT[name]
+def test_missing_keys_have_transformers_defaults(name):
+    """The defaults are literals from the config classes of transformers 5.23."""
+    content, tensors, effective = LEFT_OUT[name]
     content = {key: value for key, value in content.items() if value is not ...}
-    assert read_config(content, tensors, "config.json") == ModelConfig(**meant)
+    assert read_config(content, tensors, "config.json") == ModelConfig(**effective)
     assert {name.partition(" ")[0] for name in LEFT_OUT} == set(FAMILIES)
 
 
@@ -422,7 +422,7 @@ def test_keys_that_are_missing_have_the_defaults_of_transformers(name):
         (small(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="gelu_accurate")),
     ],
 )  # fmt: skip
-def test_keys_that_change_no_number_are_read(content, keys):
+def test_keys_without_effect_are_accepted(content, keys):
     plain = read_config(content, (), "config.json")
     assert read_config(content | keys, (), "config.json") == plain
 
@@ -437,7 +437,7 @@ def test_keys_that_change_no_number_are_read(content, keys):
         (small(model_type="stablelm", hidden_size=18, partial_rotary_factor=0.7), Rope(dims=4)),
     ],
 )  # fmt: skip
-def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
+def test_partial_rotation_round_trips(content, rope):
     config = read_config(content, (), "config.json")
     assert config.positions == rope
     family = FAMILIES[content["model_type"]]
@@ -448,8 +448,10 @@ def test_a_rotation_of_a_part_of_each_head_is_read_and_written(content, rope):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "qwen3", "gemma3_text", "olmo3"])
-def test_partial_rotation_that_transformers_ignores_is_refused(kind):
-    told = f"config.json: partial_rotary_factor must be 1: here 4 of the 8 .* all of a {kind}; "
+def test_partial_rotation_ignored_by_transformers_is_rejected(kind):
+    message = (
+        f"config.json: partial_rotary_factor must be 1: here 4 of .* all of them in a {kind}; "
+    )
     content = small(model_type=kind, num_attention_heads=2, hidden_size=16)
     content |= {} if kind in ("granite", "olmo3") else dict(head_dim=8)
     part = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
@@ -457,12 +459,12 @@ def test_partial_rotation_that_transformers_ignores_is_refused(kind):
         part = dict(sliding_attention=part, full_attention=part)
     for keys in (dict(rope_parameters=part), dict(partial_rotary_factor=0.5)):
         if kind == "olmo3" and "partial_rotary_factor" in keys:
-            told = "config.json: partial_rotary_factor must be 1 in every layer"
-        with pytest.raises(ConfigError, match=told):
+            message = "config.json: partial_rotary_factor must be 1 in every layer"
+        with pytest.raises(ConfigError, match=message):
             read_config(content | keys, (), "config.json")
 
 
-def test_what_transformers_would_compute_otherwise_is_written_as_another_family_or_refused():
+def test_configs_transformers_would_misread_use_another_family():
     base = dict(
         vocab_size=29, d_model=24, num_layers=1, num_heads=3, d_ff=20, max_len=16, norm="rmsnorm",
         activation="silu", glu=True, use_bias=False, tie_embeddings=False,
@@ -485,8 +487,8 @@ def test_what_transformers_would_compute_otherwise_is_written_as_another_family_
         written_family(ModelConfig(**base, **normed, head_dim=12), "olmoe")
 
 
-def test_token_ids_that_nothing_names_are_null(tmp_path):
-    """Or transformers takes those of its classes: a phi3's padding is token 32000."""
+def test_unspecified_token_ids_are_null(tmp_path):
+    """Otherwise transformers uses class defaults: the padding of a phi3 is token 32000."""
     config = ModelConfig(
         vocab_size=29, d_model=8, num_layers=1, num_heads=2, d_ff=12, max_len=16, norm="rmsnorm",
         activation="silu", glu=True, use_bias=False, tie_embeddings=False, positions=Rope(),
@@ -499,7 +501,7 @@ def test_token_ids_that_nothing_names_are_null(tmp_path):
         assert ids == dict(bos_token_id=None, eos_token_id=3, pad_token_id=None)
 
 
-def test_partial_rotation_in_some_layers_of_gemma_is_refused():
+def test_partial_rotation_in_some_gemma_layers_is_rejected():
     near, far = (dict(rope_type="default", partial_rotary_factor=part) for part in (0.5, 0.25))
     content = small(model_type="gemma3_text", head_dim=8)
     content["rope_parameters"] = dict(sliding_attention=near, full_attention=far)
@@ -537,7 +539,7 @@ FACTORS = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
         "longrope",
     ],
 )  # fmt: skip
-def test_a_stretched_rotation_is_read(content, rope, max_len):
+def test_rope_scaling_is_read(content, rope, max_len):
     config = read_config(content, (), "config.json")
     assert config.positions == rope
     assert config.max_len == max_len
@@ -546,8 +548,8 @@ def test_a_stretched_rotation_is_read(content, rope, max_len):
 
 
 @pytest.mark.parametrize(("factor", "trained"), [(4.0, 16), (6.0, 32), (2.5, 24)])
-def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, trained):
-    """As max_position_embeddings; here it is the trained length, for which nothing is stretched."""
+def test_max_position_embeddings_is_written_as_scaled_length(factor, trained):
+    """When read, max_len is the trained length, up to which nothing is scaled."""
     content = scaled("longrope", factor=factor, **FACTORS)
     content["original_max_position_embeddings"] = trained
     written = write_config(FAMILIES["llama"], read_config(content, (), "config.json"))
@@ -556,20 +558,20 @@ def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, traine
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (scaled("ntk", factor=2.0), "rope_scaling: type is 'ntk': must be one of"),
-        (scaled("linear"), "rope_scaling: factor is None: linear needs one"),
+        (scaled("linear"), "rope_scaling: factor is None: must be at least 1 for linear"),
         (scaled("llama3", factor=2.0), "low_freq_factor is missing"),
         (scaled("linear", factor=2.0, twist=1), "rope_scaling: twist is 1"),
-        (small(rope_parameters={}, rope_scaling={}), "rope_parameters says it already"),
+        (small(rope_parameters={}, rope_scaling={}), "must be absent, because rope_parameters"),
         (small(partial_rotary_factor=0.25), "partial_rotary_factor is 0.25: 1 of 4 dimensions"),
         (small(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5: must be at most 1"),
         (small(partial_rotary_factor=0), "partial_rotary_factor is 0: must be positive"),
-        (small(sliding_window=4), "sliding_window is 4: no such key"),
+        (small(sliding_window=4), "sliding_window is 4: this key is not"),
         (small(pretraining_tp=2), "pretraining_tp is 2: must be 1"),
         (small(hidden_act="mish"), "hidden_act is 'mish': must be one of"),
-        (small(auto_map={"AutoModel": "x.py"}), "code of a checkpoint is never run"),
+        (small(auto_map={"AutoModel": "x.py"}), "code in a checkpoint is never run"),
         (small(attention_bias=0), "attention_bias is 0: must be true or false"),
         (small(head_dim=3), "head_dim"),
         (small(model_type="mamba"), "model_type is 'mamba': must be one of gpt2, llama"),
@@ -578,13 +580,13 @@ def test_others_read_the_length_to_which_a_rotation_was_stretched(factor, traine
         (small(model_type="deberta-v2"),
          "model_type is 'deberta-v2': its disentangled attention is not in this library"),
         (small(model_type="gemma3_text", rope_parameters=dict(rope_type="default")),
-         "rope_parameters is 'rope_type': must be of full_attention and sliding_attention"),
+         "rope_parameters is 'rope_type': keys must be full_attention and sliding_attention"),
         (small(model_type="qwen2", layer_types=["full_attention"]),
          "layer_types is ['full_attention']: must be a list of 2"),
     ],
 )  # fmt: skip
-def test_a_key_that_cannot_be_honoured_is_named(content, told):
-    with pytest.raises(ConfigError, match=re.escape(told)) as error:
+def test_unsupported_key_is_named(content, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
         read_config(content, (), "DIR/config.json")
     assert str(error.value).startswith("DIR/config.json: ")
 
@@ -596,8 +598,8 @@ GPT2, LLAMA3, GEMMA3 = (
 )
 
 
-def test_parameters_are_placed_as_the_layout_says():
-    """Against the tensors themselves: GPT-2's one matrix for three, Llama's transposed ones."""
+def test_parameters_follow_layout():
+    """Compare with the raw tensors: GPT-2's fused matrix, and Llama's transposed ones."""
     tensors, (_, params) = load_file(GPT2 / "model.safetensors"), load_pretrained(GPT2)
     block, joint = params["decoder"]["block_1"], tensors["transformer.h.1.attn.c_attn.weight"]
     for i, name in enumerate(("query", "key", "value")):
@@ -617,7 +619,7 @@ def test_parameters_are_placed_as_the_layout_says():
     np.testing.assert_array_equal(params["embed"]["output"], tensors["lm_head.weight"])
 
 
-def test_a_folder_of_many_files_is_the_same_model(tmp_path):
+def test_sharded_folder_is_the_same_model(tmp_path):
     whole = load_pretrained(LLAMA3)
     save_pretrained(tmp_path / "parts", *whole, shard_bytes=9000)
     files = sorted((tmp_path / "parts").glob("model-*.safetensors"))
@@ -628,7 +630,7 @@ def test_a_folder_of_many_files_is_the_same_model(tmp_path):
 
 
 def bare(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As the first GPT-2 was published: without a prefix, with buffers."""
+    """Return tensors named like the first published GPT-2: without a prefix, with buffers."""
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     for i in range(2):
         tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 48, 48), np.float32))
@@ -636,7 +638,7 @@ def bare(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_names_without_the_prefix_are_read_and_kept(tmp_path):
+def test_names_without_prefix_are_read_and_kept(tmp_path):
     folder = changed(GPT2, tmp_path / "bare", bare, n_ctx=48, task_specific_params={"a": 1})
     (folder / "vocab.json").write_text('{"a": 0}')
     (folder / "training_args.bin").write_bytes(b"never copied")
@@ -653,8 +655,8 @@ def test_names_without_the_prefix_are_read_and_kept(tmp_path):
     assert_same_bits(load_pretrained(tmp_path / "new")[1], params)
 
 
-def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
-    """A stretch that is gone, a dtype, the newer style's rope_parameters: none lives on."""
+def test_changed_config_replaces_old_keys(tmp_path):
+    """A removed RoPE scaling, a dtype, and rope_parameters do not survive."""
     config, params = load_pretrained(LLAMA3, dtype="bfloat16")
     plain = dataclasses.replace(config, positions=Rope(base=500.0), max_len=32)
     save_pretrained(tmp_path / "new", plain, params, like=LLAMA3)
@@ -677,8 +679,8 @@ def test_what_the_new_config_says_replaces_the_old_keys(tmp_path):
         (GEMMA3, dict(sliding_window_pattern=2, hidden_act="gelu")),
     ],
 )  # fmt: skip
-def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, keys):
-    """Where two spellings mean one config, that of the folder stays."""
+def test_unchanged_config_keeps_its_spelling(tmp_path, folder, keys):
+    """If two spellings express the same config, the folder's spelling is kept."""
     before = changed(folder, tmp_path / "before", dict, **keys)
     config, params = load_pretrained(before)
     save_pretrained(tmp_path / "after", config, params, like=before)
@@ -686,7 +688,7 @@ def test_a_config_that_did_not_change_is_written_as_it_stood(tmp_path, folder, k
     assert new == old
 
 
-def test_all_chat_templates_go_along(tmp_path):
+def test_all_chat_templates_are_copied(tmp_path):
     before = changed(GEMMA3, tmp_path / "before", dict)
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         (before / name).parent.mkdir(exist_ok=True)
@@ -697,20 +699,20 @@ def test_all_chat_templates_go_along(tmp_path):
 
 
 @pytest.mark.slow
-def test_keys_cannot_change_what_a_config_means(tmp_path):
-    """Nor where the folder leaves the key to its default."""
+def test_extra_keys_cannot_change_the_config(tmp_path):
+    """This includes keys that the folder omits."""
     before = changed(LLAMA3, tmp_path / "before", dict, rope_parameters=None)
     config, params = load_pretrained(before)
     for name, like in (("like", before), ("new", None)):
         save_pretrained(tmp_path / name, config, params, like=like, keys=dict(rope_theta=5e5))
         assert load_pretrained(tmp_path / name)[0] == config
-        with pytest.raises(ConfigError, match="keys have rope_scaling: the config would mean"):
+        with pytest.raises(ConfigError, match="keys rope_scaling: must not change the meaning"):
             linear = dict(rope_scaling=dict(rope_type="linear", factor=2.0))
             save_pretrained(tmp_path / f"{name}2", config, params, like=like, keys=linear)
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "told"),
+    ("name", "keys", "message"),
     [
         ("gemma-2b", dict(hidden_activation="silu"),
          "hidden_activation is 'silu': hidden_act means 'gelu_tanh', and this must mean the same"),
@@ -722,9 +724,9 @@ def test_keys_cannot_change_what_a_config_means(tmp_path):
          "_sliding_window_pattern is 3: must be 6"),
     ],
 )  # fmt: skip
-def test_a_gemma_that_libraries_understand_differently_is_refused(name, keys, told):
+def test_ambiguous_gemma_configs_are_rejected(name, keys, message):
     content = {k: v for k, v in (PUBLISHED[name] | keys).items() if v is not ...}
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_config(content, (), "config.json")
     for same in (dict(hidden_activation="gelu"), dict(hidden_activation=None)):
         read_config(PUBLISHED["gemma-2b"] | same, (), "config.json")
@@ -733,8 +735,8 @@ def test_a_gemma_that_libraries_understand_differently_is_refused(name, keys, to
 
 
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b-it"])
-def test_a_gemma_without_windows_is_written(name):
-    """Its sliding_window is a number all the same, which no layer has."""
+def test_gemma_without_windows_round_trips(name):
+    """Its sliding_window is a number although no layer uses it."""
     full = dict(layer_types=["full_attention"] * PUBLISHED[name]["num_hidden_layers"])
     config = read_config(PUBLISHED[name] | full | dict(sliding_window=5), (), "config.json")
     assert config.window is None
@@ -745,16 +747,18 @@ def test_a_gemma_without_windows_is_written(name):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_head_of_choices_is_refused_by_name(family):
-    """Although its tensors are named as those of a head that is read."""
+def test_multiple_choice_head_is_rejected(family):
+    """Its tensors have the same names as those of a supported head."""
     named = "BertForMultipleChoice" if family == "bert" else "RobertaForMultipleChoice"
     content = dict(model_type=family, num_hidden_layers=1, architectures=[named])
     tensors = ("classifier.weight", f"{family}.pooler.dense.weight")
-    with pytest.raises(ConfigError, match=rf"architectures is \['{named}'\]: a head of several ch"):
+    with pytest.raises(
+        ConfigError, match=rf"architectures is \['{named}'\]: multiple-choice heads"
+    ):
         read_config(content, tensors, "config.json")
 
 
-def test_classes_of_a_text_need_a_pooler():
+def test_text_classifier_requires_pooler():
     content = dict(model_type="bert", num_hidden_layers=1)
     for named in (None, ["BertForSequenceClassification"], "BertForTokenClassification"):
         with pytest.raises(
@@ -763,7 +767,7 @@ def test_classes_of_a_text_need_a_pooler():
             read_config(content | dict(architectures=named), ("classifier.weight",), "config.json")
 
 
-def test_options_that_gemma3_lacks_are_not_written_as_gemma3():
+def test_softcap_is_not_written_as_gemma3():
     config = read_config(PUBLISHED["gemma-3-1b-it"], (), "config.json")
     assert written_family(config) == "gemma3_text"
     capped = dataclasses.replace(config, attention_softcap=3.0)
@@ -783,11 +787,11 @@ def double(scale: float) -> Any:
     return change
 
 
-def test_a_second_copy_of_tied_embeddings_must_be_a_copy(tmp_path):
+def test_copy_of_tied_embeddings_must_be_equal(tmp_path):
     _, params = load_pretrained(changed(GEMMA3, tmp_path / "same", double(1.0)))
     assert_same_bits(params, load_pretrained(GEMMA3)[1])
     folder = changed(GEMMA3, tmp_path / "other", double(2.0))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight must equal model\.embed_tokens"):
         load_pretrained(folder)
 
 
@@ -795,13 +799,13 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: t.pop(NORM) is None, f"tensor {NORM} is missing"),
         (lambda t: t.pop("lm_head.weight") is None, "tensor lm_head.weight is missing"),
         (lambda t: t | {"model.layers.2.input_layernorm.weight": t[NORM]},
-         "model.layers.2.input_layernorm.weight: a llama of this config.json has no such"),
-        (lambda t: t | {NORM: t[NORM][:23]}, f"{NORM} has shape [23]: config.json makes it [24]"),
+         "model.layers.2.input_layernorm.weight: a llama with this config.json has no such"),
+        (lambda t: t | {NORM: t[NORM][:23]}, f"{NORM} has shape [23]: config.json requires [24]"),
         (lambda t: t | {NORM: t[NORM].astype(np.float64)},
          f"{NORM} is float64: must be one of float32, bfloat16, float16"),
         (lambda t: t | {"model.embed_tokens.weight": np.zeros((61, 24), np.int8)},
@@ -809,15 +813,15 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
     ids=["missing", "no output", "unknown", "misshapen", "float64", "int8"],
 )  # fmt: skip
-def test_a_tensor_that_does_not_fit_is_named_with_its_file(change, told, tmp_path):
+def test_invalid_tensor_is_named_with_its_file(change, message, tmp_path):
     folder = changed(LLAMA3, tmp_path / "bad", lambda t: change(t) or None)
-    with pytest.raises(CheckpointError, match=re.escape(told)) as error:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
         load_pretrained(folder)
     assert str(folder) in str(error.value)
 
 
 @pytest.mark.slow
-def test_layers_are_stacked_and_written_as_they_were(tmp_path):
+def test_stacked_layers_round_trip(tmp_path):
     config, params = load_pretrained(LLAMA3)
     scanned, stacked = load_pretrained(LLAMA3, scan_layers=True)
     assert scanned == dataclasses.replace(config, scan_layers=True)
@@ -830,7 +834,7 @@ def test_layers_are_stacked_and_written_as_they_were(tmp_path):
         load_pretrained(GEMMA3, scan_layers=True)
 
 
-def test_dtypes_of_a_file_that_differ_are_kept_and_not_stacked(tmp_path):
+def test_mixed_dtypes_are_kept_and_not_stacked(tmp_path):
     def mixed(tensors):
         return tensors | {NORM: tensors[NORM].astype(np.float16)}
 
@@ -838,14 +842,16 @@ def test_dtypes_of_a_file_that_differ_are_kept_and_not_stacked(tmp_path):
     config, params = load_pretrained(folder)
     assert params["decoder"]["block_1"]["norm_attention"]["scale"].dtype == np.float16
     assert config.dtype == "float32"
-    with pytest.raises(CheckpointError, match="norm_attention/scale is float16, those before it"):
+    with pytest.raises(
+        CheckpointError, match="norm_attention/scale is float16, but earlier layers"
+    ):
         load_pretrained(folder, scan_layers=True)
     load_pretrained(folder, scan_layers=True, dtype="float32")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         load_pretrained(folder, dtype="int8")
 
 
-def test_parameters_go_to_their_sharding():
+def test_parameters_follow_sharding():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
@@ -858,7 +864,9 @@ def test_parameters_go_to_their_sharding():
     _, params = load_pretrained(LLAMA3, sharding=tree)
     assert jax.tree.map(lambda leaf: leaf.sharding, params) == tree
     del tree["embed"]["tokens"]
-    with pytest.raises(ValueError, match="sharding and parameters differ at embed/tokens"):
+    with pytest.raises(
+        ValueError, match="sharding must match the parameters: they differ at embed/tokens"
+    ):
         load_pretrained(LLAMA3, sharding=tree)
 
 
@@ -885,64 +893,67 @@ print(json.dumps(len(jax.devices())))
 
 
 @pytest.mark.long
-def test_parameters_are_spread_over_eight_devices():
+def test_parameters_are_sharded_over_eight_devices():
     assert on_devices(8, "-c", EIGHT, str(LLAMA3)) == 8
 
 
 def without(tree: dict[str, Any], path: str) -> dict[str, Any]:
-    """A copy of the tree with no such leaf."""
+    """Return a copy of the tree without this leaf."""
     first, _, rest = path.partition("/")
     if not rest:
         return {name: leaf for name, leaf in tree.items() if name != first}
     return tree | {first: without(tree[first], rest)}
 
 
-def test_parameters_that_are_not_the_configs_are_not_written(tmp_path):
+def test_parameters_must_match_config_to_be_saved(tmp_path):
     config, params = load_pretrained(LLAMA3)
-    for wrong, told in (
-        (without(params, "decoder/norm/scale"), "params have no decoder/norm/scale"),
+    for wrong, message in (
+        (
+            without(params, "decoder/norm/scale"),
+            "params must contain decoder/norm/scale, which is missing",
+        ),
         (params | {"pooler": params["embed"]["tokens"]}, "params pooler: the config has no such"),
         (
             params | {"embed": params["embed"] | {"tokens": params["embed"]["tokens"][:60]}},
-            "params embed/tokens has shape [60, 24]: the config makes it [61, 24]",
+            "params embed/tokens has shape [60, 24]: the config requires [61, 24]",
         ),
     ):
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             save_pretrained(tmp_path / "never", config, wrong)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_config_that_no_family_can_say_is_refused_by_its_field(tmp_path):
+def test_inexpressible_config_is_rejected_by_field(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, positions="alibi")
     params = drawn(config)
-    with pytest.raises(ConfigError, match="no family can say this config") as error:
+    with pytest.raises(ConfigError, match="no family can express this config") as error:
         save_pretrained(tmp_path / "never", config, params)
     assert "gpt2: positions is Alibi(): a gpt2 has Learned()" in str(error.value)
     assert all(f"{name}: " in str(error.value) for name in FAMILIES)
     assert "`checkpoints.checkpoint.save(folder, step, params)` writes" in str(error.value)
     with pytest.raises(ConfigError, match=r"^positions is Alibi\(\): a gpt2 has Learned\(\)$"):
         save_pretrained(tmp_path / "never", config, params, family="gpt2")
-    with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is of 'gpt2'"):
+    with pytest.raises(ConfigError, match=r"family is 'llama': .*gpt2 is a 'gpt2'"):
         save_pretrained(tmp_path / "never", config, params, family="llama", like=GPT2)
     with pytest.raises(ConfigError, match="family is 'rwkv': must be one of gpt2, llama"):
         save_pretrained(tmp_path / "never", config, params, family="rwkv")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attention_alone_is_saved_as_no_family(tmp_path):
+def test_attention_only_model_has_no_family(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=6, num_layers=1, num_heads=1, d_ff=0)
     params = drawn(config)
-    with pytest.raises(ConfigError, match="no family can say this config") as error:
+    with pytest.raises(ConfigError, match="no family can express this config") as error:
         save_pretrained(tmp_path / "never", config, params)
     for name in FAMILIES:
-        rule = f"d_ff is 0: a {name} has a feed-forward in every block"
+        rule = f"d_ff is 0: every block of a {name} has a feed-forward"
         assert f"{name}: {rule}" in str(error.value)
         with pytest.raises(ConfigError, match=f"^{rule}$"):
             save_pretrained(tmp_path / "never", config, params, family=name)
 
 
-def test_max_len_replaces_the_length_of_the_config(tmp_path):
+def test_max_len_overrides_the_config(tmp_path):
     stretch = dict(rope_type="dynamic", rope_theta=10_000.0, factor=2.0)
     folder = changed(LLAMA3, tmp_path / "dynamic", dict, rope_parameters=stretch)
     config, params = load_pretrained(folder, max_len=3000)
@@ -956,13 +967,13 @@ def test_max_len_replaces_the_length_of_the_config(tmp_path):
     assert load_pretrained(tmp_path / "again")[0] == load_pretrained(folder)[0]
     config, _ = load_pretrained(LLAMA3, max_len=70)
     assert (config.max_len, config.positions) == (70, load_pretrained(LLAMA3)[0].positions)
-    with pytest.raises(ConfigError, match="max_len is 49: the table of positions has 48"):
+    with pytest.raises(ConfigError, match="max_len is 49: the table of learned positions has 48"):
         load_pretrained(GPT2, max_len=49)
     with pytest.raises(ConfigError, match="max_len is 0: must be a positive integer"):
         load_pretrained(LLAMA3, max_len=0)
 
 
-def test_names_of_tensors_say_what_each_holds():
+def test_tensor_names_map_to_parameters():
     config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=2)
     names = tensor_names(config, "gpt2")
     parts = ("query", "key", "value")
@@ -970,7 +981,7 @@ def test_names_of_tensors_say_what_each_holds():
         f"decoder/block_1/attention/{part}/kernel" for part in parts
     )
     assert names["transformer.wte.weight"] == ("embed/tokens",)
-    assert names == tensor_names(config)  # the first family that says it
+    assert names == tensor_names(config)  # the first family that can express it
     shapes = parameter_shapes(config)
     assert sorted(path for paths in names.values() for path in paths) == sorted(shapes)
 
@@ -979,33 +990,33 @@ NAMES = json.loads((Path(__file__).parents[1] / "golden/names.json").read_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_have_the_names_that_transformers_saves(family):
-    """Their files are from `python -m tests.golden.write_names`."""
+def test_tensor_names_match_transformers(family):
+    """The golden files are written by `python -m tests.golden.write_names`."""
     saved = set(NAMES[family]["tensors"])
     config = read_config(NAMES[family]["config"], saved, "config.json")
-    if family == "pegasus":  # whose positions are computed
+    if family == "pegasus":  # its positions are computed
         saved -= {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
     assert set(tensor_names(config, family)) == saved
 
 
-def test_roles_of_tokens_are_those_of_the_classes_of_transformers():
+def test_token_roles_match_transformers_classes():
     saved = json.loads((Path(__file__).parents[1] / "golden/names.json").read_text())["classes"]
     assert len(saved) > 15
     assert {name: dict(CLASSES[name].roles) for name in saved} == saved
 
 
-def test_keys_that_are_off_are_ignored():
-    said = dict(is_encoder_decoder=False, is_decoder=False, pruned_heads={}, unsloth_fixed=True)
+def test_disabled_options_are_ignored():
+    off_keys = dict(is_encoder_decoder=False, is_decoder=False, pruned_heads={}, unsloth_fixed=True)
     plain = PUBLISHED["Llama-2-7b"]
-    assert read_config(plain | said, (), "here") == read_config(plain, (), "here")
+    assert read_config(plain | off_keys, (), "here") == read_config(plain, (), "here")
     for name, value in (("is_encoder_decoder", True), ("pruned_heads", {"0": [1]})):
         with pytest.raises(ConfigError, match=f"{name} is .*: must be"):
             read_config(plain | {name: value}, (), "here")
-    with pytest.raises(ConfigError, match="normalize_embedding is True: no such key"):
+    with pytest.raises(ConfigError, match="normalize_embedding is True: this key is not"):
         read_config(plain | dict(normalize_embedding=True), (), "here")
 
 
-def test_the_two_names_of_a_rotations_kind_must_agree():
+def test_type_and_rope_type_must_agree():
     stretch = dict(factor=4.0, original_max_position_embeddings=32)
     for one, two in (("yarn", "default"), ("linear", "yarn")):
         scaling = stretch | dict(type=one, rope_type=two)
@@ -1013,7 +1024,7 @@ def test_the_two_names_of_a_rotations_kind_must_agree():
             read_config(PUBLISHED["Llama-2-7b"] | dict(rope_scaling=scaling), (), "here")
 
 
-def test_a_mistral_may_list_its_layers():
+def test_mistral_accepts_layer_types():
     content = PUBLISHED["Mistral-7B-v0.1"]
     layers = ["full_attention", "sliding_attention"] * (content["num_hidden_layers"] // 2)
     config = read_config(content | dict(layer_types=layers), (), "here")
@@ -1025,7 +1036,7 @@ def test_a_mistral_may_list_its_layers():
     assert "layer_types" not in write_config(FAMILIES["mistral"], alike)
 
 
-def test_a_mistral_that_lists_its_layers_is_saved_as_it_was(tmp_path):
+def test_mistral_with_layer_types_round_trips(tmp_path):
     layers = ["sliding_attention", "full_attention"]
     before = changed(
         LLAMA3, tmp_path / "before", dict, model_type="mistral", layer_types=layers,
@@ -1038,25 +1049,25 @@ def test_a_mistral_that_lists_its_layers_is_saved_as_it_was(tmp_path):
         assert_loads(tmp_path / name, config, params)
 
 
-def test_a_model_without_its_output_matrix_is_refused_with_the_reason(tmp_path):
-    """As `AutoModel` saves one, whose logits cannot be computed."""
+def test_missing_output_matrix_is_explained(tmp_path):
+    """`AutoModel` saves such folders, which lack the tensors for logits."""
 
     def headless(tensors):
         del tensors["lm_head.weight"]
         return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
     folder = changed(LLAMA3, tmp_path / "headless", headless, architectures=["LlamaModel"])
-    told = (
+    message = (
         "tensor lm_head.weight is missing: tie_word_embeddings is false, so logits need it. The "
-        "files hold a model without its head, as AutoModel saves it: save the one with a head"
+        "model was saved without its head, as by AutoModel: save it with its head"
     )
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         load_pretrained(folder)
     tied = changed(LLAMA3, tmp_path / "tied", headless, tie_word_embeddings=True)
     assert load_pretrained(tied)[0].tie_embeddings
 
 
-def test_doubles_are_not_saved(tmp_path):
+def test_float64_is_not_saved(tmp_path):
     config = ModelConfig(vocab_size=31, d_model=12, num_heads=3, num_layers=1)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), drawn(config))
     with pytest.raises(ValueError, match="is float64: must be one of float32, bfloat16, float16"):

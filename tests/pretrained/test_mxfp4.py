@@ -1,4 +1,4 @@
-"""Check folders of gpt-oss, whose experts may be numbers of 4 bits."""
+"""Folders of gpt-oss with experts in MXFP4."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.support.model_folders import assert_loads
 from transformer_jax.config import ConfigError
 from transformer_jax.pretrained.config_json import read_config
 from transformer_jax.pretrained.load import load_pretrained, pretrained_config
-from transformer_jax.pretrained.mxfp4 import dequantised
+from transformer_jax.pretrained.mxfp4 import dequantise
 from transformer_jax.pretrained.safetensors_folder import CheckpointError
 from transformer_jax.pretrained.save import save_pretrained
 
@@ -26,13 +26,13 @@ NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def number(bits, scale):
-    """The value of 4 bits and a byte of scale, from the formats' definition."""
+    """Return the value of 4 bits and a scale byte, from the definition of the format."""
     return (-1) ** (bits >> 3) * NUMBERS[bits & 7] * 2.0 ** (scale - 127)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder in mxfp4, and the matrices that its bytes mean, expert by expert."""
+    """A folder in MXFP4, with the dequantised matrices of each expert."""
     path = tmp_path_factory.mktemp("gpt_oss")
     config = read_config(GPT_OSS, (), "config.json")
     rng = np.random.default_rng(0)
@@ -57,20 +57,22 @@ def folders(tmp_path_factory):
     return path, config, wanted
 
 
-def test_experts_of_four_bits_are_what_their_bytes_mean(folders):
+def test_mxfp4_experts_match_their_bytes(folders):
     path, config, wanted = folders
     loaded, params = load_pretrained(path / "mxfp4")
     assert loaded == replace(config, dtype="bfloat16") == pretrained_config(path / "mxfp4")
-    own = params["decoder"]["block_0"]["feed_forward"]
-    assert {own[name]["kernel"].dtype for name in ("gate", "up", "down")} == {jnp.dtype("bfloat16")}
-    np.testing.assert_array_equal(own["gate"]["kernel"], wanted["gate_up_proj"][..., ::2])
-    np.testing.assert_array_equal(own["up"]["kernel"], wanted["gate_up_proj"][..., 1::2])
-    np.testing.assert_array_equal(own["down"]["kernel"], wanted["down_proj"])
+    experts = params["decoder"]["block_0"]["feed_forward"]
+    assert {experts[name]["kernel"].dtype for name in ("gate", "up", "down")} == {
+        jnp.dtype("bfloat16")
+    }
+    np.testing.assert_array_equal(experts["gate"]["kernel"], wanted["gate_up_proj"][..., ::2])
+    np.testing.assert_array_equal(experts["up"]["kernel"], wanted["gate_up_proj"][..., 1::2])
+    np.testing.assert_array_equal(experts["down"]["kernel"], wanted["down_proj"])
     _, whole = load_pretrained(path / "whole")
     chex.assert_trees_all_equal(params["embed"], whole["embed"])
 
 
-def test_what_is_saved_of_four_bits_says_bfloat16(folders, tmp_path):
+def test_mxfp4_is_saved_as_bfloat16(folders, tmp_path):
     path, _, wanted = folders
     config, params = load_pretrained(path / "mxfp4")
     save_pretrained(tmp_path / "again", config, params, like=path / "mxfp4")
@@ -81,22 +83,22 @@ def test_what_is_saved_of_four_bits_says_bfloat16(folders, tmp_path):
 
 
 @pytest.mark.parametrize("scale", [0, 1, 127, 252])
-def test_every_number_of_four_bits_is_exact(scale):
+def test_mxfp4_values_are_exact(scale):
     blocks = np.arange(256, dtype=np.uint8).reshape(4, 4, 16)
-    found = dequantised(blocks, np.full((4, 4), scale, np.uint8))
+    found = dequantise(blocks, np.full((4, 4), scale, np.uint8))
     wanted = [[number(int(b) >> shift & 15, scale) for shift in (0, 4)] for b in blocks.ravel()]
     np.testing.assert_array_equal(found.T.ravel().astype(np.float64), np.ravel(wanted))
 
 
 def changed(folder, to, **tensors):
-    """Copy a folder with other tensors of the down projection; None leaves one out."""
-    held = load_file(folder / "mxfp4" / "model.safetensors")
+    """Copy a folder with changed tensors of the down projection; None omits a tensor."""
+    weights = load_file(folder / "mxfp4" / "model.safetensors")
     for name, change in tensors.items():
-        tensor = held.pop(PREFIX + "down_proj" + name)
+        tensor = weights.pop(PREFIX + "down_proj" + name)
         if change is not None:
-            held |= change(tensor)
+            weights |= change(tensor)
     to.mkdir()
-    save_file(held, to / "model.safetensors")
+    save_file(weights, to / "model.safetensors")
     content = GPT_OSS | dict(quantization_config=MXFP4)
     (to / "config.json").write_text(json.dumps(content))
 
@@ -109,35 +111,35 @@ def renamed(end, change):
     ("tensors", "rule"),
     [
         (dict(_scales=None), "tensor model.layers.0.mlp.experts.down_proj_scales is missing"),
-        (dict(_blocks=None), "down_proj_scales' is there without its _blocks"),
+        (dict(_blocks=None), "down_proj_scales' has no matching _blocks"),
         (dict(_blocks=renamed("_blocks", lambda x: x.astype(np.int8))), "is int8: must be uint8"),
         (dict(_blocks=renamed("_blocks", lambda x: x[..., :8])),
          r"_blocks \[30, 64, 1, 8\] and _scales \[30, 64, 1\]: must be \[..., rows, G, 16\]"),
         (dict(_scales=renamed("_scales", lambda x: x[:, :1])),
          r"_blocks \[30, 64, 1, 16\] and _scales \[30, 1, 1\]: must be"),
         ({part: renamed(part, lambda x: x[:, :32]) for part in ("_blocks", "_scales")},
-         r"has shape \[30, 32, 32\]: config.json makes it \[30, 32, 64\]"),
+         r"has shape \[30, 32, 32\]: config.json requires \[30, 32, 64\]"),
         (dict(_scales=renamed("_scales", lambda x: np.full_like(x, 255))),
          "down_proj_scales' has 255: must be at most 252"),
     ],
 )  # fmt: skip
-def test_parts_that_make_no_matrix_are_named(folders, tmp_path, tensors, rule):
+def test_invalid_mxfp4_parts_are_named(folders, tmp_path, tensors, rule):
     changed(folders[0], tmp_path / "m", **tensors)
     with pytest.raises(CheckpointError, match=rule):
         load_pretrained(tmp_path / "m")
 
 
-def test_a_matrix_that_is_there_twice_is_named(folders, tmp_path):
+def test_duplicate_matrix_is_named(folders, tmp_path):
     changed(folders[0], tmp_path / "m")
     file = tmp_path / "m" / "model.safetensors"
     save_file(load_file(file) | {PREFIX + "down_proj": np.zeros(3, np.float32)}, file)
-    with pytest.raises(CheckpointError, match="down_proj' is there twice"):
+    with pytest.raises(CheckpointError, match="down_proj' appears twice"):
         load_pretrained(tmp_path / "m")
 
 
-def test_a_number_of_experts_that_no_tensor_has_room_for_is_refused(folders, tmp_path):
+def test_impossible_expert_count_is_rejected(folders, tmp_path):
     changed(folders[0], tmp_path / "m")
     content = GPT_OSS | dict(num_local_experts=10**9, quantization_config=MXFP4)
     (tmp_path / "m" / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="num_local_experts is 1000000000, and the files have"):
+    with pytest.raises(ConfigError, match="num_local_experts is 1000000000, but the files have"):
         load_pretrained(tmp_path / "m")

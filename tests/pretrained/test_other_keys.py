@@ -1,4 +1,4 @@
-"""Keys of published config.json files that no family reads: accepted as they are, or refused."""
+"""Keys of published config.json files that no family reads: accepted or rejected values."""
 
 import json
 
@@ -17,7 +17,7 @@ SIZES = {
     "gpt_oss": LLAMA | dict(rope_scaling=dict(rope_type="default")),
     "cohere": LLAMA | dict(rope_theta=1e4), "cohere2": LLAMA | dict(rope_theta=1e4),
 }  # fmt: skip
-"""What a family needs; all the others have defaults, or are content with those of Llama."""
+"""Required keys per family; other families have defaults, or need only those of Llama."""
 DEFAULTED = (
     "gpt2 gptj bloom opt falcon gpt_neox bert roberta xlm-roberta camembert mpnet distilbert "
     "electra albert modernbert nomic_bert t5 mt5 bart mbart pegasus m2m_100 marian"
@@ -34,7 +34,7 @@ def read(family, **keys):
     return read_config(content, names, "config.json")
 
 
-# Each line is of a published config.json, but for what every family reads
+# Each entry has the unread keys of a published config.json
 PUBLISHED = {
     "Qwen3-Coder-30B-A3B": ("qwen3_moe", dict(qkv_bias=False, shared_expert_intermediate_size=0,
         use_qk_norm=True, mlp_only_layers=[], max_window_layers=28, sliding_window=None,
@@ -72,7 +72,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_keys_of_published_models_change_nothing(name):
+def test_published_keys_have_no_effect(name):
     family, keys = PUBLISHED[name]
     core = {name: keys[name] for name in keys if name not in other_keys(family)}
     core = {name: value for name, value in core.items() if name not in aliases(family)}
@@ -81,7 +81,7 @@ def test_keys_of_published_models_change_nothing(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_of_any_model_change_nothing(family):
+def test_keys_common_to_all_models_have_no_effect(family):
     keys = {
         "quantization_config": None, "model_max_length": 512, "transformers.js_config": {},
         "unsloth_version": "2026.1", "_commit_hash": "abc", "num_beams": 4, "do_sample": True,
@@ -105,29 +105,29 @@ def test_keys_of_any_model_change_nothing(family):
         ("falcon", dict(alibi=True), "alibi is True: must be False"),
         ("llama", dict(layer_types=["full_attention", "sliding_attention"]),
          "layer_types is .*: must be a list of 'full_attention'"),
-        ("llama", dict(quantization_config={"bits": 4}), "quantization_config is .*: no such key"),
+        ("llama", dict(quantization_config={"bits": 4}), "quantization_config is .*: this key"),
         ("llama", dict(pretraining_tp=2), "pretraining_tp is 2: must be 1 or None"),
-        ("gpt2", dict(hidden_size=64, n_embd=48), "hidden_size is 64: must be n_embd, 48"),
+        ("gpt2", dict(hidden_size=64, n_embd=48), "hidden_size is 64: must equal n_embd, 48"),
         ("gpt2", dict(scale_attn_weights=None), "scale_attn_weights is None: must be True"),
-        ("bart", dict(num_hidden_layers=6), "num_hidden_layers is 6: must be encoder_layers"),
+        ("bart", dict(num_hidden_layers=6), "num_hidden_layers is 6: must equal encoder_layers"),
         ("bert", dict(is_decoder=True), "is_decoder is True: must be False"),
         ("stablelm", dict(rope_pct=0.5), "rope_pct is 0.5: must be 0.25"),
         ("nomic_bert", dict(mlp_fc1_bias=True), "mlp_fc1_bias is True: must be False"),
-        ("llama", dict(rope_condense_ratio=8), "rope_condense_ratio is 8: no such key is known"),
+        ("llama", dict(rope_condense_ratio=8), "rope_condense_ratio is 8: this key is not"),
     ],
 )  # fmt: skip
-def test_keys_that_would_change_numbers_are_refused_by_name(family, keys, message):
+def test_keys_with_effect_are_rejected_by_name(family, keys, message):
     with pytest.raises(ConfigError, match=message):
         read(family, **({"encoder_layers": 12} if family == "bart" else {}), **keys)
 
 
-def test_second_names_of_keys_are_read():
+def test_alternative_key_names_are_read():
     assert read("gpt2", hidden_size=48, num_attention_heads=4) == read("gpt2", n_embd=48, n_head=4)
     assert read("t5", head_dim=32, d_kv=32) == read("t5", d_kv=32)
 
 
-def test_attn_factor_of_a_stretch_is_ignored_as_in_transformers():
-    """DeepSeek-R1-0528-Qwen3-8B has it beside yarn's own attention_factor."""
+def test_attn_factor_is_ignored_like_in_transformers():
+    """DeepSeek-R1-0528-Qwen3-8B has it in addition to YaRN's attention_factor."""
     scaling = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
     one = read("qwen3", rope_scaling=scaling | dict(attn_factor=0.8782, finetuned=True))
     assert one == read("qwen3", rope_scaling=scaling)
@@ -135,19 +135,19 @@ def test_attn_factor_of_a_stretch_is_ignored_as_in_transformers():
         read("qwen3", rope_scaling=scaling | dict(extrapolation_factor=2.0))
 
 
-def test_null_is_no_dropout():
+def test_null_dropout_is_zero():
     assert read("llama", attention_dropout=None).attention_dropout == 0
 
 
-def test_every_entry_is_of_families_that_there_are():
+def test_every_entry_names_existing_families():
     named = {name for entry in OTHER_KEYS for name in entry.families.split()}
     assert named <= {*FAMILIES, "rope"}
     assert all(entry.why and (entry.ignored or entry.fixed) for entry in OTHER_KEYS)
 
 
 @pytest.mark.slow
-def test_each_key_of_transformers_is_read_or_in_the_table():
-    """In the classes of the version that is installed, whose next one may have others."""
+def test_every_transformers_key_is_covered():
+    """Compares with the config classes of the installed version."""
     transformers = pytest.importorskip("transformers")
     import dataclasses
 

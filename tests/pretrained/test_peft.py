@@ -1,6 +1,6 @@
-"""PEFT computes with our adapters what we do, reads our files, and we read its.
+"""Adapters in PEFT: same results, and files that both libraries can read.
 
-Runs where torch, transformers and peft are installed.
+Requires torch, transformers, and peft.
 """
 
 import warnings
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,  # files of adapters are tested every time without torch
-    pytest.mark.filterwarnings("ignore"),  # those of torch, transformers and peft
+    pytest.mark.slow,  # adapter files also have fast tests without torch
+    pytest.mark.filterwarnings("ignore"),  # warnings of torch, transformers, and peft
 ]
 
 with warnings.catch_warnings():
@@ -50,7 +50,7 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def family(request, tmp_path_factory):
-    """A config, its parameters, transformers' model of the same numbers, names and targets."""
+    """A config, its parameters, the same model in transformers, names, and targets."""
     config, targets = FAMILIES[request.param]
     rng = np.random.default_rng(1)
     params = jax.tree.map(
@@ -79,7 +79,7 @@ def equal(actual, expected):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_peft_loads_what_is_saved_and_computes_the_same(family, tmp_path, rslora):
+def test_peft_loads_saved_adapters_and_matches(family, tmp_path, rslora):
     config, params, model, names, targets = family
     lora = LoraConfig(rank=3, alpha=5.0, targets=targets, rslora=rslora)
     rng = np.random.default_rng(2)
@@ -98,7 +98,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(family, tmp_path, rslora
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("layers", [None, [1]])
-def test_what_peft_saves_is_loaded_and_computes_the_same(family, tmp_path, scan, layers):
+def test_adapters_saved_by_peft_load_and_match(family, tmp_path, scan, layers):
     config, params, model, names, _ = family
     fused = config is GPT2
     theirs = ["c_attn", "mlp.c_proj"] if fused else ["q_proj", "v_proj", "o_proj", "down_proj"]
@@ -126,8 +126,8 @@ def test_what_peft_saves_is_loaded_and_computes_the_same(family, tmp_path, scan,
     equal(logits(config, apply_lora(params, adapters, lora)), expected)
 
 
-def test_a_bare_encoder_has_names_without_its_prefix(tmp_path):
-    """A `BertModel` of one half, and what PEFT makes of it, is our encoder."""
+def test_bare_encoder_has_names_without_prefix(tmp_path):
+    """A `BertModel` with PEFT adapters matches the encoder of this library."""
     theirs = transformers.BertConfig(
         vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=37, max_position_embeddings=41,
@@ -165,8 +165,8 @@ def their_states(model):
         return model(torch.tensor(TOKENS)).last_hidden_state.numpy()
 
 
-def test_a_and_b_start_as_in_peft(family):
-    """Both draw A from U(-bound, bound) of the same bound."""
+def test_initialisation_matches_peft(family):
+    """Both draw A from U(-bound, bound) with the same bound."""
     _, params, model, _, _ = family
     if isinstance(model, transformers.GPT2LMHeadModel):
         return

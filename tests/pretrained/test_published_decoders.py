@@ -1,4 +1,4 @@
-"""Decoders of `transformers` beside ours: the same numbers, the same texts, the same gradients."""
+"""Decoders compared with `transformers`: logits, generated texts, and gradients."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from transformer_jax.models.positions import rope_frequencies
 from transformer_jax.models.stack import stack_layers
 from transformer_jax.pretrained.families import FAMILIES
 from transformer_jax.pretrained.load import load_pretrained
-from transformer_jax.pretrained.mxfp4 import dequantised
+from transformer_jax.pretrained.mxfp4 import dequantise
 from transformer_jax.pretrained.save import save_pretrained
 
 AUTO = transformers.AutoModelForCausalLM
 VOCAB, LENGTH, WINDOW = 97, 600, 13
 TRAINED = 64
-"""Of rotations that are stretched."""
+"""Sizes for RoPE scalings."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of `transformers`."""
+    """Configuration of a model in `transformers`."""
 
     model: str
     changes: Any
     trained: int | None = None
-    """Where the rotation depends on the length of the text: the longest that leaves it as it is."""
+    """If the RoPE depends on the sequence length, the maximum length without scaling."""
 
     def create(self) -> Any:
         torch.manual_seed(0)
@@ -106,14 +106,14 @@ def falcon(**changes: Any) -> Case:
 
 
 def neox(**changes: Any) -> Case:
-    """A GPT-NeoX; it has no key heads of its own."""
+    """Return a GPT-NeoX, which has no separate number of key heads."""
     made = case("GPTNeoX", **changes)
     del made.changes["num_key_value_heads"]
     return made
 
 
 def rope(kind: str, trained: int | None = None, /, **parameters: Any) -> Case:
-    """A Llama with a stretched rotation."""
+    """Return a Llama with a RoPE scaling."""
     parameters |= dict(rope_type=kind, rope_theta=10_000.0)
     size = TRAINED if kind == "dynamic" else 1024
     return case("Llama", trained, rope_parameters=parameters, max_position_embeddings=size)
@@ -156,7 +156,7 @@ CASES = {
     "yarn, attention factor": yarn(attention_factor=0.8),
     "longrope, factor": rope(
         "longrope", TRAINED, factor=16.0, original_max_position_embeddings=TRAINED,
-        short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[4.0, 5.0, 7.0, 9.0],  # their angles are f32
+        short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[4.0, 5.0, 7.0, 9.0],  # f32 angles
     ),
     "longrope, attention factor": rope(
         "longrope", TRAINED, original_max_position_embeddings=TRAINED, attention_factor=1.2,
@@ -325,12 +325,12 @@ SELDOM = (
     "yarn, attention factor", "longrope, attention factor", "linear", "gemma, MHA",
     "gptj, tied", "falcon, groups with one norm",
 )  # fmt: skip
-"""Compiles as much as its neighbour; of the rotations the frequencies are compared every time."""
+"""Cases similar to others; RoPE frequencies are compared in every run anyway."""
 
 
 def often(names: Any, seldom: Any) -> list[Any]:
-    """All names: some are `long`, and of the families with parallel branches, norms of outputs and
-    LayerNorm all but one `slow`."""
+    """Mark some names as `long`, and as `slow` all but one family with parallel branches, output
+    norms, or LayerNorm."""
 
     def marks(name: str) -> Any:
         if name in seldom:
@@ -351,13 +351,13 @@ ONE_OF_EACH += "neox", "gptj", "phi", "phi3", "olmo2", "olmo3"
 ONE_OF_EACH += "granite", "smollm3", "cohere", "cohere2", "falcon", "starcoder2", "stablelm"
 ONE_OF_EACH += "opt", "bloom"
 WITH_EXPERTS = "mixtral", "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss"
-"""In memory transformers has the experts of a block in one tensor, so their gradients are held
-against formulas alone (tests/models/test_experts.py)."""
+"""In memory, transformers has one tensor for all experts of a block, so their gradients are
+compared only with formulas (tests/models/test_experts.py)."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder of a case, written once."""
+    """Return a function that writes the folder of a case once."""
 
     @cache
     def folder(name: str) -> Path:
@@ -367,41 +367,41 @@ def folders(tmp_path_factory):
 
 
 def ours(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """Scanned where all layers are alike, which compiles faster."""
+    """Load the model, scanned if all layers are alike, to compile faster."""
     keys = json.loads((folder / "config.json").read_text())
     patterns = [keys.get(name) or () for name in ("layer_types", "no_rope_layers")]
     return load_pretrained(folder, scan_layers=all(len(set(p)) < 2 for p in patterns), **options)
 
 
 def padded(length: int) -> np.ndarray:  # bool[2, T]
-    """A row padded on the left, one on the right."""
+    """Return the valid tokens of a row with left padding and a row with right padding."""
     at = np.arange(length)
     return np.stack([at >= length // 15, at < length - length // 10])
 
 
-def seen_by(model: Any, ids: np.ndarray, valid: np.ndarray) -> Any:
-    given = dict(input_ids=torch.tensor(ids).long(), attention_mask=torch.tensor(valid).long())
-    given["position_ids"] = given["attention_mask"].cumsum(1).sub(1).clamp(min=0)
-    return partial(model, **given)
+def model_call(model: Any, ids: np.ndarray, valid: np.ndarray) -> Any:
+    inputs = dict(input_ids=torch.tensor(ids).long(), attention_mask=torch.tensor(valid).long())
+    inputs["position_ids"] = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
+    return partial(model, **inputs)
 
 
 def assert_same_views(captured: dict[str, Any], want: Any, real: np.ndarray) -> None:
-    """Hidden states and attention weights of every layer at real positions."""
-    hidden, own = torch.stack(want.hidden_states, 1).numpy(), hidden_states(captured)
-    assert own.shape == hidden.shape
+    """Compare hidden states and attention weights of every layer at valid positions."""
+    hidden, actual = torch.stack(want.hidden_states, 1).numpy(), hidden_states(captured)
+    assert actual.shape == hidden.shape
     rows, at = np.nonzero(real)
-    difference = np.abs(own - hidden)[rows, :, at]
+    difference = np.abs(actual - hidden)[rows, :, at]
     assert difference.max() <= LOGITS * max(1.0, np.abs(hidden[rows, :, at]).max() / 10)
-    weights, own = torch.stack(want.attentions, 1).numpy(), weights_of(captured)
-    assert own.shape == weights.shape
-    assert np.abs(own - weights)[rows, :, :, at].max() <= 2e-5
+    weights, actual = torch.stack(want.attentions, 1).numpy(), weights_of(captured)
+    assert actual.shape == weights.shape
+    assert np.abs(actual - weights)[rows, :, :, at].max() <= 2e-5
 
 
 @pytest.mark.parametrize(
     "name", [n for n in CASES if not n.startswith(("gpt2", "gptj", "opt", "bloom"))]
 )
-def test_a_rotation_has_the_same_frequencies(name, folders):
-    """As `transformers` computes them for a text of 600 tokens."""
+def test_rope_frequencies_match_transformers(name, folders):
+    """Compares the frequencies that `transformers` uses for 600 tokens."""
     options = {} if CASES[name].trained is None else dict(max_len=LENGTH)
     config, _ = load_pretrained(folders(name), **options)
     rotary = reopened(folders(name), AUTO).base_model.rotary_emb
@@ -419,8 +419,8 @@ def test_a_rotation_has_the_same_frequencies(name, folders):
 
 
 @pytest.mark.parametrize("name", often(CASES, SELDOM))
-def test_a_case_says_what_transformers_says(name, folders, rng):
-    """600 tokens, padded on either side; a text that fits, where the rotation depends on it."""
+def test_logits_and_internals_match_transformers(name, folders, rng):
+    """600 tokens with padding on either side, or fewer if the RoPE depends on the length."""
     folder, trained = folders(name), CASES[name].trained
     for length in (LENGTH,) if trained is None else (trained, LENGTH):
         ids, valid = tokens(rng, VOCAB, 2, length), padded(length)
@@ -432,7 +432,7 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
             config, params = ours(folder, max_len=int(valid.sum(axis=1).max()))
         with torch.no_grad():
             model = reopened(folder, AUTO)
-            want = seen_by(model, ids, valid)(output_hidden_states=True, output_attentions=True)
+            want = model_call(model, ids, valid)(output_hidden_states=True, output_attentions=True)
         read = jax.jit(partial(build(config).apply, capture=views(config)))
         got, _, seen = read({"params": params}, ids, positions=positions(valid))
         assert_same_logits(got, want.logits, valid)
@@ -440,22 +440,22 @@ def test_a_case_says_what_transformers_says(name, folders, rng):
 
 
 @pytest.mark.parametrize("name", often(CASES, ()))
-def test_what_is_written_is_what_was_read(name, folders, rng, tmp_path):
+def test_saved_folder_equals_original(name, folders, rng, tmp_path):
     ids = torch.tensor(tokens(rng, VOCAB, 1, 80)).long()
-    # other families can say a phi3 or a falcon too, and come first; smollm3 pads with token 128004
+    # earlier families can express some phi3 and falcon configs; smollm3 pads with token 128004
     like = folders(name) if name.startswith(("phi3", "smollm3", "falcon")) else None
     assert_round_trip(folders(name), tmp_path, AUTO, like, input_ids=ids)
 
 
 @pytest.mark.parametrize("name", often(ONE_OF_EACH, ()))
-def test_gradients_of_the_cross_entropy_are_the_same(name, folders, rng):
+def test_cross_entropy_gradients_match(name, folders, rng):
     folder = folders(name)
     config, params = load_pretrained(folder)
     scanned, _ = ours(folder)
     ids, valid = tokens(rng, VOCAB, 2, 41), padded(41)
     labelled = valid[:, 1:] & valid[:, :-1]
     model = reopened(folder, AUTO)
-    logits = seen_by(model, ids, valid)().logits[:, :-1][torch.tensor(labelled)]
+    logits = model_call(model, ids, valid)().logits[:, :-1][torch.tensor(labelled)]
     want = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[:, 1:][labelled]).long())
 
     def loss(params):
@@ -466,7 +466,7 @@ def test_gradients_of_the_cross_entropy_are_the_same(name, folders, rng):
         return -(chosen * labelled).sum() / labelled.sum()
 
     table = FAMILIES[model.config.model_type].table(config)
-    if name == "neox":  # in memory transformers has another name than in files
+    if name == "neox":  # transformers uses another name in memory than in files
         table = [dataclasses.replace(m, tensor=HEAD.get(m.tensor, m.tensor)) for m in table]
     assert_same_gradients(config, params, loss, model, want, table)
 
@@ -475,13 +475,13 @@ HEAD = {"embed_out.weight": "lm_head.weight"}
 OFTEN_BEAMS = "gpt2", "mistral", "gemma3"
 NEW = 20
 PROCESSORS = Ban(0), NoRepeatNGram(2)
-"""Theirs have padding in the text, and would count it as said."""
+"""Families where transformers counts padding in the text as generated."""
 LENGTHS = np.array([23, 9])
 CAPACITY = 23 + NEW
 
 
 def prompts(rng: np.random.Generator) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-    """Two texts as ours, which begins with them, and as theirs, which ends with them."""
+    """Return two prompts with right padding for this library and left padding for transformers."""
     ids = tokens(rng, VOCAB, 2, LENGTHS.max())
     left, mask = np.zeros_like(ids), np.zeros_like(ids)
     for row, length in enumerate(LENGTHS):
@@ -490,7 +490,7 @@ def prompts(rng: np.random.Generator) -> tuple[np.ndarray, torch.Tensor, torch.T
 
 
 def continued(model: Any, left: Any, mask: Any, stop: list[int] | None, **options: Any) -> Any:
-    """What `transformers` writes."""
+    """Return the text generated by `transformers`."""
     plain = transformers.GenerationConfig(
         max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=stop,
         suppress_tokens=[0], no_repeat_ngram_size=2, **options,
@@ -506,9 +506,9 @@ def until(ids: list[int], stop: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", often((*ONE_OF_EACH, *WITH_EXPERTS), OFTEN_BEAMS))
-def test_the_likeliest_tokens_are_the_same(name, folders, rng):
-    """Of prompts of two lengths. No pair of tokens comes twice, or models with random parameters
-    would say one token for ever."""
+def test_greedy_tokens_match(name, folders, rng):
+    """Two prompts of different lengths. No bigram may repeat, otherwise models with random
+    parameters repeat one token forever."""
     config, params = ours(folders(name))
     ids, left, mask = prompts(rng)
     want = continued(reopened(folders(name), AUTO), left, mask, None)[:, ids.shape[1] :]
@@ -521,8 +521,8 @@ def test_the_likeliest_tokens_are_the_same(name, folders, rng):
 
 
 @pytest.mark.parametrize("name", often(ONE_OF_EACH, set(ONE_OF_EACH) - set(OFTEN_BEAMS)))
-def test_beams_find_the_same_texts_with_the_same_scores(name, folders, rng):
-    """Two results of three beams; the likeliest texts come upon the stop tokens."""
+def test_beam_search_matches_texts_and_scores(name, folders, rng):
+    """Two results of three beams; the most likely texts contain stop tokens."""
     config, params = ours(folders(name))
     model = reopened(folders(name), AUTO)
     ids, left, mask = prompts(rng)
@@ -548,7 +548,7 @@ def test_beams_find_the_same_texts_with_the_same_scores(name, folders, rng):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_a_file_in_bfloat16_stays_in_it_unless_another_dtype_is_named(name, tmp_path, rng):
+def test_bfloat16_is_kept_unless_dtype_is_passed(name, tmp_path, rng):
     folder = saved(randomised(CASES[name].create(), seed=3).to(torch.bfloat16), tmp_path / "half")
     file = load_file(folder / "model.safetensors")
     assert {str(x.dtype) for x in file.values()} == {"bfloat16"}
@@ -571,12 +571,12 @@ def test_a_file_in_bfloat16_stays_in_it_unless_another_dtype_is_named(name, tmp_
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 2, 16), (2, 7, 1, 16)])
-def test_mxfp4_is_read_as_transformers_reads_it(shape, rng):
+def test_mxfp4_matches_transformers(shape, rng):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)
     scales = rng.integers(100, 140, shape[:-1], dtype=np.uint8)
     want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
     np.testing.assert_array_equal(
-        dequantised(blocks, scales).astype(np.float32), want.float().numpy()
+        dequantise(blocks, scales).astype(np.float32), want.float().numpy()
     )

@@ -1,9 +1,9 @@
-"""BERT, RoBERTa and DistilBERT, with every head, beside `transformers`; see published.py.
+"""BERT, RoBERTa, and DistilBERT with every head, compared with `transformers`; see published.py.
 
-Rows of a batch: one without padding, one with padding after, one with padding in front. By itself
-BERT and DistilBERT count padding in front, so that there the positions are given; RoBERTa counts
-the ids that are not `pad_token_id`, and gets these alone. All of them classify the first token, be
-it padding: of such a row the classes are compared with those of the row without its padding.
+Rows of a batch: one without padding, one with right padding, one with left padding. By default,
+BERT and DistilBERT count left padding, so the positions are passed to them; RoBERTa counts only
+the ids other than `pad_token_id`, and gets only the ids. All of them classify the first token, even
+if it is padding: the classes of such a row are compared with those of the row without padding.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from transformer_jax.pretrained.safetensors_folder import CheckpointError  # noq
 V, T = 97, 523
 
 
-pytestmark = pytest.mark.slow  # folders and golden numbers are tested every time without torch
+pytestmark = pytest.mark.slow  # folders and golden numbers also have fast tests without torch
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_to_compile():
-    """Programs run once; goldens and the real model are tested as users compile them."""
+    """Compile quickly, since programs run once; other tests use the default options."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -122,18 +122,18 @@ HEADS = [
     ("albert", "ForTokenClassification"), ("albert", "ForQuestionAnswering"),
 ]  # fmt: skip
 IN_MEMORY = [head for head in HEADS if head[0] != "nomic_bert"]
-"""Families whose tensors have the same names in files and in memory."""
+"""Families with the same tensor names in files and in memory."""
 
 
 def make(family: str, head: str, number: int = 0, **more):
-    """A random model, and the class that loads it."""
+    """Return a random model and the class that loads it."""
     auto = getattr(transformers, CLASSES[family] + head)
     config = getattr(transformers, CLASSES[family] + "Config")
     sizes = dict(max_position_embeddings=T + 8, vocab_size=V) | SIZES[family][number]
     if head in ("ForSequenceClassification", "ForTokenClassification"):
         sizes["num_labels"] = (3, 2)[number]
     model = randomised(auto(config(**sizes | more)), seed=number)
-    with torch.no_grad():  # classes far apart
+    with torch.no_grad():  # well separated classes
         for name, parameter in model.named_parameters():
             if "classifier" in name or "seq_relationship" in name or "qa_outputs" in name:
                 parameter.mul_(4)
@@ -141,7 +141,7 @@ def make(family: str, head: str, number: int = 0, **more):
 
 
 def batch(rng: np.random.Generator, config, pad: int):
-    """Ids, positions and types: without padding, padding after, padding in front."""
+    """Return ids, positions, and types: no padding, right padding, left padding."""
     valid = np.ones((3, T), bool)
     valid[1, 401:] = valid[2, :139] = False
     ids = np.where(valid, tokens(rng, V, 3, T), pad)
@@ -150,8 +150,8 @@ def batch(rng: np.random.Generator, config, pad: int):
     return ids.astype(np.int32), positions(valid), types
 
 
-def asked(family: str, ids, at, types):
-    """The same question, to `transformers`."""
+def torch_inputs(family: str, ids, at, types):
+    """Return the same inputs for `transformers`."""
     mask = torch.tensor(at >= 0)
     out = dict(input_ids=torch.tensor(ids).long(), attention_mask=mask.long())
     if family in ("bert", "distilbert", "electra", "albert"):
@@ -161,8 +161,8 @@ def asked(family: str, ids, at, types):
     return out
 
 
-def alone(family: str, ids, at, types):
-    """The last row without its padding, and with nothing said about it."""
+def unpadded_row(family: str, ids, at, types):
+    """Return the last row without its padding, for `transformers`."""
     real = at[2] >= 0
     out = dict(input_ids=torch.tensor(ids[2:, real]).long())
     if types is not None:
@@ -171,8 +171,8 @@ def alone(family: str, ids, at, types):
 
 
 def class_logits(head: str, want):
-    """Return transformers' logits: of each text, or of each token where the head reads all."""
-    if head == "ForPreTraining":  # of an ELECTRA one number of each token
+    """Return transformers' logits of each text, or of each token if the head reads all."""
+    if head == "ForPreTraining":  # an ELECTRA has one number per token
         named = [want[name] for name in ("seq_relationship_logits", "sop_logits") if name in want]
         return named[0] if named else want["logits"][..., None]
     if head == "ForQuestionAnswering":
@@ -187,13 +187,13 @@ def near(got, want, tolerance: float = published.LOGITS) -> None:
 
 
 def zeros(config):
-    """Parameters of the right shapes."""
+    """Return zeros with the shapes of the parameters."""
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
 
 
 def everything(config, params, ids, at, types):
-    """Logits, attention, and classes or else the pooled vectors, of one compiled program."""
+    """Return logits, attention, and classes or pooled vectors, from one compiled program."""
     model = build(config)
 
     @jax.jit
@@ -201,10 +201,10 @@ def everything(config, params, ids, at, types):
         def call(method):
             return model.apply({"params": params}, ids, positions=at, types=types, method=method)
 
-        given = dict(positions=at, types=types, capture=published.views(config))
+        options = dict(positions=at, types=types, capture=published.views(config))
         if not config.has_logits:
-            given["method"] = "encode"
-        logits, *_, seen = model.apply({"params": params}, ids, **given)
+            options["method"] = "encode"
+        logits, *_, seen = model.apply({"params": params}, ids, **options)
         if config.num_classes is not None:
             return logits, seen, None, call("classify")
         return logits, seen, None if config.pooling is None else call("pool"), None
@@ -214,21 +214,25 @@ def everything(config, params, ids, at, types):
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
+def test_outputs_match_transformers(family, head, number, rng, tmp_path):
     model, auto = make(family, head, number)
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
     pad = model.config.pad_token_id or 0
     ids, at, types = batch(rng, config, pad)
-    if number or (family, head) != HEADS[0]:  # the best there is takes thrice as long to compile
+    if (
+        number or (family, head) != HEADS[0]
+    ):  # the default implementation takes three times as long to compile
         config = dataclasses.replace(config, implementation="xla")
     logits, seen, pooled, classes = everything(config, params, ids, at, types)
     theirs = reopened(folder, auto)
     with torch.no_grad():
         want = theirs(
-            **asked(family, ids, at, types), output_hidden_states=True, output_attentions=True
+            **torch_inputs(family, ids, at, types),
+            output_hidden_states=True,
+            output_attentions=True,
         )
-        single = theirs(**alone(family, ids, at, types))
+        single = theirs(**unpadded_row(family, ids, at, types))
 
     real = at >= 0
     states = torch.stack(want["hidden_states"], dim=1).numpy()
@@ -267,7 +271,7 @@ def test_outputs_are_those_of_transformers(family, head, number, rng, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "head"), IN_MEMORY)
-def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
+def test_gradients_match_transformers(family, head, rng, tmp_path):
     model, _ = make(family, head)
     config, params = load_pretrained(saved(model, tmp_path / "model"))
     ids, at, types = batch(rng, config, model.config.pad_token_id or 0)
@@ -277,7 +281,7 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
     real = at >= 0
     if (family, head) != HEADS[0]:
         config = dataclasses.replace(config, implementation="xla")
-    # of everything that the model gives, in proportions that are no symmetry of it
+    # a loss of all outputs, with weights that break their symmetry
     share = rng.normal(size=(*ids.shape, V)).astype(np.float32) * real[..., None] / real.sum()
     ours = build(config)
 
@@ -299,7 +303,7 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
             total += (call("pool") * share[:, 0, : config.d_model]).sum()
         return total
 
-    want = model(**asked(family, ids, at, types))
+    want = model(**torch_inputs(family, ids, at, types))
     weight = torch.tensor(share)
     total = torch.zeros(())
     if config.masked_token_head:
@@ -320,15 +324,15 @@ def test_gradients_are_those_of_transformers(family, head, rng, tmp_path):
         dataclasses.replace(mapping, tensor=mapping.tensor.removeprefix(prefix))
         for mapping in FAMILIES[family].table(config)
     ]
-    if (family, head) == ("xlm-roberta", "ForMaskedLM"):  # in memory it lists its head first
+    if (family, head) == ("xlm-roberta", "ForMaskedLM"):  # its head comes first in memory
         assert table[0].param == "embed/tokens"
         table[0] = dataclasses.replace(table[0], tensor="lm_head.decoder.weight")
     assert_same_gradients(config, params, loss, model, total, table)
 
 
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_a_folder_like_another_has_its_names_and_bits(family, head, rng, tmp_path):
-    """Bare where that one is bare."""
+def test_saving_like_a_folder_keeps_names_and_bits(family, head, rng, tmp_path):
+    """A bare original gives a bare folder."""
     model, auto = make(family, head, 1)
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
@@ -345,8 +349,8 @@ def test_a_folder_like_another_has_its_names_and_bits(family, head, rng, tmp_pat
 
 
 @pytest.mark.parametrize(("family", "head"), HEADS)
-def test_a_folder_without_a_model_before_it_names_its_heads(family, head, tmp_path):
-    """What transformers makes of config.json alone has every tensor, and reads them all."""
+def test_new_folder_names_its_heads(family, head, tmp_path):
+    """The model that transformers builds from config.json uses every tensor."""
     model, auto = make(family, head)
     config, params = load_pretrained(saved(model, tmp_path / "model"))
     save_pretrained(tmp_path / "again", config, params, family=family)
@@ -363,13 +367,13 @@ def test_a_folder_without_a_model_before_it_names_its_heads(family, head, tmp_pa
 
 
 def rewritten(folder, change) -> None:
-    """The tensors of a folder under other names, or others beside them."""
+    """Rewrite the tensors of a folder with `change`."""
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path)
 
 
 def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
-    """As bert-base-uncased has them, and MiniLM."""
+    """The names are those of bert-base-uncased and MiniLM."""
     model, _ = make("bert", "ForPreTraining")
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
@@ -395,13 +399,13 @@ def test_old_names_buffers_and_copies_are_read(tmp_path, rng):
         return found
 
     rewritten(folder, other)
-    with pytest.raises(CheckpointError, match=r"decoder.bias differs from cls.predictions.bias"):
+    with pytest.raises(CheckpointError, match=r"decoder.bias must equal cls.predictions.bias"):
         load_pretrained(folder)
 
 
 @pytest.mark.parametrize("family", [name for name in CLASSES if name != "modernbert"])
-def test_a_bare_file_may_have_heads(family, tmp_path):
-    """Without the prefix of the model proper, and the heads named as they always are."""
+def test_bare_file_may_have_heads(family, tmp_path):
+    """The model's tensors lack the prefix; the heads have their usual names."""
     model, _ = make(family, "ForSequenceClassification")
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
@@ -411,8 +415,8 @@ def test_a_bare_file_may_have_heads(family, tmp_path):
     assert_loads(folder, config, params)
 
 
-def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
-    """As roberta-large-mnli has it."""
+def test_pretraining_pooler_is_ignored_by_classifier(tmp_path):
+    """An example is roberta-large-mnli."""
     model, _ = make("roberta", "ForSequenceClassification")
     folder = saved(model, tmp_path / "model")
     config, params = load_pretrained(folder)
@@ -426,8 +430,8 @@ def test_a_pooler_left_from_pretraining_is_not_the_classifiers(tmp_path):
     assert_loads(folder, config, params)
 
 
-def test_a_masked_token_head_with_a_pooler_is_both(tmp_path):
-    """As roberta-base has it."""
+def test_masked_token_head_and_pooler_coexist(tmp_path):
+    """An example is roberta-base."""
     model, auto = make("roberta", "ForMaskedLM")
     folder = saved(model, tmp_path / "model")
 
@@ -446,7 +450,7 @@ def test_a_masked_token_head_with_a_pooler_is_both(tmp_path):
     auto.from_pretrained(tmp_path / "again")
 
 
-def test_names_of_classes_stay_while_their_number_does(tmp_path):
+def test_class_names_are_kept_if_their_number_matches(tmp_path):
     model, _ = make("distilbert", "ForSequenceClassification", 1)
     model.config.id2label = {0: "NEGATIVE", 1: "POSITIVE"}
     model.config.label2id = {"NEGATIVE": 0, "POSITIVE": 1}
@@ -470,8 +474,8 @@ def test_names_of_classes_stay_while_their_number_does(tmp_path):
     assert found.architectures == ["DistilBertForMaskedLM"]
 
 
-def test_a_pooler_beside_classes_of_tokens_changes_nothing(tmp_path, rng):
-    """Old files of BertForTokenClassification hold one."""
+def test_pooler_does_not_affect_token_classifier(tmp_path, rng):
+    """Old files of BertForTokenClassification contain one."""
     model, auto = make("bert", "ForTokenClassification")
     folder = saved(model, tmp_path / "model")
     size = model.config.hidden_size

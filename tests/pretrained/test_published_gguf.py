@@ -1,4 +1,4 @@
-"""GGUF files beside `transformers`, which reads them by code of its own."""
+"""GGUF files compared with `transformers`, which has its own reader."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPARED = (
 
 @pytest.mark.slow_except("llama")
 @pytest.mark.parametrize("case", COMPARED)
-def test_logits_are_those_of_transformers(case, tmp_path):
-    """Its own config is the folder's: of a file it leaves out scales, vocabularies and others."""
+def test_logits_match_transformers(case, tmp_path):
+    """transformers gets the folder's config, because its GGUF reader omits some keys."""
     family, config, keys = CASES[case]
     config = dataclasses.replace(config, dropout=0.0, attention_dropout=0.0)
     folder, _ = folder_of(tmp_path / "m", family, config)

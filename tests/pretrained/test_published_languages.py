@@ -1,4 +1,4 @@
-"""Languages of mBART, mBART-50 and NLLB beside `transformers`: rows, texts, and the command."""
+"""Languages of mBART, mBART-50, and NLLB compared with `transformers`: rows, texts, command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nllb(folder: Path) -> Path:
     sizes = dict(vocab_size=len(tokenizer), **SIZES)
     kind = transformers.M2M100ForConditionalGeneration
     model = randomised(kind(transformers.M2M100Config(**sizes)), 4)
-    with torch.no_grad():  # so that letters outweigh the rest
+    with torch.no_grad():  # so that letters dominate
         model.model.shared.weight[:4] *= 0.3
         model.model.shared.weight[len(PIECES) :] *= 0.3
     return saved(folder, model, tokenizer)
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[Any, tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_translator_writes_in_the_language_that_it_is_told(name, tmp_path, capsys):
+def test_translation_uses_the_requested_language(name, tmp_path, capsys):
     make, pair = FAMILIES[name]
     folder = make(tmp_path / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -78,7 +78,7 @@ def test_a_translator_writes_in_the_language_that_it_is_told(name, tmp_path, cap
         texts.append(tokenizer.decode(row, skip_special_tokens=True))
         assert model.generate(source, NEW) == texts[-1]
     assert len(set(texts)) > 1
-    if name != "nllb":  # whose small model repeats one letter of few
+    if name != "nllb":  # its small model repeats a single letter
         assert first.generate("hello", NEW) != texts[0]
     flags = ["--model", str(folder), "--languages", ",".join(pair), "--temperature", "0"]
     assert generate([*flags, "--prompt", "hello", "--num-tokens", str(NEW)]) == 0

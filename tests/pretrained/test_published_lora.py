@@ -1,4 +1,4 @@
-"""A published model, fine-tuned with adapters: merged in transformers, and alone in PEFT."""
+"""A published model, fine-tuned with adapters: merged in transformers, and separate in PEFT."""
 
 import dataclasses
 import warnings
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 pytestmark = [
-    pytest.mark.slow,  # adapters are tested every time without torch
-    pytest.mark.filterwarnings("ignore"),  # those of torch, transformers and peft
+    pytest.mark.slow,  # adapters also have fast tests without torch
+    pytest.mark.filterwarnings("ignore"),  # warnings of torch, transformers, and peft
 ]
 
 with warnings.catch_warnings():
@@ -47,7 +47,7 @@ FAMILIES = {
 
 
 def published(folder, family):
-    """A folder of a model that transformers wrote, with a tokenizer of bytes."""
+    """Write a model of transformers and a byte tokenizer to a folder."""
     torch.manual_seed(3)
     model = FAMILIES[family]()
     model.save_pretrained(folder)
@@ -60,7 +60,7 @@ def published(folder, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tuned_model_is_the_same_elsewhere(tmp_path, family):
+def test_tuned_model_matches_transformers_and_peft(tmp_path, family):
     base = published(tmp_path / "base", family)
     (tmp_path / "text.txt").write_text(TEXT)
     start = str(tmp_path / "base")
@@ -76,7 +76,7 @@ def test_a_tuned_model_is_the_same_elsewhere(tmp_path, family):
     ours, _ = build(model.config).apply({"params": model.params}, jnp.array(tokens, jnp.int32))
     with torch.no_grad():
         before = base(torch.tensor(tokens)).logits
-    assert float(np.abs(np.asarray(ours) - before.numpy()).max()) > 0.5  # it has learnt
+    assert float(np.abs(np.asarray(ours) - before.numpy()).max()) > 0.5  # it has been trained
 
     run = ["--model", config.out]
     assert convert.main([*run, "--to", str(tmp_path / "merged")]) == 0
@@ -94,7 +94,7 @@ def test_a_tuned_model_is_the_same_elsewhere(tmp_path, family):
         assert_near(alone(torch.tensor(tokens)).logits.numpy(), ours, LOGITS)
 
 
-def test_an_adapter_of_a_run_without_one_is_refused(tmp_path, capsys):
+def test_run_without_adapters_cannot_export_adapter(tmp_path, capsys):
     published(tmp_path / "base", "gpt2")
     (tmp_path / "text.txt").write_text(TEXT)
     start = str(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""Values inside published models, against what forward hooks on transformers' modules see."""
+"""Internal values of published models, compared with forward hooks in transformers."""
 
 import jax
 import numpy as np
@@ -29,79 +29,82 @@ def llama():
 
 
 class Hooks:
-    """Keep what modules read and give in one pass, by the name of the module."""
+    """Record of the inputs and outputs of modules in one pass, by module name."""
 
     def __init__(self, model, ids: np.ndarray) -> None:
-        self.read, self.given = {}, {}
+        self.read, self.outputs = {}, {}
         for name, module in model.named_modules():
-            module.register_forward_hook(lambda *seen, name=name: self.keep(name, *seen))
+            module.register_forward_hook(lambda *seen, name=name: self.record(name, *seen))
         with torch.no_grad():
             found = model(torch.from_numpy(ids.astype(np.int64)), output_attentions=True)
         self.logits, self.weights = found.logits, found.attentions
 
-    def keep(self, name, _, read, given) -> None:
+    def record(self, name, _, read, outputs) -> None:
         self.read[name] = read[0] if read else None
-        several = isinstance(given, tuple) and not name.endswith("rotary_emb")  # (cos, sin)
-        self.given[name] = given[0] if several else given
+        several = isinstance(outputs, tuple) and not name.endswith("rotary_emb")  # (cos, sin)
+        self.outputs[name] = outputs[0] if several else outputs
 
 
 def split(x, heads: int):  # [B, T, heads * H] -> [B, T, heads, H]
     return x.reshape(B, T, heads, -1)
 
 
-def rotated(x, cos, sin):  # [B, T, heads, H]; halves of a head are the two sides of each pair
+def rotated(x, cos, sin):  # [B, T, heads, H]; the halves of a head form the pairs
     one, two = x.chunk(2, dim=-1)
     return x * cos[:, :, None] + torch.cat([-two, one], dim=-1) * sin[:, :, None]
 
 
 def values_of_gpt2(seen: Hooks):
     body = "transformer"
-    found = {"embedding": seen.given[f"{body}.drop"], "final_norm": seen.given[f"{body}.ln_f"]}
+    found = {"embedding": seen.outputs[f"{body}.drop"], "final_norm": seen.outputs[f"{body}.ln_f"]}
     for i in range(L):
         block = f"{body}.h.{i}"
-        q, k, v = seen.given[f"{block}.attn.c_attn"].chunk(3, dim=-1)
+        q, k, v = seen.outputs[f"{block}.attn.c_attn"].chunk(3, dim=-1)
         found |= {
-            f"block_{i}/attention/input": seen.given[f"{block}.ln_1"],
+            f"block_{i}/attention/input": seen.outputs[f"{block}.ln_1"],
             f"block_{i}/attention/query": split(q, N),
             f"block_{i}/attention/key": split(k, N),
             f"block_{i}/attention/value": split(v, N),
             f"block_{i}/attention/heads": split(seen.read[f"{block}.attn.c_proj"], N),
-            f"block_{i}/attention/output": seen.given[f"{block}.attn.c_proj"],
+            f"block_{i}/attention/output": seen.outputs[f"{block}.attn.c_proj"],
             f"block_{i}/residual_mid": seen.read[f"{block}.ln_2"],
-            f"block_{i}/feed_forward/input": seen.given[f"{block}.ln_2"],
-            f"block_{i}/feed_forward/hidden": seen.given[f"{block}.mlp.act"],
-            f"block_{i}/feed_forward/output": seen.given[f"{block}.mlp"],
-            f"block_{i}/residual": seen.given[block],
+            f"block_{i}/feed_forward/input": seen.outputs[f"{block}.ln_2"],
+            f"block_{i}/feed_forward/hidden": seen.outputs[f"{block}.mlp.act"],
+            f"block_{i}/feed_forward/output": seen.outputs[f"{block}.mlp"],
+            f"block_{i}/residual": seen.outputs[block],
         }
     return found
 
 
 def values_of_llama(seen: Hooks):
-    found = {"embedding": seen.given["model.embed_tokens"], "final_norm": seen.given["model.norm"]}
-    turn = seen.given["model.rotary_emb"]
+    found = {
+        "embedding": seen.outputs["model.embed_tokens"],
+        "final_norm": seen.outputs["model.norm"],
+    }
+    turn = seen.outputs["model.rotary_emb"]
     for i in range(L):
         block = f"model.layers.{i}"
         attn, mlp = f"{block}.self_attn", f"{block}.mlp"
         norm = f"{block}.post_attention_layernorm"
         found |= {
-            f"block_{i}/attention/input": seen.given[f"{block}.input_layernorm"],
-            f"block_{i}/attention/query": rotated(split(seen.given[f"{attn}.q_proj"], N), *turn),
-            f"block_{i}/attention/key": rotated(split(seen.given[f"{attn}.k_proj"], K), *turn),
-            f"block_{i}/attention/value": split(seen.given[f"{attn}.v_proj"], K),
+            f"block_{i}/attention/input": seen.outputs[f"{block}.input_layernorm"],
+            f"block_{i}/attention/query": rotated(split(seen.outputs[f"{attn}.q_proj"], N), *turn),
+            f"block_{i}/attention/key": rotated(split(seen.outputs[f"{attn}.k_proj"], K), *turn),
+            f"block_{i}/attention/value": split(seen.outputs[f"{attn}.v_proj"], K),
             f"block_{i}/attention/heads": split(seen.read[f"{attn}.o_proj"], N),
-            f"block_{i}/attention/output": seen.given[f"{attn}.o_proj"],
+            f"block_{i}/attention/output": seen.outputs[f"{attn}.o_proj"],
             f"block_{i}/residual_mid": seen.read[norm],
-            f"block_{i}/feed_forward/input": seen.given[norm],
+            f"block_{i}/feed_forward/input": seen.outputs[norm],
             f"block_{i}/feed_forward/hidden": seen.read[f"{mlp}.down_proj"],
-            f"block_{i}/feed_forward/output": seen.given[mlp],
-            f"block_{i}/residual": seen.given[block],
+            f"block_{i}/feed_forward/output": seen.outputs[mlp],
+            f"block_{i}/residual": seen.outputs[block],
         }
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_places_are_what_hooks_of_transformers_see(make, tmp_path):
+def test_places_match_transformers_hooks(make, tmp_path):
     folder = saved(randomised(make(), 3), tmp_path)
     ids = tokens(np.random.default_rng(5), 41, B, T)
     seen = Hooks(reopened(folder, transformers.AutoModelForCausalLM), ids)

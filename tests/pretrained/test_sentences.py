@@ -1,4 +1,4 @@
-"""Sentences as vectors: the pooling by its formula, the folder by what it says."""
+"""Sentence encoders: pooling against formulas, and folders."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ CONFIG = tj.ModelConfig(
 
 
 def plainly(hidden, valid, pooling, normalise):
-    """The same, row by row in float64."""
+    """Pool row by row in float64."""
     out = []
     for row, keep in zip(np.asarray(hidden, np.float64), valid, strict=True):
         real = row[keep]
@@ -37,8 +37,10 @@ def plainly(hidden, valid, pooling, normalise):
 @pytest.mark.slow_except("cls-True", "max-*", "mean-False", "last-True")
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
-def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
-    hidden = rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0  # a 0 would be the largest
+def test_pooling_ignores_invalid_tokens(pooling, normalise, rng):
+    hidden = (
+        rng.normal(size=(4, 7, 5)).astype(np.float32) - 1.0
+    )  # so that a padded 0 would be the maximum
     valid = np.ones((4, 7), bool)
     valid[1, 3:] = valid[2, :2] = valid[3] = False
     want = plainly(hidden, valid, pooling, normalise)
@@ -50,7 +52,7 @@ def test_only_valid_tokens_are_pooled(pooling, normalise, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
-def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
+def test_padding_row_has_finite_gradient(pooling, rng):
     hidden = rng.normal(size=(2, 3, 5)).astype(np.float32)
     valid = np.array([[True, True, False], [False] * 3])
 
@@ -63,23 +65,23 @@ def test_a_row_of_padding_has_a_finite_gradient(pooling, rng):
 
 
 @pytest.mark.slow
-def test_a_vector_of_zeros_has_a_finite_gradient():
+def test_zero_vector_has_finite_gradient():
     hidden, valid = np.zeros((1, 3, 5), np.float32), np.ones((1, 3), bool)
     gradient = jax.grad(lambda hidden: pool_sentences(hidden, valid, normalise=True).sum())(hidden)
     assert np.isfinite(np.asarray(gradient)).all()
 
 
-def test_what_is_wrong_is_named(rng):
+def test_invalid_pooling_arguments_are_named(rng):
     hidden, valid = rng.normal(size=(2, 3, 5)), np.ones((2, 3), bool)
-    known = "must be one of 'mean', 'cls', 'max', 'last'"
-    with pytest.raises(tj.ConfigError, match=f"pooling is 'first': {known}"):
+    choices = "must be one of 'mean', 'cls', 'max', 'last'"
+    with pytest.raises(tj.ConfigError, match=f"pooling is 'first': {choices}"):
         pool_sentences(hidden, valid, "first")
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 5\), valid \(2, 4\)"):
         pool_sentences(hidden, np.ones((2, 4), bool))
 
 
 class Words:
-    """Numbers as tokens, 1 in front and 2 after."""
+    """Tokenizer of numbers, with 1 before and 2 after them."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         ids = [int(word) if word.isdigit() else 3 + ord(word[0]) % 20 for word in text.split()]
@@ -100,7 +102,7 @@ def encoder(params):
 
 
 @pytest.mark.slow
-def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
+def test_vector_is_independent_of_padding_and_other_rows(encoder, params):
     tokens = np.array([[1, 9, 4, 2, 0], [1, 7, 2, 0, 0]], np.int32)
     at = np.array([[0, 1, 2, 3, -1], [0, 1, 2, -1, -1]], np.int32)
     got = np.asarray(encoder.encode(tokens, at))
@@ -113,7 +115,7 @@ def test_padding_and_other_rows_do_not_change_a_vector(encoder, params):
 
 
 @pytest.mark.long
-def test_texts_come_back_in_their_order(encoder):
+def test_vectors_keep_order_of_texts(encoder):
     texts = ["4 5 6 7 8", "9", "", "10 11 12", "5 4"]
     want = [encoder.encode(Words().encode(text, special_tokens=True)[None]) for text in texts]
     for size in (2, 32):
@@ -123,7 +125,7 @@ def test_texts_come_back_in_their_order(encoder):
 
 
 @pytest.mark.slow
-def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
+def test_long_text_is_truncated_before_closing_special_tokens(encoder):
     words = [str(3 + i % 17) for i in range(40)]
     long = encoder.encode_texts([" ".join(words)], Words())
     short = encoder.encode_texts([" ".join(words[:21])], Words())
@@ -136,28 +138,28 @@ def test_a_long_text_is_truncated_before_its_closing_special_tokens(encoder):
     np.testing.assert_array_equal(end.encode_texts([" ".join(words)], Words()), last)
 
 
-def test_a_text_without_room_keeps_its_special_tokens_alone(encoder):
+def test_text_without_room_keeps_only_special_tokens(encoder):
     for keeps_end in False, True:
         small = dataclasses.replace(encoder, max_len=2, keeps_end=keeps_end)
         assert small._ids("3 4 5", Words()).tolist() == [1, 2]
 
 
-def test_texts_are_lowered_only_where_the_folder_says_so(encoder):
+def test_texts_are_lowercased_only_if_folder_requires_it(encoder):
     lower = dataclasses.replace(encoder, lower_case=True)
     one, two = (e.encode_texts(["Apple", "apple"], Words()) for e in (encoder, lower))
     assert np.abs(one[0] - one[1]).max() > 1e-4
     np.testing.assert_array_equal(two[0], two[1])
 
 
-def test_invalid_arguments_are_refused(encoder):
-    with pytest.raises(ValueError, match="texts are one text"):
+def test_invalid_arguments_are_rejected(encoder):
+    with pytest.raises(ValueError, match="texts is a string"):
         encoder.encode_texts("4 5", Words())
     with pytest.raises(ValueError, match="batch_size is 0"):
         encoder.encode_texts(["4"], Words(), batch_size=0)
     with pytest.raises(ValueError, match=r"token 31 at \[0, 1\]"):
         encoder.encode(np.array([[1, 31]], np.int32))
     narrow = dataclasses.replace(encoder, max_len=1)
-    with pytest.raises(ValueError, match="cannot cut a text to max_len 1"):
+    with pytest.raises(ValueError, match="cannot truncate a text to max_len 1"):
         narrow.encode_texts(["4 5"], Words())
 
 
@@ -187,7 +189,7 @@ def folder(params, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_says_how_sentences_are_made(folder, encoder):
+def test_folder_defines_sentence_encoder(folder, encoder):
     found = tj.load_sentence_encoder(folder)
     tokens = np.array([[1, 9, 4, 2, 0]], np.int32)
     for name in ("config", "pooling", "normalise", "max_len", "lower_case"):
@@ -209,23 +211,23 @@ def test_a_folder_says_how_sentences_are_made(folder, encoder):
 @pytest.mark.parametrize(
     "name", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
 )
-def test_limits_are_read_from_the_config_of_each_kind_of_encoder(name, folder):
-    """The names and their order are those of `Transformer.load_config` in sentence-transformers."""
+def test_limits_are_read_from_each_sentence_config(name, folder):
+    """Names and order are from `Transformer.load_config` in sentence-transformers."""
     (folder / "sentence_bert_config.json").unlink()
     lay(folder, {f"sentence_{name}_config.json": {"max_seq_length": 8, "do_lower_case": True}})
-    if name != "xlnet":  # the last one that is looked for
+    if name != "xlnet":  # the last name in the search order
         lay(folder, {"sentence_xlnet_config.json": {"max_seq_length": 9}})
     found = tj.load_sentence_encoder(folder)
     assert (found.max_len, found.lower_case, found.keeps_end) == (8, True, False)
 
 
-def test_long_texts_lose_the_side_that_the_tokenizer_names(folder):
+def test_truncation_side_comes_from_tokenizer_config(folder):
     for side in "left", "right":
         lay(folder, {"tokenizer_config.json": {"truncation_side": side}})
         assert tj.load_sentence_encoder(folder).keeps_end == (side == "left")
 
 
-def test_newer_keys_of_sentence_transformers_are_read(folder):
+def test_newer_sentence_transformers_keys_are_read(folder):
     kinds = (
         "sentence_transformers.base.modules.transformer.Transformer",
         "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
@@ -260,20 +262,20 @@ POOLING = OLD["1_Pooling/config.json"]
 SEQUENCE = OLD["sentence_bert_config.json"]
 REFUSED = {
     "a dense layer": ("modules.json", part(2, type="sentence_transformers.models.Dense"),
-        "part 2: type is 'sentence_transformers.models.Dense': must be .* Normalize"),
+        "part 2: type is 'sentence_transformers.models.Dense': must be Normalize of"),
     "another library": ("modules.json", part(0, type="mine.Transformer"), "type is 'mine.T"),
     "four parts": ("modules.json", OLD["modules.json"] * 2, "parts are .*: must be Transformer"),
     "no pooling": ("modules.json", OLD["modules.json"][:1], "parts are .*: must be Transformer"),
     "a model elsewhere": ("modules.json", part(0, path="0_T"), "path is '0_T': must be ''"),
     "a path outside": ("modules.json", part(1, path="../x"), "is no plain file name"),
-    "no path": ("modules.json", part(1, path=3), "path is 3: must be a folder's name"),
+    "no path": ("modules.json", part(1, path=3), "path is 3: must be the name of a folder"),
     "an object": ("modules.json", {}, "must be a list of objects"),
     "two poolings": ("1_Pooling/config.json", POOLING | {"pooling_mode_max_tokens": True},
-        r"pooling is \['mean', 'max'\]: must be one of"),
+        r"pooling is \['mean', 'max'\]: must be exactly one of"),
     "no pooling at all": ("1_Pooling/config.json", POOLING | {"pooling_mode_mean_tokens": False},
-        r"pooling is \[\]: must be one of"),
+        r"pooling is \[\]: must be exactly one of"),
     "the last token too": ("1_Pooling/config.json", POOLING | {"pooling_mode_lasttoken": True},
-        r"pooling is \['mean', 'last'\]: must be one of"),
+        r"pooling is \['mean', 'last'\]: must be exactly one of"),
     "a root of the length": ("1_Pooling/config.json", POOLING
         | {"pooling_mode_mean_sqrt_len_tokens": True},
         "pooling_mode_mean_sqrt_len_tokens is True: must be False"),
@@ -281,18 +283,18 @@ REFUSED = {
         "pooling_mode is 'weightedmean': must be one of 'mean', 'cls', 'max'"),
     "without the prompt": ("1_Pooling/config.json", POOLING | {"include_prompt": False},
         "include_prompt is False: must be True"),
-    "an unknown key": ("1_Pooling/config.json", POOLING | {"depth": 3}, "depth is 3: no such key"),
+    "an unknown key": ("1_Pooling/config.json", POOLING | {"depth": 3}, "depth is 3: this key is"),
     "longer than the table": ("sentence_bert_config.json", SEQUENCE | {"max_seq_length": 30},
-        "max_seq_length is 30: the encoder reads at most 29"),
+        "max_seq_length is 30: must be at most the encoder's maximum length, 29"),
     "arguments": ("sentence_bert_config.json", SEQUENCE
         | {"model_args": {"trust_remote_code": True}}, "model_args is .*: must be {}"),
     "a prompt that is not there": ("config_sentence_transformers.json",
         {"prompts": {"query": "query: "}, "default_prompt_name": "passage"},
         "default_prompt_name is 'passage': must be one of 'query'"),
     "a prompt that is no text": ("config_sentence_transformers.json", {"prompts": {"query": 3}},
-        "prompts is {'query': 3}: must be an object of texts"),
+        "prompts is {'query': 3}: must be an object whose values are strings"),
     "prompts that are a list": ("config_sentence_transformers.json", {"prompts": []},
-        r"prompts is \[\]: must be an object of texts"),
+        r"prompts is \[\]: must be an object whose values are strings"),
     "narrower vectors": ("config_sentence_transformers.json", {"truncate_dim": 4},
         "truncate_dim is 4: must be null"),
     "a third side": ("tokenizer_config.json", {"truncation_side": "both"},
@@ -304,7 +306,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_is_refused_by_name(name, folder):
+def test_unsupported_folder_contents_are_rejected_by_name(name, folder):
     file, content, message = REFUSED[name]
     tj.load_sentence_encoder(folder)
     lay(folder, {file: content})
@@ -313,18 +315,18 @@ def test_what_is_not_known_is_refused_by_name(name, folder):
     assert str(folder) in str(caught.value)
 
 
-def test_a_prompt_stands_before_every_text(folder):
-    said = {"prompts": {"query": "9 ", "document": ""}, "default_prompt_name": "query"}
-    lay(folder, {"config_sentence_transformers.json": said})
+def test_prompt_is_prepended_to_every_text(folder):
+    settings = {"prompts": {"query": "9 ", "document": ""}, "default_prompt_name": "query"}
+    lay(folder, {"config_sentence_transformers.json": settings})
     found = tj.load_sentence_encoder(folder)
-    assert (found.prompts, found.prompt) == (said["prompts"], "9 ")
+    assert (found.prompts, found.prompt) == (settings["prompts"], "9 ")
     by_hand = found.encode_texts(["9 4 5"], Words(), prompt="")
     np.testing.assert_array_equal(found.encode_texts(["4 5"], Words()), by_hand)
     bare = found.encode_texts(["4 5"], Words(), prompt=found.prompts["document"])
     assert np.abs(bare - by_hand).max() > 1e-4
 
 
-def test_an_encoder_and_decoder_makes_no_vectors(tmp_path):
+def test_encoder_decoder_is_rejected(tmp_path):
     config = tj.ModelConfig(
         kind="encoder-decoder", vocab_size=31, d_model=6, num_layers=1, num_heads=2, d_ff=5,
         norm="rmsnorm", use_bias=False, activation="relu", positions="t5", norm_eps=1e-6,
@@ -340,7 +342,7 @@ def test_an_encoder_and_decoder_makes_no_vectors(tmp_path):
 
 @pytest.mark.slow_except("modules.json")
 @pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json"])
-def test_a_folder_of_something_else_is_refused(file, folder):
+def test_folder_without_sentence_encoder_is_rejected(file, folder):
     (folder / file).unlink()
     with pytest.raises(CheckpointError, match=file):
         tj.load_sentence_encoder(folder)

@@ -1,4 +1,4 @@
-"""Check encoders with classes of tokens and of answers' ends, without torch."""
+"""Encoders that classify tokens or answer spans, without torch."""
 
 import json
 from dataclasses import replace
@@ -36,26 +36,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "of", "changes", "tensor", "architecture"), CASES)
-def test_a_folder_says_what_its_classes_are_of(family, of, changes, tensor, architecture, tmp_path):
+def test_folder_defines_classified_unit(family, of, changes, tensor, architecture, tmp_path):
     config = replace(CONFIG, classes_of=of, **changes)
     params = drawn(config)
     assert "pooler" not in params and params["classifier"]["kernel"].shape == (6, 2)
     save_pretrained(tmp_path / "m", config, params, family=family)
     content = json.loads((tmp_path / "m" / "config.json").read_text())
     assert content["architectures"] == [architecture] and content["num_labels"] == 2
-    held = load_file(tmp_path / "m" / "model.safetensors")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
     kernel = np.asarray(params["classifier"]["kernel"])
-    np.testing.assert_array_equal(held[f"{tensor}.weight"], kernel.T)
+    np.testing.assert_array_equal(tensors[f"{tensor}.weight"], kernel.T)
     assert_loads(tmp_path / "m", config, params)
     if of == "token":
         del content["architectures"]
         (tmp_path / "m" / "config.json").write_text(json.dumps(content))
-        rule = r"architectures is None: without .* of single tokens: must be"
+        rule = r"architectures is None: without .* the classifier reads tokens: must"
         with pytest.raises(ConfigError, match=rule):
             load_pretrained(tmp_path / "m")
 
 
-def test_a_new_head_keeps_nothing_that_describes_the_old_one(tmp_path):
+def test_new_head_drops_keys_of_old_head(tmp_path):
     old, new = (replace(CONFIG, num_classes=n, pooler="tanh") for n in (5, 3))
     labels = {str(i): f"emotion {i}" for i in range(5)}
     keys = dict(
@@ -78,7 +78,7 @@ def test_a_new_head_keeps_nothing_that_describes_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("of", ["token", "span"])
-def test_the_classes_of_a_token_are_of_its_hidden_state(of, rng):
+def test_token_classes_read_hidden_state(of, rng):
     config = replace(CONFIG, classes_of=of)
     params = drawn(config)
     params["classifier"] = {
@@ -88,21 +88,21 @@ def test_the_classes_of_a_token_are_of_its_hidden_state(of, rng):
     tokens = rng.integers(0, 31, (2, 5), dtype=np.int32)
     positions = np.array([[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]])
     run = build(config).apply
-    given = dict(positions=positions)
-    hidden = np.asarray(run({"params": params}, tokens, **given, method="encode"), np.float64)
-    got = run({"params": params}, tokens, **given, method="classify")
+    options = dict(positions=positions)
+    hidden = np.asarray(run({"params": params}, tokens, **options, method="encode"), np.float64)
+    got = run({"params": params}, tokens, **options, method="classify")
     assert got.shape == (2, 5, 2) and got.dtype == np.float32
     want = hidden @ params["classifier"]["kernel"] + params["classifier"]["bias"]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_no_task_learns_classes_of_tokens():
+def test_no_task_trains_token_classes():
     with pytest.raises(ConfigError, match="classes_of is 'token': no task learns classes of"):
         ClassifyTask().check_model(replace(CONFIG, classes_of="token"))
 
 
-def test_each_token_meets_the_classifier():
-    """A text meets the pooler and the classifier once."""
+def test_flops_count_classifier_per_token():
+    """Text classifiers run the pooler and the classifier once per text."""
     token, text = (forward_flops(replace(CONFIG, classes_of=of), 7) for of in ("token", "text"))
     assert token - text == 2 * 6 * 2 * (7 - 1) - 2 * 6 * 6
     transform = replace(CONFIG, classes_of="token", pooler="transform", pooler_reads="each")

@@ -51,7 +51,7 @@ def zipped(name: str, content: bytes) -> bytes:
 
 EIGHT = bytes(range(8))
 GOOD = raw({"a": entry()}, EIGHT)
-TOO_LARGE = r"a header of \d+ bytes"
+TOO_LARGE = r"header has \d+ bytes"
 NO = "not a safetensors file"
 
 FILES: dict[str, tuple[bytes, str]] = {
@@ -66,8 +66,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "length one more": (raw(b"{}", length=3), TOO_LARGE),
     "length of the format's cap": (raw(b"{}", length=10**8), TOO_LARGE),
     "header cut short": (GOOD[:40], TOO_LARGE),
-    "data cut short": (GOOD[:-1], "'a': ends with byte 8, the file with 7"),
-    "no data": (GOOD[:-8], "'a': ends with byte 8, the file with 0"),
+    "data cut short": (GOOD[:-1], "'a': ends at byte 8, but the file has 7 bytes"),
+    "no data": (GOOD[:-8], "'a': ends at byte 8, but the file has 0 bytes"),
     "not UTF-8": (raw(b'{"\xff\xfe":1}'), "header: not JSON"),
     "UTF-16": (raw("{}".encode("utf-16-le")), "header: not JSON"),
     "not JSON": (raw(b"{'a': 1}"), "header: not JSON"),
@@ -91,10 +91,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "hole at the start": (raw({"a": entry(begin=4, end=12)}, bytes(12)), "tensor `a`"),
     "trailing bytes": (GOOD + b"\0", "header"),
     "trailing zip": (GOOD + zipped("x", b"x"), "header"),
-    "no data at all": (raw({"a": entry(end=0, shape=[0]), "b": entry()}), "'b': ends with"),
+    "no data at all": (raw({"a": entry(end=0, shape=[0]), "b": entry()}), "'b': ends at"),
     "2^32 by 2^32": (raw({"a": entry(shape=[2**32, 2**32])}, EIGHT), "'a': float32"),
     "2^32 by 2^32 and 0": (raw({"a": entry(shape=[2**32, 2**32], end=0)}), "'a': float32"),
-    "2^62 bytes": (raw({"a": entry("U8", [2**62], 0, 2**62)}, EIGHT), "'a': ends with"),
+    "2^62 bytes": (raw({"a": entry("U8", [2**62], 0, 2**62)}, EIGHT), "'a': ends at"),
     "end before begin": (raw({"a": entry(begin=8, end=0)}, EIGHT), "'a': float32"),
     "offsets of 2^64": (raw({"a": entry(begin=2**64, end=2**64 + 8)}, EIGHT), "'a': ends"),
     "negative size": (raw({"a": entry(shape=[-1, -2])}, EIGHT), "'a': shape"),

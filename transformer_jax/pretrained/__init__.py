@@ -1,7 +1,8 @@
-"""Load and save published checkpoints of the Hugging Face hub, bit for bit.
+"""Load and save checkpoints from the Hugging Face Hub, bit for bit.
 
-A family (`families`) is a table of tensor names and a reading of `config.json`; `load` applies it,
-`safetensors_folder` reads the files, `peft` adapters. Tokenizers are in `tokenizers`.
+A family (in `families`) consists of a table of tensor names and a mapping of the keys of
+`config.json`. `load` applies it, `safetensors_folder` reads the files, and `peft` reads and writes
+adapters. Tokenizers are in `transformer_jax.tokenizers`.
 """
 
 from transformer_jax.config.kinds import later

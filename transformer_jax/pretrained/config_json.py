@@ -1,7 +1,7 @@
-"""Read and write the config.json of a published checkpoint as a `ModelConfig`.
+"""Conversion between the config.json of a published checkpoint and `ModelConfig`.
 
-A family (`families`) says which keys there are and what they mean. Here the family is found, no key
-is left unread, and what is written is read back: a config is saved exactly or not at all.
+A family (in `families`) lists the keys and their meaning. This module finds the family, rejects
+unread keys, and reads back each config that it writes, so a config is saved exactly or not at all.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import numpy as np
 
 from transformer_jax.config import ConfigError, ModelConfig, Rope
 from transformer_jax.pretrained.families import FAMILIES, ConfigKeys, Family
-from transformer_jax.pretrained.families.keys import DEPTH_KEYS, EXPERT_KEYS, meant
+from transformer_jax.pretrained.families.keys import DEPTH_KEYS, EXPERT_KEYS, effective
 from transformer_jax.pretrained.safetensors_folder import CONFIG
 from transformer_jax.untrusted_files import JsonObject
 
 RUNTIME_FIELDS = ("dtype", "remat", "scan_layers", "implementation", "init_std")
-"""Fields of a config that no config.json holds: how a model is run, or was initialised."""
+"""Fields of a config that config.json does not store: how a model runs or was initialised."""
 
 OVERRIDABLE_FIELDS = frozenset(
     {*RUNTIME_FIELDS, "dropout", "attention_dropout"} - {"init_std"}
 )  # fmt: skip
-"""Fields that may be set anew while the parameters of a checkpoint stay valid."""
+"""Fields that you can change while the parameters of a checkpoint stay valid."""
 
 UNSUPPORTED_HEADS = ("ForMultipleChoice",)
-"""Ends of `architectures` whose tensors may have the names of a head that is supported."""
+"""Suffixes of `architectures` whose tensor names may collide with those of a supported head."""
 
 _LATENT = "its multi-head latent attention is not in this library"
 WITHOUT_PARTS = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "minicpm3"), _LATENT
 ) | dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention is not in this library")
-"""Values of `model_type` that people ask for, and the part of such a model that is missing."""
+"""Unsupported values of `model_type` that users request, with the missing part."""
 
 
 def family_of(content: JsonObject, where: str) -> Family:
-    """Return the family that `model_type` names; `where` is the file's name for errors."""
+    """Return the family that `model_type` names; `where` names the file in errors."""
     kind = content.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_PARTS:
         raise ConfigError(f"{where}: model_type is {kind!r}: {WITHOUT_PARTS[kind]}")
@@ -47,10 +47,10 @@ def family_of(content: JsonObject, where: str) -> Family:
 
 
 def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> ModelConfig:
-    """Return the config that a config.json means in a folder with tensors of these names.
+    """Return the config described by a config.json, in a folder with tensors of these names.
 
-    ConfigError names `where`, the key and its value if the key is of the wrong type, would change
-    the numbers in a way that is not supported, or is not known.
+    ConfigError names `where`, the key, and its value if the key is unknown, has the wrong type, or
+    would change the numbers in an unsupported way.
     """
     return read_keys(content, tensors, where)[0]
 
@@ -58,7 +58,7 @@ def read_config(content: JsonObject, tensors: Iterable[str], where: str) -> Mode
 def read_keys(
     content: JsonObject, tensors: Iterable[str], where: str
 ) -> tuple[ModelConfig, ConfigKeys]:
-    """Return the config, and the keys with a record of which of them were read."""
+    """Return the config and the keys, which record whether they were read."""
     family, names = family_of(content, where), frozenset(tensors)
     counting = DEPTH_KEYS - EXPERT_KEYS if family.joined_experts else DEPTH_KEYS
     keys = ConfigKeys(content, where, family.name, names, counting)
@@ -66,13 +66,13 @@ def read_keys(
     keys.ignore("architectures")
     for name in architectures if isinstance(architectures, list) else ():
         if isinstance(name, str) and name.endswith(UNSUPPORTED_HEADS):
-            rule = "a head of several choices is not known here"
+            rule = "multiple-choice heads are not supported"
             keys.fail("architectures", architectures, rule)
     try:
         config = family.read(keys)
-    # The numbers of a hostile stretch overflow, or divide by zero.
+    # In an untrusted file, the scaling factors may overflow or divide by zero.
     except ArithmeticError as error:
-        raise ConfigError(f"{where}: its numbers do not go together ({error})") from None
+        raise ConfigError(f"{where}: its numbers are inconsistent ({error})") from None
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from None
@@ -83,22 +83,22 @@ def read_keys(
 
 
 def write_config(family: Family, config: ModelConfig) -> JsonObject:
-    """Return the keys of config.json for a config.
+    """Return the keys of config.json that describe a config.
 
     ConfigError names the fields that the family cannot express: the keys are read back, and every
     field but the `RUNTIME_FIELDS` must come back with the same meaning.
     """
     rope = config.positions
-    if isinstance(rope, Rope) and rope.length is not None:  # how a model is run, too
+    if isinstance(rope, Rope) and rope.length is not None:  # a runtime setting as well
         rope = dataclasses.replace(rope, length=None)
         config = dataclasses.replace(config, positions=rope, max_len=rope.original_len or 1)
     if not config.ff_dim:
-        raise ConfigError(f"d_ff is 0: a {family.name} has a feed-forward in every block")
+        raise ConfigError(f"d_ff is 0: every block of a {family.name} has a feed-forward")
     content = {"model_type": family.name, **family.write(config)}
     try:
         back = read_config(content, table_names(family, config), CONFIG)
     except ConfigError as error:
-        raise ConfigError(f"a {family.name} cannot say this config: {error}") from None
+        raise ConfigError(f"a {family.name} cannot express this config: {error}") from None
     for field in dataclasses.fields(ModelConfig):
         name = field.name
         one, two = _meaning(config, name), _meaning(back, name)
@@ -116,10 +116,10 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
 
 
 def written_family(config: ModelConfig, name: str | None = None) -> str:
-    """Return the `model_type` that a config is saved as; None takes the first that can express it.
+    """Return the `model_type` for saving a config; None selects the first that can express it.
 
-    ConfigError says why the config cannot be saved as that family, or as any: the family cannot
-    express it, or transformers would compute other numbers.
+    ConfigError explains why the config cannot be saved as that family, or as any family: either
+    the family cannot express it, or transformers would compute different numbers.
     """
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"family is {name!r}: must be one of {', '.join(FAMILIES)}")
@@ -139,12 +139,12 @@ def written_family(config: ModelConfig, name: str | None = None) -> str:
             if name is not None:
                 raise
             refused.append(f"{family.name}: {error}")
-    own = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
-    raise ConfigError(f"no family can say this config: {'; '.join(refused)}; {own}")
+    fallback = "`checkpoints.checkpoint.save(folder, step, params)` writes parameters of any config"
+    raise ConfigError(f"no family can express this config: {'; '.join(refused)}; {fallback}")
 
 
 def check_tables(name: str, config: ModelConfig) -> None:
-    """Raise ConfigError if transformers would not share the input table of encoder and decoder."""
+    """Raise ConfigError if transformers would use separate embeddings for encoder and decoder."""
     shared = not config.tie_embeddings and config.source_vocab_size is None
     if shared and FAMILIES[name].shares_if_tied:
         rule = f"with an untied output, a {name} of transformers has two input tables"
@@ -157,28 +157,28 @@ def table_names(family: Family, config: ModelConfig) -> frozenset[str]:
 
 
 def _unrotated(family: Family, config: ModelConfig) -> str | None:
-    """Return the reason if the config rotates a part of each head and transformers does not."""
+    """Return an error if the config rotates part of each head but transformers rotates all."""
     rope, width = config.positions, config.key_dim
     if not isinstance(rope, Rope) or rope.dims in (None, width) or family.rotates_parts:
         return None
     able = ", ".join(name for name, other in FAMILIES.items() if other.rotates_parts)
     return (
-        f"here {rope.dims} of the {width} dimensions of a head rotate, and transformers rotates "
-        f"all of a {family.name}; families that rotate a part: {able}"
+        f"here {rope.dims} of the {width} dimensions of each head rotate, but transformers rotates "
+        f"all of them in a {family.name}; families that support partial rotation: {able}"
     )
 
 
 def _meaning(config: ModelConfig, name: str) -> object:
-    """Return a field's value; None is replaced by the value that it stands for."""
+    """Return the value of a field, with None replaced by the default that it means."""
     match name:
         case "attention_scale":
-            # Some families write its inverse square, and a root of that differs in the last bits.
-            return float(np.float32(meant(config, name)))
+            # Some families store the inverse square; its root differs in the last bits.
+            return float(np.float32(effective(config, name)))
         case "window":
-            # (5,), (5, 5) and 5 mean the same.
+            # (5,), (5, 5), and 5 are equivalent.
             return [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
         case "positions" if isinstance(config.positions, Rope):
             pattern = config.positions.pattern or (True,)
             turns = tuple(pattern[i % len(pattern)] for i in range(config.num_layers))
             return dataclasses.replace(config.positions, pattern=turns)
-    return meant(config, name)
+    return effective(config, name)

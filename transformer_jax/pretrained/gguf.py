@@ -1,15 +1,15 @@
-"""Show a GGUF file as the folder that it was written from, so that a family reads it.
+"""GGUF files presented as the checkpoint folder they were converted from, for the families to read.
 
-llama.cpp's converter renames keys and tensors of a folder of Hugging Face's form. A few tensors it
-also changes; each change is undone when the tensor is read:
+llama.cpp's converter renames the keys and tensors of a Hugging Face folder. It also changes some
+tensors; reading a tensor undoes the change:
 
-    Llama, Mistral, Mixtral    rows of query and key lie as ggml's rotation pairs them
-    Gemma 1 to 3               norms multiply by the weight, which the folder holds less 1
+    Llama, Mistral, Mixtral    rows of query and key are reordered for ggml's rotation
+    Gemma 1 to 3               norm weights have 1 added
     GPT-2                      matrices are transposed
     experts                    the matrices of a layer are one tensor
-    gpt-oss                    gate and up are two tensors, and experts' matrices transposed
+    gpt-oss                    gate and up are two tensors, and expert matrices are transposed
 
-Every key of the architecture is read, or refused by name.
+Every key of the architecture is either read or rejected by name.
 """
 
 from __future__ import annotations
@@ -38,71 +38,68 @@ from transformer_jax.untrusted_files import MISSING, Json, JsonObject, ObjectKey
 from transformer_jax.values import value_class
 
 Change = Callable[[np.ndarray], np.ndarray]
-"""Undoes what the converter did to a tensor."""
+"""A function that undoes the converter's change to a tensor."""
 
 
 @value_class
 class GgufModel(WeightFolder):
-    """Hold an opened file as if it were a folder: what config.json would say, and its tensors."""
+    """Opened GGUF file that behaves like a folder with a config.json and tensors."""
 
     gguf: GgufFile = field(repr=False)
-    """The file, with the metadata that its tokenizer is made of."""
+    """The file, whose metadata also defines the tokenizer."""
     sources: Mapping[str, _Source] = field(repr=False)
-    """Each tensor by the name that the folder has for it."""
+    """The source of each tensor, by the folder's name."""
 
     @property
     def where(self) -> str:
-        """The file, which errors name for what config.json would say."""
+        """The file that errors name in place of config.json."""
         return str(self.path)
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield tensors one at a time, in the order of `names`, as the folder would hold them."""
+        """Yield tensors one at a time, in the order of `names` and the folder's layout."""
         return map(self._read_one, dict.fromkeys(names))
 
     def file(self, name: str) -> Path | None:
-        """Return None: there are no files beside it."""
+        """Return None: a GGUF file has no companion files."""
         return None
 
     def read_json(self, name: str) -> Json:
-        """Return None: there are no files beside it."""
+        """Return None: a GGUF file has no companion files."""
         return None
 
     def _read_one(self, name: str) -> tuple[str, np.ndarray]:
         if name not in self.sources:
             raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
         source = self.sources[name]
-        tensors = [
-            tensor if source.change is None else source.change(tensor)
-            for tensor in (
-                self.gguf.read(one, source.part) for one in (source.tensor, *source.turns)
-            )
-        ]
-        if not source.turns:
+        tensors = [self.gguf.read(one, source.part) for one in (source.tensor, *source.interleaved)]
+        if source.change is not None:
+            tensors = [source.change(tensor) for tensor in tensors]
+        if not source.interleaved:
             return name, tensors[0]
-        # The columns of gate and up take turns in the folder's tensor.
+        # In the folder's tensor, the columns of gate and up are interleaved.
         return name, np.stack(tensors, axis=-1).reshape(*tensors[0].shape[:-1], -1)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Say which tensor of the file is one of the folder, or which part along its first axis."""
+    """Location of a folder's tensor: a tensor of the file, or a slice along its first axis."""
 
     tensor: str
     part: int | None = None
     change: Change | None = None
-    turns: tuple[str, ...] = ()
-    """Another tensor, whose columns stand between those of the first."""
+    interleaved: tuple[str, ...] = ()
+    """Another tensor, whose columns alternate with those of the first."""
 
 
 def open_gguf_model(path: str | Path) -> GgufModel:
-    """Check a file, and find the folder's name of each of its tensors; none is read.
+    """Check a file and map each of its tensors to the folder's name, without reading any tensor.
 
-    CheckpointError names a tensor, and ConfigError a key, that its architecture does not have.
+    CheckpointError names a tensor, and ConfigError a key, that the architecture does not have.
     """
     file = open_gguf(path)
     split = _Keys(file, "split.")
     if (parts := split.take("count", 1)) not in (0, 1):
-        rule = "one file of several: merge them by llama-gguf-split --merge"
+        rule = "this file is one of several: merge them with llama-gguf-split --merge"
         split.fail("count", parts, rule)
     keys = _Keys(file, f"{file.architecture}.")
     config, names = _read_architecture(keys)
@@ -110,7 +107,7 @@ def open_gguf_model(path: str | Path) -> GgufModel:
     sources: dict[str, _Source] = {}
     infos: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
-        # Numbers of the rotation: they were read with the config, and are no parameters.
+        # Scaling factors of RoPE: they were read with the config and are not parameters.
         if name in keys.factors_read:
             continue
         for to, source, info in _placed(file, name, tensor, names, config):
@@ -126,55 +123,55 @@ def open_gguf_model(path: str | Path) -> GgufModel:
 def _placed(
     file: GgufFile, name: str, tensor: GgufTensor, names: _Names, config: JsonObject
 ) -> Iterator[tuple[str, _Source, TensorInfo]]:
-    """Yield what a tensor of the file is in the folder: one tensor, or those of all experts."""
+    """Yield the folder's tensors for a tensor of the file: one, or one for each expert."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)\.(weight|bias)", name)
     layer, base, end = found.groups() if found else (None, "", "")
     to = (names.layer if layer else names.outer).get(base)
     if to is None:
-        rule = f"a {file.architecture} has no such tensor that is known here"
+        rule = f"not a supported tensor of the architecture {file.architecture}"
         raise CheckpointError(f"{file.path}: {shown(name)}: {rule}")
     if layer:
         to = f"{names.block}.{int(layer)}.{to}"
-    if base in names.plain:  # gpt-oss: experts' matrices, their biases, and the sinks
-        if "_up_" in name:  # read with that of the gate, as the folder has them in one tensor
+    if base in names.plain:  # gpt-oss: expert matrices, their biases, and the sinks
+        if "_up_" in name:  # read together with the gate, since the folder has one tensor for both
             return
         change: Change | None = None
-        shape, turns = tensor.shape, tuple[str, ...]()
+        shape, interleaved = tensor.shape, tuple[str, ...]()
         if len(shape) == 3:
             change, shape = partial(np.swapaxes, axis1=1, axis2=2), (shape[0], shape[2], shape[1])
         if "_gate_" in name:
-            turns = (name.replace("_gate_", "_up_"),)
-            other = file.tensors.get(turns[0])
+            interleaved = (name.replace("_gate_", "_up_"),)
+            other = file.tensors.get(interleaved[0])
             if other is None or other.shape != tensor.shape:
-                said = "is missing" if other is None else f"is {list(other.shape)}"
-                rule = f"must be {list(tensor.shape)}, as {name}"
-                raise CheckpointError(f"{file.path}: {turns[0]} {said}: {rule}")
+                state = "is missing" if other is None else f"is {list(other.shape)}"
+                rule = f"must be {list(tensor.shape)}, like {name}"
+                raise CheckpointError(f"{file.path}: {interleaved[0]} {state}: {rule}")
             shape = (*shape[:-1], 2 * shape[-1])
-        source = _Source(name, None, change, turns)
+        source = _Source(name, None, change, interleaved)
         yield to + "_bias" * (end == "bias"), source, TensorInfo("", "float32", shape)
         return
     kind = tensor.kind
     dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
     if "{e}" in to:
-        # The folder has a tensor of each expert, which is read as a slice of the file's.
+        # The folder has one tensor per expert, which is a slice of the file's tensor.
         for part in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
             expert = to.replace("{e}", str(part))
             source = _Source(name, part)
             yield f"{expert}.{end}", source, TensorInfo("", dtype, tensor.shape[1:])
         if len(tensor.shape) != 3:
-            rule = "must have an axis of experts, one of outputs and one of inputs"
+            rule = "must have the axes experts, outputs, and inputs"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(tensor.shape)}: {rule}")
         return
     change, shape = None, tensor.shape
     if base in names.rotated:
         heads = config["num_key_value_heads" if base == "attn_k" else "num_attention_heads"]
         if shape[0] % (2 * heads):
-            rule = f"{heads} heads do not have an even share of its rows"
+            rule = f"the number of rows must be divisible by 2 * {heads} heads"
             raise CheckpointError(f"{file.path}: {shown(name)} is {list(shape)}: {rule}")
 
         def untwisted(rows: np.ndarray, heads: int = heads) -> np.ndarray:
-            # ggml rotates the pairs (2i, 2i + 1), and the folder (i, i + H/2): the converter lets
-            # the rows of a head's halves take turns, which is undone.
+            # ggml rotates the pairs (2i, 2i + 1), the folder (i, i + H/2). The converter
+            # interleaves the rows of the two halves of a head; this undoes it.
             pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
             return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -189,7 +186,7 @@ def _placed(
 
 
 class _Keys(ConfigKeys):
-    """Keys of an architecture in the metadata, and the tensors that belong to the config."""
+    """Keys of an architecture in the metadata, plus the tensors that belong to the config."""
 
     def __init__(self, file: GgufFile, prefix: str) -> None:
         super().__init__(file.metadata, str(file.path), "gguf", prefix=prefix)
@@ -198,13 +195,13 @@ class _Keys(ConfigKeys):
     def take(self, name: str, default: Value | None = MISSING) -> Any:
         value = ObjectKeys.take(self, name, default)
         if isinstance(value, np.ndarray | list):
-            self.fail(name, value, "must be one value, no list")
+            self.fail(name, value, "must be a single value, not a list")
         return value
 
     def integer(self, name: str, default: int | None = MISSING, *, least: int = 1) -> int:
         value = ObjectKeys.take(self, name, default)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
-            value = int(value[0])  # one for each layer, all alike
+            value = int(value[0])  # one value per layer, all equal
         if type(value) is not int or not 0 < value < 2**31:
             self.fail(name, value, "must be a positive integer, the same for all layers")
         return value
@@ -221,16 +218,15 @@ class _Keys(ConfigKeys):
             self.fail(name, value, "must be " + " or ".join(shown(one) for one in allowed))
 
     def factors(self, tensor: str) -> np.ndarray:
-        """Return the numbers of a tensor that says how the rotation is stretched."""
+        """Return the values of a tensor of RoPE scaling factors."""
         if tensor not in self.file.tensors:
             raise CheckpointError(f"{self.where}: tensor {tensor} is missing")
         self.factors_read.add(tensor)
         return self.file.read(tensor).reshape(-1)
 
     def vocab_size(self) -> int:
-        """Return the rows of the embeddings, after comparing their columns with the key."""
-        # The table itself says how many tokens there are; the key is taken so that it is not
-        # unknown.
+        """Return the rows of the embeddings, after checking their columns against the key."""
+        # The table defines the vocabulary size; taking the key marks it as read.
         self.take("vocab_size", None)
         found = self.file.tensors.get("token_embd.weight")
         if found is None:
@@ -245,13 +241,13 @@ class _Keys(ConfigKeys):
 
     def check_all_read(self) -> None:
         for name in self.unread():
-            rule = f"a {self.file.architecture} has no such key that is known here"
+            rule = f"not a supported key of the architecture {self.file.architecture}"
             raise ConfigError(f"{self.where}: {shown(self.prefix + name)}: {rule}")
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Hold the folder's names of the tensors of an architecture, and what is done to them."""
+    """The folder's tensor names for an architecture, and the changes to undo."""
 
     layer: Mapping[str, str]
     outer: Mapping[str, str] = field(
@@ -261,13 +257,13 @@ class _Names:
     )  # fmt: skip
     block: str = "model.layers"
     rotated: tuple[str, ...] = ()
-    """Tensors whose rows come from the two halves of a head in turns: ggml rotates neighbours."""
+    """Tensors whose rows interleave the two halves of a head, because ggml rotates neighbours."""
     offset_norms: bool = False
     transposed: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    """Vectors that the folder holds as matrices of one row."""
+    """Vectors that the folder stores as matrices of one row."""
     plain: tuple[str, ...] = ()
-    """Tensors whose names have no ".weight" in the folder, and "_bias" for ".bias"."""
+    """Tensors whose folder names lack ".weight" and have "_bias" instead of ".bias"."""
 
 
 _ATTENTION = {
@@ -286,11 +282,11 @@ _SANDWICH = {
 
 
 def _common(keys: _Keys, model_type: str) -> JsonObject:
-    """Read sizes and the rotation, as config.json has them."""
+    """Read the sizes and the rotation, under the names of config.json."""
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     if (found := keys.integer("attention.value_length", head_dim)) != head_dim:
-        keys.fail("attention.value_length", found, f"must be that of keys, {head_dim}")
+        keys.fail("attention.value_length", found, f"must equal attention.key_length, {head_dim}")
     keys.require("attention.causal", True)
     config: JsonObject = dict(
         model_type=model_type,
@@ -305,7 +301,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
         tie_word_embeddings="output.weight" not in keys.file.tensors,
         rope_theta=keys.number("rope.freq_base", 10_000.0),
     )
-    # config.json leaves out the usual width of a head.
+    # config.json omits a head width of hidden_size / num_attention_heads.
     if head_dim * heads != hidden:
         config["head_dim"] = head_dim
     rotated = keys.integer("rope.dimension_count", head_dim)
@@ -315,7 +311,11 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
     kind = keys.take("rope.scaling.type", "none")
     if "rope_freqs.weight" in keys.file.tensors:
         if kind != "none":
-            keys.fail("rope.scaling.type", kind, "rope_freqs.weight says it already")
+            keys.fail(
+                "rope.scaling.type",
+                kind,
+                "must be 'none', because rope_freqs.weight defines the scaling",
+            )
         config["rope_scaling"] = _llama3_scaling(keys, config, head_dim)
     elif kind == "none":
         keys.take("rope.scaling.factor", None)
@@ -336,10 +336,10 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
 
 
 def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObject:
-    """Find the stretch of Llama 3.1 that divides the frequencies by the numbers of a tensor.
+    """Recover the Llama 3.1 scaling, whose frequency divisors the converter stored in a tensor.
 
-    The converter wrote them for factor f, low 1, high 4 and 8192 trained positions (or others,
-    which are refused): wavelengths up to 8192/4 are kept, those from 8192 on stretched by f.
+    The tensor must match low factor 1, high factor 4, and 8192 trained positions, for some factor
+    f: wavelengths up to 8192/4 are unchanged, and those from 8192 are multiplied by f.
     """
     factors = keys.factors("rope_freqs.weight").astype(np.float64)
     low, high, trained = 1.0, 4.0, 8192
@@ -347,10 +347,10 @@ def _llama3_scaling(keys: _Keys, config: JsonObject, head_dim: int) -> JsonObjec
     wavelengths = 2 * np.pi * float(config["rope_theta"]) ** exponents
     factor = float(factors.max()) if factors.size else math.nan
     share = np.clip((trained / wavelengths - low) / (high - low), 0.0, 1.0)
-    # A factor that is NaN or below 1 makes NaN, which is equal to nothing.
+    # A factor that is NaN or below 1 produces NaN, which compares unequal to everything.
     want = 1 / ((1 - share) / factor + share) if factor >= 1 else factors * math.nan
     if want.shape != factors.shape or not np.allclose(want, factors, rtol=1e-4):
-        rule = f"is no stretch of Llama 3.1 with low {low}, high {high} and {trained} positions"
+        rule = f"must match Llama 3.1 scaling with low {low}, high {high}, and {trained} positions"
         raise ConfigError(f"{keys.file.path}: rope_freqs.weight {rule}")
     return dict(
         rope_type="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
@@ -362,11 +362,11 @@ _ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "gpt2",
     "gpt-oss",
 )  # fmt: skip
-"""The values of `general.architecture` that are read."""
+"""The supported values of `general.architecture`."""
 
 
 def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
-    """Return what config.json would say, and the names of tensors, of a file's architecture."""
+    """Return the keys of config.json and the tensor names for a file's architecture."""
 
     def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str]:
         expert = f"{module}.experts.{{e}}"
@@ -377,9 +377,9 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
         }  # fmt: skip
 
     match architecture := keys.file.architecture:
-        case "llama":  # and a Mistral, or a Mixtral, which has experts: llama.cpp has one name
+        case "llama":  # llama.cpp uses this name for Mistral and Mixtral (with experts) too
             keys.require("rope.scaling.attn_factor", 1.0)
-            keys.take("expert_used_count", None)  # 0, as expert_count is, without experts
+            keys.take("expert_used_count", None)  # 0 without experts, like expert_count
             if keys.take("expert_count", 0) != 0:
                 config = _common(keys, "mixtral")
                 config["num_local_experts"] = keys.integer("expert_count")
@@ -390,8 +390,8 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 config["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
                 config["mlp_bias"] = "blk.0.ffn_gate.bias" in keys.file.tensors
             if "partial_rotary_factor" in config:
-                said = keys.take("rope.dimension_count")
-                keys.fail("rope.dimension_count", said, "must be the size of a head")
+                dims = keys.take("rope.dimension_count")
+                keys.fail("rope.dimension_count", dims, "must equal the width of a head")
             return config, _Names(_ATTENTION | feed_forward, rotated=("attn_q", "attn_k"))
         case "qwen2":
             return _common(keys, "qwen2"), _Names(_ATTENTION | _GATED)
@@ -406,7 +406,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 num_experts_per_tok=keys.integer("expert_used_count"),
                 moe_intermediate_size=keys.integer("expert_feed_forward_length"),
             )
-            # No key says whether the weights of a token's experts are normalised.
+            # No key specifies whether the weights of a token's experts are normalised.
             config["norm_topk_prob"] = architecture == "qwen3moe"
             names = expert_names("mlp", "gate_proj", "up_proj", "down_proj")
             if architecture == "qwen3moe":
@@ -425,10 +425,10 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
         case "gemma2" | "gemma3":
             first = architecture == "gemma2"
             if not first:
-                keys.number("rope.freq_base")  # other than for Gemma 2, no default is the right one
+                keys.number("rope.freq_base")  # required: unlike Gemma 2, it has no safe default
             config = _common(keys, "gemma2" if first else "gemma3_text")
             scalar = head_dim = keys.integer("attention.key_length")
-            # The 27B has a scale of its own, which no key says: llama.cpp, too, knows it by depth.
+            # No key stores the different scale of the 27B model; llama.cpp also detects its depth.
             if config["num_hidden_layers"] == (46 if first else 62):
                 scalar = config["hidden_size"] // config["num_attention_heads"]
             config |= dict(
@@ -465,7 +465,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
                 scaling: JsonObject = dict(rope_type="longrope")
                 for name in ("long", "short"):
                     factors = keys.factors(f"rope_factors_{name}.weight")
-                    # The shortest decimal of a float32 is what config.json had.
+                    # The shortest decimal of the float32 is the value in config.json.
                     scaling[f"{name}_factor"] = [float(str(factor)) for factor in factors]
                 if stretch is not None:
                     scaling["attention_factor"] = stretch
@@ -489,7 +489,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
             if (found := keys.integer("expert_feed_forward_length")) != width:
                 keys.fail("expert_feed_forward_length", found, f"must be {width}")
             if config.setdefault("rope_scaling", dict(rope_type="default"))["rope_type"] == "yarn":
-                config["rope_scaling"]["truncate"] = False  # which no key says
+                config["rope_scaling"]["truncate"] = False  # not stored in any key
             experts = {f"ffn_{name}_exps": "mlp.experts.gate_up_proj" for name in ("gate", "up")}
             experts |= {"ffn_down_exps": "mlp.experts.down_proj", "attn_sinks": "self_attn.sinks"}
             names = _ATTENTION | experts | {

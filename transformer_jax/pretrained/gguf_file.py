@@ -1,14 +1,14 @@
-"""Read GGUF, the one file in which llama.cpp keeps a model: metadata, then tensors.
+"""Reader for GGUF, llama.cpp's single-file model format: metadata followed by tensors.
 
     "GGUF", version, counts of tensors and keys
-    key, type, value                   of each key; a value may be a list, such as the vocabulary
-    name, sizes, type, offset          of each tensor
+    key, type, value                   for each key; a value may be a list, such as the vocabulary
+    name, sizes, type, offset          for each tensor
     bytes of the tensors               quantised types: blocks of 32 or 256 numbers share scales
 
-The form is that of ggml's docs/gguf.md, versions 2 and 3, little-endian. A file is not trusted:
-each length is compared with what is left of the file before anything is allocated. The package
-`gguf` knows the types and turns blocks into numbers. Its own reader is not used: it believes the
-lengths, and takes ten seconds for 100,000 texts. Nothing of a file stays mapped.
+The format is defined by ggml's docs/gguf.md; versions 2 and 3, little-endian, are supported. Files
+are untrusted: each length is compared with the remaining bytes of the file before anything is
+allocated. The package `gguf` defines the types and dequantises blocks. Its own reader is not used
+because it trusts the lengths and takes ten seconds for 100,000 strings. Files are not mapped.
 """
 
 from __future__ import annotations
@@ -31,61 +31,61 @@ from transformer_jax.untrusted_files import Untrusted, shown
 from transformer_jax.values import value_class
 
 HEADER_LIMIT = 2**26
-"""Most bytes of all metadata; a vocabulary of 262,144 tokens has about ten million."""
+"""Maximum size of the metadata in bytes; a vocabulary of 262,144 tokens takes about ten million."""
 COUNT_LIMIT = 2**17
-"""Most keys, and most tensors."""
+"""Maximum number of keys, and of tensors."""
 NAME_LIMIT = 256
-"""Longest name of a key or a tensor, in bytes; ggml's own limit for tensors is 64."""
+"""Maximum length of the name of a key or tensor, in bytes; ggml's limit for tensors is 64."""
 RANK_LIMIT = 4
-"""Most axes of a tensor, as in ggml."""
+"""Maximum number of axes of a tensor, as in ggml."""
 CHUNK = 2**22
-"""Numbers that are dequantised at a time."""
+"""Numbers to dequantise at a time."""
 
 _FILES = Untrusted(CheckpointError)
 _SCALARS = dict(zip(range(8), "BbHhIif?", strict=True)) | dict(
     zip((10, 11, 12), "Qqd", strict=True)
 )
-"""The code of a value's type to `struct`'s; 8 is a text, 9 a list."""
+"""Maps the code of a value's type to the format of `struct`; 8 is a string and 9 a list."""
 _TEXT, _LIST = 8, 9
 _PLAIN = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16),
 }  # fmt: skip
-"""Types that are kept; others become float32."""
+"""Types that keep their dtype; all others become float32."""
 
 Value = str | bool | int | float | list[str] | np.ndarray
 
 
 @value_class
 class GgufTensor:
-    """Describe one tensor as the file's header does."""
+    """Description of a tensor from the header of a file."""
 
     kind: str
-    """ggml's name of its type, "Q4_K"."""
+    """ggml's name of the type, such as "Q4_K"."""
     shape: tuple[int, ...]
-    """NumPy's, with the axis that is contiguous last; the file has it first."""
+    """In NumPy's order, with the contiguous axis last; the file stores it first."""
     start: int
-    """Its first byte in the file."""
+    """Offset of the first byte in the file."""
     row_bytes: int
-    """Bytes of a row, along the last axis."""
+    """Bytes of a row along the last axis."""
 
 
 @value_class
 class GgufFile:
-    """Hold the metadata of a file and where its tensors are; none is read yet."""
+    """Metadata of a file and the locations of its tensors, which are not read yet."""
 
     path: Path
     metadata: Mapping[str, Value]
-    """Values by key. A float32 is the shortest decimal that it is the float32 of, as the config
-    that it was written from had it; lists are of texts, or arrays."""
+    """Values by key. A float32 is stored as the shortest decimal that rounds to it, which is the
+    value in the original config. Lists are lists of strings, or arrays."""
     tensors: Mapping[str, GgufTensor]
     """In the order of the file."""
     stamp: tuple[int, ...] = field(repr=False)
-    """The file's identity when it was opened; one that changed since is not read."""
+    """Identity of the file when it was opened; `read` fails if the file changed since then."""
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
-        """Read a tensor, or one of the parts along its first axis.
+        """Read a tensor, or a slice along its first axis.
 
-        F16 and BF16 stay what they are; of every other type the numbers become float32.
+        F16 and BF16 keep their dtype; all other types become float32.
         """
         found = self.tensors[name]
         shape = found.shape if part is None else found.shape[1:]
@@ -100,59 +100,61 @@ class GgufFile:
                 _fill(stream, flat.view(np.uint8), self.path)
                 return flat.reshape(shape)
             numbers = np.empty((rows, shape[-1]), np.float32)
-            # In pieces: the bytes of a tensor need not be in memory beside all its numbers.
+            # In chunks, so that the raw bytes and all numbers are not in memory together.
             step = max(1, CHUNK // shape[-1])
             for first in range(0, rows, step):
                 raw = np.empty((min(step, rows - first), found.row_bytes), np.uint8)
                 _fill(stream, raw.reshape(-1), self.path)
-                numbers[first : first + len(raw)] = _dequantised(raw, found.kind)
+                numbers[first : first + len(raw)] = _dequantise(raw, found.kind)
         return numbers.reshape(shape)
 
     @cached_property
     def architecture(self) -> str:
-        """Return the name of the kind of model, with which the names of its keys begin."""
+        """Return the architecture, which is also the prefix of its metadata keys."""
         found = self.metadata.get("general.architecture")
         if not isinstance(found, str):
-            raise CheckpointError(f"{self.path}: general.architecture is {shown(found)}: a text")
+            raise CheckpointError(
+                f"{self.path}: general.architecture is {shown(found)}: must be a string"
+            )
         return found
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Read the metadata of a file and check where its tensors are; none is read.
+    """Read the metadata of a file and check the locations of its tensors, without reading them.
 
     CheckpointError names the file, and the key or the tensor that is wrong.
     """
-    given = Path(path)
-    with _FILES.opened(_resolved(given)) as stream:
-        header = _Header(given, stream)
+    path = Path(path)
+    with _FILES.opened(_resolved(path)) as stream:
+        header = _Header(path, stream)
         if header.take(4) != b"GGUF":
-            raise CheckpointError(f"{given}: not a GGUF file")
-        # Only now the package is asked for: a file that is no GGUF file is named without it.
+            raise CheckpointError(f"{path}: not a GGUF file")
+        # Only now require the package: an invalid file is reported even without it.
         _library()
         version = header.number("I")
         if version not in (2, 3):
-            # A small number whose bytes lie the other way round has zeros in its lower half.
+            # A small number in the wrong byte order has zeros in its lower half.
             big = " (of a big-endian machine)" if version % 2**16 == 0 else ""
-            raise CheckpointError(f"{given}: version {version}{big}: must be 2 or 3")
+            raise CheckpointError(f"{path}: version {version}{big}: must be 2 or 3")
         counts = header.number("Q"), header.number("Q")
         # A file of 24 bytes may claim 2^62 keys.
-        for count, what in zip(counts, ("tensors", "keys"), strict=True):
+        for count, kind in zip(counts, ("tensors", "keys"), strict=True):
             if count > COUNT_LIMIT:
-                raise header.wrong(f"{count} {what}: at most {COUNT_LIMIT} are read")
+                raise header.wrong(f"{count} {kind}: must be at most {COUNT_LIMIT}")
         metadata: dict[str, Value] = {}
         for _ in range(counts[1]):
             key = header.text("a key", NAME_LIMIT)
             if key in metadata:
-                raise header.wrong(f"key {shown(key)} is there twice")
+                raise header.wrong(f"key {shown(key)} appears twice")
             metadata[key] = header.value(key)
         infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(counts[0]):
             name = header.text("a tensor's name", NAME_LIMIT)
             if name in infos:
-                raise header.wrong(f"tensor {shown(name)} is there twice")
+                raise header.wrong(f"tensor {shown(name)} appears twice")
             rank = header.number("I")
             if not 1 <= rank <= RANK_LIMIT:
-                raise header.wrong(f"{shown(name)} has {rank} axes: must be 1 to {RANK_LIMIT}")
+                raise header.wrong(f"{shown(name)} has {rank} axes: must have 1 to {RANK_LIMIT}")
             shape = tuple(header.number("Q") for _ in range(rank))[::-1]
             infos[name] = shape, header.number("I"), header.number("Q")
         align = metadata.get("general.alignment", 32)
@@ -160,15 +162,15 @@ def open_gguf(path: str | Path) -> GgufFile:
             raise header.wrong(f"general.alignment is {shown(align)}: must be a power of two")
         begin = -(-header.place // align) * align
         tensors = {
-            name: _located(given, name, *info, begin, header.size, align)
+            name: _located(path, name, *info, begin, header.size, align)
             for name, info in infos.items()
         }
         stamp = _stamp(stream)
-    return GgufFile(given, MappingProxyType(metadata), MappingProxyType(tensors), stamp)
+    return GgufFile(path, MappingProxyType(metadata), MappingProxyType(tensors), stamp)
 
 
 class _Header:
-    """Take values from the start of a file, each of which must fit into what is left of it."""
+    """Reader for the start of a file that checks each value against the remaining bytes."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self._path, self._stream = path, stream
@@ -179,22 +181,22 @@ class _Header:
 
     def take(self, count: int, what: str = "the header") -> bytes:
         if count > self.size - self.place:
-            left = f"{count} bytes, and {self.size - self.place} are left of the file"
-            raise self.wrong(f"cut short, or no GGUF file: {what} takes {left}")
+            rule = f"needs {count} bytes, but only {self.size - self.place} remain in the file"
+            raise self.wrong(f"truncated, or not a GGUF file: {what} {rule}")
         if self.place + count > HEADER_LIMIT:
-            raise self.wrong(f"{what} ends after {HEADER_LIMIT} bytes of metadata, which are read")
+            raise self.wrong(f"{what} exceeds the limit of {HEADER_LIMIT} bytes of metadata")
         self.place += count
         return self._stream.read(count)
 
     def number(self, code: str) -> Any:
         (found,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
-        # 1e-05 and not 9.999999747378752e-06: what the config had that the file was made from.
+        # 1e-05 instead of 9.999999747378752e-06: the value in the original config.
         return float(str(np.float32(found))) if code == "f" else found
 
     def text(self, what: str, limit: int = HEADER_LIMIT) -> str:
         length = self.number("Q")
         if length > limit:
-            raise self.wrong(f"{what} has {length} bytes: at most {limit} are read")
+            raise self.wrong(f"{what} has {length} bytes: must have at most {limit}")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
@@ -210,11 +212,13 @@ class _Header:
             raise self.wrong(f"{shown(key)} has a value of type {kind}: must be 0 to 12")
         kind, count = self.number("I"), self.number("Q")
         if kind not in _SCALARS and kind != _TEXT:
-            raise self.wrong(f"{shown(key)} is a list of type {kind}: must be of numbers or texts")
+            raise self.wrong(
+                f"{shown(key)} is a list of type {kind}: must contain numbers or strings"
+            )
         least = 8 if kind == _TEXT else struct.calcsize(f"<{_SCALARS[kind]}")
         if count * least > self.size - self.place:
-            left = f"and {self.size - self.place} bytes are left of the file"
-            raise self.wrong(f"cut short: {shown(key)} is a list of {count}, {left}")
+            rule = f"has {count} items, but only {self.size - self.place} bytes remain in the file"
+            raise self.wrong(f"truncated: list {shown(key)} {rule}")
         if kind == _TEXT:
             return [self.text(shown(key)) for _ in range(count)]
         return np.frombuffer(self.take(count * least, shown(key)), f"<{_SCALARS[kind]}")
@@ -224,45 +228,47 @@ def _located(
     path: Path, name: str, shape: tuple[int, ...], code: int, offset: int,
     begin: int, size: int, align: int,
 ) -> GgufTensor:  # fmt: skip
-    """Check a tensor's type and place; `begin` is the first byte after the header."""
+    """Check the type and the location of a tensor; `begin` is the first byte after the header."""
     library, where = _library(), f"{path}: {shown(name)}"
     try:
         kind = library.GGMLQuantizationType(code)
         block, block_bytes = library.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN:
-            # The package knows the sizes of more types than it can read: a block of zeros tells.
-            _dequantised(np.zeros((1, block_bytes), np.uint8), kind.name)
+            # The package knows the sizes of types that it cannot dequantise: try a block of zeros.
+            _dequantise(np.zeros((1, block_bytes), np.uint8), kind.name)
     except (ValueError, KeyError):
-        raise CheckpointError(f"{where} is of type {code}, which is not known") from None
+        raise CheckpointError(f"{where} has the unknown type {code}") from None
     except NotImplementedError:
-        raise CheckpointError(f"{where} is {kind.name}: no type of weights that is read") from None
+        raise CheckpointError(
+            f"{where} has type {kind.name}, which is not supported for weights"
+        ) from None
     if not all(shape) or shape[-1] % block:
-        rule = f"sizes must be positive, and the last divisible by {block}"
+        rule = f"sizes must be positive, and the last must be divisible by {block}"
         raise CheckpointError(f"{where} is {kind.name}{list(shape)}: {rule}")
     row_bytes = shape[-1] // block * block_bytes
     end = begin + offset + math.prod(shape[:-1]) * row_bytes
     if offset % align:
-        raise CheckpointError(f"{where} begins at {offset}: must be divisible by {align}")
+        raise CheckpointError(f"{where} begins at offset {offset}: must be divisible by {align}")
     if end > size:
-        rule = f"ends with byte {end}, and the file with {size}"
-        raise CheckpointError(f"{where}: {kind.name}{list(shape)} {rule}: cut short?")
+        rule = f"ends at byte {end}, but the file has {size} bytes: is it truncated?"
+        raise CheckpointError(f"{where}: {kind.name}{list(shape)} {rule}")
     return GgufTensor(kind.name, shape, begin + offset, row_bytes)
 
 
-def _dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Return the float32 numbers of rows of bytes."""
+def _dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Return the float32 values of rows of quantised bytes."""
     library = _library()
-    with np.errstate(all="ignore"):  # a scale may be NaN or inf, and stays it
+    with np.errstate(all="ignore"):  # scales that are NaN or inf are kept
         return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
 
 
 def _fill(stream: BinaryIO, target: np.ndarray, path: Path) -> None:
     if stream.readinto(memoryview(target)) != target.nbytes:  # type: ignore[attr-defined]
-        raise CheckpointError(f"{path}: was cut short while it was read")
+        raise CheckpointError(f"{path}: was truncated while being read")
 
 
 def _resolved(path: Path) -> Path:
-    # The hub's cache is all links, and `Untrusted.opened` follows none.
+    # The hub's cache consists of links, which `Untrusted.opened` does not follow.
     return Path(os.path.realpath(path))
 
 
@@ -275,5 +281,7 @@ def _library() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise CheckpointError("a GGUF file needs the package gguf: pip install gguf") from None
+        raise CheckpointError(
+            "reading a GGUF file requires the package gguf: pip install gguf"
+        ) from None
     return gguf

@@ -1,7 +1,7 @@
-"""Load published checkpoints: a folder of config.json and safetensors, as Hugging Face's, or GGUF.
+"""Loading of published checkpoints: Hugging Face folders (config.json, safetensors) and GGUF files.
 
-A family (`families`) says what config.json means and where each parameter lies. Here the tensors of
-the files become parameters, one at a time. Nothing of a checkpoint is executed.
+A family (in `families`) defines the meaning of config.json and the location of each parameter. This
+module converts the tensors of the files to parameters, one at a time. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformer_jax.pretrained.tensors import (
     DTYPES,
     CheckpointTensors,
     Shapes,
-    in_files,
     parameter_shapes,
+    table_shapes,
     whole_path,
 )
 from transformer_jax.pretrained.weights import open_weights
 from transformer_jax.pytree import Params, PyTree
 
 Shardings = jax.sharding.Sharding | Mapping[str, PyTree] | None
-"""One sharding for all parameters, a nested mapping with one for each, or JAX's default."""
+"""One sharding for all parameters, a nested mapping with one per parameter, or JAX's default."""
 
 
 @known_keywords
@@ -46,29 +46,29 @@ def load_pretrained(
     max_len: int | None = None,
     revision: str | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Load the config and the parameters of a published checkpoint; `build(config)` runs them.
+    """Load the config and the parameters of a published checkpoint; run them with `build(config)`.
 
-    Tensors are read one at a time.
+    Reads one tensor at a time.
 
     Args:
-        path_or_id: a folder, a GGUF file (needs the package `gguf`), or a repository of the Hugging
-            Face hub, "ORG/NAME" (needs the package `huggingface_hub`).
-        dtype: float32, bfloat16 or float16, in which parameters are held and the model computes;
-            None is the file's, and float32 for quantised tensors of a GGUF file.
-        sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
+        path_or_id: a folder, a GGUF file (requires the package `gguf`), or a repository ID of the
+            Hugging Face Hub, "ORG/NAME" (requires the package `huggingface_hub`).
+        dtype: float32, bfloat16, or float16, for the parameters and the computation; None keeps the
+            dtype of the file, with float32 for quantised tensors of a GGUF file.
+        sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that matches the
             parameters; None is JAX's default.
-        scan_layers: stack the layers, for a model under `lax.scan`.
-        max_len: the longest sequence, in tokens; None is the file's. A rotation that depends on the
-            length of the text (dynamic, longrope) is then fixed for that length.
-        revision: of the repository, a branch, tag or commit; None is its default.
+        scan_layers: stack the layers, for a model that uses `lax.scan`.
+        max_len: the maximum sequence length in tokens; None keeps that of the file. A RoPE scaling
+            that depends on the sequence length (dynamic, longrope) is then fixed for this length.
+        revision: branch, tag, or commit of the repository; None is its default branch.
 
     Raises:
-        CheckpointError: if a tensor is missing, unknown or of another shape, or a file cannot be
-            read.
-        ConfigError: if a key of config.json would change the numbers and is not supported, or
-            `dtype` or `max_len` cannot be.
-        ValueError: if `dtype` has no room for a weight of a tensor, or `sharding` differs from the
-            parameters.
+        CheckpointError: if a tensor is missing, unknown, or has the wrong shape, or a file cannot
+            be read.
+        ConfigError: if a key of config.json would change the numbers in an unsupported way, or
+            `dtype` or `max_len` is invalid.
+        ValueError: if a weight overflows `dtype`, or the structure of `sharding` differs from that
+            of the parameters.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
@@ -76,10 +76,10 @@ def load_pretrained(
         if type(max_len) is not int or max_len < 1:
             raise ConfigError(f"max_len is {max_len!r}: must be a positive integer")
         if isinstance(config.positions, Learned) and max_len != config.max_len:
-            rule = f"the table of positions has {config.max_len}"
+            rule = f"the table of learned positions has {config.max_len} rows"
             raise ConfigError(f"max_len is {max_len}: {rule}")
-        # These two stretch by the length of the text; with a fixed length the angles never change,
-        # so that keys in a cache stay as they are.
+        # These scalings depend on the sequence length. With a fixed length the angles never
+        # change, so cached keys stay valid.
         positions = config.positions
         if isinstance(positions, Rope) and positions.scaling in ("dynamic", "longrope"):
             positions = dataclasses.replace(positions, length=max_len)
@@ -93,10 +93,9 @@ def load_hidden(
     dtype: jax.typing.DTypeLike | None = None,
     revision: str | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Load a checkpoint as `load_pretrained` does, for its hidden states and not for logits.
+    """Load a checkpoint like `load_pretrained`, but for hidden states instead of logits.
 
-    An output matrix that the files leave out is not asked for; the config then ties it to the
-    embeddings.
+    The output matrix may be missing from the files; the config then ties it to the embeddings.
     """
     as_dtype = None if dtype is None else _dtype_name(dtype)
     config, tensors = _opened(path_or_id, revision)
@@ -118,28 +117,28 @@ def _loaded(
     )
     shapes = parameter_shapes(config)
     mappings = tensors.mappings(config, shapes)
-    listed = in_files(shapes, {mapping.param for mapping in mappings})
+    listed = table_shapes(shapes, {mapping.param for mapping in mappings})
     leaves = tensors.parameters(mappings, listed, as_dtype, config.dtype)
     leaves = _stacked(leaves, listed, scan_layers)
     shardings = flatten_dict(sharding, sep="/") if isinstance(sharding, Mapping) else sharding
     if isinstance(shardings, dict):
         paths = {whole_path(path, scanned=scan_layers)[0] for path in shapes}
         if wrong := sorted(shardings.keys() ^ paths):
-            raise ValueError(f"sharding and parameters differ at {wrong[0]}")
+            raise ValueError(f"sharding must match the parameters: they differ at {wrong[0]}")
     placed: dict[str, jax.Array] = {}
     for path, leaf in leaves:
         where = shardings[path] if isinstance(shardings, dict) else shardings
         placed[path] = jax.device_put(leaf, where)
-        del leaf  # or it would be in memory beside the next
+        del leaf  # frees its memory before the next leaf is read
     return config, unflatten_dict(placed, sep="/")
 
 
 def pretrained_config(path_or_id: str | Path, *, revision: str | None = None) -> ModelConfig:
-    """Return the config that `load_pretrained` gives; no tensor is read.
+    """Return the config that `load_pretrained` returns, without reading any tensor.
 
     Args:
-        path_or_id: a folder, a GGUF file, or a repository of the Hugging Face hub.
-        revision: of the repository, a branch, tag or commit; None is its default.
+        path_or_id: a folder, a GGUF file, or a repository ID of the Hugging Face Hub.
+        revision: branch, tag, or commit of the repository; None is its default branch.
     """
     config, tensors = _opened(path_or_id, revision)
     tensors.check_size(config)
@@ -153,9 +152,9 @@ def _opened(path_or_id: str | Path, revision: str | None) -> tuple[ModelConfig, 
 
 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
-    """Return the name of a dtype: "bfloat16" for that text, `jnp.bfloat16` or an array's dtype."""
+    """Return the name of a dtype: "bfloat16" for that string or for `jnp.bfloat16`."""
     name: Any = dtype
-    # NumPy raises for what is no dtype; the error below names the choices.
+    # NumPy raises for an invalid dtype; the error below lists the choices instead.
     with contextlib.suppress(TypeError):
         name = np.dtype(dtype).name
     if name not in DTYPES:
@@ -166,8 +165,8 @@ def _dtype_name(dtype: jax.typing.DTypeLike) -> DType:
 def _stacked(
     leaves: Iterable[tuple[str, np.ndarray]], shapes: Shapes, scanned: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield parameters, each as soon as the last of its layers and experts was read."""
-    # A stack is allocated before its last layer is read: the paths say how large it is.
+    """Yield each parameter as soon as the last of its layers and experts has been read."""
+    # A stack is allocated when its first layer is read; the paths determine its size.
     sizes: dict[str, tuple[int, ...]] = {}
     for path in shapes:
         whole, index = whole_path(path, scanned=scanned)
@@ -183,9 +182,9 @@ def _stacked(
         if whole not in buffers:
             lead = tuple(last + 1 for last in sizes[whole])
             buffers[whole], left[whole] = np.empty((*lead, *leaf.shape), leaf.dtype), prod(lead)
-        # NumPy would cast on assignment, silently.
+        # NumPy would cast silently on assignment.
         if leaf.dtype != buffers[whole].dtype:
-            rule = f"those before it are {buffers[whole].dtype}: give a dtype to stack them"
+            rule = f"but earlier layers are {buffers[whole].dtype}: pass a dtype to stack them"
             raise CheckpointError(f"{path} is {leaf.dtype}, {rule}")
         buffers[whole][index] = leaf
         left[whole] -= 1

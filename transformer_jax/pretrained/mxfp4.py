@@ -1,9 +1,9 @@
-"""Show a folder of MXFP4 weights, as gpt-oss is published, as the folder of its bfloat16 numbers.
+"""Folders of MXFP4 weights, the format of gpt-oss, presented as folders of bfloat16 weights.
 
-A matrix NAME is two tensors of bytes, NAME_blocks [..., rows, G, 16] and NAME_scales [..., rows,
-G]. Each byte holds two numbers of 4 bits, the lower half first, and 32 numbers share the scale
-2^(byte - 127) (Open Compute Project, OCP Microscaling Formats, 1.0). bfloat16 holds each product.
-A row holds the inputs of one output, and so the matrix is its transpose, [..., 32 G, rows].
+A matrix NAME is stored as two uint8 tensors, NAME_blocks [..., rows, G, 16] and NAME_scales [...,
+rows, G]. Each byte contains two 4-bit numbers, the lower half first, and 32 numbers share the scale
+2^(byte - 127) (Open Compute Project, OCP Microscaling Formats, 1.0). Each product is exact in
+bfloat16. A row contains the inputs of one output, so the result is transposed: [..., 32 G, rows].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_jax.values import value_class
 
 BLOCKS, SCALES = "_blocks", "_scales"
 LARGEST = 252
-"""Byte of the largest scale by which 6 is a number of bfloat16."""
+"""Byte of the largest scale whose product with 6 is finite in bfloat16."""
 _HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_HALF, -_HALF])
 _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]], axis=-1)
@@ -34,10 +34,10 @@ _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]
 
 @value_class
 class Mxfp4Folder(WeightFolder):
-    """Hold an opened folder as if its matrices were saved in bfloat16."""
+    """View of a folder whose MXFP4 matrices appear as bfloat16 tensors."""
 
     stored: WeightFolder = field(repr=False)
-    """The folder as it is."""
+    """The underlying folder."""
 
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors one at a time, in the order of `names`."""
@@ -48,15 +48,15 @@ class Mxfp4Folder(WeightFolder):
             return name, self.stored.read(name)
         blocks, scales = self.stored.read(name + BLOCKS), self.stored.read(name + SCALES)
         if (largest := scales.max(initial=0)) > LARGEST:
-            rule = f"must be at most {LARGEST}, or a product is too large for bfloat16"
+            rule = f"must be at most {LARGEST}, or a product overflows bfloat16"
             raise CheckpointError(f"{self.path}: {shown(name + SCALES)} has {largest}: {rule}")
-        return name, dequantised(blocks, scales)
+        return name, dequantise(blocks, scales)
 
 
 def open_mxfp4(folder: WeightFolder) -> WeightFolder:
-    """Return a folder whose config.json says mxfp4 as `Mxfp4Folder`, and any other as it is."""
-    said = folder.config.get("quantization_config")
-    if not isinstance(said, dict) or said.get("quant_method") != "mxfp4":
+    """Wrap a folder whose config.json specifies mxfp4 in `Mxfp4Folder`; return others unchanged."""
+    quantization = folder.config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
         return folder
     config = {name: value for name, value in folder.config.items() if name != "quantization_config"}
     tensors = dict[str, TensorInfo]()
@@ -66,27 +66,27 @@ def open_mxfp4(folder: WeightFolder) -> WeightFolder:
         elif name.endswith(BLOCKS):
             tensors[name.removesuffix(BLOCKS)] = _matrix(folder, name)
         elif name.removesuffix(SCALES) + BLOCKS not in folder.tensors:
-            raise CheckpointError(f"{folder.path}: {shown(name)} is there without its {BLOCKS}")
+            raise CheckpointError(f"{folder.path}: {shown(name)} has no matching {BLOCKS} tensor")
     return Mxfp4Folder(folder.path, config, MappingProxyType(tensors), folder.stamps, folder)
 
 
-def dequantised(
+def dequantise(
     blocks: np.ndarray,  # u8[..., rows, G, 16]
     scales: np.ndarray,  # u8[..., rows, G]
 ) -> np.ndarray:  # bf16[..., 32 G, rows]
-    """Return the numbers of a matrix, or of one for each expert."""
-    if blocks.ndim > 3:  # an expert at a time, or the numbers in f32 take twice the matrix
-        return np.stack([dequantised(*own) for own in zip(blocks, scales, strict=True)])
+    """Return the values of a matrix, or of a stack of one matrix per expert."""
+    if blocks.ndim > 3:  # one expert at a time: the f32 intermediate is twice the size
+        return np.stack([dequantise(*one) for one in zip(blocks, scales, strict=True)])
     scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     numbers = (_PAIRS[blocks] * scale[..., None, None]).astype(jnp.bfloat16)
     return np.ascontiguousarray(numbers.reshape(len(blocks), -1).T)
 
 
 def _matrix(folder: WeightFolder, blocks: str) -> TensorInfo:
-    """Describe the matrix of which two tensors are the parts; CheckpointError if they are not."""
+    """Describe the matrix stored in two tensors; raise CheckpointError if they do not match."""
     name = blocks.removesuffix(BLOCKS)
     if name in folder.tensors:
-        raise CheckpointError(f"{folder.path}: {shown(name)} is there twice, once as {BLOCKS}")
+        raise CheckpointError(f"{folder.path}: {shown(name)} appears twice, once as {BLOCKS}")
     for part in (blocks, name + SCALES):
         if part not in folder.tensors:
             raise CheckpointError(f"{folder.path}: tensor {part} is missing")

@@ -1,19 +1,19 @@
-"""Load and save LoRA adapters in the layout of Hugging Face's PEFT.
+"""LoRA adapters in the format of Hugging Face's PEFT.
 
     adapter_config.json         rank, alpha, the modules that have an adapter
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, inputs]
                                 base_model.model.<module>.lora_B.weight [outputs, r]
 
-`names` maps each Hugging Face weight to the kernels it holds, by their paths in a looped stack:
+`names` maps each Hugging Face weight to the kernels it contains, by their paths in a looped stack:
 
     {"model.layers.3.self_attn.q_proj.weight": ("decoder/block_3/attention/query/kernel",)}
 
-A weight that holds several kernels side by side lists them in the order of its outputs: GPT-2's
-`c_attn` holds query, key and value. `InTurn` says that their outputs take turns, by heads, as in
-GPT-NeoX. Entries that are no kernels (biases, norms) are skipped.
+A weight that contains several kernels lists them in the order of its outputs: GPT-2's `c_attn`
+contains query, key, and value. `InterleavedKernels` marks outputs that are interleaved by head
+(GPT-NeoX). Entries that are not kernels (biases, norms) are skipped.
 
-Every key of adapter_config.json is read, is known to change nothing here, or must be empty. Shapes
-are compared with the parameters before anything is read. Needs the package `safetensors`.
+Each key of adapter_config.json must be supported, irrelevant to inference, or empty. Shapes are
+compared with the parameters before anything is read. Requires the package `safetensors`.
 """
 
 from __future__ import annotations
@@ -38,37 +38,39 @@ from transformer_jax.pytree import Array, Params
 from transformer_jax.untrusted_files import JsonObject, Untrusted, check_path
 
 Names = Mapping[str, Sequence[str]]
-"""Hugging Face weight to the paths of the kernels it holds, in the order of its outputs."""
+"""Maps a Hugging Face weight to the paths of its kernels, in the order of its outputs."""
 
 
-class InTurn(tuple[str, ...]):
-    """Name the kernels of a weight whose outputs take turns, in `runs` runs of a part of each."""
+class InterleavedKernels(tuple[str, ...]):
+    """Kernels of one weight whose outputs are interleaved, in `runs` runs with a part of each."""
 
     runs: int
     renamed_by: str
 
-    def __new__(cls, names: Iterable[str], runs: int = 1, renamed_by: str = "") -> InTurn:
-        """Take the paths in the order of a run, and how many runs there are.
+    def __new__(
+        cls, names: Iterable[str], runs: int = 1, renamed_by: str = ""
+    ) -> InterleavedKernels:
+        """Take the paths in the order within a run, and the number of runs.
 
-        `renamed_by` is a family whose modules transformers names differently from its files.
+        `renamed_by` is a family whose module names in transformers differ from its tensor names.
         """
         made = super().__new__(cls, names)
         made.runs, made.renamed_by = runs, renamed_by
         return made
 
     def rows(self, widths: Sequence[int]) -> np.ndarray:
-        """Return the row of the kernels side by side that each row of the weight is."""
+        """Return, for each row of the weight, its row in the concatenation of the kernels."""
         ends = np.cumsum(widths)
-        own = [np.arange(end - width, end) for width, end in zip(widths, ends, strict=True)]
-        return np.concatenate([x.reshape(self.runs, -1) for x in own], axis=1).reshape(-1)
+        parts = [np.arange(end - width, end) for width, end in zip(widths, ends, strict=True)]
+        return np.concatenate([x.reshape(self.runs, -1) for x in parts], axis=1).reshape(-1)
 
 
 Pair = tuple[np.ndarray, np.ndarray]
-"""A f32[r, inputs] and B f32[outputs, r] of a module, as PEFT lays them out."""
+"""A f32[r, inputs] and B f32[outputs, r] of a module, in PEFT's layout."""
 
 CONFIG, TENSORS = ADAPTER, "adapter_model.safetensors"
 CONFIG_LIMIT = 2**20
-"""Largest adapter_config.json that is read, in bytes."""
+"""Maximum size of adapter_config.json, in bytes."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -82,7 +84,7 @@ _IGNORED_KEYS = {
     "runtime_config", "task_type",
 }  # fmt: skip
 _KEEPS_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that keep the base weights; pissa, olora and loftq change them."""
+"""Values of init_lora_weights that keep the base weights; pissa, olora, and loftq change them."""
 
 
 @known_keywords
@@ -98,61 +100,63 @@ def save_lora(
     fan_in_fan_out: bool = False,
     overwrite: bool = False,
 ) -> LoraConfig:
-    """Write adapters, in f32, as a folder that PEFT loads, and return the config as written.
+    """Write adapters, in f32, as a folder that PEFT can load, and return the config as written.
 
-    A weight that holds several of our kernels has one A there. If ours differ they are stacked,
-    which is exact: A is [A_1; A_2], B is block diagonal, rank and alpha are as many times as large;
-    all other adapters are padded with zeros to that rank.
+    A weight that contains several kernels of this library has a single A in PEFT. If the kernels'
+    matrices A differ, they are stacked, which is exact: A is [A_1; A_2], B is block diagonal, and
+    rank and alpha grow by the same factor. All other adapters are padded with zeros to that rank.
 
     Args:
-        path: the folder, in which other files stay.
-        params: parameters or their shapes, of a looped or a scanned stack; nothing else of them is
-            read.
-        adapters: as `init_lora` makes them; those whose A and B are zero are left out.
-        config: of the adapters.
-        names: Hugging Face's name of each weight, and the paths of the kernels it holds, in the
-            order of its outputs.
-        base_model: what the folder says the adapters are of, such as the id of a repository.
-        task_type: PEFT's, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
-        fan_in_fan_out: True for models of `Conv1D`, which is GPT-2: PEFT wants to be told.
-        overwrite: replace an adapter that the folder holds already.
+        path: the folder; other files in it are kept.
+        params: parameters of a looped or a scanned stack, or their shapes; only the shapes are
+            used.
+        adapters: adapters from `init_lora`; those whose A and B are zero are omitted.
+        config: the config of the adapters.
+        names: maps Hugging Face's name of each weight to the paths of the kernels it contains, in
+            the order of its outputs.
+        base_model: the base model to record in the folder, such as the ID of a repository.
+        task_type: the task type in PEFT, such as "CAUSAL_LM" or "SEQ_2_SEQ_LM".
+        fan_in_fan_out: True for models with `Conv1D` layers (GPT-2), as PEFT requires.
+        overwrite: replace an adapter that the folder already contains.
 
     Raises:
-        CheckpointError: if the folder holds an adapter, unless `overwrite`.
-        ValueError: if adapters do not fit parameters, config or names, or all are zero; or if PEFT
-            would not find the modules, as in a nomic_bert.
+        CheckpointError: if the folder contains an adapter and `overwrite` is False.
+        ValueError: if the adapters do not fit the parameters, config, or names, or all are zero; or
+            if PEFT would not find the modules, as in a nomic_bert.
     """
     check_path("path", path)
-    if renamed_by := next((x.renamed_by for x in names.values() if isinstance(x, InTurn)), ""):
+    if renamed_by := next(
+        (x.renamed_by for x in names.values() if isinstance(x, InterleavedKernels)), ""
+    ):
         raise ValueError(
-            f"names is of a {renamed_by}: transformers names its modules differently from its "
-            "files, and PEFT would not find them: merge the adapters"
+            f"names are those of a {renamed_by}, whose modules have different names in "
+            "transformers, so PEFT would not find them: merge the adapters instead"
         )
     folder = Path(path)
     for name in (CONFIG, TENSORS):
         if os.path.lexists(folder / name) and not overwrite:
-            rule = "which would be lost; overwrite=True replaces it"
-            raise CheckpointError(f"{folder}: has {name}, {rule}")
+            rule = "pass overwrite=True to replace it"
+            raise CheckpointError(f"{folder}: already contains {name}: {rule}")
     found, flat = matrices(params), flatten(adapters)
     modules = _modules(names, found)
     for kernel, x in flat.items():
         if kernel not in found:
-            raise ValueError(f"adapters have {kernel}: the parameters have no such kernel")
+            raise ValueError(f"adapters contain {kernel}, which is not a kernel of the parameters")
         *lead, inputs, outputs = found[kernel]
         wanted = (*lead, inputs, config.rank), (*lead, config.rank, outputs)
         if (np.shape(x["a"]), np.shape(x["b"])) != wanted:
-            said = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
-            rule = f"rank {config.rank} wants {wanted[0]} and {wanted[1]}"
-            raise ValueError(f"{kernel}: {said}: {rule}")
+            found_shapes = f"a {np.shape(x['a'])} and b {np.shape(x['b'])}"
+            rule = f"must be {wanted[0]} and {wanted[1]} for rank {config.rank}"
+            raise ValueError(f"{kernel}: has shapes {found_shapes}: {rule}")
     kept = {kernel for kernel, x in flat.items() if np.any(x["a"]) or np.any(x["b"])}
     if not kept:
-        raise ValueError("adapters: every A and B is zero, there is nothing to save")
+        raise ValueError("adapters: every A and B is zero, so there is nothing to save")
     module_of = {kernel: module for module, kernels in modules.items() for kernel in kernels}
     for kernel in sorted(kernel for kernel in kept if len(found[kernel]) > 2):
-        rule = "is of experts, whose adapters are not written here: merge them"
+        rule = "is a kernel of experts, whose adapters cannot be saved: merge them instead"
         raise ValueError(f"{kernel}: {rule}")
     for kernel in sorted(kept - set(module_of)):
-        raise ValueError(f"{kernel}: has an adapter, and names says of no weight that it holds it")
+        raise ValueError(f"{kernel}: has an adapter, but no weight in names contains this kernel")
     pairs: dict[str, Pair] = {}
     for module in dict.fromkeys(module_of[kernel] for kernel in sorted(kept)):
         kernels = modules[module]
@@ -162,7 +166,7 @@ def save_lora(
         pairs[module] = a, b[kernels.rows(widths)]
     times = max(len(a) for a, _ in pairs.values()) // config.rank
     rank = times * config.rank
-    # PEFT multiplies by alpha / r, and by alpha / sqrt(r) with rslora: the product stays.
+    # PEFT multiplies by alpha / r, or by alpha / sqrt(r) with rslora; this keeps the product.
     alpha = config.alpha * (math.sqrt(times) if config.rslora else times)
     content = {
         "base_model_name_or_path": base_model,
@@ -188,7 +192,7 @@ def save_lora(
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    # In a new folder the config comes last: without it there is no adapter to load.
+    # In a new folder the config is written last, so an incomplete folder cannot be loaded.
     partial = folder / (TENSORS + ".tmp")
     try:
         save_file(tensors, partial, metadata={"format": "pt"})
@@ -206,19 +210,18 @@ def load_lora(
 ) -> tuple[LoraConfig, Params]:
     """Load the config and the f32 adapters of a folder that PEFT or `save_lora` wrote.
 
-    A weight that holds several kernels gives each a copy of its A and its part of B.
+    If a weight contains several kernels, each gets a copy of its A and the matching part of its B.
 
     Args:
         path: the folder.
-        params: parameters of the model or their shapes, of a looped or a scanned stack.
-        names: Hugging Face's name of each weight, and the paths of the kernels it holds, in the
-            order of its outputs.
+        params: parameters of a looped or a scanned stack, or their shapes.
+        names: maps Hugging Face's name of each weight to the paths of the kernels it contains, in
+            the order of its outputs.
 
     Raises:
-        CheckpointError: if a file or key is damaged, does not fit the parameters or asks for what
-            is not supported, which are DoRA, trained biases or whole modules, a rank or alpha per
-            module, initialisations that change the base weights (PiSSA, ...) and adapters of
-            embeddings.
+        CheckpointError: if a file or key is corrupt, does not fit the parameters, or requires an
+            unsupported feature: DoRA, trained biases or whole modules, a rank or alpha per module,
+            initialisations that change the base weights (PiSSA, ...), and adapters of embeddings.
         ValueError: if `names` does not fit the parameters.
     """
     check_path("path", path)
@@ -230,7 +233,7 @@ def load_lora(
     flat, pairs = {}, _read_tensors(folder, modules, targeted, found, rank)
     for module, (a, b) in pairs.items():
         start, kernels = 0, modules[module]
-        # The rows of B lie as those of the weight; argsort is the inverse of that order.
+        # The rows of B are in the order of the weight; argsort inverts that order.
         b = b[np.argsort(kernels.rows([found[kernel][1] for kernel in kernels]))]
         for kernel in kernels:
             stop = start + found[kernel][1]
@@ -240,8 +243,8 @@ def load_lora(
     return config, nest(flat, params)
 
 
-def _modules(names: Names, found: Matrices) -> dict[str, InTurn]:
-    """Map each Hugging Face module to the paths of our modules whose kernels it holds."""
+def _modules(names: Names, found: Matrices) -> dict[str, InterleavedKernels]:
+    """Map each Hugging Face module to the paths of the kernels that its weight contains."""
     modules = {}
     for weight, kernels in names.items():
         paths = tuple(k.removesuffix("/kernel") for k in kernels if k.endswith("/kernel"))
@@ -249,28 +252,30 @@ def _modules(names: Names, found: Matrices) -> dict[str, InTurn]:
             continue
         for path in paths:
             if path not in found:
-                raise ValueError(f"names has {path}/kernel: the parameters have no such kernel")
+                raise ValueError(
+                    f"names contain {path}/kernel, which is not a kernel of the parameters"
+                )
             if found[path][0] != found[paths[0]][0]:
-                raise ValueError(f"names has {weight}: its kernels differ in inputs: {paths}")
-        runs = kernels.runs if isinstance(kernels, InTurn) else 1
+                raise ValueError(
+                    f"names[{weight!r}]: the kernels {paths} must have the same number of inputs"
+                )
+        runs = kernels.runs if isinstance(kernels, InterleavedKernels) else 1
         if any(found[path][1] % runs for path in paths):
-            raise ValueError(
-                f"names has {weight}: {runs} runs do not divide the outputs of {paths}"
-            )
-        modules[weight.removesuffix(".weight")] = InTurn(paths, runs)
+            raise ValueError(f"names[{weight!r}]: runs={runs} must divide the outputs of {paths}")
+        modules[weight.removesuffix(".weight")] = InterleavedKernels(paths, runs)
     return modules
 
 
 def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank: int) -> Pair:
-    """Join the adapters of several kernels side by side; r is the rank if their As are equal."""
-    given = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
-    present = [x for x in given if x is not None]
+    """Join the adapters of a weight's kernels; r is the rank if all kernels have the same A."""
+    arrays = [None if x is None else (np.asarray(x["a"]), np.asarray(x["b"])) for x in parts]
+    present = [x for x in arrays if x is not None]
     shared = all(np.array_equal(a, present[0][0]) for a, _ in present)
     columns = rank if shared else rank * len(present)
     a = present[0][0] if shared else np.concatenate([a for a, _ in present], axis=1)
     b = np.zeros((sum(widths), columns), np.float32)
     row = column = 0
-    for x, width in zip(given, widths, strict=True):
+    for x, width in zip(arrays, widths, strict=True):
         if x is not None:
             b[row : row + width, column : column + rank] = x[1].T
             column += 0 if shared else rank
@@ -279,7 +284,7 @@ def _joined(parts: Sequence[Mapping[str, Array] | None], widths: list[int], rank
 
 
 def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: bool) -> LoraConfig:
-    """Return the config with the shortest targets, and the layers, that select these paths."""
+    """Return the config with the shortest targets (and layers) that selects these paths."""
     blocks = {layer(path) for path in paths}
     layers = None if None in blocks else tuple(sorted(b for b in blocks if b is not None))
     for depth in range(1, 2 + max(path.count("/") for path in paths)):
@@ -290,7 +295,7 @@ def _config(paths: set[str], found: Matrices, rank: int, alpha: float, rslora: b
             )
             if set(select(found, config)) == paths:
                 return config
-    raise AssertionError("whole paths select themselves")
+    raise AssertionError("full paths always select themselves")
 
 
 def _key(module: str, matrix: str) -> str:
@@ -298,12 +303,12 @@ def _key(module: str, matrix: str) -> str:
 
 
 def _ends(chosen: list[str], modules: list[str]) -> list[str]:
-    """Return the shortest ends of names that select exactly the chosen modules."""
+    """Return the shortest name suffixes that select exactly the chosen modules."""
     for depth in range(1, 2 + max(name.count(".") for name in chosen)):
         ends = sorted({".".join(name.split(".")[-depth:]) for name in chosen})
         if set(_matching(ends, modules)) == set(chosen):
             return ends
-    raise AssertionError("whole names select themselves")
+    raise AssertionError("full names always select themselves")
 
 
 def _matching(ends: list[str], modules: list[str]) -> list[str]:
@@ -313,18 +318,18 @@ def _matching(ends: list[str], modules: list[str]) -> list[str]:
 def _read_config(file: Path) -> JsonObject:
     """Read adapter_config.json and check that every key is supported."""
     if not _FILES.there(file.parent, CONFIG):
-        raise CheckpointError(f"{file}: there is no such file")
+        raise CheckpointError(f"{file}: the file does not exist")
     content = _FILES.json_object(_FILES.inside(file.parent, CONFIG), CONFIG_LIMIT)
 
     def fail(key: str, rule: str) -> None:
-        shown = json.dumps(content.get(key))
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise CheckpointError(f"{file}: {key} is {shown}: {rule}")
+        value = json.dumps(content.get(key))
+        value = value if len(value) <= 80 else value[:77] + "..."
+        raise CheckpointError(f"{file}: {key} is {value}: {rule}")
 
     if content.get("peft_type") != "LORA":
         fail("peft_type", "must be 'LORA'")
     for key in sorted(content.keys() - _READ_KEYS - _IGNORED_KEYS):
-        # A key of a newer version of PEFT changes nothing while it is empty.
+        # An unknown key of a newer PEFT has no effect while it is empty.
         if content[key] not in (None, False, "", [], {}):
             fail(key, "is not supported")
     r, alpha = content.get("r"), content.get("lora_alpha")
@@ -344,7 +349,7 @@ def _read_config(file: Path) -> JsonObject:
 
 
 def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] | None:
-    """Return the modules that the config selects; None if it is a pattern, which is not run."""
+    """Return the modules that the config selects, or None for a pattern, which is not evaluated."""
     targets, without = content.get("target_modules"), content.get("exclude_modules")
     layers = content.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers
@@ -356,12 +361,12 @@ def _targeted(file: Path, content: JsonObject, modules: list[str]) -> set[str] |
         listed = isinstance(items, list) and all(type(item) is kind for item in items)
         if not (items is None or listed or (kind is str and isinstance(items, str))):
             raise CheckpointError(f"{file}: {key}: must be a list of {kind.__name__}")
-    # A pattern of somebody else may take for ever, so it is not run.
+    # An untrusted pattern could run forever, so it is not evaluated.
     if not isinstance(targets, list) or isinstance(without, str):
         return None
     chosen = set(_matching(targets, modules)) - set(_matching(without or [], modules))
     if layers:
-        # PEFT's own rule for the number of a module's layer, which is greedy: the last such number
+        # PEFT's own rule for the layer of a module is greedy: it takes the last such number.
         number = {m: re.match(r".*\.[^.]*\.(\d+)\.", m) for m in chosen}
         chosen = {module for module, n in number.items() if n and int(n[1]) in layers}
     return chosen
@@ -374,16 +379,18 @@ def _read_tensors(
     found: Matrices,
     rank: int,
 ) -> dict[str, Pair]:
-    """Read A and B of each module that has an adapter; names and shapes are checked first."""
+    """Read A and B of each module with an adapter, after checking names and shapes."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError("adapters are read by safetensors: pip install safetensors") from None
+        raise ImportError(
+            "reading adapters requires safetensors: pip install safetensors"
+        ) from None
     file = folder / TENSORS
     if not _FILES.there(folder, TENSORS):
-        rule = "there is no such file"
+        rule = "the file does not exist"
         if (folder / "adapter_model.bin").exists():
-            rule = "is not there; adapter_model.bin is a pickle, which is not read"
+            rule = rule + "; adapter_model.bin is a pickle, which this library never reads"
         raise CheckpointError(f"{file}: {rule}")
     file = _FILES.inside(folder, TENSORS)
     try:
@@ -392,27 +399,27 @@ def _read_tensors(
             adapted = {m for m in modules if keys & {_key(m, "A"), _key(m, "B")}}
             known = {_key(module, x) for module in adapted for x in "AB"}
             for key in sorted(keys - known):
-                raise CheckpointError(f"{file}: {key[:200]}: is the adapter of no known kernel")
+                raise CheckpointError(f"{file}: {key[:200]}: matches no kernel in names")
             for key in sorted(known - keys):
                 raise CheckpointError(f"{file}: {key} is missing")
             if not adapted:
-                raise CheckpointError(f"{file}: has no adapter")
+                raise CheckpointError(f"{file}: contains no adapter")
             for module in sorted(adapted):
                 kernels = modules[module]
                 inputs, outputs = found[kernels[0]][0], sum(found[path][1] for path in kernels)
                 for x, wanted in (("A", [rank, inputs]), ("B", [outputs, rank])):
                     key, part = _key(module, x), tensors.get_slice(_key(module, x))
                     if part.get_shape() != wanted:
-                        rule = f"rank {rank} of these parameters wants {wanted}"
-                        raise CheckpointError(f"{file}: {key} is {part.get_shape()}: {rule}")
+                        rule = f"must be {wanted} for rank {rank} and these parameters"
+                        raise CheckpointError(f"{file}: {key} has shape {part.get_shape()}: {rule}")
                     if part.get_dtype() not in ("F32", "F16", "BF16"):
                         rule = "must be F32, F16 or BF16"
-                        raise CheckpointError(f"{file}: {key} is {part.get_dtype()}: {rule}")
+                        raise CheckpointError(f"{file}: {key} has dtype {part.get_dtype()}: {rule}")
             if targeted is not None and adapted != targeted:
                 module = min(adapted ^ targeted)
                 verb = "has" if module in adapted else "lacks"
-                rule = f"target_modules of {CONFIG} says otherwise"
-                raise CheckpointError(f"{file}: {verb} an adapter of {module}: {rule}")
+                rule = f"this contradicts target_modules of {CONFIG}"
+                raise CheckpointError(f"{file}: {verb} an adapter for {module}: {rule}")
             a, b = (
                 {m: tensors.get_tensor(_key(m, x)).astype(np.float32) for m in adapted}
                 for x in "AB"

@@ -1,14 +1,13 @@
-"""Read and write folders of weights as Hugging Face lays them out; no model is known here.
+"""Folders of weights in Hugging Face's layout: reading and writing, independent of any model.
 
     config.json
     model.safetensors                  or model-00001-of-00003.safetensors, ... and then
     model.safetensors.index.json       the file of every tensor
 
-A folder is not trusted. Sizes are compared before anything is allocated, and names before anything
-is opened. Tensors are read by the `safetensors` package alone, with `pread`: each has memory of its
-own, nothing of the file stays mapped, and a file that is cut short meanwhile is an error, not a
-SIGBUS. There is no fallback to another loader. Changed numbers go unnoticed, since safetensors has
-no checksum.
+Folders are untrusted. Sizes are compared before anything is allocated, and names before anything
+is opened. The `safetensors` package reads tensors with `pread`: each tensor has its own memory, no
+file is mapped, and a file that is truncated during the read raises an error instead of SIGBUS.
+There is no fallback loader. Corrupted values are not detected because safetensors has no checksum.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from transformer_jax.values import value_class
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-"""What PEFT writes instead of CONFIG."""
+"""Written by PEFT instead of CONFIG."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 CONFIG_LIMIT = 2**23
-"""Largest config.json that is read, in bytes, and largest other JSON but the index. It has room for
-the names of 65,000 classes in `id2label` and `label2id`."""
+"""Maximum size in bytes of config.json and of other JSON files except the index. It allows for the
+names of 65,000 classes in `id2label` and `label2id`."""
 HEADER_LIMIT = 10**8
-"""Largest header of a safetensors file, in bytes, as the format says; an index is no longer."""
+"""Maximum size of a safetensors header in bytes, from the format; also the limit for an index."""
 HEADER_VALUES = 2**20
-"""Most values in a header or an index, those of 130,000 tensors and of a million names."""
+"""Maximum number of values in a header (about 130,000 tensors) or an index (a million names)."""
 RANK_LIMIT = 32
-"""Most axes of a tensor."""
+"""Maximum number of axes of a tensor."""
 SHARD_BYTES = 5 * 10**9
-"""Largest file that is written, in bytes: the default of huggingface_hub; that of transformers 5 is
-ten times as large."""
+"""Maximum size in bytes of each file that is written: the default of huggingface_hub, a tenth of
+that of transformers 5."""
 
 _FILES = Untrusted(CheckpointError)
 
@@ -78,29 +77,29 @@ _REPOSITORY = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 @value_class
 class TensorInfo:
-    """Describe one tensor as a file's header does."""
+    """Description of a tensor from the header of a file."""
 
     file: str
     dtype: str
-    """NumPy's or ml_dtypes' name: "float32", "bfloat16"."""
+    """The name in NumPy or ml_dtypes: "float32", "bfloat16"."""
     shape: tuple[int, ...]
 
 
 @value_class
 class WeightFolder:
-    """Hold an opened folder: its config and the headers of its files, but no tensor yet."""
+    """Opened folder: its config and the headers of its files, without any tensor."""
 
     path: Path
     config: JsonObject
     """The object in config.json."""
     tensors: Mapping[str, TensorInfo]
-    """Every tensor by name, in the order of the files and of their bytes."""
+    """All tensors by name, in the order of the files and of the bytes in each file."""
     stamps: Mapping[str, tuple[int, ...]] = field(repr=False)
-    """Each file's identity when the folder was opened; a file that changed since is not read."""
+    """Identity of each file when the folder was opened; reading fails if a file changed since."""
 
     @property
     def where(self) -> str:
-        """The file that says what config.json does, for errors."""
+        """Path of config.json, for errors."""
         return str(self.path / CONFIG)
 
     def read(self, name: str) -> np.ndarray:
@@ -110,25 +109,25 @@ class WeightFolder:
     def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
         """Yield tensors one at a time, file by file, in the order of `names` within each file.
 
-        Only one tensor is in memory if the caller drops each before asking for the next.
+        Only one tensor is in memory if the caller drops each before requesting the next.
         """
         files: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             if name not in self.tensors:
                 raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}")
             files.setdefault(self.tensors[name].file, []).append(name)
-        # chain holds no value that it has passed on, which a generator's variable would
+        # Unlike the variable of a generator, chain keeps no reference to the yielded tensor.
         return itertools.chain.from_iterable(itertools.starmap(self._read, files.items()))
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file of the folder, "1_Pooling/config.json"; None if there is none.
+        """Return the path of a file such as "1_Pooling/config.json", or None if it does not exist.
 
-        CheckpointError if its name or a link would lead out of the folder.
+        CheckpointError if the name or a link leads outside the folder.
         """
         return _FILES.inside(self.path, name) if _FILES.there(self.path, name) else None
 
     def read_json(self, name: str) -> Json:
-        """Read the object or list in another JSON file; return None if there is no such file."""
+        """Read the object or list in another JSON file, or return None if it does not exist."""
         path = self.file(name)
         if path is None:
             return None
@@ -146,7 +145,7 @@ class WeightFolder:
                 yield name, self._tensor(path, reader, name)
 
     def _tensor(self, path: Path, reader: Any, name: str) -> np.ndarray:
-        # A function of its own: a variable of the generator would hold the tensor meanwhile.
+        # A separate function, since a local variable of the generator would keep the tensor alive.
         info = self.tensors[name]
         try:
             array = reader.get_tensor(name)
@@ -154,34 +153,33 @@ class WeightFolder:
             raise CheckpointError(f"{path}: {shown(name)}: {brief(error)}") from None
         if (array.dtype.name, array.shape) != (info.dtype, info.shape):
             found = f"{array.dtype}{list(array.shape)}"
-            rule = f"not {info.dtype}{list(info.shape)}"
-            raise CheckpointError(f"{path}: {shown(name)} is {found}, {rule}")
+            rule = f"must be {info.dtype}{list(info.shape)}"
+            raise CheckpointError(f"{path}: {shown(name)} is {found}: {rule}")
         return array
 
 
 def open_folder(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
-    """Check a folder's config.json and the header of each of its files; no tensor is read.
+    """Check config.json and the header of each file of a folder, without reading any tensor.
 
-    A path that exists is a folder, and is read without a network. Otherwise "NAME" or "ORG/NAME" is
-    a repository at `revision`, which huggingface_hub downloads or finds in its cache; with
-    HF_HUB_OFFLINE=1 it only looks in the cache. A link may lead to another place in the folder or,
-    in the cache, from `models--ORG--NAME/snapshots/REVISION` into `models--ORG--NAME/blobs`.
-    CheckpointError names the file, and the tensor if one is wrong.
+    A path that exists must be a folder, which is read without network access. Otherwise, "NAME" or
+    "ORG/NAME" is a repository at `revision`, downloaded or found in the cache by huggingface_hub
+    (cache only with HF_HUB_OFFLINE=1). Links may lead to other places in the folder and, in the
+    cache, from `models--ORG--NAME/snapshots/REVISION` to `models--ORG--NAME/blobs`.
+    CheckpointError names the file, and the invalid tensor if there is one.
     """
     folder = _located(path_or_id, revision)
-    # A folder of PEFT has no config.json, and the error would be about that.
+    # Otherwise the error would be about the missing config.json, which PEFT does not write.
     if _FILES.there(folder, ADAPTER) and not any(_FILES.there(folder, n) for n in (SINGLE, INDEX)):
         adapter = _FILES.json_object(_FILES.inside(folder, ADAPTER), CONFIG_LIMIT)
         base = adapter.get("base_model_name_or_path")
         base = f", {shown(base)}," if isinstance(base, str) else ""
         rule = f"load its base model{base} and then load_lora(path, params, names)"
-        raise CheckpointError(f"{folder}: is an adapter of PEFT ({ADAPTER}), and no model: {rule}")
+        raise CheckpointError(f"{folder}: is a PEFT adapter ({ADAPTER}), not a model: {rule}")
     path = _FILES.inside(folder, CONFIG)
     config = _FILES.json_object(path, CONFIG_LIMIT)
     listed = _listed(folder)
-    paths = {
-        file: _FILES.inside(folder, file) for file in listed
-    }  # all, before the first is opened
+    # Check all paths before opening the first file.
+    paths = {file: _FILES.inside(folder, file) for file in listed}
     stamps = {file: _stamp(path) for file, path in paths.items()}
     tensors: dict[str, TensorInfo] = {}
     for file, names in listed.items():
@@ -202,21 +200,24 @@ def write_folder(
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     shard_bytes: int = SHARD_BYTES,
-    files: Mapping[str, bytes] | None = None,  # more to write: "tokenizer.json"
+    files: Mapping[str, bytes] | None = None,  # extra files, such as "tokenizer.json"
 ) -> None:
-    """Write a folder that `open_folder` and `transformers` read, whole or not at all.
+    """Write a folder that `open_folder` and `transformers` read, completely or not at all.
 
-    Tensors are collected into files of up to `shard_bytes`, each released once it is written; a
-    larger tensor is a file of its own. Everything is written into `NAME.*.tmp` beside the folder,
-    synced, checked by `open_folder`, and renamed. A folder that holds nothing but what is written
-    anew (config.json, the model's files, the index, `files`) is replaced; whoever has its files
-    open keeps the old ones. A folder with any other file is refused (CheckpointError). A process
-    killed between the two renames of a replacement leaves both folders, whole, as `NAME.*.tmp`.
+    Tensors are grouped into files of up to `shard_bytes`; each file is released once it is written,
+    and a larger tensor has its own file. The files are written to `NAME.*.tmp` next to the folder,
+    synced, checked with `open_folder`, and renamed. An existing folder is replaced if it contains
+    only files of these names (config.json, the model's files, the index, `files`); processes that
+    have its files open keep the old ones. A folder with any other file is refused
+    (CheckpointError). If the process is killed between the two renames of a replacement, both
+    folders remain, complete, as `NAME.*.tmp`.
     """
     final, files = Path(os.path.realpath(path)), dict(files or {})
     for name in files:
         if not is_plain(name) or _is_weight_file(name):
-            raise CheckpointError(f"files: {shown(name)} is no plain file name, or the weights'")
+            raise CheckpointError(
+                f"files: {shown(name)} must be a plain file name that is not used by the weights"
+            )
     _check_replaceable(final, files)
     partial = final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -226,70 +227,74 @@ def write_folder(
         for name, content in files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             _write(partial / name, content)
-        # The name of a file is in its folder, which is synced apart.
+        # A file's name is stored in its directory, which needs its own sync.
         for folder, _, _ in os.walk(partial):
             sync(Path(folder))
-        # What cannot be read is found before the old folder goes.
+        # Detect unreadable output before the old folder is removed.
         open_folder(partial)
         _check_replaceable(final, files)
         _replace(final, partial)
-    except BaseException:  # an interrupt leaves nothing behind either
+    except BaseException:  # also clean up after an interrupt
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _located(path_or_id: str | Path, revision: str | None) -> Path:
     if not isinstance(path_or_id, str | os.PathLike):
-        given = type(path_or_id).__name__
-        raise CheckpointError(f"path_or_id is a {given}: must be a folder or a repository id")
+        kind = type(path_or_id).__name__
+        raise CheckpointError(f"path_or_id is a {kind}: must be a folder or a repository ID")
     path, name = Path(path_or_id), shown(str(path_or_id))
     if os.path.lexists(path_or_id):
         if revision is not None:
-            raise CheckpointError(f"{name} is here: a revision {revision!r} is of a repository")
+            raise CheckpointError(
+                f"{name} is a local path: revision={revision!r} requires a repository ID"
+            )
         if not path.is_dir():
             raise CheckpointError(f"{name} is not a folder")
         return path
     if isinstance(path_or_id, Path):
         raise CheckpointError(f"{name}: there is no such folder")
     if not _REPOSITORY.fullmatch(path_or_id):
-        raise CheckpointError(f"{name}: no such folder, and no repository id NAME or ORG/NAME")
+        raise CheckpointError(
+            f"{name}: must be an existing folder or a repository ID, NAME or ORG/NAME"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        need = "a repository id needs huggingface_hub: pip install huggingface_hub"
+        need = "a repository ID requires huggingface_hub: pip install huggingface_hub"
         raise CheckpointError(f"{name}: no such folder, and {need}") from None
     try:
         found = snapshot_download(path_or_id, revision=revision, allow_patterns=_DOWNLOADED)
-    except Exception as error:  # of any library below it
-        # The reason lies somewhere in the chain: huggingface_hub wraps what httpx has wrapped.
+    except Exception as error:  # underlying libraries raise various types
+        # The cause is somewhere in the chain: huggingface_hub wraps errors that httpx wrapped.
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(cause)
         reason = brief(error)
-        for one in chain:  # the last one counts
+        for one in chain:  # the last match wins
             if isinstance(one, TimeoutError | ConnectionError | socket.gaierror):
                 reason = f"the hub could not be reached ({one.strerror or brief(one)})"
         if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
-            reason = "not in the cache of the hub, and HF_HUB_OFFLINE forbids a download"
+            reason = "it is not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
         raise CheckpointError(f"{name}: no such folder, and {reason}") from error
     return Path(found)
 
 
 def _listed(folder: Path) -> dict[str, set[str] | None]:
-    """Return each file of tensors with the names it must have; None if no index lists them."""
+    """Return each tensor file with the names it must contain, or None if there is no index."""
     if _FILES.there(folder, SINGLE):
         return {SINGLE: None}
     if not _FILES.there(folder, INDEX):
         pickles = any(
             _FILES.there(folder, f"pytorch_model.bin{end}") for end in ("", ".index.json")
         )
-        hint = "; pytorch_model.bin is a pickle, which is never read" if pickles else ""
+        hint = "; pytorch_model.bin is a pickle, which this library never reads" if pickles else ""
         raise CheckpointError(f"{folder}: there is no {SINGLE} and no {INDEX}{hint}")
     path = _FILES.inside(folder, INDEX)
     index = _FILES.json(_FILES.content(path, HEADER_LIMIT), str(path), HEADER_VALUES)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: weight_map must be an object of tensors and their files")
+        raise CheckpointError(f"{path}: weight_map must be an object that maps tensors to files")
     listed: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
         if not (isinstance(file, str) and _PLAIN.fullmatch(file) and file.endswith(".safetensors")):
@@ -299,19 +304,19 @@ def _listed(folder: Path) -> dict[str, set[str] | None]:
         names = listed.setdefault(file, set())
         assert names is not None
         names.add(name)
-    # Where case does not count, two such names are one file.
+    # On a case-insensitive file system, two such names are the same file.
     if len({file.lower() for file in listed}) < len(listed):
         clash = sorted(listed, key=str.lower)
         a, b = next((a, b) for a, b in itertools.pairwise(clash) if a.lower() == b.lower())
-        raise CheckpointError(f"{path}: {shown(a)} and {shown(b)} differ in case only")
+        raise CheckpointError(f"{path}: {shown(a)} and {shown(b)} must differ in more than case")
     return listed
 
 
 def _header(path: Path, file: str) -> dict[str, TensorInfo]:
     """Describe the tensors of a file, in the order of their bytes.
 
-    The header is read here to say which tensor is wrong and to refuse a name that is there twice.
-    Then the library reads it, and both must agree.
+    This function parses the header to identify invalid tensors and reject duplicate names. Then the
+    library parses it again, and both results must agree.
     """
     with _FILES.opened(path) as stream:
         size, start = os.fstat(stream.fileno()).st_size, stream.read(9)
@@ -320,20 +325,20 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
             raise CheckpointError(f"{path}: not a safetensors file")
         if length > size - 8:
             raise CheckpointError(
-                f"{path}: cut short, or not a safetensors file: "
-                f"a header of {length} bytes in a file of {size}"
+                f"{path}: truncated, or not a safetensors file: "
+                f"its header has {length} bytes, but the file has {size}"
             )
         if length > HEADER_LIMIT:
             raise CheckpointError(
-                f"{path}: a header of {length} bytes: at most {HEADER_LIMIT} are read"
+                f"{path}: the header has {length} bytes: must have at most {HEADER_LIMIT}"
             )
         stream.seek(8)
         content = _FILES.json(stream.read(length), f"{path}: header", HEADER_VALUES)
-    assert isinstance(content, dict)  # it begins as one
+    assert isinstance(content, dict)  # the first byte is "{"
     content.pop("__metadata__", None)
     room = size - 8 - length
     found: dict[str, TensorInfo] = {}
-    entry: Any  # whatever the file has: what is not there is an error below
+    entry: Any  # unchecked JSON; missing fields are errors below
     for name, entry in content.items():
         where = f"{path}: {shown(name)}"
         try:
@@ -343,24 +348,31 @@ def _header(path: Path, file: str) -> dict[str, TensorInfo]:
             counts = [*shape, begin, end] if rank <= RANK_LIMIT else []
             whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in counts)
         except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{where}: must have a dtype, a shape and data_offsets") from None
+            raise CheckpointError(
+                f"{where}: must have a dtype, a shape, and data_offsets"
+            ) from None
         if dtype is None:
             rule = f"must be one of {', '.join(_DTYPES)}"
             raise CheckpointError(f"{where}: dtype {shown(code)}: {rule}")
         if rank > RANK_LIMIT or not whole:
-            said = f"shape {shown(shape)}, data_offsets {shown([begin, end])}"
-            raise CheckpointError(f"{where}: {said}: must be at most {RANK_LIMIT} sizes, from 0")
+            values = f"shape {shown(shape)}, data_offsets {shown([begin, end])}"
+            rule = f"must be at most {RANK_LIMIT} integers of at least 0"
+            raise CheckpointError(f"{where}: {values}: {rule}")
         if math.prod(shape) * dtype.itemsize != end - begin:
-            rule = f"does not take the bytes {shown(begin)} to {shown(end)}"
+            rule = f"does not fit the bytes {shown(begin)} to {shown(end)}"
             raise CheckpointError(f"{where}: {dtype.name}{shown(shape)} {rule}")
         if end > room:
-            raise CheckpointError(f"{where}: ends with byte {shown(end)}, the file with {room}")
+            raise CheckpointError(
+                f"{where}: ends at byte {shown(end)}, but the file has {room} bytes of data"
+            )
         found[name] = TensorInfo(file, dtype.name, tuple(shape))
-    del content  # a million names, while the library reads the header again
+    del content  # up to a million names; the library parses the header again
     with _opened(path) as reader:
         names = reader.offset_keys()
     if set(names) != set(found):
-        raise CheckpointError(f"{path}: the header can be read in two ways")
+        raise CheckpointError(
+            f"{path}: the header is ambiguous: safetensors finds other tensors in it"
+        )
     return {name: found[name] for name in names}
 
 
@@ -369,7 +381,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """Open a file with the library's reader."""
     library = _library()
     try:
-        # With mmap a file that is cut short meanwhile would end the process by SIGBUS.
+        # With mmap, a file that is truncated during the read would kill the process by SIGBUS.
         reader = library.safe_open(path, "numpy", backend="pread")
     except (library.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: {brief(error)}") from None
@@ -381,11 +393,11 @@ def _library() -> ModuleType:
     try:
         import safetensors
     except ImportError:
-        need = "the package safetensors: pip install safetensors"
-        raise CheckpointError(f"weights in safetensors need {need}") from None
+        rule = "requires the package safetensors: pip install safetensors"
+        raise CheckpointError(f"reading weights {rule}") from None
     version = safetensors.__version__
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < (0, 8):
-        raise CheckpointError(f"safetensors {version} is installed: must be 0.8 or later")
+        raise CheckpointError(f"safetensors is {version}: must be 0.8 or later")
     return safetensors
 
 
@@ -395,7 +407,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _is_weight_file(name: str) -> bool:
-    """Tell whether a file of that name belongs to the weights."""
+    """Whether a file with that name belongs to the weights."""
     return name in (CONFIG, INDEX) or bool(_WEIGHTS.fullmatch(name))
 
 
@@ -414,11 +426,11 @@ def _check_replaceable(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_bytes: int) -> None:
-    """Write tensors in order into files of up to `shard_bytes`, as huggingface_hub splits them."""
-    shards: list[list[str]] = []  # the names in each
+    """Write tensors in order into files of up to `shard_bytes`, split like huggingface_hub does."""
+    shards: list[list[str]] = []  # the tensor names of each file
     shard: dict[str, np.ndarray] = {}
     seen: set[str] = set()
-    total = held = 0
+    total = size = 0
 
     library = _library()
     from safetensors.numpy import save_file
@@ -430,7 +442,7 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
             save_file(content, path, metadata={"format": "pt"})
         except library.SafetensorError as error:
             raise CheckpointError(f"{path}: cannot be written ({brief(error)})") from None
-        path.chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))  # it had made it 0600
+        path.chmod(stat.S_IMODE((folder / CONFIG).stat().st_mode))  # save_file sets it to 0600
         sync(path)
 
     for name, value in tensors:
@@ -439,15 +451,15 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
         if array.nbytes > shard_bytes:
             flush({name: array})
         else:
-            if held + array.nbytes > shard_bytes:
+            if size + array.nbytes > shard_bytes:
                 flush(shard)
-                shard, held = {}, 0
+                shard, size = {}, 0
             shard[name] = array
-            held += array.nbytes
-        del value, array  # while the next is made
+            size += array.nbytes
+        del value, array  # before the next tensor is computed
     if shard or not shards:
         flush(shard)
-    # The final names say how many files there are, which is known only now.
+    # The final names contain the number of files, which is known only now.
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / SINGLE)
         return
@@ -461,13 +473,17 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Array]], shard_byt
 
 
 def _checked(name: str, value: Array, seen: set[str]) -> np.ndarray:
-    """Return a tensor as it is written: in C order and native bytes, of the same shape."""
+    """Return a tensor in the written form: C order and native bytes, with the same shape."""
     if not isinstance(name, str) or name == "__metadata__" or name in seen:
-        raise CheckpointError(f"tensor {shown(name)}: must be a string, once, not __metadata__")
+        raise CheckpointError(
+            f"tensor {shown(name)}: the name must be a unique string other than __metadata__"
+        )
     seen.add(name)
     array = np.asarray(value)
     if array.dtype.name not in _NAMES:
-        raise CheckpointError(f"tensor {shown(name)}: dtype {array.dtype} cannot be saved")
+        raise CheckpointError(
+            f"tensor {shown(name)}: dtype {array.dtype} is not supported by safetensors"
+        )
     return np.asarray(array, array.dtype.newbyteorder("="), order="C")
 
 
@@ -485,9 +501,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _replace(path: Path, partial: Path) -> None:
-    """Rename `partial` to `path`; the old folder is removed last, or comes back on an error."""
+    """Rename `partial` to `path`; on an error, restore the old folder, which is deleted last."""
     old = partial.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    # A folder cannot be renamed over one that is not empty: there are two renames.
+    # A rename cannot overwrite a folder that is not empty, so two renames are needed.
     replaced = path.exists()
     if replaced:
         path.rename(old)

@@ -1,4 +1,4 @@
-"""Save parameters as a folder of config.json and safetensors that Hugging Face's libraries read."""
+"""Saving of parameters as a folder of config.json and safetensors for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from transformer_jax.untrusted_files import JsonObject, check_path
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TARGET_TOKEN_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
-"""Keys that classes of transformers have defaults for, which a model of other tokens has not."""
+"""Token ids whose defaults in transformers' classes would be wrong for a model of other tokens."""
 
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -54,16 +54,16 @@ TEXT_FILES = (
     "encoder.json", "vocab.bpe", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "generation_config.json",
 )  # fmt: skip
-"""Files that are copied from the folder that `like` names."""
+"""Files that are copied from the folder `like`."""
 
 HEAD_KEYS = (
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
     "sbert_ce_default_activation_function", "sentence_transformers", "_num_labels",
 )  # fmt: skip
-"""Keys that describe the head of a model, and not another head of it."""
+"""Keys that describe the original head, dropped when the head changes."""
 
 Fetch = Callable[[tuple[int, ...]], np.ndarray]
-"""Brings one parameter to the host when it is written, or the part of it with this index."""
+"""Copies one parameter, or its part at this index, to the host when it is written."""
 
 
 @known_keywords
@@ -78,94 +78,96 @@ def save_pretrained(
     keys: JsonObject | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that `transformers` and `load_pretrained` read, whole or not at all.
+    """Write a folder that `transformers` and `load_pretrained` read, completely or not at all.
 
-    A folder that holds nothing but what is written anew is replaced.
+    An existing folder is replaced if it contains only files that are written again.
 
     Args:
         path: the folder.
-        config: of the model.
-        params: of a looped or a scanned stack; written in the dtype they have.
-        family: a `model_type`, such as "llama"; None is the first that can express the config.
-        like: the folder that the model was loaded from, whose family, style of names, other keys of
-            config.json and tokenizer are kept; None keeps nothing.
-        files: more files, content by name.
-        keys: more keys of config.json that change no number, such as "eos_token_id".
-        shard_bytes: files of weights over so many bytes are split; at least 1.
+        config: the config of the model.
+        params: parameters of a looped or a scanned stack; they keep their dtype.
+        family: a `model_type`, such as "llama"; None selects the first that can express the config.
+        like: the folder that the model was loaded from. The new folder keeps its family, tensor
+            naming, unrelated keys of config.json, and tokenizer. None keeps nothing.
+        files: extra files, as a dict of contents by name.
+        keys: extra keys of config.json that do not change the numbers, such as "eos_token_id".
+        shard_bytes: maximum size of a file of weights before it is split; at least 1.
 
     Raises:
-        CheckpointError: if the folder holds any other file, or `files` has a name that cannot be.
+        CheckpointError: if the folder contains any other file, or `files` has an invalid name.
         ConfigError: if the family cannot express a field of the config, or `keys` would change its
             meaning.
-        ValueError: if a parameter does not fit the config, or an argument is not what it must be.
+        ValueError: if a parameter does not fit the config, or an argument is invalid.
     """
     if not isinstance(params, Mapping):
-        given = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
-        rule = "must be parameters: save_pretrained(path, config, params)"
-        raise ValueError(f"params is {given}: {rule}")
+        kind = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+        rule = "must be a tree of parameters: save_pretrained(path, config, params)"
+        raise ValueError(f"params is {kind}: {rule}")
     check_path("path", path)
     check_count("shard_bytes", shard_bytes, 1)
     for name, mapping in dict(files=files, keys=keys).items():
         if not isinstance(mapping, Mapping | None):
-            raise ValueError(f"{name} is a {type(mapping).__name__}: must be a dict by name")
+            raise ValueError(f"{name} is a {type(mapping).__name__}: must be a dict keyed by name")
     for name, data in (files or {}).items():
         if not isinstance(data, bytes):
             raise ValueError(f"files[{name!r}] is a {type(data).__name__}: must be bytes")
     if not isinstance(config, ModelConfig):
-        rule = "must be a ModelConfig, of a transformer"
+        rule = "must be the ModelConfig of a transformer"
         raise ConfigError(f"config is a {type(config).__name__}: {rule}")
     if config.block is not None:
-        rule = "no published family has a block of your own"
-        raise ConfigError(f"block is {config.block!r}: {rule}; a run folder keeps it")
+        rule = "no published family supports custom blocks"
+        raise ConfigError(f"block is {config.block!r}: {rule}; save a run folder instead")
     shapes = parameter_shapes(config)
-    given = flatten_dict(params, sep="/")
-    fetched = _looped(given, shapes)
+    flat = flatten_dict(params, sep="/")
+    fetched = _looped(flat, shapes)
     extra, original = dict(files or {}), None
     if like is not None:
         original = _Original(like, family)
         family = original.family.name
-        # The caller's files replace those of the folder.
+        # The caller's files replace those of the original folder.
         extra = original.text_files() | extra
     chosen = FAMILIES[written_family(config, family)]
     written = write_config(chosen, config)
     more = {n: value for n, value in (keys or {}).items() if written.get(n) is None}
-    if original is None:  # null, or a class would take the ids of the model it is named for
+    if original is None:  # null overrides the ids of transformers' default model
         named = (*TOKEN_IDS, *(TARGET_TOKEN_IDS if config.kind == "encoder-decoder" else ()))
         written = dict.fromkeys(named) | written
         check_tokenizer(chosen.name, extra.get("tokenizer.json"))
         check_tables(chosen.name, config)
     names = table_names(chosen, config)
-    # Read before `like` and `keys` are merged: those may change no number.
+    # Parse before merging `like` and `keys`, which must not change the numbers.
     meant = read_config(written, names, CONFIG)
     tensors = _tensors(chosen, config, fetched, original is not None and original.bare)
     kept: JsonObject = {}
     if original is not None:
         kept, written = original.merged(written)
     for name in other_keys(chosen.name).keys() & kept.keys() & written.keys():
-        written.pop(name)  # which says nothing of the config
+        written.pop(name)  # not part of the config
     name, other = ("torch_dtype", "dtype") if "dtype" not in kept else ("dtype", "torch_dtype")
-    written[name] = np.dtype(given["embed/tokens"].dtype).name
-    kept.pop(other, None)  # one of them, as newer or older files call it
+    written[name] = np.dtype(flat["embed/tokens"].dtype).name
+    kept.pop(other, None)  # newer files use dtype, older ones torch_dtype
     content = {
         key: value
         for key, value in (kept | written | more).items()
         if value is not None or key not in chosen.needed_ids
     }
     if more and read_config(content, names, CONFIG) != meant:
-        raise ConfigError(f"keys have {', '.join(sorted(more))}: the config would mean another one")
+        raise ConfigError(
+            f"keys {', '.join(sorted(more))}: must not change the meaning of the config"
+        )
     write_folder(Path(path), content, tensors, shard_bytes=shard_bytes, files=extra)
 
 
 BPE_OPTIONS = (
     "byte_fallback", "continuing_subword_prefix", "dropout", "end_of_word_suffix", "ignore_merges"
 )  # fmt: skip
-"""Options of the library's BPE that Qwen 2 has not."""
+"""Options of `tokenizers`' BPE that Qwen 2 lacks."""
 
 
 def check_tokenizer(family: str, definition: bytes | None) -> None:
-    """Raise ConfigError if transformers reads other ids than this tokenizer.json says.
+    """Raise ConfigError if transformers would produce other ids than this tokenizer.json.
 
-    AutoTokenizer takes the file as it is, but for a `qwen2`: there it takes the vocabulary alone.
+    AutoTokenizer uses the file unchanged, except for a `qwen2`, where it reads only the vocabulary.
     """
     if family != "qwen2" or definition is None:
         return
@@ -182,42 +184,44 @@ def check_tokenizer(family: str, definition: bytes | None) -> None:
         and not steps[1].get("add_prefix_space")
     )
     if not same:
-        rule = "transformers reads a qwen2 with Qwen 2's way to split texts, and so other ids"
-        remedy = "write it as a llama, with zeros for biases that it lacks, or take Qwen 2's way"
+        rule = "transformers always splits text like Qwen 2 for a qwen2, so the ids would differ"
+        remedy = "save as a llama, with zeros for missing biases, or use Qwen 2's pre-tokenizer"
         raise ConfigError(f"tokenizer.json: {rule}: {remedy}")
 
 
 class _Original:
-    """Hold what a saved folder keeps of the one that its model was loaded from."""
+    """The checkpoint that a model was loaded from, with everything a saved folder keeps of it."""
 
     def __init__(self, path: str | Path, family: str | None) -> None:
         self._folder: WeightFolder = open_weights(path)
         where = self._folder.where
         self.family = family_of(self._folder.config, where)
         if family not in (None, self.family.name):
-            raise ConfigError(f"family is {family!r}: {path} is of {self.family.name!r}")
+            raise ConfigError(
+                f"family is {family!r}: the checkpoint {path} is a {self.family.name!r}"
+            )
         tensors = CheckpointTensors(self._folder, self.family)
         self.bare = tensors.bare
         self._config, self._keys = read_keys(self._folder.config, tensors.names, where)
 
     def text_files(self) -> dict[str, bytes]:
-        """Read the tokenizer's files and the chat templates."""
+        """Read the tokenizer files and the chat templates."""
         names = (*TEXT_FILES, *more_templates(self._folder.path))
         paths = {name: self._folder.file(name) for name in names}
         return {name: path.read_bytes() for name, path in paths.items() if path is not None}
 
     def merged(self, written: JsonObject) -> tuple[JsonObject, JsonObject]:
-        """Return the keys that are kept, and those of the new config.
+        """Return the keys to keep from the original and the keys of the new config.
 
-        A config that did not change keeps the words of the original, of several that mean it.
+        An unchanged config keeps the original's spelling of equivalent keys.
         """
         kept = self._keys.kept()
         before = {"model_type": self.family.name, **self.family.write(self._config)}
-        # Of several spellings that mean one config, the folder keeps its own.
+        # Many spellings express the same config; keep the original's.
         if before == written:
             content = self._folder.config
             return kept, {name: value for name, value in content.items() if name not in kept}
-        # names of a head that the model no longer has do not stay
+        # Drop the class names of a head that the model no longer has.
         if before.get("architectures") != written.get("architectures"):
             kept.pop("architectures", None)
         if any(before.get(key) != written.get(key) for key in ("architectures", "num_labels")):
@@ -226,38 +230,39 @@ class _Original:
         return kept, written
 
 
-def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
-    """Return a way to fetch every parameter of the looped model from a looped or scanned one.
+def _looped(flat: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
+    """Return a function that fetches each parameter of the looped model from `flat`.
 
-    ValueError names a parameter that is missing, unknown, or of another shape or dtype.
+    `flat` may be scanned. ValueError names a parameter that is missing, unknown, or has the wrong
+    shape or dtype.
     """
     found: dict[str, Fetch] = {}
     used = set()
     for path, want in shapes.items():
         name, layer, shape = path, None, want.shape
         scanned = scanned_path(path)
-        if path not in given and scanned is not None and scanned[0] in given:
+        if path not in flat and scanned is not None and scanned[0] in flat:
             name, layer = scanned
-            shape = (given[name].shape[0], *want.shape)
-        if name not in given:
-            raise ValueError(f"params have no {path}")
-        if tuple(given[name].shape) != tuple(shape):
-            rule = f"the config makes it {list(shape)}"
-            raise ValueError(f"params {name} has shape {list(given[name].shape)}: {rule}")
-        if np.dtype(given[name].dtype).name not in DTYPES:
+            shape = (flat[name].shape[0], *want.shape)
+        if name not in flat:
+            raise ValueError(f"params must contain {path}, which is missing")
+        if tuple(flat[name].shape) != tuple(shape):
+            rule = f"the config requires {list(shape)}"
+            raise ValueError(f"params {name} has shape {list(flat[name].shape)}: {rule}")
+        if np.dtype(flat[name].dtype).name not in DTYPES:
             rule = f"must be one of {', '.join(DTYPES)}"
-            raise ValueError(f"params {name} is {given[name].dtype}: {rule}")
+            raise ValueError(f"params {name} is {flat[name].dtype}: {rule}")
         used.add(name)
         index = () if layer is None else (layer,)
 
         def fetch(
-            part: tuple[int, ...], leaf: Array = given[name], layer: tuple[int, ...] = index
+            part: tuple[int, ...], leaf: Array = flat[name], layer: tuple[int, ...] = index
         ) -> np.ndarray:
             whole = (*layer, *part)
             return np.asarray(leaf[whole] if whole else leaf)
 
         found[path] = fetch
-    if unknown := sorted(set(given) - used):
+    if unknown := sorted(set(flat) - used):
         raise ValueError(f"params {unknown[0]}: the config has no such parameter")
     return found
 
@@ -265,15 +270,15 @@ def _looped(given: Mapping[str, Array], shapes: Shapes) -> dict[str, Fetch]:
 def _tensors(
     family: Family, config: ModelConfig, params: Mapping[str, Fetch], bare: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of the file under their names, one at a time."""
-    held: dict[str, list[TensorMapping]] = {}
+    """Yield the tensors of the file with their names, one at a time."""
+    by_tensor: dict[str, list[TensorMapping]] = {}
     for mapping in family.table(config):
-        held.setdefault(mapping.tensor, []).append(mapping)
-    for name, mappings in held.items():
+        by_tensor.setdefault(mapping.tensor, []).append(mapping)
+    for name, mappings in by_tensor.items():
         pieces = []
         for mapping in mappings:
             path, part = whole_path(mapping.param, scanned=False)
             pieces.append(mapping.layout.write(params[path](part)))
         whole = joined([mapping.layout for mapping in mappings], pieces)
-        # A file of a model without its head has names without the prefix, and stays so.
+        # A checkpoint without a head lacks the prefix, and keeps it that way.
         yield name.removeprefix(family.prefix) if bare else name, whole

@@ -1,14 +1,14 @@
-"""Encode texts as vectors with a sentence encoder (Reimers & Gurevych 2019).
+"""Sentence encoders, which map texts to vectors (Reimers & Gurevych 2019).
 
-A folder of sentence-transformers holds
+A folder of sentence-transformers contains
 
-    modules.json                the parts: Transformer, Pooling and perhaps Normalize
-    config.json, model*         the encoder, or a decoder, as Qwen 3's models of vectors are
-    sentence_*_config.json      how many tokens are read, and whether in lower case
-    1_Pooling/config.json       how the tokens' vectors become one
-    config_sentence_transformers.json    prompts to put before texts
+    modules.json                the modules: Transformer, Pooling, and optionally Normalize
+    config.json, model*         the encoder, or a decoder as in Qwen3-Embedding
+    sentence_*_config.json      the maximum length, and whether to lowercase the text
+    1_Pooling/config.json       how to pool the vectors of the tokens
+    config_sentence_transformers.json    prompts to prepend to texts
 
-Other parts, which sentence-transformers also has, are refused by name.
+Other modules of sentence-transformers are rejected by name.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from transformer_jax.values import value_class
 
 Pooling = Literal["mean", "cls", "max", "last"]
 _POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-"""Kinds of pooling by the names that sentence-transformers has for them."""
+"""Kinds of pooling by their names in sentence-transformers."""
 _CONFIG_NAMES = (
     "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
 )  # fmt: skip
-"""NAME of sentence_NAME_config.json, in the order in which sentence-transformers looks for it."""
+"""NAME of sentence_NAME_config.json, in the search order of sentence-transformers."""
 
 
 class TextTokenizer(Protocol):
-    """Turn a text into ids."""
+    """Tokenizer that converts a string to ids."""
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:  # i32[n]
-        """Return ids with the special tokens that the model was trained with, or without."""
+        """Return the ids, with or without the special tokens that the model was trained with."""
 
 
 def pool_sentences(
@@ -65,16 +65,16 @@ def pool_sentences(
 
     Args:
         hidden: [B, T, D], h.
-        valid: bool[B, T]; tokens that are not valid change nothing, even if they are NaN.
-        pooling: "mean", "cls", "max" or "last".
+        valid: bool[B, T]; tokens that are not valid have no effect, even if they are NaN.
+        pooling: "mean", "cls", "max", or "last".
         normalise: divide s by max(|s|, 1e-12).
 
     Returns:
-        f32[B, D], 0 in a row without valid tokens.
+        f32[B, D], 0 in rows without valid tokens.
 
     Raises:
-        ConfigError: if the pooling is another.
-        ValueError: if shapes do not fit.
+        ConfigError: if `pooling` is unknown.
+        ValueError: if the shapes do not match.
     """
     if pooling not in get_args(Pooling):
         known = ", ".join(map(repr, get_args(Pooling)))
@@ -98,7 +98,7 @@ def pool_sentences(
             seen = jnp.where(valid[:, :, None], kept, -jnp.inf)
             pooled = jnp.where(jnp.isnan(kept).any(axis=1), jnp.nan, largest(seen, axis=1))
             pooled = jnp.where(some, pooled, 0.0)
-    if normalise:  # a root has no gradient at 0
+    if normalise:  # the square root has no finite gradient at 0
         square = (pooled * pooled).sum(axis=1, keepdims=True)
         length = jnp.sqrt(jnp.where(square > 0, square, 1.0))
         pooled = pooled / jnp.maximum(length, 1e-12)
@@ -107,18 +107,18 @@ def pool_sentences(
 
 @value_class(eq=False)
 class SentenceEncoder:
-    """Hold an encoder or a decoder, its parameters, and how its tokens become one vector.
+    """Encoder or decoder with its parameters and the pooling of its tokens into one vector.
 
     Attributes:
-        config: of the model.
-        params: its parameters.
-        pooling: "mean", "cls", "max" or "last".
-        normalise: whether vectors have length 1.
-        max_len: the most tokens of a text that are read, special ones included.
-        lower_case: whether texts are read in lower case.
-        prompts: what to put before texts, by its use: "query", "document".
-        prompt: what is put before each text where no other is given.
-        keeps_end: whether a text that is too long loses its beginning instead of its end.
+        config: the config of the model.
+        params: the parameters of the model.
+        pooling: "mean", "cls", "max", or "last".
+        normalise: whether vectors are scaled to length 1.
+        max_len: the maximum length of a text in tokens, including special tokens.
+        lower_case: whether texts are lowercased.
+        prompts: prompts to prepend to texts, by purpose: "query", "document".
+        prompt: the default prompt.
+        keeps_end: whether an overlong text loses its beginning instead of its end.
     """
 
     config: ModelConfig
@@ -136,11 +136,11 @@ class SentenceEncoder:
         tokens: jax.Array | np.ndarray,  # i32[B, T]
         positions: jax.Array | np.ndarray | None = None,  # i32[B, T]
     ) -> jax.Array:  # f32[B, D]
-        """Return a vector for each row; each new shape is compiled once.
+        """Return a vector for each row. Compiles once per new shape.
 
         Args:
-            tokens: i32[B, T], special ones included.
-            positions: i32[B, T], negative is padding; None is arange(T).
+            tokens: i32[B, T], including special tokens.
+            positions: i32[B, T], negative for padding; None is arange(T).
         """
         check_tokens(tokens, self.config.vocab_size)
         return _encode(self.config, self.params, tokens, positions, self.pooling, self.normalise)
@@ -153,23 +153,23 @@ class SentenceEncoder:
         batch_size: int = 32,
         prompt: str | None = None,
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each text, cut to `max_len` tokens.
+        """Return a vector for each text, truncated to `max_len` tokens.
 
-        Texts of similar length share a batch, and the sizes of batches are powers of two, so that
-        few programs are compiled.
+        Texts of similar length share a batch, and batch sizes are powers of two, so that few
+        programs are compiled.
 
         Args:
-            texts: n of them.
-            tokenizer: with `encode(text, special_tokens=...)`, as `load_tokenizer_folder` gives.
-            batch_size: the most texts of a batch, at least 1.
-            prompt: text to put before each, such as `prompts["query"]`; None is the encoder's.
+            texts: a list of n strings.
+            tokenizer: has `encode(text, special_tokens=...)`, as from `load_tokenizer_folder`.
+            batch_size: the maximum number of texts in a batch, at least 1.
+            prompt: prefix of each text, such as `prompts["query"]`; None is the default prompt.
 
         Raises:
-            ValueError: if `texts` is one text, or the tokenizer's special tokens do not stand
-                around it.
+            ValueError: if `texts` is a single string, or the tokenizer's special tokens do not
+                surround the text.
         """
         if isinstance(texts, str):
-            raise ValueError("texts are one text: must be a list of them")
+            raise ValueError("texts is a string: must be a list of strings")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: must be at least 1")
         before = self.prompt if prompt is None else prompt
@@ -180,18 +180,18 @@ class SentenceEncoder:
     def encode_ids(
         self, ids: Sequence[np.ndarray], *, batch_size: int = 32
     ) -> np.ndarray:  # f32[n, D]
-        """Return a vector for each list of ids, as `encode_texts` does for texts.
+        """Return a vector for each list of ids, like `encode_texts` for texts.
 
         Args:
-            ids: integer arrays of 1 to `max_len` ids, special tokens included.
-            batch_size: rows that are computed at once, at least 1.
+            ids: integer arrays of 1 to `max_len` ids, including special tokens.
+            batch_size: the maximum number of rows in a batch, at least 1.
         """
-        # Neighbours have similar lengths, so that little of a batch is padding.
+        # Sorting by length keeps the padding of each batch small.
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.config.d_model), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            # Powers of two: few shapes, of which each is a program.
+            # Powers of two limit the number of shapes, each of which compiles a program.
             length = min(_power(max(len(ids[i]) for i in rows), 16), self.max_len)
             shape = min(_power(len(rows)), batch_size), length
             tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
@@ -202,22 +202,21 @@ class SentenceEncoder:
         return out
 
     def _ids(self, text: str, tokenizer: TextTokenizer) -> np.ndarray:  # i32[n]
-        """Return the ids of a text; a long one is cut but keeps the special tokens."""
+        """Return the ids of a text; an overlong one is truncated but keeps the special tokens."""
         text = text.lower() if self.lower_case else text
         whole = np.asarray(tokenizer.encode(text, special_tokens=True), np.int32)
         if len(whole) <= self.max_len:
             return whole
         plain = np.asarray(tokenizer.encode(text, special_tokens=False), np.int32)
         room = self.max_len - (len(whole) - len(plain))
-        # The text without special tokens is looked for in the one with them: what is around it
-        # stays.
+        # Find the text without special tokens inside the one with them, and keep what surrounds it.
         for front in range(len(whole) - len(plain) + 1):
             after = front + len(plain)
             if room >= 0 and np.array_equal(whole[front:after], plain):
                 kept = plain[len(plain) - room :] if self.keeps_end else plain[:room]
                 return np.concatenate([whole[:front], kept, whole[after:]])
-        rule = "its special tokens must stand around the text, and leave room for it"
-        raise ValueError(f"tokenizer cannot cut a text to max_len {self.max_len}: {rule}")
+        rule = "its special tokens must surround the text and leave room for it"
+        raise ValueError(f"tokenizer cannot truncate a text to max_len {self.max_len}: {rule}")
 
 
 @program(static=("config", "pooling", "normalise"))
@@ -233,7 +232,7 @@ def _encode(
     hidden: PyTree
     if config.kind == "encoder":
         hidden = apply(method="encode")
-    else:  # what the logits are computed of: they are asked for nowhere, and left out
+    else:  # the input of the output matrix; XLA removes the unused logits
         place = "final_norm"
         if place not in places(config):
             place = f"block_{config.num_layers - 1}/residual"
@@ -251,16 +250,16 @@ def _power(number: int, least: int = 1) -> int:
 def load_sentence_encoder(
     path_or_id: str | Path, *, dtype: DType | None = None, revision: str | None = None
 ) -> SentenceEncoder:
-    """Load what makes vectors of texts, of a folder or repository of sentence-transformers.
+    """Load a sentence encoder from a folder or repository of sentence-transformers.
 
     Args:
-        path_or_id: a folder, or a repository of the Hugging Face hub, "ORG/NAME".
-        dtype: "float32", "bfloat16" or "float16"; None is the file's.
-        revision: of the repository, a branch, tag or commit; None is its default.
+        path_or_id: a folder, or a repository ID of the Hugging Face Hub, "ORG/NAME".
+        dtype: "float32", "bfloat16", or "float16"; None keeps the dtype of the file.
+        revision: branch, tag, or commit of the repository; None is its default branch.
 
     Raises:
-        ConfigError: if the folder has what is not supported, as a pooling by weights, or a part
-            after it that is not Normalize.
+        ConfigError: if the folder requires an unsupported feature, such as weighted pooling or a
+            final module other than Normalize.
         CheckpointError: if a file cannot be read.
     """
     folder = open_folder(path_or_id, revision=revision)
@@ -281,7 +280,7 @@ def load_sentence_encoder(
         on = [keys.choice("pooling_mode", _POOLINGS)]
     if len(on) != 1:
         known = ", ".join(map(repr, get_args(Pooling)))
-        raise ConfigError(f"{keys.where}: pooling is {on}: must be one of {known}")
+        raise ConfigError(f"{keys.where}: pooling is {on}: must be exactly one of {known}")
     keys.check_all_read()
     prompts, prompt = _prompts(folder)
     config, params = load_hidden(folder.path, dtype=dtype)
@@ -289,16 +288,16 @@ def load_sentence_encoder(
         rule = "is an encoder-decoder: must be an encoder or a decoder"
         raise ConfigError(f"{folder.path / 'config.json'}: {rule}")
     max_len, lower_case = _limits(folder, config)
-    said = _object(folder, "tokenizer_config.json")
+    settings = _object(folder, "tokenizer_config.json")
     sides = {"right": False, "left": True}
-    keeps_end = said is not None and said.choice("truncation_side", sides, "right")
+    keeps_end = settings is not None and settings.choice("truncation_side", sides, "right")
     return SentenceEncoder(
         config, params, on[0], normalise, max_len, lower_case, prompts, prompt, keeps_end
     )
 
 
 def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
-    """Read a JSON file of the folder; return None if there is none."""
+    """Read a JSON file of the folder; return None if it does not exist."""
     content = folder.read_json(name)
     if content is None:
         return None
@@ -308,10 +307,12 @@ def _object(folder: WeightFolder, name: str) -> ConfigKeys | None:
 
 
 def _parts(folder: WeightFolder) -> tuple[str, bool]:
-    """Return the folder that describes the pooling, and whether vectors get unit length."""
+    """Return the folder of the pooling's config, and whether vectors are normalised."""
     where, parts = folder.path / "modules.json", folder.read_json("modules.json")
     if parts is None:
-        raise CheckpointError(f"{folder.path}: there is no modules.json: no encoder of sentences")
+        raise CheckpointError(
+            f"{folder.path}: modules.json is missing, so this is not a sentence encoder"
+        )
     objects = [x for x in parts if isinstance(x, dict)] if isinstance(parts, list) else []
     if not isinstance(parts, list) or len(objects) < len(parts):
         raise CheckpointError(f"{where}: must be a list of objects")
@@ -321,47 +322,49 @@ def _parts(folder: WeightFolder) -> tuple[str, bool]:
         kind = keys.take("type")
         library = isinstance(kind, str) and kind.startswith("sentence_transformers.")
         if not library or kind.rpartition(".")[2] != name:
-            keys.fail("type", kind, f"must be sentence_transformers' {name}")
+            keys.fail("type", kind, f"must be {name} of sentence_transformers")
     if not 2 <= len(found) <= 3:
         kinds = [keys.take("type") for keys in found]
         raise ConfigError(f"{where}: parts are {kinds}: must be {', '.join(known)}")
-    # The transformer's own files lie in the folder itself, where `load_hidden` reads them.
+    # The transformer's files are in the root folder, where `load_hidden` reads them.
     found[0].require("path", "")
     normalise = len(found) == 3
     if normalise:
         path = _path(found[2])
-        said = _object(folder, f"{path}/config.json")
-        if said is not None:
-            said.require("module_input_name", "sentence_embedding")
-            said.require("module_output_name", "sentence_embedding")
-            said.check_all_read()
+        settings = _object(folder, f"{path}/config.json")
+        if settings is not None:
+            settings.require("module_input_name", "sentence_embedding")
+            settings.require("module_output_name", "sentence_embedding")
+            settings.check_all_read()
     return _path(found[1]), normalise
 
 
 def _path(keys: ConfigKeys) -> str:
     path = keys.take("path")
-    return path if isinstance(path, str) else keys.fail("path", path, "must be a folder's name")
+    return (
+        path if isinstance(path, str) else keys.fail("path", path, "must be the name of a folder")
+    )
 
 
 def _prompts(folder: WeightFolder) -> tuple[dict[str, str], str]:
-    """Return the prompts by name, and the one that is put before every text."""
+    """Return the prompts by name, and the default prompt."""
     keys = _object(folder, "config_sentence_transformers.json")
     if keys is None:
         return {}, ""
     keys.require("model_type", "SentenceTransformer")
     if (width := keys.take("truncate_dim", None)) is not None:
-        keys.fail("truncate_dim", width, "must be null: cut the vectors after they are made")
-    said = keys.take("prompts", None)
-    prompts = said if isinstance(said, dict) else {}
-    if said not in (None, prompts) or not all(type(text) is str for text in prompts.values()):
-        keys.fail("prompts", said, "must be an object of texts")
+        keys.fail("truncate_dim", width, "must be null: truncate the vectors yourself")
+    value = keys.take("prompts", None)
+    prompts = value if isinstance(value, dict) else {}
+    if value not in (None, prompts) or not all(type(text) is str for text in prompts.values()):
+        keys.fail("prompts", value, "must be an object whose values are strings")
     if keys.take("default_prompt_name", None) is None:
         return prompts, ""
     return prompts, keys.choice("default_prompt_name", prompts)
 
 
 def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
-    """Return how many tokens of a text are read, and whether in lower case."""
+    """Return the maximum length in tokens, and whether to lowercase the text."""
     longest, lower = None, False
     for name in _CONFIG_NAMES:
         keys = _object(folder, f"sentence_{name}_config.json")
@@ -369,24 +372,28 @@ def _limits(folder: WeightFolder, config: ModelConfig) -> tuple[int, bool]:
             continue
         longest, lower = keys.integer("max_seq_length", None), keys.flag("do_lower_case", False)
         if longest is not None and longest > config.max_len:
-            keys.fail("max_seq_length", longest, f"the encoder reads at most {config.max_len}")
+            keys.fail(
+                "max_seq_length",
+                longest,
+                f"must be at most the encoder's maximum length, {config.max_len}",
+            )
         keys.require("transformer_task", "feature-extraction")
         keys.require("module_output_name", "token_embeddings")
         text = {"method": "forward", "method_output_name": "last_hidden_state"}
-        said = keys.take("modality_config", {"text": text})  # others are not of texts
-        if not isinstance(said, dict) or said.get("text") != text:
-            keys.fail("modality_config", said, f"text must be {text}")
+        modality = keys.take("modality_config", {"text": text})  # other modalities are irrelevant
+        if not isinstance(modality, dict) or modality.get("text") != text:
+            keys.fail("modality_config", modality, f"text must be {text}")
         for empty in ("model_args", "tokenizer_args", "config_args"):
             keys.require(empty, {})
         keys.check_all_read()
         break
-    if longest is None:  # newer folders say it here
-        said = _object(folder, "tokenizer_config.json")
+    if longest is None:  # newer folders store it in tokenizer_config.json
+        settings = _object(folder, "tokenizer_config.json")
         longest = config.max_len
-        if said is not None:
-            limit = said.take("model_max_length", longest)  # 10^30 where there is none
+        if settings is not None:
+            limit = settings.take("model_max_length", longest)  # 10^30 means no limit
             if type(limit) not in (int, float) or limit < longest:
-                longest = said.integer("model_max_length", longest)
+                longest = settings.integer("model_max_length", longest)
     if longest < 1:
         raise ConfigError(f"{folder.path}: model_max_length is {longest}: must be positive")
     return longest, lower

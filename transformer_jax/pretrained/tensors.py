@@ -1,7 +1,7 @@
-"""Find the tensors of a published checkpoint under the names of its family's table.
+"""Lookup of the tensors of a published checkpoint by the names of its family's table.
 
-Names of old files and of models that were saved without their head are translated, and names,
-shapes and dtypes are compared with the config before any tensor is read.
+Names from old files and from models saved without their head are translated. Names, shapes, and
+dtypes are compared with the config before any tensor is read.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from transformer_jax.config import ConfigError, DType, Learned, ModelConfig, Rop
 from transformer_jax.models.factory import init_params
 from transformer_jax.pretrained.config_json import written_family
 from transformer_jax.pretrained.families import FAMILIES, Family, TensorMapping
-from transformer_jax.pretrained.peft import InTurn
+from transformer_jax.pretrained.peft import InterleavedKernels
 from transformer_jax.pretrained.safetensors_folder import CheckpointError, WeightFolder
 from transformer_jax.pytree import cast, check_range
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
-"""Path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
+"""Maps the path of a parameter, "decoder/block_0/attention/query/kernel", to its shape."""
 
 DTYPES: tuple[DType, ...] = get_args(DType)
-"""Dtypes that parameters may have."""
+"""Dtypes that parameters can have."""
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every parameter of a looped model by its path; nothing is allocated.
 
-    One block of each stack is traced, since all blocks of a stack are alike, but for a norm that
-    the first may lack.
+    Traces one block per stack. All blocks of a stack have the same parameters, except that the
+    first may lack a norm.
     """
-    # A model of one layer has no room for patterns of layers, which change no shape.
+    # Remove patterns over layers, which do not fit a model of one layer and change no shape.
     positions = config.positions
     if isinstance(positions, Rope):
         positions = dataclasses.replace(positions, window_base=None, pattern=None)
@@ -59,11 +59,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return found
 
 
-def in_files(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of parameters as a family's table lists their paths.
+def table_shapes(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of parameters under the paths of a family's table.
 
-    "decoder/block_0/feed_forward/up/kernel" of [E, D, F] gives E paths that end with "kernel/0",
-    "kernel/1", ... where those are listed.
+    "decoder/block_0/feed_forward/up/kernel" of [E, D, F] becomes E paths that end with "kernel/0",
+    "kernel/1", ... if `listed` contains those.
     """
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, shape in shapes.items():
@@ -76,10 +76,10 @@ def in_files(shapes: Shapes, listed: Collection[str]) -> dict[str, jax.ShapeDtyp
 
 
 def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
-    """Return the parameter that holds what a path of `in_files` names, and where in it.
+    """Return the parameter that contains a path of `table_shapes`, and the index in it.
 
-    A scanned stack's leads with the layers, experts come next: "decoder/block_3/.../up/kernel/5"
-    gives ("decoder/blocks/.../up/kernel", (3, 5)).
+    In a scanned stack the layer is the first index, followed by the expert:
+    "decoder/block_3/.../up/kernel/5" becomes ("decoder/blocks/.../up/kernel", (3, 5)).
     """
     index: tuple[int, ...] = ()
     name, _, last = path.rpartition("/")
@@ -93,19 +93,19 @@ def whole_path(path: str, *, scanned: bool) -> tuple[str, tuple[int, ...]]:
 def tensor_names(
     config: ModelConfig, family: str | None = None, *, bare: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Return the name of every tensor of a published checkpoint, and the parameters it holds.
+    """Return the parameters that each tensor of a published checkpoint contains, by its name.
 
-    A tensor that holds several parameters side by side lists their paths in that order, as
-    `save_lora` and `load_lora` read it; `peft.InTurn` also says that their rows take turns.
+    If a tensor contains several parameters, their paths are in the order of its rows, as required
+    by `save_lora` and `load_lora`; `peft.InterleavedKernels` marks rows that are interleaved.
 
     Args:
-        config: of the model.
-        family: a `model_type`; None is the first that can express the config.
-        bare: names of a model without its head, a `BertModel` or `LlamaModel`: "encoder.layer.0..."
-            instead of "bert.encoder.layer.0...".
+        config: the config of the model.
+        family: a `model_type`; None selects the first that can express the config.
+        bare: use the names of a model without its head, such as `BertModel` or `LlamaModel`:
+            "encoder.layer.0..." instead of "bert.encoder.layer.0...".
     """
     chosen = FAMILIES[written_family(config, family)]
-    names: dict[str, InTurn] = {}
+    names: dict[str, InterleavedKernels] = {}
     for mapping in chosen.table(config):
         name = mapping.tensor
         if bare and _matches(name, chosen.head_tensors):
@@ -113,12 +113,12 @@ def tensor_names(
         name = name.removeprefix(chosen.prefix) if bare else name
         runs = 1 if mapping.layout.rows is None else mapping.layout.rows.groups
         renamed_by = chosen.name if chosen.renames_modules else ""
-        names[name] = InTurn((*names.get(name, ()), mapping.param), runs, renamed_by)
+        names[name] = InterleavedKernels((*names.get(name, ()), mapping.param), runs, renamed_by)
     return dict(names)
 
 
 def scanned_path(path: str) -> tuple[str, int] | None:
-    """Return the path in a scanned stack, and the layer, of a parameter of a looped block.
+    """Return the path in a scanned stack and the layer, for a parameter of a looped block.
 
     "decoder/block_3/norm/scale" gives ("decoder/blocks/norm/scale", 3); a parameter outside the
     stacks gives None.
@@ -129,26 +129,26 @@ def scanned_path(path: str) -> tuple[str, int] | None:
 
 
 class CheckpointTensors:
-    """Look up the tensors of an opened folder by the names of a family's table.
+    """Tensors of an opened folder, addressed by the names of a family's table.
 
-    CheckpointError names the file and the tensor that is missing, unknown, or of another shape or
-    dtype than the config makes it.
+    CheckpointError names the file and the tensor that is missing or unknown, or whose shape or
+    dtype does not match the config.
     """
 
     def __init__(self, folder: WeightFolder, family: Family) -> None:
-        """Translate the names of old files and of models without their head."""
+        """Translate names from old files and from models without their head."""
         self._folder, self._family = folder, family
-        self._in_file: dict[str, str] = {}  # name in the table to the name in the file
+        self._in_file: dict[str, str] = {}  # maps names in the table to names in the file
         for name in folder.tensors:
             today = name
             for old, new in family.old_suffixes.items():
                 today = today.removesuffix(old) + new if today.endswith(old) else today
             if today in self._in_file:
                 raise CheckpointError(
-                    f"{self._where(name)}: is there twice, as {name!r} and {today!r}"
+                    f"{self._where(name)}: appears twice, as {name!r} and {today!r}"
                 )
             self._in_file[today] = name
-        # AutoModel saves a model without its head, and then no name has the prefix.
+        # AutoModel saves models without their head, and then no name has the prefix.
         self.bare = bool(family.prefix) and not any(
             name.startswith(family.prefix) for name in self._in_file
         )
@@ -159,38 +159,38 @@ class CheckpointTensors:
                 for name, actual in self._in_file.items()
             }
         if not self._in_file:
-            raise CheckpointError(f"{folder.path}: its files hold no tensor")
+            raise CheckpointError(f"{folder.path}: its files contain no tensor")
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all tensors, as the table has them."""
+        """The names of all tensors, as in the table."""
         return frozenset(self._in_file)
 
     def dtype(self, config: ModelConfig) -> DType:
-        """Return the dtype of the embeddings of tokens, which is the checkpoint's."""
+        """Return the dtype of the token embeddings, which counts as that of the checkpoint."""
         for mapping in self._table(config):
             if mapping.param == "embed/tokens" and mapping.tensor in self._in_file:
                 return self._float_dtype(self._in_file[mapping.tensor])
-        raise CheckpointError(f"{self._folder.path}: there are no embeddings of tokens")
+        raise CheckpointError(f"{self._folder.path}: the token embeddings are missing")
 
     def without_output(self, config: ModelConfig) -> bool:
-        """Return whether the files are of a model without its head, and have no output matrix."""
+        """Whether the model was saved without its head and its files lack an output matrix."""
         outputs = [m.tensor for m in self._table(config) if m.param == "embed/output"]
         return self.bare and not any(name in self._in_file for name in outputs)
 
     def check_size(self, config: ModelConfig) -> None:
-        """Refuse sizes that these files cannot have, before anything is traced or allocated."""
+        """Reject sizes that are impossible for these files, before tracing or allocating."""
         depth = config.num_layers + (
             config.decoder_layers if config.kind == "encoder-decoder" else 0
         )
         tensors, where = len(self._folder.tensors), self._folder.where
         if depth > tensors:
-            raise ConfigError(f"{where}: {depth} layers, and the files have {tensors} tensors")
+            raise ConfigError(f"{where}: {depth} layers, but the files have only {tensors} tensors")
         experts = 0 if config.experts is None else config.experts.count
         if depth * experts > tensors and not self._family.joined_experts:
-            rule = f"and the files have {tensors} tensors"
+            rule = f"but the files have only {tensors} tensors"
             raise ConfigError(f"{where}: {experts} experts in {depth} layers, {rule}")
-        # In Python's integers, since the product of a hostile shape may overflow.
+        # Python integers, because the product of an untrusted shape may overflow.
         elements = sum(int(np.prod(t.shape, dtype=object)) for t in self._folder.tensors.values())
         for name, size in (
             ("vocab_size", config.vocab_size),
@@ -205,10 +205,10 @@ class CheckpointTensors:
             ("num_heads * head_dim", config.num_heads * config.key_dim),
         ):
             if size > elements:
-                said = [key for key, value in self._folder.config.items() if value == size]
+                keys = [key for key, value in self._folder.config.items() if value == size]
                 raise ConfigError(
-                    f"{where}: {said[0] if said else name} is {size}, "
-                    f"and the files have {elements} numbers"
+                    f"{where}: {keys[0] if keys else name} is {size}, "
+                    f"but the files have only {elements} numbers"
                 )
         family, table = self._family, self._table(config)
         for mapping in table:
@@ -216,8 +216,8 @@ class CheckpointTensors:
                 missing = f"{self._folder.path}: tensor {mapping.tensor} is missing"
                 if mapping.param == "embed/output" and self.bare:
                     missing += (
-                        ": tie_word_embeddings is false, so logits need it. The files hold a model "
-                        "without its head, as AutoModel saves it: save the one with a head, a "
+                        ": tie_word_embeddings is false, so logits need it. The model was saved "
+                        "without its head, as by AutoModel: save it with its head, as a "
                         "...ForCausalLM"
                     )
                 raise CheckpointError(missing)
@@ -226,14 +226,14 @@ class CheckpointTensors:
             if name in family.computed_tensors or copies.get(name) in self._in_file:
                 continue
             if not _matches(name, family.ignored_tensors):
-                rule = f"a {family.name} of this config.json has no such tensor"
+                rule = f"a {family.name} with this config.json has no such tensor"
                 raise CheckpointError(f"{self._where(self._in_file[name])}: {rule}")
 
     def mappings(self, config: ModelConfig, shapes: Shapes) -> list[TensorMapping]:
-        """Return the family's table after comparing it with the parameters and the files."""
+        """Return the family's table, after checking it against the parameters and the files."""
         table = self._table(config)
         params = [mapping.param for mapping in table]
-        shapes = in_files(shapes, set(params))
+        shapes = table_shapes(shapes, set(params))
         if sorted(params) != sorted(shapes):
             raise AssertionError(f"{self._family.name}: {set(params) ^ set(shapes)} not in both")
         for mapping in table:
@@ -243,7 +243,7 @@ class CheckpointTensors:
             if tuple(found) != want:
                 raise CheckpointError(
                     f"{self._where(actual)} has shape {list(found)}: "
-                    f"config.json makes it {list(want)}"
+                    f"config.json requires {list(want)}"
                 )
             self._float_dtype(actual)
         for name in sorted(self.names - {mapping.tensor for mapping in table}):
@@ -252,29 +252,33 @@ class CheckpointTensors:
                 one, two = self._folder.read(actual), self._folder.read(self._in_file[first])
                 same = (one.dtype, one.shape) == (two.dtype, two.shape)
                 if not same or one.tobytes() != two.tobytes():
-                    rule = f"differs from {first}, to which config.json ties it"
+                    rule = f"must equal {first}, to which config.json ties it"
                     raise CheckpointError(f"{self._where(actual)} {rule}")
-            elif name in self._family.computed_tensors:  # compared to the precision of its dtype
+            elif (
+                name in self._family.computed_tensors
+            ):  # compared within the precision of its dtype
                 tolerance = 1e-5 if self._float_dtype(actual) == "float32" else 5e-3
                 shape = tuple(self._folder.tensors[actual].shape)
-                made = self._family.computed_tensors[name](config, shape)
-                if made is not None:
-                    held = self._folder.read(actual).astype(np.float64)
-                if made is None or not np.abs(held - made).max() <= tolerance:
-                    raise CheckpointError(f"{self._where(actual)} is not what config.json makes it")
+                expected = self._family.computed_tensors[name](config, shape)
+                if expected is not None:
+                    stored = self._folder.read(actual).astype(np.float64)
+                if expected is None or not np.abs(stored - expected).max() <= tolerance:
+                    raise CheckpointError(
+                        f"{self._where(actual)} differs from the values that config.json determines"
+                    )
         return table
 
     def parameters(
         self,
         mappings: list[TensorMapping],
-        shapes: Shapes,  # as `in_files` gives them
+        shapes: Shapes,  # as returned by `table_shapes`
         dtype: DType | None,
         computes_in: DType,
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield every parameter with its path, in the order of the files, one at a time.
 
-        They become `dtype`, or stay as they are. ValueError names a tensor with a weight for which
-        that, or the dtype that the model computes in, has no room.
+        Parameters are cast to `dtype`, unless it is None. ValueError names a tensor with a weight
+        that overflows that dtype or the dtype of the computation.
         """
         wanted = dict[str, list[TensorMapping]]()
         for mapping in mappings:
@@ -285,7 +289,9 @@ class CheckpointTensors:
                 if dtype is not None:
                     param = cast(self._where(name), param, dtype)
                 elif re.search(r"/(kernel|tokens|output)(/\d+)?$", mapping.param):
-                    check_range(self._where(name), param, computes_in)  # it is cast in each product
+                    check_range(
+                        self._where(name), param, computes_in
+                    )  # it will be cast in each product
                 yield mapping.param, np.ascontiguousarray(param)
                 del param
             del tensor
@@ -301,7 +307,7 @@ class CheckpointTensors:
         return found
 
     def _table(self, config: ModelConfig) -> list[TensorMapping]:
-        """Return the family's table; a lone copy of a tied tensor takes the first one's name."""
+        """Return the family's table, using the copy of a tied tensor if the original is missing."""
         table = self._family.table(config)
         wanted = {mapping.tensor for mapping in table}
         for copy, first in self._family.copies(config).items():

@@ -1,4 +1,4 @@
-"""Open the weights of a published model: a folder, a repository of the hub, or a GGUF file."""
+"""Opening of published weights: a folder, a repository of the hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from transformer_jax.untrusted_files import shown
 
 
 def open_weights(path_or_id: str | Path, *, revision: str | None = None) -> WeightFolder:
-    """Check what a published model consists of; no tensor of its parameters is read.
+    """Open and check the weights of a published model, without reading any parameter.
 
-    A name that ends with ".gguf", or a file that begins so, is read as GGUF; see
-    `open_gguf_model`. All else is as `open_folder` has it, of mxfp4 with numbers in bfloat16.
+    A path with the suffix ".gguf" or a file that starts with "GGUF" is opened with
+    `open_gguf_model`; everything else with `open_folder`. MXFP4 weights appear as bfloat16.
     """
     if not isinstance(path_or_id, str | os.PathLike):
-        return open_folder(path_or_id, revision=revision)  # which says what is wrong with it
+        return open_folder(path_or_id, revision=revision)  # raises the error
     path = Path(path_or_id)
     named = path.suffix.lower() == ".gguf" and not path.is_dir()
-    if not named and path.is_file():  # the cache of the hub names files by their hashes
+    if not named and path.is_file():  # the hub's cache names files by their hashes
         with open(path, "rb") as stream:
             named = stream.read(4) == b"GGUF"
     if named:
         if revision is not None:
-            rule = f"{shown(str(path))} is a file: a revision {revision!r} is of a repository"
+            rule = f"{shown(str(path))} is a file: revision={revision!r} requires a repository ID"
             raise CheckpointError(rule)
         return open_gguf_model(path)
     if path.is_file():
         raise CheckpointError(f"{shown(str(path))} is neither a folder nor a GGUF file")
     if path.is_dir() and not os.path.lexists(path / CONFIG):
         if files := sorted(one.name for one in path.glob("*.gguf")):
-            rule = f"there is no {CONFIG}, but {shown(files[0])}: give the path of that file"
+            rule = f"there is no {CONFIG}, but {shown(files[0])}: pass the path of that file"
             raise CheckpointError(f"{path}: {rule}")
     return open_mxfp4(open_folder(path_or_id, revision=revision))

@@ -1,7 +1,7 @@
-"""List the families of published checkpoints: what their files hold, as data.
+"""Families of published checkpoints: the contents of their files, described as data.
 
-A `Family` is a list of the keys of config.json and a table of the names of tensors. It is one entry
-in `FAMILIES`. Loading and saving (`load`, `save`) know no family.
+A `Family` consists of the keys of config.json and a table of tensor names, and is one entry of
+`FAMILIES`. Loading and saving (`load`, `save`) contain no code for particular families.
 """
 
 from transformer_jax.pretrained.families import (
@@ -18,7 +18,7 @@ from transformer_jax.pretrained.families import (
     parallel,
     t5,
 )
-from transformer_jax.pretrained.families.keys import Code, ConfigKeys, Fixed, Flag, Key, Written
+from transformer_jax.pretrained.families.keys import Code, ConfigKeys, Fixed, FixedKeys, Flag, Key
 from transformer_jax.pretrained.families.table import Family, Layout, TensorMapping
 
 FAMILIES: dict[str, Family] = {
@@ -37,6 +37,14 @@ FAMILIES: dict[str, Family] = {
 """Each family by the `model_type` of its config.json; saving tries them in this order."""
 
 __all__ = [
-    "FAMILIES", "Code", "ConfigKeys", "Family", "Fixed", "Flag", "Key", "Layout", "TensorMapping",
-    "Written",
+    "FAMILIES",
+    "Code",
+    "ConfigKeys",
+    "Family",
+    "Fixed",
+    "FixedKeys",
+    "Flag",
+    "Key",
+    "Layout",
+    "TensorMapping",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Map ALBERT (Lan et al. 2020): a BERT of narrow embeddings whose layers are one block.
+"""ALBERT (Lan et al. 2020): a BERT with narrow embeddings, whose layers share one block.
 
-`inner_group_num` blocks in turn and groups of layers with parameters of their own are refused. In
-training transformers drops nothing after a feed-forward; here `dropout` is of both branches.
+`inner_group_num` above 1 and separate groups of layers are rejected. transformers applies no
+dropout after the feed-forward; here `dropout` applies to both branches.
 """
 
 from __future__ import annotations
@@ -10,28 +10,14 @@ from functools import partial
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families import bert as b
+from transformer_jax.pretrained.families import classes as c
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
-from transformer_jax.pretrained.families.bert import (
-    POST_NORM,
-    TYPES,
-    bert_sizes,
-    embeddings_of,
-    masked_head,
-    pooling_layers,
-    vocabulary,
-)
-from transformer_jax.pretrained.families.classes import (
-    classes_of,
-    encoder_class,
-    head_fields,
-    labels,
-    write_labels,
-)
 
 POOLER = "albert.pooler"
 SECOND = "sop_classifier.classifier"
-"""The classifier of whether two sentences stand in their order."""
+"""The classifier that predicts whether two sentences are in their original order."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
@@ -43,12 +29,12 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
         "feed_forward/down": "ffn_output", "norm_feed_forward": "full_layer_layer_norm",
     }  # fmt: skip
     return [
-        *embeddings_of(config, "albert"),
+        *b.embeddings_of(config, "albert"),
         *t.linear("embed/projection", f"{encoder}.embedding_hidden_mapping_in"),
-        # One block, whatever num_layers is: its layers share it.
+        # One block for any num_layers, since all layers share it.
         *t.blocks("encoder", 1, t.named(config, block, names)),
-        *masked_head(config, "predictions.dense", "predictions.LayerNorm", "predictions.bias"),
-        *pooling_layers(config, POOLER, SECOND if config.masked_token_head else "classifier"),
+        *b.masked_head(config, "predictions.dense", "predictions.LayerNorm", "predictions.bias"),
+        *b.pooling_layers(config, POOLER, SECOND if config.masked_token_head else "classifier"),
     ]
 
 
@@ -56,12 +42,11 @@ def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     masked, pooler = "predictions.dense.weight" in keys.names, f"{POOLER}.weight"
     of: ClassesOf | None = "text" if masked and f"{SECOND}.weight" in keys.names else None
     if not masked:
-        of = classes_of(keys, "classifier.weight", pooler)
-    return head_fields(
+        of = c.classes_of(keys, "classifier.weight", pooler)
+    return c.head_fields(
         keys,
         masked=masked,
         pooler="tanh" if pooler in keys.names else None,
-        num_classes=None if of is None else labels(keys),
         classes_of=of,
     )
 
@@ -69,20 +54,20 @@ def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 ALBERT = t.Family(
     "albert",
     [
-        *POST_NORM,
-        *vocabulary(30000),
-        *bert_sizes(width=4096, heads=64, hidden=16384, activation="gelu_new", rate=0.0),
-        TYPES,
+        *b.POST_NORM,
+        *b.vocabulary(30000),
+        *b.bert_sizes(width=4096, heads=64, hidden=16384, activation="gelu_new", rate=0.0),
+        b.TYPES,
         k.Fixed(share_layers=True),
-        k.Written(num_hidden_groups=1, inner_group_num=1),
+        k.FixedKeys(num_hidden_groups=1, inner_group_num=1),
         k.Code(
             lambda keys, fields: dict(embedding_dim=keys.integer("embedding_size", 128)),
             lambda config: dict(embedding_size=config.embedding_width),
         ),
-        k.Code(_read_heads, write_labels),
+        k.Code(_read_heads, c.write_labels),
     ],
     _table,
-    partial(encoder_class, name="Albert", pretraining=True),
+    partial(c.encoder_class, name="Albert", pretraining=True),
     prefix="albert.",
     ignored_tensors=("albert.embeddings.position_ids",),
     tied_copies={

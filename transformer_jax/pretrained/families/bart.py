@@ -1,7 +1,7 @@
-"""Map BART (Lewis et al. 2020), mBART, M2M-100 and NLLB, Pegasus and Marian.
+"""BART (Lewis et al. 2020), mBART, M2M-100, NLLB, Pegasus, and Marian.
 
-Logits have a bias, but for M2M-100's. Sinusoids have sines first. Dropout of whole layers and in
-the feed-forward is left out.
+Logits have a bias, except in M2M-100. Sinusoids start with the sines. LayerDrop and the dropout
+within the feed-forward are not supported.
 
 | family                                | norms            | positions | norm of the embeddings |
 |---------------------------------------|------------------|-----------|------------------------|
@@ -13,18 +13,19 @@ the feed-forward is left out.
 | Marian (Junczys-Dowmunt et al. 2018)  | after branches   | sinusoids | none                   |
 
 M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
-pair k of n turns by p 10000^(-k/(n-1)) radians. transformers gives a padding token no number, so
-that after padding on the left the first token has the first position, and not that of its column.
-
+M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
+pair k of n turns by p 10000^(-k/(n-1)) radians. transformers assigns no position to padding tokens,
+so after left padding the first token has the first position.
 Encoder, decoder and output share one table, `model.shared`, unless a key says otherwise:
-
+Encoder, decoder, and output share one table, `model.shared`, unless a key specifies otherwise:
 | family | key                                     | tables                                       |
 |--------|-----------------------------------------|----------------------------------------------|
 | Marian | share_encoder_decoder_embeddings: false | encoder.embed_tokens [vocab_size, D],        |
 |        |                                         | decoder.embed_tokens [decoder_vocab_size, D] |
 | all    | tie_word_embeddings: false              | lm_head for the output; encoder.embed_tokens |
 |        |                                         | and decoder.embed_tokens where the files     |
-|        |                                         | have both, else shared                       |
+|        |                                         | and decoder.embed_tokens if the files have   |
+|        |                                         | both, otherwise shared                       |
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
             mappings += [t.TensorMapping(f"embed/{target}positions", table)]
         if config.embedding_norm:
             mappings += t.norm(f"embed/{target}norm", f"{model}.layernorm_embedding")
-        own = t.attention_names("self_attn", "out_proj")
-        own["norm_attention"] = "self_attn_layer_norm"
+        names = t.attention_names("self_attn", "out_proj")
+        names["norm_attention"] = "self_attn_layer_norm"
         if side == "decoder":
             cross = t.attention_names("encoder_attn", "out_proj")
-            own |= {f"cross_{param}": name for param, name in cross.items()}
-            own["norm_cross_attention"] = "encoder_attn_layer_norm"
-        own |= {"feed_forward/up": "fc1", "feed_forward/down": "fc2"}
-        own["norm_feed_forward"] = "final_layer_norm"
-        mappings += t.blocks(side, depth, t.named(config, f"{model}.layers.{{i}}", own))
+            names |= {f"cross_{param}": name for param, name in cross.items()}
+            names["norm_cross_attention"] = "encoder_attn_layer_norm"
+        names |= {"feed_forward/up": "fc1", "feed_forward/down": "fc2"}
+        names["norm_feed_forward"] = "final_layer_norm"
+        mappings += t.blocks(side, depth, t.named(config, f"{model}.layers.{{i}}", names))
         if config.norm_order == "pre":
             mappings += t.norm(f"{side}/norm", f"{model}.layer_norm")
     return [*mappings, *([t.TensorMapping("embed/bias", BIAS, t.ROW)] if config.logit_bias else [])]
 
 
 def _copies(config: ModelConfig) -> dict[str, str]:
-    """Return the second copies that a file may hold of the tables that the config shares."""
+    """Return the copies of shared tables that a file may contain, mapped to the originals."""
     first = SHARED if config.source_vocab_size is None else DECODER
     head = {HEAD: first} if config.tie_embeddings else {}
     return head | ({DECODER: first, ENCODER: first} if first == SHARED else {})
@@ -83,10 +84,10 @@ def _copies(config: ModelConfig) -> dict[str, str]:
 def _keys(
     order: NormOrder, spelled: dict[str, str] | None = None, *, m2m: bool = False
 ) -> list[k.Entry]:
-    """List what all these families have; some defaults differ."""
+    """List the keys that all these families share, with some different defaults."""
     return [
         k.Fixed(kind="encoder-decoder", norm_order=order),
-        k.Written(is_encoder_decoder=True),
+        k.FixedKeys(is_encoder_decoder=True),
         k.Key("d_model", "d_model", k.integer, 1024),
         k.Key("encoder_layers", "num_layers", k.integer, 12),
         k.Key("decoder_layers", "num_decoder_layers", k.integer, 12),
@@ -103,7 +104,7 @@ def _keys(
         ),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
         k.Key("scale_embedding", "scale_embeddings", k.flag, m2m),
-        # No key says whether logits have a bias: the files do.
+        # No key specifies whether the logits have a bias; the tensors do.
         k.Code(lambda keys, fields: dict(logit_bias=BIAS in keys.names and not m2m)),
         k.Key("dropout", "dropout", k.rate, 0.1),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.1 if m2m else 0.0),
@@ -111,12 +112,12 @@ def _keys(
 
 
 def _untied_sides(keys: k.ConfigKeys, fields: k.Fields) -> bool:
-    """Whether encoder and decoder have a table each, though the config does not say so."""
+    """Whether encoder and decoder have separate tables, which the config does not specify."""
     return not fields["tie_embeddings"] and {ENCODER, DECODER} <= keys.names
 
 
 def _vocabulary(default: int) -> k.Code:
-    """List the one vocabulary."""
+    """List the key of a single vocabulary."""
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         size = keys.integer("vocab_size", default)
@@ -127,7 +128,7 @@ def _vocabulary(default: int) -> k.Code:
 
 
 def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read how an M2M-100 counts, from its padding token on."""
+    """Read the positions of an M2M-100, which are counted from its padding token."""
     if (width := fields["d_model"]) < 4:
         keys.fail("d_model", width, "must be at least 4")
     first, base = keys.integer("pad_token_id", 1, least=0) + 1, 10_000 ** (width / (width - 2))
@@ -135,19 +136,19 @@ def _read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 
 
 def _read_vocabularies(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read the two vocabularies of a Marian."""
+    """Read the source and target vocabularies of a Marian."""
     source = keys.integer("vocab_size", 58101)
     target = keys.optional_integer("decoder_vocab_size", None) or source
     shared = keys.flag("share_encoder_decoder_embeddings", True)
     if shared and target != source:
-        rule = f"must be vocab_size, {source}, while share_encoder_decoder_embeddings is true"
+        rule = f"must equal vocab_size, {source}, if share_encoder_decoder_embeddings is true"
         keys.fail("decoder_vocab_size", target, rule)
-    own = not shared or _untied_sides(keys, fields)
-    return dict(vocab_size=target, source_vocab_size=source if own else None)
+    separate = not shared or _untied_sides(keys, fields)
+    return dict(vocab_size=target, source_vocab_size=source if separate else None)
 
 
 def sinusoids(config: ModelConfig, shape: t.Shape) -> np.ndarray | None:  # f64[max_len, D]
-    """Compute the table of positions that old files hold.
+    """Return the table of sinusoidal positions that old files contain.
 
     Row p has sin(p base^(-2i/D)) in column i and the cosine of the same angle in column D/2 + i.
     """
@@ -158,7 +159,7 @@ def sinusoids(config: ModelConfig, shape: t.Shape) -> np.ndarray | None:  # f64[
         return None
     angles = np.arange(length)[:, None] * positions.base ** (-np.arange(0, width, 2) / width)
     table = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    table[first - 1 : first] = 0.0  # of padding
+    table[first - 1 : first] = 0.0  # the padding token
     return table
 
 
@@ -216,7 +217,7 @@ M2M100 = _family(
 MARIAN = _family(
     "marian",
     [
-        *_keys("post", dict(silu="swish")),  # as published Marians spell it
+        *_keys("post", dict(silu="swish")),  # the spelling in published Marians
         k.Code(
             _read_vocabularies,
             lambda config: dict(
@@ -226,7 +227,7 @@ MARIAN = _family(
             ),
         ),
         _SINUSOIDS,
-        k.Written(static_position_embeddings=True, normalize_embedding=False),
+        k.FixedKeys(static_position_embeddings=True, normalize_embedding=False),
     ],
     architecture="MarianMTModel",
     needed_ids=("decoder_start_token_id",),

@@ -1,8 +1,8 @@
-"""Map BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), MPNet and DistilBERT.
+"""BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), MPNet, and DistilBERT.
 
-They are post-norm encoders with learned positions. config.json is the same for all heads: the
-tensors in the files say which heads a checkpoint has. The dropout before a classifier, and rates of
-DistilBERT that differ from `dropout`, are left out.
+Post-norm encoders with learned positions. config.json is the same for all heads; the tensors in the
+files determine which heads a checkpoint has. Dropout before a classifier is not supported, nor are
+rates of DistilBERT that differ from `dropout`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,20 @@ from functools import partial
 
 from transformer_jax.config import Learned, ModelConfig, Pooler
 from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families import classes as c
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
-from transformer_jax.pretrained.families.classes import (
-    SPANS,
-    classes_of,
-    encoder_class,
-    head_fields,
-    labels,
-    write_labels,
-)
 
 ATTENTION = {
     "attention/query": "attention.self.query", "attention/key": "attention.self.key",
     "attention/value": "attention.self.value", "attention/out": "attention.output.dense",
     "norm_attention": "attention.output.LayerNorm",
 }  # fmt: skip
-"""Names of an attention's matrices and of the norm after it."""
+"""Names of the matrices of an attention and of the norm after it."""
 
 
 def embeddings_of(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
-    """Map the tables of tokens, positions and types, and the norm of their sum."""
+    """Map the tables of tokens, positions, and types, and the norm of their sum."""
     embeddings = f"{prefix}.embeddings"
     types = t.TensorMapping("embed/types", f"{embeddings}.token_type_embeddings.weight")
     return [
@@ -46,7 +39,7 @@ def embeddings_of(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
 def bert_stack(
     config: ModelConfig, prefix: str, attention: Mapping[str, str] = ATTENTION
 ) -> list[t.TensorMapping]:
-    """Map embeddings and blocks, which BERT and RoBERTa name alike."""
+    """Map embeddings and blocks, whose names BERT and RoBERTa share."""
     names = {
         **attention, "feed_forward/up": "intermediate.dense", "feed_forward/down": "output.dense",
         "norm_feed_forward": "output.LayerNorm",
@@ -69,7 +62,7 @@ def masked_head(config: ModelConfig, dense: str, scale: str, bias: str) -> list[
 def pooling_layers(config: ModelConfig, pooler: str, classifier: str) -> list[t.TensorMapping]:
     """Map the pooler and the classifier, if there are any."""
     if config.classes_of != "text":
-        classifier = "classifier" if config.classes_of == "token" else SPANS
+        classifier = "classifier" if config.classes_of == "token" else c.SPANS
     return [
         *(t.linear("pooler", pooler) if config.pooling is not None else []),
         *(t.linear("classifier", classifier) if config.num_classes is not None else []),
@@ -78,9 +71,9 @@ def pooling_layers(config: ModelConfig, pooler: str, classifier: str) -> list[t.
 
 POST_NORM: list[k.Entry] = [
     k.Fixed(kind="encoder", norm_order="post", embedding_norm=True),
-    k.Written(tie_word_embeddings=True),
+    k.FixedKeys(tie_word_embeddings=True),
 ]
-"""What all these families have."""
+"""The entries that all these families share."""
 
 
 def bert_sizes(
@@ -89,9 +82,9 @@ def bert_sizes(
     hidden: int = 3072,
     activation: str = "gelu",
     rate: float = 0.1,
-    older: Mapping[str, str] | None = None,  # an older name of some keys
+    older: Mapping[str, str] | None = None,  # older names of some keys
 ) -> list[k.Entry]:
-    """List sizes, activation, norm and dropout; the arguments are defaults."""
+    """List sizes, activation, norm, and dropout; the arguments are defaults."""
 
     def key(name: str, field: str, kind: k.Kind, default: k.JsonValue) -> k.Key:
         return k.Key(name, field, kind, default, older=(older or {}).get(name))
@@ -112,12 +105,12 @@ TYPES = k.Key("type_vocab_size", "type_vocab_size", k.integer, 2)
 
 
 def _offset(config: ModelConfig) -> int:
-    """Return the rows of the table before that of position 0; none if there is no table."""
+    """Return the rows of the table before that of position 0, or 0 if there is no table."""
     return config.positions.offset if isinstance(config.positions, Learned) else 0
 
 
 def vocabulary(size: int) -> list[k.Entry]:
-    """List the vocabulary and the longest text."""
+    """List the vocabulary and the maximum length."""
     rows = "max_position_embeddings"
     return [
         k.Key("vocab_size", "vocab_size", k.integer, size),
@@ -139,12 +132,11 @@ def _read_bert_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     masked = f"{_BERT_HEAD}.dense.weight" in names
     classes, of = None, None
     if masked and "cls.seq_relationship.weight" in names:
-        classes, of = 2, classes_of(keys, "cls.seq_relationship.weight", pooler)
+        classes, of = 2, c.classes_of(keys, "cls.seq_relationship.weight", pooler)
     elif not masked:
-        of = classes_of(keys, "classifier.weight", pooler)
-        classes = None if of is None else labels(keys)
+        of = c.classes_of(keys, "classifier.weight", pooler)
     tanh: Pooler | None = "tanh" if pooler in names else None
-    return head_fields(keys, masked=masked, pooler=tanh, num_classes=classes, classes_of=of)
+    return c.head_fields(keys, masked=masked, pooler=tanh, classes_of=of, num_classes=classes)
 
 
 BERT = t.Family(
@@ -156,7 +148,7 @@ BERT = t.Family(
         TYPES,
         k.Code(
             _read_bert_heads,
-            lambda config: {} if config.masked_token_head else write_labels(config),
+            lambda config: {} if config.masked_token_head else c.write_labels(config),
         ),
     ],
     lambda config: [
@@ -170,7 +162,7 @@ BERT = t.Family(
             "cls.seq_relationship" if config.masked_token_head else "classifier",
         ),
     ],
-    partial(encoder_class, name="Bert", pretraining=True),
+    partial(c.encoder_class, name="Bert", pretraining=True),
     prefix="bert.",
     ignored_tensors=("bert.embeddings.position_ids",),
     tied_copies={
@@ -180,8 +172,8 @@ BERT = t.Family(
     head_tensors=("cls.*", "classifier.*", "qa_outputs.*"),
     old_suffixes={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )
-"""A masked-token head with two classes is BertForPreTraining: they say whether the second sentence
-follows the first."""
+"""A masked-token head with two classes is BertForPreTraining, whose classes predict whether the
+second sentence follows the first."""
 
 
 # RoBERTa
@@ -198,29 +190,28 @@ def _roberta_heads(config: ModelConfig, prefix: str) -> list[t.TensorMapping]:
 def _roberta(
     vocab_size: int, prefix: str = "roberta", buckets: int | None = None, types: k.Key = TYPES
 ) -> list[k.Entry]:
-    """List the keys of a RoBERTa, or of one whose attention has biases by distance, too."""
+    """List the keys of a RoBERTa, or of MPNet, whose attention also has distance biases."""
 
     def read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         names = keys.names
         masked, text = "lm_head.dense.weight" in names, "classifier.out_proj.weight" in names
         of: ClassesOf | None = "text" if text else None
-        if not text:  # what reads all tokens has one matrix
-            of = classes_of(keys, "classifier.weight", "classifier.dense.weight")
+        if not text:  # a classifier of tokens has a single matrix
+            of = c.classes_of(keys, "classifier.weight", "classifier.dense.weight")
         pooled = text or (of is None and f"{prefix}.pooler.dense.weight" in names)
-        # The head of transformers has gelu whatever the key says, and a ModelConfig one for both.
+        # The masked-token head of transformers always uses gelu; a ModelConfig has one activation.
         if masked and fields["activation"] != "gelu":
-            rule = "must be 'gelu' beside a masked-token head, which always has it"
+            rule = "must be 'gelu' with a masked-token head, which always uses it"
             keys.fail("hidden_act", keys.take("hidden_act"), rule)
-        count = None if of is None else labels(keys)
         pooler: Pooler | None = "tanh" if pooled else None
-        return head_fields(keys, masked=masked, pooler=pooler, num_classes=count, classes_of=of)
+        return c.head_fields(keys, masked=masked, pooler=pooler, classes_of=of)
 
     def read_positions(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         # fairseq counts positions from the row after that of the padding token.
         offset = keys.integer("pad_token_id", 1, least=0) + 1
         rows = fields["max_len"]
         if rows <= offset:
-            keys.fail("max_position_embeddings", rows, f"must be above pad_token_id + 1, {offset}")
+            keys.fail("max_position_embeddings", rows, f"must exceed pad_token_id + 1, {offset}")
         return dict(positions=Learned(offset=offset, buckets=buckets), max_len=rows - offset)
 
     return [
@@ -228,7 +219,7 @@ def _roberta(
         *vocabulary(vocab_size),
         *bert_sizes(),
         types,
-        k.Code(read_heads, write_labels),
+        k.Code(read_heads, c.write_labels),
         k.Code(read_positions, lambda config: dict(pad_token_id=_offset(config) - 1)),
     ]
 
@@ -238,7 +229,7 @@ ROBERTA, XLM_ROBERTA, CAMEMBERT = (
         model_type,
         _roberta(vocab_size),
         lambda config: [*bert_stack(config, "roberta"), *_roberta_heads(config, "roberta")],
-        partial(encoder_class, name=name),
+        partial(c.encoder_class, name=name),
         prefix="roberta.",
         ignored_tensors=("roberta.embeddings.position_ids", "roberta.pooler.dense.*"),
         tied_copies={
@@ -254,9 +245,9 @@ ROBERTA, XLM_ROBERTA, CAMEMBERT = (
         ("camembert", "Camembert", 30522),
     )
 )
-"""XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020) are RoBERTas of other texts.
-A classifier has a dense layer of its own; a pooler left from pre-training is ignored. Position 0 is
-row `pad_token_id` + 1 of the table."""
+"""XLM-RoBERTa (Conneau et al. 2020) and CamemBERT (Martin et al. 2020) are RoBERTas with other
+training data. A classifier has its own dense layer; a pooler left from pre-training is ignored.
+Position 0 is row `pad_token_id` + 1 of the table."""
 
 
 # MPNet
@@ -270,16 +261,16 @@ BUCKETS = 32
 MPNET = t.Family(
     "mpnet",
     [
-        # transformers reads the number of types, and does not use it
+        # transformers reads the number of types but does not use it.
         *_roberta(30527, "mpnet", BUCKETS, k.Key("type_vocab_size", None, k.integer, 2)),
-        k.Written(relative_attention_num_buckets=BUCKETS),
+        k.FixedKeys(relative_attention_num_buckets=BUCKETS),
     ],
     lambda config: [
         *bert_stack(config, "mpnet", MPNET_ATTENTION),
         t.TensorMapping("encoder/relative_bias", "mpnet.encoder.relative_attention_bias.weight"),
         *_roberta_heads(config, "mpnet"),
     ],
-    partial(encoder_class, name="MPNet"),
+    partial(c.encoder_class, name="MPNet"),
     prefix="mpnet.",
     ignored_tensors=("mpnet.embeddings.position_ids", "mpnet.pooler.dense.*"),
     tied_copies={
@@ -288,7 +279,7 @@ MPNET = t.Family(
     },
     head_tensors=("lm_head.*", "classifier.*", "qa_outputs.*"),
 )
-"""MPNet (Song et al. 2020) is a RoBERTa without token types, and with T5's biases in attention."""
+"""MPNet (Song et al. 2020) is a RoBERTa without token types, with T5's biases in attention."""
 
 
 # DistilBERT (Sanh et al. 2019)
@@ -312,12 +303,11 @@ def _distilbert_table(config: ModelConfig) -> list[t.TensorMapping]:
 
 
 def _read_distilbert_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    of = classes_of(keys, "classifier.weight", "pre_classifier.weight")
-    return head_fields(
+    of = c.classes_of(keys, "classifier.weight", "pre_classifier.weight")
+    return c.head_fields(
         keys,
         masked="vocab_transform.weight" in keys.names,
         pooler="relu" if of == "text" else None,
-        num_classes=None if of is None else labels(keys),
         classes_of=of,
     )
 
@@ -336,10 +326,10 @@ DISTILBERT = t.Family(
         k.Fixed(norm_eps=1e-12),
         k.Key("dropout", "dropout", k.rate, 0.1),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.1),
-        k.Code(_read_distilbert_heads, write_labels),
+        k.Code(_read_distilbert_heads, c.write_labels),
     ],
     _distilbert_table,
-    partial(encoder_class, name="DistilBert"),
+    partial(c.encoder_class, name="DistilBert"),
     prefix="distilbert.",
     ignored_tensors=("distilbert.embeddings.position_ids",),
     tied_copies={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},

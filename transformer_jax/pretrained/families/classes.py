@@ -1,4 +1,4 @@
-"""The heads of an encoder: what its files tell of them, and the class of transformers."""
+"""Heads of encoders: detection from the files, and the matching class of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformer_jax.pretrained.families import keys as k
 from transformer_jax.untrusted_files import JsonObject
 
 SPANS = "qa_outputs"
-"""The classifier of every token that says where an answer begins and ends."""
+"""The classifier of tokens that predicts the start and the end of an answer."""
 HEAD_NAMES: dict[ClassesOf, str] = {
     "text": "ForSequenceClassification",
     "token": "ForTokenClassification",
@@ -17,23 +17,25 @@ HEAD_NAMES: dict[ClassesOf, str] = {
 
 
 def labels(keys: k.ConfigKeys) -> int:
-    """Count the classes of a classifier; the default is 2."""
+    """Return the number of classes of a classifier; the default is 2."""
     labels, count = keys.take("id2label", None), keys.integer("num_labels", None)
-    keys.ignore("id2label")  # the names are kept by save_pretrained(like=...)
+    keys.ignore("id2label")  # save_pretrained(like=...) keeps the names
     if labels is None:
         return 2 if count is None else count
     if not isinstance(labels, dict) or not labels:
-        keys.fail("id2label", labels, "must be an object of the names of classes")
+        keys.fail("id2label", labels, "must be an object of class names")
     if count not in (None, len(labels)):
-        keys.fail("num_labels", count, f"must be as many as in id2label, {len(labels)}")
+        keys.fail(
+            "num_labels", count, f"must equal the number of labels in id2label, {len(labels)}"
+        )
     return len(labels)
 
 
 def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | None:
-    """Return what the classes are of, or None where there are none.
+    """Return the unit that is classified, or None if there is no classifier.
 
-    A head of a text reads the pooler. One of tokens has the same name, and an old file may hold a
-    pooler beside it: `architectures` says so.
+    A classifier of texts reads the pooler. One of tokens has the same tensor name, and an old file
+    may contain an unused pooler, so `architectures` decides.
     """
     if f"{SPANS}.weight" in keys.names:
         return "span"
@@ -42,7 +44,7 @@ def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | 
     if named_head(keys) == "token":
         return "token"
     if pooler not in keys.names:
-        rule = f"without {pooler} the classes are of single tokens: must be a class "
+        rule = f"without {pooler}, the classifier reads tokens: must be a class "
         keys.fail(
             "architectures", keys.take("architectures", None), f"{rule}...{HEAD_NAMES['token']}"
         )
@@ -50,9 +52,9 @@ def classes_of(keys: k.ConfigKeys, classifier: str, pooler: str) -> ClassesOf | 
 
 
 def named_head(keys: k.ConfigKeys) -> ClassesOf | None:
-    """Return what the classes are of as `architectures` names it, or None where it does not."""
-    said = keys.take("architectures", None)
-    named = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    """Return the unit that is classified according to `architectures`, or None if not stated."""
+    listed = keys.take("architectures", None)
+    named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     for of, end in HEAD_NAMES.items():
         if any(name.endswith(end) for name in named):
             return of
@@ -62,7 +64,7 @@ def named_head(keys: k.ConfigKeys) -> ClassesOf | None:
 def encoder_class(config: ModelConfig, name: str, *, pretraining: bool = False) -> str:
     """Return the class of transformers that has the heads of a config.
 
-    With `pretraining`, a masked-token head with classes has a class of its own.
+    `pretraining` selects the ForPreTraining class for a masked-token head with a classifier.
     """
     if config.masked_token_head and (pretraining or config.num_classes is None):
         return f"{name}ForMaskedLM" if config.num_classes is None else f"{name}ForPreTraining"
@@ -72,7 +74,7 @@ def encoder_class(config: ModelConfig, name: str, *, pretraining: bool = False) 
 
 
 def write_labels(config: ModelConfig) -> JsonObject:
-    """Return the key that counts the classes."""
+    """Return the key that stores the number of classes."""
     return {} if config.num_classes is None else dict(num_labels=config.num_classes)
 
 
@@ -81,12 +83,14 @@ def head_fields(
     *,
     masked: bool,
     pooler: Pooler | None,
-    num_classes: int | None,
     classes_of: ClassesOf | None,
+    num_classes: int | None = None,  # None counts the labels of config.json
 ) -> k.Fields:
-    """Return the fields of the heads of an encoder, of which the tensors tell."""
+    """Return the config fields of an encoder's heads, as detected from its tensors."""
     if not keys.flag("tie_word_embeddings", True) and masked:
-        keys.fail("tie_word_embeddings", False, "must be true beside a masked-token head")
+        keys.fail("tie_word_embeddings", False, "must be true with a masked-token head")
+    if num_classes is None and classes_of is not None:
+        num_classes = labels(keys)
     return dict(
         masked_token_head=masked,
         logit_bias=masked,

@@ -1,6 +1,6 @@
-"""Read and write the keys of config.json that many families of decoders share.
+"""Keys of config.json that many families of decoders share.
 
-They are sizes, the rotation of queries and keys with its ways to stretch it, and windows by layer.
+They define sizes, the rotary embedding (RoPE) with its scaling, and windows per layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def decoder_sizes(
     tied: bool = False,
     head_dim: int | None = None,
 ) -> list[k.Entry]:
-    """List the sizes and what else nearly all decoders have; the arguments are defaults."""
+    """List the sizes and the other keys of nearly all decoders; the arguments are defaults."""
     width = k.Key("head_dim", "head_dim", k.integer, None, optional=True)
     if head_dim is not None:
         width = k.Key("head_dim", "head_dim", k.integer_or_default, head_dim)
@@ -42,7 +42,7 @@ def gated(
     *,
     eps: float = 1e-6,
 ) -> list[k.Entry]:
-    """List what a Llama has and its descendants: sizes, RMSNorm, and gates with silu."""
+    """List the keys of Llama and its descendants: sizes, RMSNorm, and gates with silu."""
     return [
         *decoder_sizes(kv_heads, tied, head_dim),
         k.Fixed(norm="rmsnorm", glu=True, use_bias=False),
@@ -54,28 +54,28 @@ def gated(
 ATTENTION_BIAS = k.Flag(
     "attention_bias", False, on=dict(use_bias=True, ff_bias=False), off=dict(use_bias=False)
 )
-"""Biases of attention in a model whose feed-forward never has any."""
+"""Biases of attention, for a model whose feed-forward never has biases."""
 OWN_HEAD_NORMS: k.Fields = dict(qk_norm=True, qk_norm_kind="layernorm", qk_norm_over="own_head")
-"""Fields of a model whose queries and keys have a norm of each head."""
+"""Fields of a model with a separate norm for each head of queries and keys."""
 BIASES = (
     k.Key("attention_bias", "use_bias", k.flag, False),
     k.Key("mlp_bias", "ff_bias", k.flag, False, unless="use_bias"),
 )
 
 
-# Rotation
+# RoPE
 
 SCALINGS: dict[str, RopeScaling | None] = {
     "default": None, "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
     "longrope": "longrope", "su": "longrope",
 }  # fmt: skip
-"""Published names of the ways to stretch a rotation."""
+"""Published names of RoPE scalings."""
 
 SCALING_KEYS = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor",
     "low_freq_factor", "mscale", "mscale_all_dim", "short_factor", "truncate",
 )  # fmt: skip
-"""Keys of a stretch, which change nothing where there is none."""
+"""Keys of a RoPE scaling, which have no effect without one."""
 
 
 def read_rope(
@@ -85,56 +85,56 @@ def read_rope(
     default: float = 10_000.0,
     part: float = 1.0,
 ) -> Rope:
-    """Return the rotation that config.json means.
+    """Return the RoPE that config.json specifies.
 
-    It is said by `rope_theta` and `rope_scaling`, or by `rope_parameters`, which hold both. `layer`
-    names the entry of `rope_parameters` to read in families whose layers rotate in two ways;
-    `default` is the base if none is given, and `part` the share of each head that rotates. If the
-    stretch depends on the length of a text (dynamic, longrope), max_len in `fields` becomes the
-    trained length, for which nothing is stretched.
+    It is defined by `rope_theta` and `rope_scaling`, or by `rope_parameters`, which contains both.
+    `layer` names the entry of `rope_parameters` to read in families whose layers rotate in two
+    ways; `default` is the default base, and `part` the default share of each head that rotates. If
+    the scaling depends on the sequence length (dynamic, longrope), max_len in `fields` becomes the
+    trained length, up to which nothing is scaled.
     """
-    name, given = "rope_parameters", keys.take("rope_parameters", None)
+    name, spec = "rope_parameters", keys.take("rope_parameters", None)
     older = keys.take("rope_scaling", None)
-    if given is not None and older is not None:
-        keys.fail("rope_scaling", older, "rope_parameters says it already")
-    if given is None:
-        name, given = "rope_scaling", older
-    elif layer is not None and isinstance(given, dict):
-        if unknown := sorted(set(given) - set(LAYER_TYPES)):
-            keys.fail(name, unknown[0], f"must be of {' and '.join(LAYER_TYPES)}")
-        name, given = f"{name}.{layer}", given.get(layer)
-    if given is not None and not isinstance(given, dict):
-        keys.fail(name, given, "must be an object or null")
-    inner = k.ConfigKeys(given or {}, f"{keys.where}: {name}", family="rope")
+    if spec is not None and older is not None:
+        keys.fail("rope_scaling", older, "must be absent, because rope_parameters is present")
+    if spec is None:
+        name, spec = "rope_scaling", older
+    elif layer is not None and isinstance(spec, dict):
+        if unknown := sorted(set(spec) - set(LAYER_TYPES)):
+            keys.fail(name, unknown[0], f"keys must be {' and '.join(LAYER_TYPES)}")
+        name, spec = f"{name}.{layer}", spec.get(layer)
+    if spec is not None and not isinstance(spec, dict):
+        keys.fail(name, spec, "must be an object or null")
+    inner = k.ConfigKeys(spec or {}, f"{keys.where}: {name}", family="rope")
     base = inner.positive("rope_theta", None, above=1)
     if base is None:
         base = keys.positive("rope_theta", default, above=1)
-    # It may stand beside rope_parameters, whose base counts.
+    # rope_theta may also be present with rope_parameters, whose base takes precedence.
     keys.ignore("rope_theta")
-    other = inner.choice("type", SCALINGS, "default")  # the older name of rope_type
+    other = inner.choice("type", SCALINGS, "default")  # older name of rope_type
     scaling = inner.choice("rope_type", SCALINGS, inner.take("type", "default"))
     if inner.take("type", None) is not None and scaling != other:
-        inner.fail("type", other, f"rope_type is {scaling!r}")
+        inner.fail("type", other, f"must match rope_type, {scaling!r}")
     dims = _rotated_dims((inner, keys), fields, part)
     longest = fields["max_len"]
     trained = inner.integer("original_max_position_embeddings", None)
-    # Phi 3 has it outside of the object, where it counts first.
+    # Phi 3 stores it outside the object, which takes precedence.
     trained = keys.integer("original_max_position_embeddings", None) or trained or longest
     if scaling == "dynamic":
-        # Transformers ignores the key for this kind: max_position_embeddings is the trained length.
+        # Transformers ignores the key for dynamic and uses max_position_embeddings.
         trained = longest
     options: k.Fields = dict(base=float(base), dims=dims, scaling=scaling)
     if scaling is None:
         inner.ignore(*SCALING_KEYS)
     else:
         factor = inner.positive("factor", None)
-        if factor is None and scaling in ("yarn", "longrope"):  # left to the two lengths
+        if factor is None and scaling in ("yarn", "longrope"):  # determined by the two lengths
             factor = longest / trained
             if factor < 1:
                 rule = f"must be at most max_position_embeddings, {longest}"
                 inner.fail("original_max_position_embeddings", trained, rule)
         if factor is None or factor < 1:
-            inner.fail("factor", factor, f"{scaling} needs one of at least 1")
+            inner.fail("factor", factor, f"must be at least 1 for {scaling} scaling")
         options["factor"] = float(factor)
     if scaling in ("dynamic", "llama3", "yarn", "longrope"):
         options["original_len"] = trained
@@ -145,7 +145,7 @@ def read_rope(
         case "yarn":  # Peng et al. 2023
             attention_factor = inner.positive("attention_factor", None)
             one, two = inner.number("mscale", None), inner.number("mscale_all_dim", None)
-            # DeepSeek's two keys mean a quotient, and one of them alone means nothing.
+            # DeepSeek's two keys form a quotient; either one without the other has no effect.
             if attention_factor is None and one and two:
                 attention_factor = _magnitude(options["factor"], one)
                 attention_factor /= _magnitude(options["factor"], two)
@@ -170,18 +170,18 @@ def read_rope(
 
 
 def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: float) -> int | None:
-    """Return how many dimensions of each head rotate, int(head_dim partial_rotary_factor).
+    """Return int(head_dim partial_rotary_factor), the number of dimensions of each head to rotate.
 
-    The first of the holders with such a key decides; None rotates all dimensions.
+    The first of the holders with that key decides. Return None if all dimensions rotate.
     """
     head_dim = fields.get("head_dim") or fields["d_model"] // fields["num_heads"]
     found = None if default == 1 else int(head_dim * default)
-    said = False
-    for holder in holders:  # both are read, so that neither is left as an unknown key
+    decided = False
+    for holder in holders:  # read both, so that neither counts as unknown
         part = holder.positive("partial_rotary_factor", None)
-        if part is None or said:
+        if part is None or decided:
             continue
-        said = True
+        decided = True
         if part > 1:
             holder.fail("partial_rotary_factor", part, "must be at most 1")
         found = int(head_dim * part)
@@ -192,17 +192,17 @@ def _rotated_dims(holders: Iterable[k.ConfigKeys], fields: k.Fields, default: fl
 
 
 def _magnitude(factor: float, scale: float) -> float:
-    """Return yarn's multiplier of the rotated vectors, 0.1 scale ln(factor) + 1."""
+    """Return YaRN's multiplier of the rotated vectors, 0.1 scale ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_of(config: ModelConfig) -> Rope:
-    """Return the rotation to write; where there is none, one that reading back will not match."""
+    """Return the RoPE to write; without one, the default, which the check by reading rejects."""
     return config.positions if isinstance(config.positions, Rope) else Rope()
 
 
 def write_rope(config: ModelConfig) -> JsonObject:
-    """Write the rotation in the older style, which all versions of transformers read."""
+    """Return the RoPE keys in the older style, which all versions of transformers read."""
     rope = rope_of(config)
     keys: JsonObject = dict(rope_theta=rope.base)
     if rope.dims not in (None, config.key_dim):
@@ -221,8 +221,7 @@ def write_rope(config: ModelConfig) -> JsonObject:
         assert rope.short_factors and rope.long_factors and rope.original_len
         scaling["short_factor"] = list(rope.short_factors)
         scaling["long_factor"] = list(rope.long_factors)
-        # Other libraries read here the length to which it was stretched; max_len is the trained
-        # one.
+        # Other libraries expect the scaled length here; max_len is the trained length.
         keys["max_position_embeddings"] = round(rope.original_len * rope.factor)
     if rope.attention_factor is not None:
         scaling["attention_factor"] = rope.attention_factor
@@ -231,14 +230,14 @@ def write_rope(config: ModelConfig) -> JsonObject:
 
 def rotated_part(dims: int, head_dim: int) -> float:
     """Return the partial_rotary_factor p with int(head_dim p) = dims."""
-    part = dims / head_dim  # whose product with head_dim may round to just below dims
+    part = dims / head_dim  # its product with head_dim may round to just below dims
     return part if int(head_dim * part) == dims else math.nextafter(part, 1.0)
 
 
 def rope(default: float = 10_000.0, part: float = 1.0) -> k.Code:
-    """List the rotation; the arguments are defaults, as `read_rope` has them.
+    """List the RoPE keys; the arguments are defaults, as in `read_rope`.
 
-    It comes after the sizes: a stretched one has a longest text of its own.
+    Must follow the sizes, because a scaling may change max_len.
     """
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -261,7 +260,7 @@ WINDOW = k.Code(
 
 
 def layer_types(keys: k.ConfigKeys, layers: int) -> list[str] | None:
-    """Return the kind of every layer, "sliding_attention" being those with a window, or None."""
+    """Return the type of every layer, "sliding_attention" for those with a window, or None."""
     types = keys.take("layer_types", None)
     if types is None:
         return None
@@ -273,33 +272,33 @@ def layer_types(keys: k.ConfigKeys, layers: int) -> list[str] | None:
 
 
 def shortest(layers: Sequence[k.Value]) -> tuple[k.Value, ...]:
-    """Return the shortest pattern that repeats to what these layers have."""
+    """Return the shortest pattern whose repetition starts with `layers`."""
     for period in range(1, len(layers) + 1):
-        if all(own == layers[i % period] for i, own in enumerate(layers)):
+        if all(one == layers[i % period] for i, one in enumerate(layers)):
             return tuple(layers[:period])
     raise AssertionError
 
 
 def window_pattern(types: list[str], window: int | None) -> int | tuple[int | None, ...] | None:
-    """Return the shortest pattern of windows that repeats to these layers."""
+    """Return the shortest pattern of windows that repeats to these layer types."""
     found = shortest([window if kind == "sliding_attention" else None for kind in types])
     return found[0] if len(found) == 1 else found
 
 
 def every(period: int) -> Callable[[int], bool]:
-    """Return whether a layer has a window: all but each `period`-th one have."""
+    """Return a predicate for layers with a window: all except every `period`-th layer."""
     return lambda layer: (layer + 1) % period != 0
 
 
 def types_or(keys: k.ConfigKeys, layers: int, has_window: Callable[[int], bool]) -> list[str]:
-    """Return the kind of every layer from `layer_types`, or from which layers have a window."""
+    """Return the type of every layer from `layer_types`, or else from `has_window`."""
     return layer_types(keys, layers) or [LAYER_TYPES[has_window(i)] for i in range(layers)]
 
 
 def windows(has_window: Callable[[int], bool], width: int | None = 4096) -> k.Code:
-    """List `layer_types` and the width; the arguments are defaults.
+    """List `layer_types` and the window width; the arguments are defaults.
 
-    A width that is null by no default must be a number, even if no layer has a window.
+    The width must be a number even if no layer has a window.
     """
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
@@ -314,7 +313,7 @@ def windows(has_window: Callable[[int], bool], width: int | None = 4096) -> k.Co
 
 
 def write_windows(config: ModelConfig) -> JsonObject:
-    """Write the kind of every layer, and the width of those with a window."""
+    """Return the keys for the type of every layer and for the window width."""
     windows = [config.windows[i % len(config.windows)] for i in range(config.num_layers)]
     names = ["full_attention" if window is None else "sliding_attention" for window in windows]
     width = next((window for window in windows if window is not None), None)

@@ -1,30 +1,16 @@
-"""Map ELECTRA (Clark et al. 2020): a BERT whose embeddings may be narrower than its blocks.
+"""ELECTRA (Clark et al. 2020): a BERT whose embeddings may be narrower than its blocks.
 
-A generator fills masks. A discriminator says of every token whether it was replaced: one class of
-each token, of which the logit above 0 means that it was.
+A generator fills in masks. A discriminator predicts for each token whether it was replaced: one
+class per token, where a logit above 0 means replaced.
 """
 
 from __future__ import annotations
 
 from transformer_jax.config import ModelConfig, Pooler
 from transformer_jax.config.model import ClassesOf
+from transformer_jax.pretrained.families import bert as b
+from transformer_jax.pretrained.families import classes as c
 from transformer_jax.pretrained.families import keys as k
-from transformer_jax.pretrained.families.bert import (
-    POST_NORM,
-    TYPES,
-    bert_sizes,
-    bert_stack,
-    masked_head,
-    pooling_layers,
-    vocabulary,
-)
-from transformer_jax.pretrained.families.classes import (
-    classes_of,
-    encoder_class,
-    head_fields,
-    labels,
-    write_labels,
-)
 from transformer_jax.pretrained.families.table import Family, TensorMapping, linear
 from transformer_jax.untrusted_files import JsonObject
 
@@ -36,20 +22,20 @@ def _table(config: ModelConfig) -> list[TensorMapping]:
     project = linear("embed/projection", "electra.embeddings_project")
     pooler, classifier = "classifier.dense", "classifier.out_proj"
     replaced = []
-    if _says_replaced(config):
+    if _detects_replacements(config):
         pooler, classifier = f"{DISCRIMINATOR}.dense", f"{DISCRIMINATOR}.dense_prediction"
         replaced = [*linear("pooler", pooler), *linear("classifier", classifier)]
     return [
-        *bert_stack(config, "electra"),
+        *b.bert_stack(config, "electra"),
         *([] if config.embedding_dim is None else project),
-        *masked_head(
+        *b.masked_head(
             config, f"{GENERATOR}.dense", f"{GENERATOR}.LayerNorm", "generator_lm_head.bias"
         ),
-        *(replaced or pooling_layers(config, pooler, classifier)),
+        *(replaced or b.pooling_layers(config, pooler, classifier)),
     ]
 
 
-def _says_replaced(config: ModelConfig) -> bool:
+def _detects_replacements(config: ModelConfig) -> bool:
     return config.pooler_reads == "each" and config.num_classes == 1
 
 
@@ -57,36 +43,36 @@ def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     masked = f"{GENERATOR}.dense.weight" in keys.names
     replaced = f"{DISCRIMINATOR}.dense.weight" in keys.names
     if (masked or replaced) and fields["activation"] != "gelu":
-        rule = "must be 'gelu' beside a head of a generator or a discriminator"
+        rule = "must be 'gelu' with the head of a generator or a discriminator"
         keys.fail("hidden_act", keys.take("hidden_act"), rule)
     of: ClassesOf | None = "token" if replaced else None
     pooler: Pooler | None = "gelu" if replaced else None
     if "classifier.out_proj.weight" in keys.names:
         of, pooler = "text", "gelu"
     elif not replaced:
-        of = classes_of(keys, "classifier.weight", "classifier.dense.weight")
-    count = None if of is None else 1 if replaced else labels(keys)
-    heads = head_fields(keys, masked=masked, pooler=pooler, num_classes=count, classes_of=of)
+        of = c.classes_of(keys, "classifier.weight", "classifier.dense.weight")
+    count = 1 if replaced else None
+    heads = c.head_fields(keys, masked=masked, pooler=pooler, classes_of=of, num_classes=count)
     return dict(heads, pooler_reads="each" if replaced else "first")
 
 
 def _write_heads(config: ModelConfig) -> JsonObject:
-    return {} if _says_replaced(config) else write_labels(config)
+    return {} if _detects_replacements(config) else c.write_labels(config)
 
 
 def _architecture(config: ModelConfig) -> str:
-    if not _says_replaced(config):
-        return encoder_class(config, "Electra")
+    if not _detects_replacements(config):
+        return c.encoder_class(config, "Electra")
     return "ElectraForMaskedLM" if config.masked_token_head else "ElectraForPreTraining"
 
 
 ELECTRA = Family(
     "electra",
     [
-        *POST_NORM,
-        *vocabulary(30522),
-        *bert_sizes(width=256, heads=4, hidden=1024),
-        TYPES,
+        *b.POST_NORM,
+        *b.vocabulary(30522),
+        *b.bert_sizes(width=256, heads=4, hidden=1024),
+        b.TYPES,
         k.Code(
             lambda keys, fields: dict(
                 embedding_dim=None

@@ -1,7 +1,7 @@
-"""Map decoders of experts: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3, gpt-oss (2025).
+"""Mixture-of-experts decoders: Mixtral (Jiang et al. 2024), OLMoE, Qwen 1.5 to 3, gpt-oss (2025).
 
-Their blocks are those of Llama but for the feed-forward, whose experts lie in the files one by one,
-those of gpt-oss all in one tensor.
+Their blocks are Llama's except for the feed-forward. Each expert has its own tensors in the files,
+except in gpt-oss, where one tensor contains all experts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformer_jax.pretrained.families.table import (
 
 MIXTRAL_NAMES = "w1", "w3", "w2"
 NAMES = "gate_proj", "up_proj", "down_proj"
-"""The names in files of an expert's matrices gate, up and down."""
+"""Tensor names of the matrices gate, up, and down of an expert."""
 
 
 def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[TensorMapping]:
-    """Return the table, with the experts of a block in a module of these names."""
+    """Return the table, with the experts of each block under these names in `module`."""
     experts = config.experts or Experts()
     block = f"model.layers.{{i}}.{module}"
     mappings = linear("feed_forward/router", f"{block}.gate", bias=False)
@@ -42,7 +42,7 @@ def _table(config: ModelConfig, module: str, names: tuple[str, ...]) -> list[Ten
 
 
 def _experts(count: str, default: int, top_k: int, balance: float = 0.001) -> list[k.Entry]:
-    """List how many experts there are and a token has, and a loss; all but `count` are defaults."""
+    """List the expert counts and the balance loss; all arguments except `count` are defaults."""
     return [
         k.Key(count, "experts.count", k.integer, default),
         k.Key("num_experts_per_tok", "experts.top_k", k.integer, top_k),
@@ -85,24 +85,24 @@ OLMOE = llama_family(
 )
 
 
-# Qwen: every block has experts, whose width is a key of its own
+# Qwen: every block has experts, whose width has its own key
 
 
 def _qwen(kv_heads: int, count: int, top_k: int, width: int) -> list[k.Entry]:
-    """List what Qwen's models of experts have; the arguments are defaults."""
+    """List the keys of Qwen's mixture-of-experts models; the arguments are defaults."""
     return [
         *d.gated(kv_heads),
         k.Fixed(d_ff=None),
         *_experts("num_experts", count, top_k),
         k.Key("moe_intermediate_size", "experts.d_ff", k.integer, width),
-        # Transformers needs both widths, although no block is without experts.
+        # Transformers requires both widths, even though every block has experts.
         k.Code(
             write=lambda config: dict(
                 intermediate_size=config.expert_dim, moe_intermediate_size=config.expert_dim
             )
         ),
         NORMALIZE,
-        k.Written(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
+        k.FixedKeys(decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
         d.rope(),
     ]
 
@@ -130,12 +130,15 @@ QWEN3_MOE = llama_family(
 
 
 def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
-    """Return the table; the columns of gate and up take turns in one tensor."""
+    """Return the table; the columns of gate and up are interleaved in one tensor."""
     block = "model.layers.{i}.mlp"
     mappings = linear("feed_forward/router", f"{block}.router")
     for part, name in enumerate(("gate", "up")):
-        # gate and up take turns column by column, as gpt-oss is published.
-        layout, tensor = Layout(part=part, parts=2, in_turn=True), f"{block}.experts.gate_up_proj"
+        # Published gpt-oss files interleave the columns of gate and up.
+        layout, tensor = (
+            Layout(part=part, parts=2, interleaved=True),
+            f"{block}.experts.gate_up_proj",
+        )
         mappings += [
             TensorMapping(f"feed_forward/{name}/kernel", tensor, layout),
             TensorMapping(f"feed_forward/{name}/bias", f"{tensor}_bias", layout),
@@ -151,8 +154,8 @@ def _gpt_oss_table(config: ModelConfig) -> list[TensorMapping]:
 def _read_windows(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     types = d.types_or(keys, fields["num_layers"], d.every(2))
     window = d.window_pattern(types, keys.optional_integer("sliding_window", 128))
-    said = [keys.take(name, None) for name in ("rope_parameters", "rope_scaling")]
-    if said == [None, None]:  # of which transformers makes one that is stretched by 32
+    values = [keys.take(name, None) for name in ("rope_parameters", "rope_scaling")]
+    if values == [None, None]:  # transformers would default to a scaling by 32
         keys.fail("rope_parameters", None, 'must be an object, such as {"rope_type": "default"}')
     return dict(window=window)
 
@@ -163,14 +166,14 @@ GPT_OSS = llama_family(
         *d.decoder_sizes(8, head_dim=64),
         k.Fixed(norm="rmsnorm", glu=True, activation="quick_gelu", glu_unit_offset=True),
         k.Fixed(ff_bias=True, attention_sinks=True),
-        k.Written(hidden_act="silu", swiglu_alpha=1.702),
+        k.FixedKeys(hidden_act="silu", swiglu_alpha=1.702),
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-5),
         k.Key("swiglu_limit", "glu_limit", k.decimal, 7.0),
         k.Key("attention_bias", "use_bias", k.flag, True),
         *_experts("num_local_experts", 128, 4),
         k.Fixed(**{"experts.router_bias": True}),
         k.Code(_read_windows, d.write_windows),
-        k.Written(rope_scaling=dict(rope_type="default")),
+        k.FixedKeys(rope_scaling=dict(rope_type="default")),
         d.rope(150_000.0),
     ],
     architecture="GptOssForCausalLM",

@@ -1,7 +1,7 @@
-"""Map decoders with LayerNorm, whose norms have biases though their matrices may have none.
+"""Decoders with LayerNorm, whose norms have biases even if their matrices do not.
 
-They are StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al.
-2022), BLOOM (Workshop et al. 2022) and Falcon (Almazrouei et al. 2023).
+StarCoder 2 (Lozhkov et al. 2024), StableLM (Bellagente et al. 2024), OPT (Zhang et al. 2022), BLOOM
+(Workshop et al. 2022), and Falcon (Almazrouei et al. 2023).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformer_jax.pretrained.families.decoder_keys import (
 )
 
 NO_BIAS: k.Fields = dict(qkv_bias=False, out_bias=False, ff_bias=False)
-"""Fields of a model whose norms alone have biases."""
+"""Fields of a model where only norms have biases."""
 NORMS = {
     "norm": "input_layernorm", "norm_attention": "input_layernorm",
     "norm_feed_forward": "post_attention_layernorm",
 }  # fmt: skip
-"""The names of the norms of a block: of one that its branches share, or of two."""
+"""Names of the norms of a block: one that its branches share, or two."""
 
 
 def _llama_names(names: dict[str, str]) -> Callable[[ModelConfig], list[t.TensorMapping]]:
@@ -50,12 +50,12 @@ STARCODER2 = t.Family(
         k.Key(
             "hidden_act",
             "activation",
-            k.activation(gelu_tanh="gelu_pytorch_tanh"),  # the name that the published ones have
+            k.activation(gelu_tanh="gelu_pytorch_tanh"),  # the name in published files
             "gelu_pytorch_tanh",
         ),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, True),
         k.Key("embedding_dropout", "dropout", k.rate, 0.0),
-        k.Key("residual_dropout", "dropout", k.rate, 0.0),  # which counts, as of GPT-2
+        k.Key("residual_dropout", "dropout", k.rate, 0.0),  # takes precedence, as in GPT-2
         WINDOW,
         k.Flag("use_bias", True, on={}, off=NO_BIAS),
         rope(),
@@ -74,7 +74,7 @@ STARCODER2 = t.Family(
 def _stablelm_table(config: ModelConfig) -> list[t.TensorMapping]:
     found = _llama_names(t.gated_names("mlp"))(config)
     heads = [("query", "q", config.num_heads), ("key", "k", config.kv_heads)]
-    return found + [  # norms of heads, each a vector of its own
+    return found + [  # one norm per head, each a separate tensor
         t.TensorMapping(
             f"decoder/block_{i}/attention/{param}_scale/{n}",
             f"model.layers.{i}.self_attn.{name}_layernorm.norms.{n}.weight",
@@ -97,7 +97,7 @@ STABLELM = t.Family(
         k.Key("hidden_dropout", "dropout", k.rate, 0.0),
         k.Key("use_qkv_bias", "qkv_bias", k.flag, False),
         k.Flag("qk_layernorm", False, on=OWN_HEAD_NORMS, off={}),
-        k.Written(partial_rotary_factor=1.0),  # or it is 0.25
+        k.FixedKeys(partial_rotary_factor=1.0),  # the default is 0.25
         rope(part=0.25),
     ],
     _stablelm_table,
@@ -164,7 +164,7 @@ _AROUND = "transformer.word_embeddings", "transformer.h.{i}"
 
 
 def _width(default: int) -> k.Code:
-    """List the width, which `n_embed` says before `hidden_size`."""
+    """List the width; `n_embed` takes precedence over `hidden_size`."""
 
     def read(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         width = keys.integer("n_embed", None) or keys.integer("hidden_size", default)
@@ -205,19 +205,22 @@ BLOOM = t.Family(
 
 
 def _read_falcon(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read how heads share keys, and which norms the branches have."""
+    """Read how query heads share keys, and the norms of the branches."""
     heads = fields["num_heads"]
-    grouped, one = keys.flag("new_decoder_architecture", False), keys.flag("multi_query", True)
+    grouped, multi_query = (
+        keys.flag("new_decoder_architecture", False),
+        keys.flag("multi_query", True),
+    )
     parallel = keys.flag("parallel_attn", True)
     kv_heads = keys.optional_integer("num_kv_heads", None) or heads
     number = keys.optional_integer("num_ln_in_parallel_attn", None) or (2 if grouped else 1)
     if grouped and not parallel:
-        keys.fail("parallel_attn", parallel, "new_decoder_architecture needs true")
+        keys.fail("parallel_attn", parallel, "must be true with new_decoder_architecture")
     if number > 2 or (number == 2 and not grouped):
         rule = "must be 1, or 2 with new_decoder_architecture"
         keys.fail("num_ln_in_parallel_attn", number, rule)
     if not grouped:
-        kv_heads = 1 if one else heads
+        kv_heads = 1 if multi_query else heads
     orders = {(True, 2): "parallel", (True, 1): "parallel_shared"}
     return dict(num_kv_heads=kv_heads, norm_order=orders.get((parallel, number), "pre"))
 
@@ -248,7 +251,7 @@ FALCON = t.Family(
         k.Key("hidden_dropout", "dropout", k.rate, 0.0),
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
         k.Flag("bias", False, on={}, off=NO_BIAS),
-        k.Written(alibi=False),
+        k.FixedKeys(alibi=False),
         rope(),
     ],
     lambda config: t.named_decoder(

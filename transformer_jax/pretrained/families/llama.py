@@ -1,8 +1,7 @@
-"""Map Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
+"""Llama (Touvron et al. 2023, Dubey et al. 2024) and the families that descend from it.
 
-These are Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, SmolLM 3, and
-SmolLM 1 and 2, whose model_type is llama. They share one table of names and differ in norms, biases
-and windows.
+Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi 3 and 4, OLMo 2 and 3, Granite, SmolLM 3, and SmolLM 1 and
+2, whose model_type is llama. They share a table of names and differ in norms, biases, and windows.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ def llama_table(
     feed_forward: list[t.TensorMapping] | None = None,
     qkv: list[t.TensorMapping] | None = None,
 ) -> list[t.TensorMapping]:
-    """Return the table of a Llama, or of one whose blocks have other names of some layers."""
+    """Return Llama's table, or that of a variant with other names for some layers."""
     before, after = ("input", "post_attention") if config.norm_order != "output" else (None, None)
-    own = {"norm_attention": before, "norm_feed_forward": after}
+    names = {"norm_attention": before, "norm_feed_forward": after}
     if config.norm_order == "output":
-        own |= dict(out_norm_attention="post_attention", out_norm_feed_forward="post_feedforward")
+        names |= dict(out_norm_attention="post_attention", out_norm_feed_forward="post_feedforward")
     if config.norm_order == "sandwich":
-        own |= dict(out_norm_attention="post_attention", norm_feed_forward="pre_feedforward",
-                    out_norm_feed_forward="post_feedforward")  # fmt: skip
+        names |= dict(out_norm_attention="post_attention", norm_feed_forward="pre_feedforward",
+                      out_norm_feed_forward="post_feedforward")  # fmt: skip
     scales = {f"attention/{name}_scale": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
     matrices, block = t.attention_names("self_attn", "o_proj"), "model.layers.{i}"
     out = {"attention/out": matrices.pop("attention/out")}
-    norms = {param: f"{name}_layernorm" for param, name in own.items() if name is not None}
+    norms = {param: f"{name}_layernorm" for param, name in names.items() if name is not None}
     mappings = t.named(config, block, norms | scales)
     if config.attention_sinks:
         mappings += [t.TensorMapping("attention/sinks", f"{block}.self_attn.sinks")]
@@ -73,7 +72,7 @@ GRANITE = llama_family(
 )
 
 
-# SmolLM 3: some layers have no rotation
+# SmolLM 3: some layers have no RoPE
 
 _SMOL_EVERY = 4
 
@@ -84,17 +83,17 @@ def _read_turns(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     turns = keys.take("no_rope_layers", None)
     if turns is None:
         turns = [int((i + 1) % every != 0) for i in range(layers)]
-    known = isinstance(turns, list) and all(type(own) in (int, bool) for own in turns)
-    if not known or len(turns) < layers or not set(turns) <= {0, 1}:
+    valid = isinstance(turns, list) and all(type(turn) in (int, bool) for turn in turns)
+    if not valid or len(turns) < layers or not set(turns) <= {0, 1}:
         rule = f"must be a list of {layers} (num_hidden_layers) of 0 and 1"
         keys.fail("no_rope_layers", turns, rule)
-    pattern = d.shortest([own == 1 for own in turns[:layers]])
+    pattern = d.shortest([turn == 1 for turn in turns[:layers]])
     width = keys.optional_integer("sliding_window", None)
     used = keys.flag("use_sliding_window", False) and width is not None
-    # The layers without a rotation are those that may have a window.
+    # By default, the layers without RoPE are those with a window.
     types = d.types_or(keys, layers, lambda i: used and not turns[i])
     if not used and "sliding_attention" in types:
-        keys.fail("layer_types", types, "needs use_sliding_window and sliding_window")
+        keys.fail("layer_types", types, "requires use_sliding_window and sliding_window")
     found: k.Fields = dict(window=d.window_pattern(types, width) if used else None)
     if not all(pattern):
         turned = any(pattern) and replace(fields["positions"], pattern=pattern)
@@ -130,7 +129,7 @@ def _read_mistral(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         return dict(window=window)
     found: k.Fields = dict(window=d.window_pattern(types, window))
     if fields["head_dim"] == fields["d_model"] // fields["num_heads"]:
-        found["head_dim"] = None  # the usual one, which is written below
+        found["head_dim"] = None  # the default width, which is written below
     return found
 
 
@@ -140,7 +139,7 @@ MISTRAL = llama_family(
         *d.gated(8),
         k.Code(
             _read_mistral,
-            # transformers makes a ministral of one that lists its layers, and needs its head_dim
+            # transformers converts one with layer_types to a Ministral, which requires head_dim
             lambda config: (
                 dict(d.write_windows(config), head_dim=config.key_dim)
                 if len(set(config.windows)) > 1
@@ -165,7 +164,7 @@ def _read_qwen(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
     keys = d.write_windows(config)
-    # No window at all is said by the flag: max_window_layers then counts every layer.
+    # The flag disables all windows; max_window_layers then counts every layer.
     used = keys["sliding_window"] is not None
     first = keys["layer_types"].index("sliding_attention") if used else config.num_layers
     return dict(keys, use_sliding_window=used, max_window_layers=first)
@@ -207,12 +206,12 @@ def _gemma(kv_heads: int) -> list[k.Entry]:
         k.Fixed(norm="rmsnorm", norm_unit_offset=True, glu=True, use_bias=False),
         k.Fixed(scale_embeddings=True),
         k.Key("rms_norm_eps", "norm_eps", k.positive, 1e-6),
-        k.Written(attention_bias=False),
+        k.FixedKeys(attention_bias=False),
     ]
 
 
 def _capped(scores: float | None, logits: float | None) -> list[k.Entry]:
-    """List what Gemma 2 and 3 have: soft caps, a scale of the scores, norms around branches."""
+    """List the keys of Gemma 2 and 3: soft caps, a score scale, norms around the branches."""
     return [
         *_gemma(4),
         k.Key("hidden_activation", "activation", _TANH, "gelu_pytorch_tanh"),
@@ -225,26 +224,32 @@ def _capped(scores: float | None, logits: float | None) -> list[k.Entry]:
 
 _SCALAR = k.Kind(
     lambda keys, name, default: float(keys.positive(name, default)) ** -0.5,
-    # the square of a root is rounded, and an integer there is read as one
+    # squaring the root rounds; integers stay integers
     lambda scale: int(s) if (s := round(scale**-2, 6)) == int(s) else s,
 )
+
+
+def _read_local_rope(keys: k.ConfigKeys, fields: k.Fields, base: float) -> Rope:
+    """Return the RoPE of layers with a window, which Gemma 3 and OLMo 3 never scale."""
+    # Pass a copy, since read_rope may shorten max_len, which the other layers define.
+    rope = d.read_rope(keys, dict(fields), "sliding_attention", base)
+    if rope.scaling is not None:
+        keys.fail("rope_parameters", rope.scaling, "layers with a window must have no RoPE scaling")
+    return rope
 
 
 def _read_gemma3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     every = keys.integer("sliding_window_pattern", 6)
     if keys.take("layer_types", None) is None:
         keys.require("_sliding_window_pattern", every)
-    keys.ignore("_sliding_window_pattern")  # layer_types were made from it
+    keys.ignore("_sliding_window_pattern")  # layer_types derive from it
     window = d.windows(d.every(every)).read(keys, fields)["window"]
-    # Without windows nothing turns by the local base, and any number is accepted.
+    # Without windows the local base is unused, and any number is accepted.
     read = keys.number if window is None else partial(keys.positive, above=1)
     local = float(read("rope_local_base_freq", 10_000.0))
     near = None
     if keys.take("rope_parameters", None) is not None:
-        # A copy of the fields: read_rope may shorten max_len, which the other layers say.
-        near = d.read_rope(keys, dict(fields), "sliding_attention", local)
-        if near.scaling is not None:
-            keys.fail("rope_parameters", near.scaling, "layers with a window stretch nothing")
+        near = _read_local_rope(keys, fields, local)
         local = near.base
     far = d.read_rope(keys, fields, "full_attention", 1e6)
     if near is not None and near.dims != far.dims:
@@ -292,11 +297,11 @@ GEMMA3 = llama_family(
 )
 
 
-# Phi 3: layers that read the same share a tensor
+# Phi 3: layers with the same input share a tensor
 
 
 def _phi3_table(config: ModelConfig) -> list[t.TensorMapping]:
-    """Return Llama's table but for query, key and value, and gate and up, in one tensor each."""
+    """Return Llama's table, with one tensor for query, key, and value and one for gate and up."""
     q, k, F = config.num_heads * config.key_dim, config.kv_heads * config.key_dim, config.ff_dim
     heads = {"attention/query": q, "attention/key": k, "attention/value": k}
     hidden, block = {"feed_forward/gate": F, "feed_forward/up": F}, "model.layers.{i}"
@@ -309,7 +314,7 @@ def _phi3_table(config: ModelConfig) -> list[t.TensorMapping]:
 def _read_phi3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     positions = d.read_rope(keys, fields)
     if positions.scaling not in (None, "longrope"):
-        keys.fail("rope_scaling", positions.scaling, "a phi3 has longrope or none")
+        keys.fail("rope_scaling", positions.scaling, "must be longrope or absent for a phi3")
     return dict(positions=positions, max_len=fields["max_len"])
 
 
@@ -337,7 +342,7 @@ PHI3 = llama_family(
 )
 
 
-# OLMo 2 and 3: norms of the outputs of branches
+# OLMo 2 and 3: norms on the outputs of branches
 
 _OLMO = [
     *d.gated(eps=1e-5),
@@ -353,13 +358,11 @@ def _read_olmo3(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     is_nested = keys.take("rope_parameters", None) is not None
     near = Rope(base=_OLMO3_BASE)
     if is_nested:
-        near = d.read_rope(keys, dict(fields), "sliding_attention", _OLMO3_BASE)
-        if near.scaling is not None:
-            keys.fail("rope_parameters", near.scaling, "layers with a window stretch nothing")
+        near = _read_local_rope(keys, fields, _OLMO3_BASE)
     far = d.read_rope(keys, fields, "full_attention", _OLMO3_BASE)
     if window is not None:
-        if not is_nested and far.base != _OLMO3_BASE:  # of windows, libraries differ
-            rule = f"must be {_OLMO3_BASE}, or rope_parameters have that of each kind of layer"
+        if not is_nested and far.base != _OLMO3_BASE:  # libraries differ on the base in windows
+            rule = f"must be {_OLMO3_BASE}, or rope_parameters must define the base per layer type"
             keys.fail("rope_theta", far.base, rule)
         if near.dims != far.dims:
             raise ConfigError("partial_rotary_factor must be 1 in every layer")

@@ -1,9 +1,9 @@
-"""Map ModernBERT (Warner et al. 2024): an encoder with a rotation, gates and windows by layer.
+"""ModernBERT (Warner et al. 2024): an encoder with RoPE, gates, and windows per layer.
 
-Its block 0 has no norm before attention, since the embeddings have one. In a layer with a window a
-query sees local_attention / 2 tokens on each side, and the rotation has a base of its own. Of the
-rates of dropout `embedding_dropout` and `attention_dropout` are kept. A classifier reads the
-layers of the masked-token head, of the first token, of the mean of a text, or of each token.
+Block 0 has no norm before attention, because the embeddings have one. In a layer with a window, a
+query sees local_attention / 2 tokens on each side, and RoPE has a different base. The only
+dropout rates in use are `embedding_dropout` and `attention_dropout`. A classifier reads the layers
+of the masked-token head, applied to the first token, to the mean of a text, or to each token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW = 128
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
     block = "model.layers.{i}"
-    qkv_bias, ff_bias = k.meant(config, "qkv_bias"), k.meant(config, "ff_bias")
+    qkv_bias, ff_bias = k.effective(config, "qkv_bias"), k.effective(config, "ff_bias")
     heads = {f"attention/{name}": config.d_model for name in ("query", "key", "value")}
     hidden = {f"feed_forward/{name}": config.ff_dim for name in ("gate", "up")}
     out = {"attention/out": "attn.Wo", "norm_feed_forward": "mlp_norm"}
@@ -58,16 +58,16 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
 
 
 def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read which layers are after the stack, whose tensors have the same names for all classes."""
+    """Detect the layers after the stack, whose tensors have the same names for all classifiers."""
     head, classes = "head.dense.weight" in keys.names, "classifier.weight" in keys.names
     bias, act = fields["use_bias"], fields["activation"]
     head_bias, decoder_bias = keys.flag("classifier_bias", False), keys.flag("decoder_bias", True)
     tied = keys.flag("tie_word_embeddings", True)
     if head and head_bias is not bias:
-        keys.fail("classifier_bias", head_bias, f"must be norm_bias, {bias}")
+        keys.fail("classifier_bias", head_bias, f"must equal norm_bias, {bias}")
     if head and keys.choice("classifier_activation", k.ACTIVATIONS, "gelu") != act:
-        said = keys.take("classifier_activation", "gelu")
-        keys.fail("classifier_activation", said, f"must be hidden_activation, {act!r}")
+        name = keys.take("classifier_activation", "gelu")
+        keys.fail("classifier_activation", name, f"must match hidden_activation, {act!r}")
     keys.ignore("classifier_activation")
     if not classes:
         keys.ignore("classifier_pooling")
@@ -76,7 +76,7 @@ def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         return dict(masked_token_head=True, logit_bias=decoder_bias, tie_embeddings=tied)
     of = named_head(keys)
     if of is None:
-        rule = f"must be a class ...{' or ...'.join(HEAD_NAMES.values())}"
+        rule = f"must name a class ...{' or ...'.join(HEAD_NAMES.values())}"
         keys.fail("architectures", keys.take("architectures", None), rule)
     reads = keys.choice("classifier_pooling", {"cls": "first", "mean": "mean"}, "cls")
     return dict(
@@ -93,7 +93,7 @@ def _write_heads(config: ModelConfig) -> JsonObject:
         classifier_bias=config.use_bias,
         decoder_bias=config.logit_bias,
         tie_word_embeddings=config.tie_embeddings,
-        cls_token_id=None,  # or transformers takes two that a small vocabulary has not
+        cls_token_id=None,  # transformers' defaults exceed a small vocabulary
         sep_token_id=None,
     )
     if config.num_classes is not None:
@@ -103,23 +103,23 @@ def _write_heads(config: ModelConfig) -> JsonObject:
 
 
 def _read_layers(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
-    """Read the windows of layers and their rotations."""
+    """Read the windows of the layers and their RoPE."""
     every = keys.integer("global_attn_every_n_layers", EVERY)
     types = d.types_or(keys, fields["num_layers"], lambda i: i % every != 0)
     window = d.window_pattern(types, keys.integer("local_attention", WINDOW) // 2 + 1)
     far, near = (
-        # A copy of the fields: read_rope may shorten max_len.
+        # Pass a copy, since read_rope may shorten max_len.
         d.read_rope(keys, dict(fields), kind, float(keys.positive(KEYS[kind], base, above=1)))
         for kind, base in BASES.items()
     )
-    # No layer reads the base of those without a window: the other one is the base.
+    # If every layer has a window, only the local base is used.
     if "full_attention" not in types:
         far = near
     if "sliding_attention" in types and near != far:
         if replace(near, base=far.base) != far or near.scaling is not None:
-            said = keys.take("rope_parameters", None)
+            value = keys.take("rope_parameters", None)
             keys.fail(
-                "rope_parameters", said, "layers may differ in rope_theta, and stretch nothing"
+                "rope_parameters", value, "layers may differ only in rope_theta, without scaling"
             )
         far = replace(far, window_base=near.base)
     return dict(positions=far, window=window)
@@ -133,7 +133,7 @@ def _write_layers(config: ModelConfig) -> JsonObject:
     bases = {"full_attention": rope.base, "sliding_attention": near}
     every = next((i for i, kind in enumerate(kinds) if i and kind == "full_attention"), len(kinds))
     return dict(
-        {KEYS[kind]: base for kind, base in bases.items()},  # these and `every` version 4 reads
+        {KEYS[kind]: base for kind, base in bases.items()},  # read, like `every`, by version 4
         local_attention=WINDOW if width is None else 2 * (width - 1),
         layer_types=kinds,
         global_attn_every_n_layers=every,

@@ -1,7 +1,7 @@
-"""Map nomic-bert (Nussbaum et al. 2024): a BERT with a rotation, gates and no biases in its blocks.
+"""nomic-bert (Nussbaum et al. 2024): a BERT with RoPE, gates, and no biases in its blocks.
 
-Its files have two styles of config.json: that of transformers, and that of the code the model came
-with, whose names are GPT-2's (`n_embd`). Tensors have the same names in both.
+Its files have two styles of config.json: that of transformers, and that of the original code, with
+GPT-2's names (`n_embd`). The tensor names are the same in both.
 """
 
 from __future__ import annotations
@@ -9,22 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.pretrained.families import bert as b
+from transformer_jax.pretrained.families import classes as c
 from transformer_jax.pretrained.families import keys as k
 from transformer_jax.pretrained.families import table as t
-from transformer_jax.pretrained.families.bert import (
-    POST_NORM,
-    TYPES,
-    bert_sizes,
-    masked_head,
-    pooling_layers,
-)
-from transformer_jax.pretrained.families.classes import (
-    classes_of,
-    encoder_class,
-    head_fields,
-    labels,
-    write_labels,
-)
 from transformer_jax.pretrained.families.decoder_keys import read_rope, rope_of, write_rope
 from transformer_jax.untrusted_files import JsonObject
 
@@ -33,7 +21,7 @@ OLD = dict(
     intermediate_size="n_inner", layer_norm_eps="layer_norm_epsilon",
     hidden_dropout_prob="resid_pdrop", attention_probs_dropout_prob="attn_pdrop",
 )  # fmt: skip
-"""Keys of transformers, each with that of the older style."""
+"""Maps the keys of transformers to those of the original code."""
 BASE = 1000.0
 POOLER = "nomic_bert.pooler.dense"
 
@@ -60,25 +48,24 @@ def _table(config: ModelConfig) -> list[t.TensorMapping]:
                 *t.named(config, block, names),
             ],
         ),
-        *masked_head(
+        *b.masked_head(
             config, f"{predictions}.dense", f"{predictions}.layer_norm", "cls.predictions.bias"
         ),
-        *pooling_layers(config, POOLER, "classifier"),
+        *b.pooling_layers(config, POOLER, "classifier"),
     ]
 
 
 def _read_heads(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     masked = "cls.predictions.transform.dense.weight" in keys.names
     pooler = f"{POOLER}.weight"
-    of = None if masked else classes_of(keys, "classifier.weight", pooler)
+    of = None if masked else c.classes_of(keys, "classifier.weight", pooler)
     if of == "span":
-        rule = "transformers has no such head of a nomic_bert"
+        rule = "a nomic_bert in transformers has no head for spans"
         keys.fail("architectures", keys.take("architectures", None), rule)
-    return head_fields(
+    return c.head_fields(
         keys,
         masked=masked,
         pooler="tanh" if pooler in keys.names else None,
-        num_classes=None if of is None else labels(keys),
         classes_of=of,
     )
 
@@ -87,7 +74,7 @@ def _read_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     base = float(keys.positive("rotary_emb_base", BASE, above=1))
     rope = read_rope(keys, fields, default=base)
     if rope.dims is not None:
-        rule = "all dimensions of a head must rotate"
+        rule = "all dimensions of each head must rotate"
         keys.fail("rope_parameters", keys.take("rope_parameters", None), rule)
     return dict(positions=rope, max_len=fields["max_len"])
 
@@ -101,21 +88,21 @@ def _write_rope(config: ModelConfig) -> JsonObject:
 NOMIC_BERT = t.Family(
     "nomic_bert",
     [
-        *POST_NORM,
+        *b.POST_NORM,
         k.Key("vocab_size", "vocab_size", k.integer, 30528),
         k.Key("max_position_embeddings", "max_len", k.integer, 2048, older="n_positions"),
-        *bert_sizes(activation="silu", rate=0.0, older=OLD),
-        TYPES,
+        *b.bert_sizes(activation="silu", rate=0.0, older=OLD),
+        b.TYPES,
         k.Key("head_dim", "head_dim", k.optional_integer, None),
         k.Fixed(glu=True, qkv_bias=False, out_bias=False, ff_bias=False),
-        k.Code(_read_heads, write_labels),
+        k.Code(_read_heads, c.write_labels),
         k.Code(_read_rope, _write_rope),
     ],
     _table,
-    partial(encoder_class, name="NomicBert"),
+    partial(c.encoder_class, name="NomicBert"),
     prefix="nomic_bert.",
     needed_ids=("pad_token_id",),
-    renames_modules=True,  # Wqkv is q_proj, k_proj and v_proj
+    renames_modules=True,  # Wqkv is q_proj, k_proj, and v_proj
     tied_copies={
         "cls.predictions.decoder.weight": "nomic_bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",

@@ -1,8 +1,8 @@
-"""Keys of config.json that no family reads: what each may be, and why it changes no number.
+"""Keys of config.json that no family reads: their allowed values, and why they have no effect.
 
-Every key is one of three: a family's `read` reads it, it must have the value given here, or it is
-ignored for the reason given here. Anything else is refused by name, unless it is null. A test
-compares the three with the configuration classes of transformers.
+Each key is read by a family's `read`, must have a value listed here, or is ignored for the reason
+stated here. Any other key is rejected by name unless it is null. A test compares the keys with the
+configuration classes of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from transformer_jax.untrusted_files import JsonObject
 
 ALL_FULL = ("full_attention",)
-"""Any list that names no other kind of layer."""
+"""Any list of layers of only this type."""
 
 _DECODERS = (
     "gpt2 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite smollm3 olmo2 olmo3 "
@@ -26,20 +26,20 @@ _SEQ2SEQ = "bart mbart pegasus m2m_100 marian"
 
 @dataclass(frozen=True)
 class OtherKeys:
-    """Some keys of some families, with one reason."""
+    """Keys of some families that have no effect for the same reason."""
 
     why: str
     families: str = ""
-    """Names with spaces between; empty for all families, which a later entry overrules."""
+    """Names separated by spaces; empty means all families. Later entries override earlier ones."""
     ignored: str = ""
-    """Keys whose value does not matter, with spaces between."""
+    """Keys with any value, separated by spaces."""
     fixed: JsonObject = field(default_factory=dict)
-    """Each key with a list of the values that mean what the family computes."""
+    """Maps keys to the values that match the family's computation."""
 
 
 OTHER_KEYS = (
     OtherKeys(
-        "They name the model and its files, or who wrote them, and how they are run.",
+        "Names of the model, its files, and its authors, and runtime options.",
         ignored="""
         _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation
         _flash_attn_2_enabled _model_name_or_path _name_or_path architectures attn_implementation
@@ -50,27 +50,27 @@ OTHER_KEYS = (
         """,
     ),
     OtherKeys(
-        "They say what a call returns, or in which pieces it computes.",
+        "Outputs of a call, and chunking of the computation.",
         ignored="""
         chunk_size_feed_forward output_attentions output_hidden_states output_past return_dict
         """,
     ),
     OtherKeys(
-        "The names of classes, and what sentence-transformers makes of a model's logits.",
+        "Names of classes, and the post-processing of logits in sentence-transformers.",
         ignored="""
         _num_labels finetuning_task id2label label2id matryoshka_dimensions num_labels problem_type
         sbert_ce_default_activation_function sentence_transformers task_specific_params
         """,
     ),
     OtherKeys(
-        "Tokens and lengths, which the tokenizer's files and generation_config.json have too.",
+        "Tokens and lengths, also stored in the tokenizer's files and generation_config.json.",
         ignored="""
         bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids
         max_sequence_length model_max_length pad_token_id prefix sep_token_id unk_token_id
         """,
     ),
     OtherKeys(
-        "How texts are generated: transformers 5 takes it from generation_config.json alone.",
+        "Generation options, which transformers 5 reads only from generation_config.json.",
         ignored="""
         assistant_confidence_threshold assistant_early_exit assistant_lookbehind bad_words_ids
         begin_suppress_tokens cache_config cache_implementation compile_config constraints
@@ -88,13 +88,13 @@ OTHER_KEYS = (
         """,
     ),
     OtherKeys(
-        "They say how training began or drops numbers in heads, or what a loss is called.",
+        "Initialisation, dropout in heads, and the name of a loss.",
         ignored="""
         classifier_dropout init_std initializer_factor initializer_range tf_legacy_loss
         """,
     ),
     OtherKeys(
-        "A model of another kind has these on.",
+        "Options of other kinds of models, which must be off.",
         ignored="cross_attention_hidden_size",
         fixed=dict(
             add_cross_attention=[False], is_decoder=[False], is_encoder_decoder=[False],
@@ -103,34 +103,34 @@ OTHER_KEYS = (
     ),
     # Decoders
     OtherKeys(
-        "Whether a stack is a decoder: it is.", _DECODERS, fixed=dict(is_decoder=[False, True])
+        "The stack is always a decoder.", _DECODERS, fixed=dict(is_decoder=[False, True])
     ),
     OtherKeys(
-        "Parts that other models have.",
+        "Features of other models, which must be off.",
         "llama granite phi3 olmo2 mixtral olmoe starcoder2 stablelm phi gpt_neox falcon",
         "max_window_layers",
         dict(layer_types=[ALL_FULL], use_sliding_window=[False], use_mrope=[False]),
     ),
     OtherKeys(
-        "Parts that other models have.",
+        "Features of other models, which must be off.",
         "llama mistral granite phi3 mixtral smollm3 gemma gemma2 cohere2",
         fixed=dict(qk_layernorm=[False], use_qk_norm=[False]),
     ),
     OtherKeys(
-        "Parts that other models have.",
+        "Features of other models, which must be off.",
         "mistral mixtral phi3 gemma gemma2 gemma3_text",
         fixed=dict(attention_bias=[False], mlp_bias=[False], qkv_bias=[False]),
     ),
     OtherKeys(
-        "Megatron's split of the matrices in pretraining, and sums in another order.",
+        "Megatron's split of the matrices in pretraining, which only changes the summation order.",
         "llama mistral granite cohere cohere2", fixed=dict(pretraining_tp=[1, None]),
     ),
     OtherKeys(
         "Transformers reads neither.", "smollm3", ignored="pretraining_tp max_window_layers"
     ),
-    OtherKeys("As Llama", "llama", "is_llama_config", dict(rope_interleaved=[False])),
+    OtherKeys("Equal to Llama.", "llama", "is_llama_config", dict(rope_interleaved=[False])),
     OtherKeys(
-        "The way of a vision model, and attention in chunks of a text that is longer than trained.",
+        "RoPE of a vision model, and chunked attention beyond the trained length.",
         "qwen2", "dual_chunk_attention_config",
         dict(
             use_mrope=[False], attention_bias=[True], qkv_bias=[True], mlp_bias=[False],
@@ -138,11 +138,11 @@ OTHER_KEYS = (
         ),
     ),
     OtherKeys(
-        "The norm of queries and keys is always there.",
+        "Queries and keys always have a norm.",
         "qwen3 qwen3_moe", fixed=dict(use_qk_norm=[True], qk_layernorm=[True]),
     ),
     OtherKeys(
-        "Every block has experts, and all layers see the whole text.", "qwen2_moe qwen3_moe",
+        "Every block has experts, and no layer has a window.", "qwen2_moe qwen3_moe",
         "intermediate_size max_window_layers output_router_logits sliding_window",
         dict(
             decoder_sparse_step=[1], layer_types=[ALL_FULL], mlp_only_layers=[[], None],
@@ -150,42 +150,42 @@ OTHER_KEYS = (
         ),
     ),
     OtherKeys(
-        "Parts of Qwen 2 that are off.", "qwen3 qwen3_moe",
+        "Features of Qwen 2, which must be off.", "qwen3 qwen3_moe",
         fixed=dict(mlp_bias=[False], qkv_bias=[False]),
     ),
     OtherKeys(
-        "There is no expert for every token.", "qwen3_moe",
+        "Shared experts are not used.", "qwen3_moe",
         fixed=dict(shared_expert_intermediate_size=[0]),
     ),
     OtherKeys(
-        "A loss is returned or not, and noise in training.", "mixtral olmoe gpt_oss",
+        "Whether to return a loss, and noise in training.", "mixtral olmoe gpt_oss",
         "output_router_logits", dict(clip_qkv=[None], router_jitter_noise=[0.0, 0]),
     ),
     OtherKeys(
-        "The gate is x sigmoid(1.702 x), whatever hidden_act is.", "gpt_oss",
+        "The gate is x sigmoid(1.702 x) for any hidden_act.", "gpt_oss",
         "experts_per_token initial_context_length",
         dict(hidden_act=["silu"], swiglu_alpha=[1.702]),
     ),
     OtherKeys(
-        "Transformers reads hidden_activation, and layer_types were made from the pattern.",
+        "Transformers reads hidden_activation; layer_types derive from the pattern.",
         "gemma2 gemma3_text", "hidden_act sliding_window_size",
     ),
     OtherKeys(
-        "Causal models.", "gemma gemma2 gemma3_text",
+        "The models are causal.", "gemma gemma2 gemma3_text",
         fixed=dict(use_bidirectional_attention=[False]),
     ),
     OtherKeys("Transformers ignores it.", "gemma3_text", fixed=dict(attn_logit_softcapping=[None])),
     OtherKeys(
-        "The code that auto_map names is not run: transformers has its own for this model_type.",
+        "The code in auto_map is not run; transformers implements this model_type.",
         "phi phi3 falcon nomic_bert", "auto_map",
     ),
     OtherKeys(
-        "How longrope was found; transformers has no bias of the logits.", "phi3",
+        "The search for the longrope factors; logits have no bias in transformers.", "phi3",
         "full_attn_mod interpolate_factor", dict(lm_head_bias=[False]),
     ),
-    OtherKeys("It has no norm of queries and keys here.", "phi", fixed=dict(qk_layernorm=[False])),
+    OtherKeys("Norms of queries and keys must be off.", "phi", fixed=dict(qk_layernorm=[False])),
     OtherKeys(
-        "The same in every published model; the last three are for other libraries.",
+        "Constant in published models; the ignored keys are for other libraries.",
         "cohere cohere2", "use_embedding_sharing use_parallel_embedding layer_switch",
         dict(
             position_embedding_type=["rope_gptj"], rotary_pct=[1.0, 1],
@@ -193,11 +193,11 @@ OTHER_KEYS = (
         ),
     ),
     OtherKeys(
-        "The order of layers that layer_types states.", "cohere2",
+        "The order of layers, also stated by layer_types.", "cohere2",
         fixed=dict(order_of_interleaved_layers=["local_attn_first"]),
     ),
     OtherKeys(
-        "Transformers reads hidden_act and norm_epsilon, and computes in one precision.",
+        "Transformers reads hidden_act and norm_epsilon, and uses a single precision.",
         "starcoder2",
         """
         activation_function attention_softmax_in_fp32 layer_norm_epsilon
@@ -206,11 +206,11 @@ OTHER_KEYS = (
         dict(mlp_type=["default"], norm_type=["layer_norm"], scale_attn_weights=[True]),
     ),
     OtherKeys(
-        "Older names of values that transformers takes from other keys, at their defaults.",
+        "Older names of other keys, which must have their defaults.",
         "stablelm", fixed=dict(norm_eps=[1e-5], rope_pct=[0.25], rotary_scaling_factor=[1.0, 1]),
     ),
     OtherKeys(
-        "Dropout of hidden layers in the feed-forward and of whole layers is left out.", "opt",
+        "LayerDrop and dropout within the feed-forward are not supported.", "opt",
         "layerdrop activation_dropout",
         dict(
             _remove_final_layer_norm=[False], layer_norm_elementwise_affine=[True],
@@ -218,7 +218,7 @@ OTHER_KEYS = (
         ),
     ),
     OtherKeys(
-        "How Megatron ran it, and sums in another order.", "bloom",
+        "Runtime options of Megatron, and the summation order.", "bloom",
         """
         attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi
         pretraining_tp skip_bias_add skip_bias_add_qkv slow_but_exact
@@ -226,8 +226,8 @@ OTHER_KEYS = (
         dict(apply_residual_connection_post_layernorm=[False], n_inner=[None]),
     ),
     OtherKeys(
-        "Falcon's own bias by distance is rounded to bfloat16 and scaled with the scores; a "
-        "feed-forward of another width has ffn_hidden_size.",
+        "Falcon's ALiBi is rounded to bfloat16 and scaled with the scores, not supported here; a "
+        "feed-forward of another width uses ffn_hidden_size.",
         "falcon",
         fixed=dict(
             alibi=[False], apply_residual_connection_post_layernorm=[False], ff_factor=[4]
@@ -238,7 +238,7 @@ OTHER_KEYS = (
         "attention_probs_dropout_prob hidden_dropout_prob",
     ),
     OtherKeys(
-        "A head of several choices, and the precision of sums.", "gpt2 gptj",
+        "The multiple-choice head, and the scaling of attention.", "gpt2 gptj",
         """
         n_ctx predict_special_tokens summary_activation summary_first_dropout
         summary_proj_to_labels summary_type summary_use_proj
@@ -246,12 +246,12 @@ OTHER_KEYS = (
         dict(scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False]),
     ),
     OtherKeys(
-        "It changes the precision only.", "gpt2", fixed=dict(reorder_and_upcast_attn=[False, True])
+        "It only changes the precision.", "gpt2", fixed=dict(reorder_and_upcast_attn=[False, True])
     ),
-    OtherKeys("There is always a rotation.", "gptj", fixed=dict(rotary=[True])),
+    OtherKeys("The model always uses RoPE.", "gptj", fixed=dict(rotary=[True])),
     # Encoders
     OtherKeys(
-        "Of the code that BERT came with, and of TinyBERT's.", _BERTS,
+        "Keys of the original BERT code and of TinyBERT.", _BERTS,
         """
         cell directionality emb_size generator_size pooler_fc_size pooler_num_attention_heads
         pooler_num_fc_layers pooler_size_per_head pooler_type pre_trained structure training
@@ -259,11 +259,11 @@ OTHER_KEYS = (
         dict(position_embedding_type=["absolute"]),
     ),
     OtherKeys(
-        "A head of several choices.", "electra",
+        "The multiple-choice head.", "electra",
         "summary_activation summary_last_dropout summary_type summary_use_proj",
     ),
     OtherKeys(
-        "One group of one block is shared by all layers; nothing reads the others.", "albert",
+        "All layers share one group of one block; the other keys are unused.", "albert",
         """
         classifier_dropout_prob down_scale_factor gap_size layers_to_keep net_structure_type
         num_memory_blocks
@@ -271,15 +271,15 @@ OTHER_KEYS = (
         dict(num_hidden_groups=[1], inner_group_num=[1]),
     ),
     OtherKeys(
-        "Transformers counts so many buckets, and positions from so many, always.", "mpnet",
+        "Constants in transformers, which ignores these keys.", "mpnet",
         fixed=dict(pad_token_id=[1], relative_attention_num_buckets=[32]),
     ),
     OtherKeys(
-        "Dropout in heads, and how the table of positions began.", "distilbert",
+        "Dropout in heads, and the initialisation of the position table.", "distilbert",
         "qa_dropout seq_classif_dropout sinusoidal_pos_embds", dict(tie_weights_=[True]),
     ),
     OtherKeys(
-        "How ModernBERT is run and trained; nothing reads the position embeddings of an ancestor.",
+        "Runtime and training options; position_embedding_type is unused.",
         "modernbert",
         """
         deterministic_flash_attn initializer_cutoff_factor layer_norm_eps reference_compile
@@ -288,7 +288,7 @@ OTHER_KEYS = (
         dict(position_embedding_type=["absolute"]),
     ),
     OtherKeys(
-        "The style of config.json of the code that nomic-bert came with.", "nomic_bert",
+        "The style of config.json of the original nomic-bert code.", "nomic_bert",
         """
         dense_seq_output embd_pdrop fused_bias_fc fused_dropout_add_ln max_trained_positions
         pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn
@@ -305,8 +305,8 @@ OTHER_KEYS = (
     ),
     # Encoder-decoders
     OtherKeys(
-        "Dropout of whole layers and in the feed-forward is left out, the bias of the logits is in "
-        "the files or not, and the others are of the library and the ways of fairseq.", _SEQ2SEQ,
+        "LayerDrop and dropout within the feed-forward are not supported, tensors define the bias "
+        "of the logits, and the other keys belong to fairseq and to training.", _SEQ2SEQ,
         """
         activation_dropout classif_dropout decoder_layerdrop encoder_layerdrop
         force_bos_token_to_be_generated replacing_rate save_step student_decoder_layers
@@ -315,30 +315,30 @@ OTHER_KEYS = (
         dict(add_bias_logits=[False, True], is_encoder_decoder=[True]),
     ),
     OtherKeys(
-        "Where the norms are.", "bart marian",
+        "The position of the norms is fixed.", "bart marian",
         fixed=dict(normalize_before=[False], add_final_layer_norm=[False]),
     ),
     OtherKeys(
-        "Where the norms are.", "mbart pegasus m2m_100",
+        "The position of the norms is fixed.", "mbart pegasus m2m_100",
         fixed=dict(normalize_before=[True], add_final_layer_norm=[True]),
     ),
     OtherKeys(
-        "Learned positions, from row 2 of their table.", "bart mbart",
+        "Positions are learned, and start at row 2 of their table.", "bart mbart",
         fixed=dict(
             normalize_embedding=[True], static_position_embeddings=[False],
             extra_pos_embeddings=[2],
         ),
     ),
     OtherKeys(
-        "Sinusoids.", "pegasus m2m_100 marian",
+        "Positions are sinusoidal.", "pegasus m2m_100 marian",
         fixed=dict(normalize_embedding=[False], static_position_embeddings=[True]),
     ),
     OtherKeys(
-        "An encoder alone is none.", "t5 mt5", fixed=dict(is_encoder_decoder=[True, False])
+        "False for a lone encoder.", "t5 mt5", fixed=dict(is_encoder_decoder=[True, False])
     ),
     # The object in rope_scaling or rope_parameters
     OtherKeys(
-        "Transformers reads attention_factor, and the others are notes.", "rope",
+        "Transformers reads attention_factor; the other keys are informational.", "rope",
         "attn_factor finetuned", dict(extrapolation_factor=[1.0, 1]),
     ),
 )  # fmt: skip
@@ -363,12 +363,12 @@ ALIASES: dict[str, dict[str, str]] = {
         num_hidden_layers="encoder_layers",
     ),
 }  # fmt: skip
-"""Second names of keys in transformers, each with the name that families read."""
+"""Maps alternative names of keys in transformers to the names that families read."""
 
 
 @cache
 def other_keys(family: str) -> dict[str, list[object] | None]:
-    """Return the values that each other key of a family may have; None allows any."""
+    """Return the allowed values of each unread key of a family; None allows any."""
     found: dict[str, list[object] | None] = {}
     for entry in OTHER_KEYS:
         if entry.families and family not in entry.families.split():
@@ -381,5 +381,5 @@ def other_keys(family: str) -> dict[str, list[object] | None]:
 
 @cache
 def aliases(family: str) -> dict[str, str]:
-    """Return the second names of keys of a family."""
-    return next((names for those, names in ALIASES.items() if family in those.split()), {})
+    """Return the alternative names of keys of a family."""
+    return next((names for families, names in ALIASES.items() if family in families.split()), {})

@@ -1,7 +1,7 @@
-"""Map the families whose branches are parallel: both read the stream before the block.
+"""Families with parallel branches: attention and feed-forward both read the input of the block.
 
-They are GPT-NeoX with Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (Wang and Komatsuzaki
-2021), Phi 1 to 2 (Gunasekar et al. 2023), and Command R, Aya and Command R7B of Cohere.
+GPT-NeoX with Pythia (Black et al. 2022, Biderman et al. 2023), GPT-J (Wang and Komatsuzaki 2021),
+Phi 1 to 2 (Gunasekar et al. 2023), and Command R, Aya, and Command R7B by Cohere.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _read_gptj_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     width, heads = fields["d_model"], fields["num_heads"]
     dims = keys.integer("rotary_dim", 64)
     if dims % 2 or dims > width // heads:
-        keys.fail("rotary_dim", dims, f"must be even and at most {width // heads}, the head's")
+        keys.fail(
+            "rotary_dim", dims, f"must be even and at most {width // heads}, the width of a head"
+        )
     return dict(positions=Rope(dims=None if dims * heads == width else dims, pairing="interleaved"))
 
 
@@ -101,7 +103,7 @@ GPTJ = t.Family(
         k.Key("activation_function", "activation", k.activation(), "gelu_new"),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, False),
         k.Key("embd_pdrop", "dropout", k.rate, 0.0),
-        k.Key("resid_pdrop", "dropout", k.rate, 0.0),  # which counts, as of GPT-2
+        k.Key("resid_pdrop", "dropout", k.rate, 0.0),  # takes precedence, as in GPT-2
         k.Key("attn_pdrop", "attention_dropout", k.rate, 0.0),
     ],
     t.named_decoder("transformer.wte", "transformer.h.{i}", _GPTJ, "transformer.ln_f"),
@@ -132,9 +134,9 @@ PHI = t.Family(
         k.Key("hidden_act", "activation", k.activation(), "gelu_new"),
         k.Key("tie_word_embeddings", "tie_embeddings", k.flag, False),
         k.Key("embd_pdrop", "dropout", k.rate, 0.0),
-        k.Key("resid_pdrop", "dropout", k.rate, 0.0),  # which counts, as of GPT-2
+        k.Key("resid_pdrop", "dropout", k.rate, 0.0),  # takes precedence, as in GPT-2
         k.Key("attention_dropout", "attention_dropout", k.rate, 0.0),
-        k.Written(partial_rotary_factor=1.0),  # or it is 0.5
+        k.FixedKeys(partial_rotary_factor=1.0),  # the default is 0.5
         d.rope(part=0.5),
     ],
     t.named_decoder("model.embed_tokens", "model.layers.{i}", _PHI, "model.final_layernorm"),
@@ -152,7 +154,7 @@ PHI = t.Family(
 
 def _read_cohere_rope(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     if keys.take("rope_parameters", None) is None:
-        keys.take("rope_theta")  # versions of transformers differ in what it is by default
+        keys.take("rope_theta")  # its default differs between versions of transformers
     positions = replace(d.read_rope(keys, fields), pairing="interleaved")
     return dict(positions=positions, max_len=fields["max_len"])
 
@@ -171,7 +173,7 @@ _COHERE: list[k.Entry] = [
 def _read_cohere2(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     every = keys.integer("sliding_window_pattern", 4)
     types = d.types_or(keys, fields["num_layers"], d.every(every))
-    keys.ignore("_sliding_window_pattern")  # layer_types were made from it
+    keys.ignore("_sliding_window_pattern")  # layer_types derive from it
     window = d.window_pattern(types, keys.integer("sliding_window", 4096))
     pattern = d.shortest([kind == "sliding_attention" for kind in types])
     if pattern == (False,):

@@ -1,21 +1,21 @@
-"""Map T5 (Raffel et al. 2020), its version 1.1, Flan-T5, mT5 (Xue et al. 2021), their encoders.
+"""T5 (Raffel et al. 2020), its version 1.1, Flan-T5, mT5 (Xue et al. 2021), and their encoders.
 
-They have a bias that depends on the distance, RMSNorm, projections without biases, and scores that
-are not scaled. Version 1.0 has relu and computes scaled logits with the embeddings; version 1.1 has
-a gated gelu and an output matrix of its own. These keys and tensors say which one a folder holds:
+They have a bias that depends on the distance, RMSNorm, projections without biases, and unscaled
+attention scores. Version 1.0 has relu and computes scaled logits with the embeddings; version 1.1
+has a gated gelu and a separate output matrix. Keys and tensors determine the version of a folder:
 
 | tie_word_embeddings | scale_decoder_outputs | lm_head.weight   | output matrix | logits          |
 |---------------------|-----------------------|------------------|---------------|-----------------|
 | true or absent      | absent                | absent or a copy | embeddings    | scaled          |
-| false               | absent                | present          | its own       | not scaled      |
-| true                | present               | absent           | embeddings    | as the key says |
-| either              | present               | present          | its own       | as the key says |
+| false               | absent                | present          | separate      | not scaled      |
+| true                | present               | absent           | embeddings    | set by the key  |
+| either              | present               | present          | separate      | set by the key  |
 
-The last two rows are what transformers 5 writes, which always sets tie_word_embeddings. Anything
-else contradicts itself and is refused. Of an mT5 transformers 5 ignores tie_word_embeddings: an
-lm_head.weight that the file has is the output matrix, else the embeddings are, and logits are never
-scaled. Files without a decoder are the encoder alone. T5's dropout within the feed-forward is left
-out.
+The last two rows are written by transformers 5, which always sets tie_word_embeddings. Any other
+combination is contradictory and rejected. transformers 5 ignores tie_word_embeddings for an mT5:
+the output matrix is lm_head.weight if the file contains it, otherwise the embeddings, and logits
+are never scaled. Files without a decoder contain only the encoder. T5's dropout within the
+feed-forward is not supported.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from transformer_jax.untrusted_files import JsonObject
 HEAD = "lm_head.weight"
 
 BUCKETS = 256
-"""Largest number of buckets: each is a comparison in the program. Published models have 32."""
+"""Maximum number of buckets. Each adds a comparison; published models have 32."""
 
 FEED_FORWARDS: dict[str, tuple[Activation, bool]] = {
     **{name: (activation, False) for name, activation in k.ACTIVATIONS.items()},
     **{f"gated-{name}": (activation, True) for name, activation in k.ACTIVATIONS.items()},
     "gated-gelu": ("gelu_tanh", True),
 }
-"""feed_forward_proj to the activation and whether there is a gate; "gated-gelu" means the
-approximation of gelu by tanh."""
+"""Maps feed_forward_proj to the activation and whether there is a gate; "gated-gelu" is the tanh
+approximation."""
 
 
 def _table(config: ModelConfig) -> list[t.TensorMapping]:
     found = [t.TensorMapping("embed/tokens", "shared.weight")]
     sides = [("encoder", config.num_layers), ("decoder", config.decoder_layers)]
     for side, depth in sides[:1] if config.kind == "encoder" else sides:
-        own = t.attention_names("0.SelfAttention", "o", "q k v") | {
+        names = t.attention_names("0.SelfAttention", "o", "q k v") | {
             "norm_attention": "0.layer_norm"
         }
         if side == "decoder":
             cross = t.attention_names("1.EncDecAttention", "o", "q k v")
-            own |= {f"cross_{param}": name for param, name in cross.items()}
-            own["norm_cross_attention"] = "1.layer_norm"
+            names |= {f"cross_{param}": name for param, name in cross.items()}
+            names["norm_cross_attention"] = "1.layer_norm"
         last = 2 if side == "decoder" else 1
         dense = f"{last}.DenseReluDense"
         if config.glu:
-            own["feed_forward/gate"] = f"{dense}.wi_0"
-        # wi_0 is the gate, and wi_1 what it multiplies.
-        own["feed_forward/up"] = f"{dense}.wi_1" if config.glu else f"{dense}.wi"
-        own["feed_forward/down"] = f"{dense}.wo"
-        own["norm_feed_forward"] = f"{last}.layer_norm"
-        first = f"{side}.block.0.layer.0.SelfAttention"  # holds the bias of the whole stack
+            names["feed_forward/gate"] = f"{dense}.wi_0"
+        # wi_0 is the gate, and wi_1 the matrix whose output it multiplies.
+        names["feed_forward/up"] = f"{dense}.wi_1" if config.glu else f"{dense}.wi"
+        names["feed_forward/down"] = f"{dense}.wo"
+        names["norm_feed_forward"] = f"{last}.layer_norm"
+        first = f"{side}.block.0.layer.0.SelfAttention"  # contains the bias of the whole stack
         found += [
             t.TensorMapping(f"{side}/relative_bias", f"{first}.relative_attention_bias.weight"),
-            *t.blocks(side, depth, t.named(config, f"{side}.block.{{i}}.layer", own)),
+            *t.blocks(side, depth, t.named(config, f"{side}.block.{{i}}.layer", names)),
             t.TensorMapping(f"{side}/norm/scale", f"{side}.final_layer_norm.weight"),
         ]
     return found if config.tie_embeddings else [*found, t.TensorMapping("embed/output", HEAD)]
@@ -75,7 +75,7 @@ def _read_sides(keys: k.ConfigKeys, fields: k.Fields, kind: str) -> k.Fields:
         return dict(kind="encoder")
     keys.require("is_encoder_decoder", True)
     tied = scaled = keys.flag("tie_word_embeddings", True)
-    if kind == "mt5":  # published ones say false, and mean what the files hold
+    if kind == "mt5":  # published files set false; lm_head.weight decides
         tied, scaled = HEAD not in keys.names, False
     elif keys.take("scale_decoder_outputs", None) is not None:  # only transformers 5 writes it
         scaled = keys.flag("scale_decoder_outputs")
@@ -103,14 +103,16 @@ def _write_sides(config: ModelConfig, kind: str) -> JsonObject:
 
 
 def _read_forward(keys: k.ConfigKeys, fields: k.Fields, default: str) -> k.Fields:
-    """Read the activation and whether there is a gate; keys that repeat them must agree."""
+    """Read the activation and the gate; keys that repeat them must agree."""
     name = keys.take("feed_forward_proj", default)
     activation, gated = keys.choice("feed_forward_proj", FEED_FORWARDS, default)
-    again = keys.take("dense_act_fn", None)
-    if again is not None and keys.choice("dense_act_fn", k.ACTIVATIONS) != activation:
-        keys.fail("dense_act_fn", again, f"feed_forward_proj is {name!r}, which is {activation!r}")
+    repeated = keys.take("dense_act_fn", None)
+    if repeated is not None and keys.choice("dense_act_fn", k.ACTIVATIONS) != activation:
+        keys.fail(
+            "dense_act_fn", repeated, f"must match feed_forward_proj, {name!r} ({activation!r})"
+        )
     if keys.take("is_gated_act", gated) is not gated:
-        keys.fail("is_gated_act", not gated, f"feed_forward_proj is {name!r}")
+        keys.fail("is_gated_act", not gated, f"must match feed_forward_proj, {name!r}")
     return dict(activation=activation, glu=gated)
 
 
@@ -132,7 +134,7 @@ def _read_distances(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
         keys.fail("relative_attention_num_buckets", buckets, "must be even and at least 4")
     farthest = keys.integer("relative_attention_max_distance", 128)
     if farthest <= buckets // 2:
-        rule = f"must be above relative_attention_num_buckets / 2 = {buckets // 2}"
+        rule = f"must exceed relative_attention_num_buckets / 2 = {buckets // 2}"
         keys.fail("relative_attention_max_distance", farthest, rule)
     return dict(positions=T5Buckets(buckets=buckets, max_distance=farthest))
 
@@ -158,7 +160,7 @@ def _keys(
         k.Key("num_heads", "num_heads", k.integer, heads),
         k.Key("n_positions", "max_len", k.integer, 512),
         k.Key("layer_norm_epsilon", "norm_eps", k.positive, 1e-6),
-        # T5 has one rate for the stream and for the weights of attention.
+        # T5 has one rate for the residual stream and the attention weights.
         k.Key("dropout_rate", "attention_dropout", k.rate, 0.1),
         k.Key("dropout_rate", "dropout", k.rate, 0.1),
         k.Fixed(norm="rmsnorm", use_bias=False, attention_scale=1.0),

@@ -1,7 +1,7 @@
-"""The definition of a family of published checkpoints: a list of keys and a table of tensors.
+"""Definition of a family of published checkpoints: a list of keys and a table of tensors.
 
-Each `TensorMapping` of a table says which tensor of a file holds a parameter, and in what layout.
-Reading and writing both follow from the list and the table, so that a family is data.
+Each `TensorMapping` of a table specifies the tensor and the layout that store a parameter. Reading
+and writing both derive from the list and the table, so a family is pure data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from transformer_jax.config import Experts, ModelConfig
-from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields, meant
+from transformer_jax.pretrained.families.keys import ConfigKeys, Entry, Fields, effective
 from transformer_jax.untrusted_files import JsonObject
 from transformer_jax.values import value_class
 
@@ -23,10 +23,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Say which rows of a file's tensor are of one parameter, where several share it.
+    """Rows of a tensor that belong to one of several parameters that share the tensor.
 
-    The rows are `groups` runs of `total`; of each run, those from `start` on are the parameter's,
-    `count` of them. GPT-NeoX has a run of each head, with its query, key and value; Phi-3 has one.
+    The rows consist of `groups` runs of `total` rows; in each run, the parameter has `count` rows
+    from `start` on. GPT-NeoX has a run per head, with its query, key, and value; Phi-3 has one run.
     """
 
     groups: int
@@ -37,7 +37,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Layout:
-    """Convert one parameter between our shape and a file's.
+    """Conversion of one parameter between its shape in this library and in a file.
 
     | kind   | shape in the file                                                     |
     |--------|-----------------------------------------------------------------------|
@@ -48,20 +48,20 @@ class Layout:
     | conv   | [inputs, outputs], each side flattened, as GPT-2's Conv1D stores it   |
 
     The first `inputs` axes of a matrix are its inputs, the others its outputs. If `parts` is above
-    1, the last axis of the file's tensor holds that many parameters side by side, or `in_turn`
-    column by column, and this one is number `part`, counted from 0. With `rows` the first axis of a
-    linear or flat tensor holds several parameters.
+    1, the last axis of the file's tensor contains that many parameters, concatenated or, with
+    `interleaved`, by alternating columns; this one is number `part`, counted from 0. With `rows`,
+    the first axis of a linear or flat tensor contains several parameters.
     """
 
     kind: Literal["same", "flat", "row", "linear", "conv"] = "same"
     inputs: int = 1
     part: int = 0
     parts: int = 1
-    in_turn: bool = False
+    interleaved: bool = False
     rows: Rows | None = None
 
     def file_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the whole tensor in the file for a parameter of this shape."""
+        """Return the shape of the whole tensor in the file, for a parameter of this shape."""
         rows, columns = math.prod(shape[: self.inputs]), math.prod(shape[self.inputs :])
         match self.kind:
             case "same":
@@ -79,8 +79,8 @@ class Layout:
         return (*found[:-1], found[-1] * self.parts) if self.parts > 1 else found
 
     def read(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-        """Return the parameter of this shape that a file's tensor holds, as a view of it."""
-        if self.in_turn:
+        """Return a view of a file's tensor: the parameter of this shape that it contains."""
+        if self.interleaved:
             tensor = tensor[..., self.part :: self.parts]
         elif self.parts > 1:
             width = tensor.shape[-1] // self.parts
@@ -92,26 +92,26 @@ class Layout:
         return (tensor.T if self.kind == "linear" else tensor).reshape(shape)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """Return the file's tensor for a parameter; of several parts, this part alone."""
+        """Return the file's tensor for a parameter, or its part if the tensor has several."""
         shape = parameter.shape
         if self.kind == "linear":
             rows = math.prod(shape[: self.inputs])
             return np.ascontiguousarray(parameter.reshape(rows, -1).T)
         if self.kind == "flat":
             return parameter.reshape(-1)
-        whole = self.file_shape(shape)  # of a scalar () has no last axis
+        whole = self.file_shape(shape)  # () for a scalar, without a last axis
         return parameter.reshape(*whole[:-1], whole[-1] // self.parts) if whole else parameter
 
 
 def joined(layouts: Sequence[Layout], pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the file's tensor that these parameters share, of what their layouts `write`."""
+    """Join parameters that share a tensor, from the outputs of their layouts' `write`."""
     if len(pieces) == 1:
         return pieces[0]
-    if layouts[0].in_turn:
+    if layouts[0].interleaved:
         return np.stack(pieces, axis=-1).reshape(*pieces[0].shape[:-1], -1)
     if layouts[0].rows is None:
         return np.concatenate(pieces, axis=-1)
-    # Of each run the rows of all the parameters, and then those of the next run.
+    # Each run contains the rows of all parameters.
     rest = pieces[0].shape[1:]
     runs = [piece.reshape(layouts[0].rows.groups, -1, *rest) for piece in pieces]
     return np.concatenate(runs, axis=1).reshape(-1, *rest)
@@ -121,14 +121,14 @@ SAME = Layout()
 FLAT = Layout("flat")
 ROW = Layout("row")
 LINEAR = Layout("linear")
-"""[D, N, H] or [D, F] as [N H, D] or [F, D]."""
+"""[D, N, H] or [D, F] stored as [N H, D] or [F, D]."""
 LINEAR_OUT = Layout("linear", inputs=2)
-"""[N, H, D] as [D, N H]."""
+"""[N, H, D] stored as [D, N H]."""
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Say which tensor of a file holds a parameter.
+    """Assignment of a tensor in a file to a parameter.
 
     Attributes:
         param: path below `params`, "decoder/block_0/attention/query/kernel".
@@ -142,7 +142,7 @@ class TensorMapping:
 
 
 def blocks(stack: str, depth: int, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
-    """Repeat the mappings of one block for each of `depth` blocks of a stack, such as "decoder".
+    """Repeat the mappings of one block for `depth` blocks of a stack such as "decoder".
 
     `{i}` in the name of a tensor becomes the number of the block.
     """
@@ -170,9 +170,9 @@ def linear(
 def fused(
     tensor: str, groups: int, counts: Mapping[str, int], bias: bool = True
 ) -> list[TensorMapping]:
-    """Map linear layers whose matrices share one tensor, in `groups` runs of their rows.
+    """Map linear layers whose matrices share one tensor, in `groups` runs of rows.
 
-    `counts` has the rows of each layer in a run, in their order; a bias has the same form.
+    `counts` contains the rows of each layer in a run, in order; a bias has the same layout.
     """
     found, start = list[TensorMapping](), 0
     for param, count in counts.items():
@@ -183,7 +183,7 @@ def fused(
 
 
 def attention_names(module: str, out: str, names: str = "q_proj k_proj v_proj") -> dict[str, str]:
-    """Return the names of an attention's four matrices, for `named`."""
+    """Return the names of the four matrices of an attention, for `named`."""
     query, key, value = (f"{module}.{name}" for name in names.split())
     return {
         "attention/query": query, "attention/key": key, "attention/value": value,
@@ -192,18 +192,20 @@ def attention_names(module: str, out: str, names: str = "q_proj k_proj v_proj") 
 
 
 def gated_names(module: str) -> dict[str, str]:
-    """Return the names of a feed-forward with a gate as Llama has them, for `named`."""
+    """Return Llama's names for a gated feed-forward, for `named`."""
     return {f"feed_forward/{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def named(config: ModelConfig, module: str, names: Mapping[str, str]) -> list[TensorMapping]:
-    """Map the layers of a block, each by its name in the module, with the biases of the config.
+    """Map the layers of a block by their names in the module, with the biases of the config.
 
-    Which norms there are follows from the config too: one that the branches share, or one of each.
-    "attention/qkv" is a matrix of query, key and value with a run of rows for each head of keys.
+    The config also determines the norms: one that the branches share, or one per branch.
+    "attention/qkv" is a joint matrix of query, key, and value, with a run of rows per key head.
     """
-    qkv_bias, out_bias, ff_bias = (meant(config, f"{part}_bias") for part in ("qkv", "out", "ff"))
-    # BLOOM's and GPT-NeoX's runs are Falcon's with one query to a key.
+    qkv_bias, out_bias, ff_bias = (
+        effective(config, f"{part}_bias") for part in ("qkv", "out", "ff")
+    )
+    # BLOOM and GPT-NeoX have Falcon's runs with one query head per key head.
     width, group = config.key_dim, config.num_heads // config.kv_heads
     runs = {"attention/query": group * width, "attention/key": width, "attention/value": width}
     shared = config.norm_order == "parallel_shared"
@@ -234,7 +236,7 @@ def decoder(
     output: str = "lm_head",
     more: Sequence[TensorMapping] = (),
 ) -> list[TensorMapping]:
-    """Map a decoder: embeddings, `more` mappings, blocks, the last norm and the output matrix."""
+    """Map a decoder: embeddings, `more` mappings, blocks, the last norm, and the output matrix."""
     bias = config.norm == "layernorm" and config.use_bias
     return [
         TensorMapping("embed/tokens", f"{tokens}.weight"),
@@ -253,23 +255,23 @@ def named_decoder(
     output: str = "lm_head",
     more: Sequence[TensorMapping] = (),
 ) -> Callable[[ModelConfig], list[TensorMapping]]:
-    """Return the table of decoders all of whose blocks are as `named` has them."""
+    """Return the table of a decoder that maps its blocks with `named`."""
     return lambda config: decoder(
         config, tokens, named(config, block, names), last_norm, output, more
     )
 
 
 def output_matrix(config: ModelConfig, name: str) -> list[TensorMapping]:
-    """Map the output matrix where it is not the embeddings', and the bias of the logits."""
+    """Map the output matrix, unless it is tied to the embeddings, and the bias of the logits."""
     found = [] if config.tie_embeddings else [TensorMapping("embed/output", f"{name}.weight")]
     return [*found, *([TensorMapping("embed/bias", f"{name}.bias")] if config.logit_bias else [])]
 
 
 def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
-    """Map the matrices of all experts, [count, inputs, outputs], each of which is a tensor.
+    """Map the matrices of all experts, [count, inputs, outputs], where each has its own tensor.
 
-    `{e}` in the name of the tensor becomes the number of the expert, with which the path of its
-    part of the parameter ends.
+    `{e}` in the name of a tensor becomes the number of the expert, which is also the last part of
+    the path of its matrix.
     """
     return [
         TensorMapping(f"{param}/kernel/{e}", tensor.replace("{e}", f"{e}") + ".weight", LINEAR)
@@ -279,62 +281,64 @@ def expert_linear(param: str, tensor: str, count: int) -> list[TensorMapping]:
 
 @value_class
 class Family:
-    """Describe one `model_type` of config.json; `FAMILIES` lists all of them."""
+    """Definition of one `model_type` of config.json; `FAMILIES` lists all of them."""
 
     name: str
     """The `model_type`."""
     keys: Sequence[Entry]
-    """The keys of config.json, in the order in which they are read and written."""
+    """The keys of config.json, in the order of reading and writing."""
     table: Callable[[ModelConfig], list[TensorMapping]]
-    """Lists every parameter of a config once."""
+    """Lists each parameter of a config exactly once."""
     architecture: str | Callable[[ModelConfig], str] = ""
-    """The class of transformers, or a function that names that of a config."""
+    """The class of transformers, or a function that returns it for a config."""
     prefix: str = ""
-    """Start of the names of all tensors but the head's; a model saved without its head, or an old
-    file, leaves it out."""
+    """Prefix of all tensor names except those of the head; old files and models saved without
+    their head omit it."""
     head_tensors: tuple[str, ...] = ()
-    """Patterns of the names that never have the prefix."""
+    """Patterns of names that never have the prefix."""
     ignored_tensors: tuple[str, ...] = ()
-    """Patterns of names that hold no parameter: buffers, and layers that the model does not use."""
+    """Patterns of names that are not parameters: buffers and unused layers."""
     tied_copies: Mapping[str, str] | Callable[[ModelConfig], Mapping[str, str]] = field(
         default_factory=dict
     )
-    """Name of a second copy of a tied tensor, which a file may hold, to the name of the first; or
-    a function that makes this mapping for a config."""
+    """Maps the name of a copy of a tied tensor, which a file may contain, to the original; or a
+    function that returns this mapping for a config."""
     computed_tensors: Mapping[str, Callable[[ModelConfig, Shape], np.ndarray | None]] = field(
         default_factory=dict
     )
-    """Name of a tensor that follows from the config, to the function that computes it for the shape
-    in the file; the function gives None if the tensor cannot have that shape."""
+    """Maps the name of a tensor that the config determines to a function that computes it for the
+    shape in the file, or returns None if that shape is impossible."""
     rotates_parts: bool = False
-    """Whether transformers rotates a part of each head; its other classes ignore that key, or fail
-    where the rotation is stretched."""
+    """Whether transformers supports partial rotation; its other classes ignore that key, or fail
+    if the RoPE is scaled."""
     divides_width: bool = False
-    """Whether transformers needs d_model to be divisible by num_heads, whatever head_dim is."""
+    """Whether transformers requires d_model to be divisible by num_heads for any head_dim."""
     shares_if_tied: bool = False
-    """Whether encoder and decoder share a table in transformers only if the output does, too."""
+    """Whether transformers shares the table of encoder and decoder only if the output is tied."""
     needed_ids: tuple[str, ...] = ()
-    """Keys of token ids that transformers refuses if they are null, and not if they are absent."""
+    """Keys of token ids that transformers rejects if they are null, but not if they are absent."""
     renames_modules: bool = False
-    """Whether the modules of transformers are named differently from the tensors of the files."""
+    """Whether the modules in transformers have different names from the tensors in the files."""
     joined_experts: bool = False
-    """Whether a tensor holds a matrix of all experts of a block, and not of one."""
+    """Whether a tensor contains the matrices of all experts of a block."""
     old_suffixes: Mapping[str, str] = field(default_factory=dict)
-    """How names of tensors end in old files, and how the same names end today."""
+    """Maps suffixes of tensor names in old files to the current ones."""
 
     def read(self, keys: ConfigKeys) -> ModelConfig:
-        """Return the config that the keys mean."""
+        """Return the config that the keys describe."""
         fields: Fields = {}
-        for entry in self.keys:  # in their order: windows need the number of layers
+        for entry in self.keys:  # the order matters: windows need the number of layers
             fields |= entry.read(keys, fields)
-        # Fields of the inner config have a dot, so that one list of keys serves both.
-        own = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
-        if own:
-            fields["experts"] = Experts(**{n.removeprefix("experts."): v for n, v in own.items()})
+        # Fields of Experts have a dot, so that one list of keys covers both configs.
+        experts = {name: fields.pop(name) for name in [*fields] if name.startswith("experts.")}
+        if experts:
+            fields["experts"] = Experts(
+                **{n.removeprefix("experts."): v for n, v in experts.items()}
+            )
         return ModelConfig(**fields)
 
     def write(self, config: ModelConfig) -> JsonObject:
-        """Return the keys of a config; `write_config` checks that `read` gives it back."""
+        """Return the keys for a config; `write_config` verifies them with `read`."""
         named = self.architecture
         content: JsonObject = {}
         if named:
@@ -344,5 +348,5 @@ class Family:
         return content
 
     def copies(self, config: ModelConfig) -> Mapping[str, str]:
-        """Return the name of every second copy that a file of this config may hold."""
+        """Return the copies of tied tensors that a file of this config may contain."""
         return self.tied_copies(config) if callable(self.tied_copies) else self.tied_copies
