@@ -1,12 +1,12 @@
-"""Train a model for a task: `python train.py --help` says how.
+"""Training of a model for a task; see `python train.py --help`.
 
-In an installed package the same command is `python -m transformer_jax train`.
+In an installed package, the same command is `python -m transformer_jax train`.
 """
 
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports too, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends the imports without a traceback
 
 import sys
 from collections.abc import Sequence

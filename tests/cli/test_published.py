@@ -349,7 +349,7 @@ def test_preferences_begin_at_log_2_whatever_dropout_the_folder_has(dropping, tm
         out = tmp_path / f"run{number}"
         assert train.main([*flags(dropping, data, out, *more, *rate), "--steps", "1"]) == 0
         first.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
-        said = "attention_dropout is 0.5: the model that answers are compared with has none"
+        said = "attention_dropout is 0.5: the reference model has none"
         assert (said in "".join(capsys.readouterr())) == bool(rate)
     assert abs(first[0] - np.log(2)) < 1e-6 < 1e-4 < abs(first[1] - np.log(2))
 
@@ -374,7 +374,7 @@ def test_a_text_with_tokens_the_model_has_not_is_refused(capsys, published, tmp_
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     (tmp_path / "text.txt").write_text(TEXT + "<new>")
     assert train.main(flags(folder, tmp_path / "text.txt", tmp_path / "run")) == 2
-    assert "it has token 258: " in capsys.readouterr().err
+    assert "it contains token 258: " in capsys.readouterr().err
     assert generate(["--model", str(folder), "--prompt", "<new>"]) == 2
     assert "the prompt has id 258: the model has 258 tokens" in capsys.readouterr().err
 

@@ -119,7 +119,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("stray", "unrecognized arguments: stray"),
         ("--kind encoder", "task is 'language': is learnt by a decoder, the model is of"),
         ("--data /nonexistent", "data is '/nonexistent': no such file or folder"),
-        ("--vocab-size 3", "vocab_size is 3: the tokenizer has"),
+        ("--vocab-size 3", "vocab_size is 3: must be at least"),
         ("--resume --out /nonexistent", "/nonexistent: no run here"),
         ("--resume --preset tiny", "preset and resume"),
         ("--resume --model gru", "model and resume"),
@@ -140,7 +140,7 @@ def refused(capsys, argv: list[str]) -> tuple[int, str]:
         ("--task reverse --data x", "data is 'x': task 'reverse' makes its own examples"),
         ("--model ngram --steps 5",
          "steps is 5: an n-gram model is counted in one step: must be 1"),
-        ("--frozen embd", "frozen has 'embd': no parameter begins so (there are decoder/block_0, "),
+        ("--frozen embd", "frozen has 'embd': no parameter name begins with it (they begin with decoder/block_0, "),
     ],
 )  # fmt: skip
 def test_bad_usage_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):

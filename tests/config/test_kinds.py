@@ -227,5 +227,5 @@ def test_a_class_that_is_defined_again_replaces_the_old_one():
 @pytest.mark.usefixtures("registering")
 def test_a_task_without_examples_is_refused():
     register(Task, empty=EmptyTask)
-    with pytest.raises(ConfigError, match=r"task is EmptyTask.*has no method load"):
+    with pytest.raises(ConfigError, match=r"task is EmptyTask.*must have a method `load`"):
         load_task(TrainConfig(task="empty"))

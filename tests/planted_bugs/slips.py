@@ -1052,8 +1052,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "the reference has a gradient",
-            "first = jax.lax.stop_gradient(log_probs(reference, batch, None))",
-            "first = log_probs(reference, batch, None)",
+            "initial = jax.lax.stop_gradient(log_probs(reference, batch, None))",
+            "initial = log_probs(reference, batch, None)",
             "training/test_preference.py::test_at_the_start_it_is_log_2_and_pushes_the_two_apart",
         ),
     ),

@@ -62,5 +62,5 @@ def test_missing_mask_token_is_one_line_error(use, tmp_path):
     source = "the [MASK] sat"
     if use == "evaluate":
         (source := tmp_path / "t.txt").write_text(TEXT)
-    with pytest.raises((DataError, ConfigError), match="has no mask token: name it as mask_token"):
+    with pytest.raises((DataError, ConfigError), match="has no mask token: set mask_token"):
         getattr(model, use)(source)

@@ -241,7 +241,7 @@ def test_trackers_are_told_the_numbers_and_one_that_fails_is_left_out(monkeypatc
     trackers.write(4, {"step": 4, "loss": 0.25})
     trackers.close()
     trackers.close()
-    assert said == ["log: wandb failed and is left out (RuntimeError: no wandb)"]
+    assert said == ["log: wandb failed and is disabled (RuntimeError: no wandb)"]
     opened = dict(project="transformer_jax", name="a run", resume="allow", config=asdict(config))
     identity = calls[1][3].pop("id")
     assert len(identity) == 16 and int(identity, 16) >= 0
@@ -259,7 +259,7 @@ def test_trackers_are_told_the_numbers_and_one_that_fails_is_left_out(monkeypatc
     ]  # fmt: skip
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
     check_trackers(("tensorboard", "trackio"))
-    with pytest.raises(ConfigError, match="log has 'wandb': needs a package: pip install wandb"):
+    with pytest.raises(ConfigError, match="log has 'wandb': needs wandb: pip install wandb"):
         check_trackers(("trackio", "wandb"))
 
 

@@ -108,7 +108,7 @@ def test_a_router_is_told_of_the_padding_of_what_it_reads():
     source, target = np.array([[1, 1, 0]], bool), np.array([[1, 0]], bool)
     pair = batch.Batch(np.zeros((1, 2)), np.zeros((1, 2)), valid=target, source_valid=source)
     logits = jnp.zeros((1, 3, 4)), jnp.zeros((1, 2, 4))
-    assert batch._real(pair, True, "encoder-decoder", logits[0]).tolist() == source.tolist()
-    assert batch._real(pair, False, "encoder-decoder", logits[1]).tolist() == target.tolist()
-    assert batch._real(pair, True, "encoder", logits[1]).tolist() == target.tolist()
-    assert batch._real(pair, True, "encoder", logits[0]) is None  # it reads other tokens
+    assert batch._router_mask(pair, True, "encoder-decoder", logits[0]).tolist() == source.tolist()
+    assert batch._router_mask(pair, False, "encoder-decoder", logits[1]).tolist() == target.tolist()
+    assert batch._router_mask(pair, True, "encoder", logits[1]).tolist() == target.tolist()
+    assert batch._router_mask(pair, True, "encoder", logits[0]) is None  # it reads other tokens

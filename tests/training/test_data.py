@@ -248,7 +248,7 @@ def test_held_out_characters_are_counted_whatever_the_tokenizer(tmp_path):
     ("content", "message"),
     [
         (b"", "it is empty"),
-        (b"\xef\xbb\xbf", "it is empty but for a byte-order mark"),
+        (b"\xef\xbb\xbf", "it is empty except for a byte-order mark"),
         (b"abcdefgh", "training part has 7 tokens, a window of context 7 needs 8"),
         (b"abcdefgh" * 5, "held-out part has 4 tokens, a window of context 7 needs 8"),
         (b"abc\xffdef" * 99, "text.txt: byte 3 is 0xff: not UTF-8"),

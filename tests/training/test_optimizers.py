@@ -314,7 +314,9 @@ def test_a_frozen_name_is_whole_parts_of_a_path():
     assert frozen("block_1") == frozen("block_1/") == names[:2]
     assert frozen("block_10", "block_1/kernel") == names[1:3]
     for part in ("block_", "block", "block_1/ker", "embed/token", "tokens"):
-        with pytest.raises(ConfigError, match=f"frozen has {part!r}: no parameter begins so"):
+        with pytest.raises(
+            ConfigError, match=f"frozen has {part!r}: no parameter name begins with it"
+        ):
             frozen(part)
 
 

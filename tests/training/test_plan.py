@@ -394,7 +394,7 @@ def test_hardware_is_named_and_what_there_is_not_is_refused():
     }.items():
         with pytest.raises(ConfigError, match=f"target is '{name}': {rule}"):
             find_hardware(name)
-    with pytest.raises(ConfigError, match="mesh is 'data=2': 2 devices; cpu has one chip"):
+    with pytest.raises(ConfigError, match="mesh is 'data=2': has 2 devices, but cpu has one chip"):
         plan_training(replace(RUN, mesh=MeshConfig(data=2)), CPU)
 
 
@@ -425,7 +425,7 @@ def test_a_package_that_is_there_is_not_advised(monkeypatch):
         raise RuntimeError("broken")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", broken)
-    with pytest.raises(ConfigError, match=r"libtpu is installed and cannot be used \(broken\)"):
+    with pytest.raises(ConfigError, match=r"libtpu is installed but cannot be used \(broken\)"):
         find_hardware("tpu-v5e-4").devices()
 
 

@@ -230,7 +230,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
         ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "line 2: chosen and rejected are the"),
         (
             '{"prompt": "a", "chosen": "b", "rejected": 3}',
-            "line 2: prompt is 'a': all must be texts",
+            "line 2: prompt is 'a': all three must be strings",
         ),
         ('{"prompt": "", "chosen": "b", "rejected": "t"}', "line 2: prompt has no tokens"),
         (
@@ -245,7 +245,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
         (
             '{"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "user", '
             '"content": "b"}], "rejected": [{"role": "assistant", "content": "t"}]}',
-            "line 2: chosen: must be one message of the assistant",
+            "line 2: chosen: must be one message from the assistant",
         ),
     ],
 )

@@ -406,7 +406,7 @@ def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
     )
     assert task.described() == f"{parts}; {held_out:,} tokens held out, 156 in a step"
     assert task.per_character(1.5) == (1.5, "byte") and task.tokens_per_step == 2 * 6 * 13
-    other = f"has another tokenizer than {folders}/run: prepare it with `tokenizer={folders}/run`"
+    other = f"its tokenizer differs from {folders}/run: prepare it with `tokenizer={folders}/run`"
     with pytest.raises(ConfigError, match=f"web': {other}$"):
         load_task(given, Tokenizers(CharTokenizer("ab")))
     documented = replace(given, task=documents())
@@ -464,7 +464,7 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
             load_task(config(folders, **changes), vocab_size=vocabulary)
     with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*txt': no prepared"):
         load_task(config(tmp_path, "other.txt", task=documents()))
-    weights = r"data_weights is .*: must be one for each of the prepared folders in data, "
+    weights = r"data_weights is .*: must be one weight for each of the "
     with pytest.raises(ConfigError, match=weights + "0"):
         load_task(config(tmp_path, "other.txt", data_weights=(1.0, 2.0)))
     with pytest.raises(ConfigError, match=weights + "2"):
@@ -499,7 +499,7 @@ def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folder
     )  # fmt: skip
     assert fit(second).val_loss is not None
     prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
-    with pytest.raises(ConfigError, match=r"has another tokenizer than .*first: prepare it with"):
+    with pytest.raises(ConfigError, match=r"its tokenizer differs from .*first: prepare it with"):
         fit(replace(second, data=str(tmp_path / "other"), out=str(tmp_path / "third")))
 
 

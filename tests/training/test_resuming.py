@@ -99,9 +99,9 @@ def test_the_best_is_chosen_among_losses_that_were_measured_alike(tmp_path, befo
     first = {m["step"]: m["val_loss"] for m in folder.read_metrics() if "val_loss" in m}
     assert [*first] == [2, 4] and all(first[step] != wanted[step] for step in first)
     again = fit(dataclasses.replace(parts, eval_batches=after), resume=True, progress=said)
-    line = f"eval_batches was {before} and is {after}: evaluated again, held-out loss"
+    line = f"eval_batches changed from {before} to {after}: held-out loss"
     assert [f"step {step}: {line} {wanted[step]:.4f}, was {first[step]:.4f}" for step in first] == [
-        text for text in said.lines if "evaluated again" in text
+        text for text in said.lines if "eval_batches changed" in text
     ]
     kept = checkpoint.saved_steps(folder.checkpoints)
     found = {step: checkpoint.read_manifest(checkpoint.step_path(folder.checkpoints, step)).metadata
@@ -110,4 +110,4 @@ def test_the_best_is_chosen_among_losses_that_were_measured_alike(tmp_path, befo
     assert again.best_step == whole.best_step == load_run(out).step == min(wanted, key=wanted.get)
     same = Said()  # evaluations that are the same are not repeated
     fit(dataclasses.replace(parts, eval_batches=after, steps=9), resume=True, progress=same)
-    assert not any("evaluated again" in text for text in same.lines)
+    assert not any("eval_batches changed" in text for text in same.lines)

@@ -104,7 +104,7 @@ def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
     assert len(found) == 23
     (together,), (apart,) = (laid_out(given, length).buckets for length in (13, 7))
     assert np.array_equal(together.tokens, rows.tokens) and apart.segments is None
-    with pytest.raises(DataError, match="example 0 has 5 tokens: a row has 4"):
+    with pytest.raises(DataError, match="example 0 has 5 tokens: must be at most 4"):
         packed([Batch(np.arange(5), np.arange(5))], 4)
 
 

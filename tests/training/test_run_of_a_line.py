@@ -239,8 +239,8 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(config):
     }  # fmt: skip
     before, after = oracle(2)[0][5]["val_loss"], lines[5]["val_loss"]
     fault, alike, cut, _, described, *_ = told.lines
-    assert fault.endswith("the manifest says 113; trying the checkpoint before")
-    what = f"evaluated again, held-out loss {after:.4f}, was {before:.4f}"
+    assert fault.endswith("the manifest says 113; trying the previous checkpoint")
+    what = f"held-out loss {after:.4f}, was {before:.4f}"
     assert alike == f"step 6: eval_batches was None and is 1: {what}"
-    assert cut == f"{config.out}/metrics.jsonl: damaged lines left out: 1"
+    assert cut == f"{config.out}/metrics.jsonl: dropped damaged lines: 1"
     assert described == "points near a line, from step 6 on"

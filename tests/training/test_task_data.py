@@ -335,7 +335,11 @@ REFUSED = {
     "long": (Seq2SeqTask(), "a\tb\n" + "a" * 30 + "\tb\n", "line 2: source: 30 tokens: a sequence"),
     "long row": (PrefixTask(), "a\tb\na\t" + "b" * 23 + "\n", "line 2: source and target: 25 tok"),
     "encoding": (Seq2SeqTask(), b"a\tb\n\xff\tb\n", "byte 4 is 0xff: not UTF-8"),
-    "one label": (ClassifyTask(), "x\tab\nx\tcd\n", "its only label is 'x': must have two"),
+    "one label": (
+        ClassifyTask(),
+        "x\tab\nx\tcd\n",
+        "its only label is 'x': must have at least two labels",
+    ),
     "label": (ClassifyTask(), "x\ta\ny\tb\n" * 2 + "z\tb\n", "line 5: label 'z': must be one of"),
     "not JSON": (ChatTask(), "{]\n", "line 1: not JSON"),
     "a key twice": (ChatTask(), '{"messages": 1, "messages": 2}\n', "'messages' is there twice"),

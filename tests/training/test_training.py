@@ -61,7 +61,7 @@ from transformer_jax.training.data import (
     random_starts,
 )
 from transformer_jax.training.evaluation import Scores
-from transformer_jax.training.loop import _doubts, fit
+from transformer_jax.training.loop import _warnings, fit
 from transformer_jax.training.optimizers import (
     decays,
     learning_rate_schedule,
@@ -413,17 +413,17 @@ def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog)
 
 def test_what_may_be_meant_and_seldom_is_has_a_line(config):
     dropped = replace(config.model, dropout=0.25, attention_dropout=0.5)
-    assert [*_doubts(replace(config, model=dropped))] == []
+    assert [*_warnings(replace(config, model=dropped))] == []
     pairs = replace(
         config, model=dropped, task=PreferenceTask(), init_from="x", tokenizer="pretrained"
     )
-    rule = "the model that answers are compared with has none, so the loss does not start at log 2"
-    assert [*_doubts(pairs)] == [f"dropout is 0.25: {rule}", f"attention_dropout is 0.5: {rule}"]
-    assert [*_doubts(replace(pairs, model=config.model))] == []
-    assert [*_doubts(replace(config, steps=4, warmup_steps=3))] == []
-    (line,) = _doubts(replace(config, steps=3, warmup_steps=3))
+    rule = "the reference model has none, so the loss does not start at log 2"
+    assert [*_warnings(pairs)] == [f"dropout is 0.25: {rule}", f"attention_dropout is 0.5: {rule}"]
+    assert [*_warnings(replace(pairs, model=config.model))] == []
+    assert [*_warnings(replace(config, steps=4, warmup_steps=3))] == []
+    (line,) = _warnings(replace(config, steps=3, warmup_steps=3))
     assert line == "warmup_steps is 3: learning_rate 0.001 is not reached in 3 steps"
-    assert [*_doubts(replace(config, model=RecurrentConfig(dropout=0.5)))] == []
+    assert [*_warnings(replace(config, model=RecurrentConfig(dropout=0.5)))] == []
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_a_router_without_a_gradient_is_said(config, experts):
     moved = (
         np.abs(jax.jit(jax.grad(weights))(np.arange(2.0 * own.count).reshape(2, -1))).max() > 1e-9
     )
-    said = [*_doubts(replace(config, model=replace(config.model, experts=own)))]
+    said = [*_warnings(replace(config, model=replace(config.model, experts=own)))]
     assert bool(said) == (not moved and own.count > 1) == (experts.keys() <= {"score"})
     assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in said)
 
@@ -630,7 +630,7 @@ def test_a_finished_run_can_be_finished_again_and_prolonged(config):
     assert_same_state(again.state, first.state)
     assert fit(replace(config, steps=22), resume=True).step == 22
     assert RunFolder(Path(config.out)).read_config().steps == 22
-    with pytest.raises(ConfigError, match="steps is 20: the run is at step 22 already"):
+    with pytest.raises(ConfigError, match="steps is 20: the run is already at step 22"):
         fit(config, resume=True)
 
 
@@ -712,7 +712,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(config):
     file.write_bytes(content)
     told = Told()
     fit(replace(parts, keep=1), resume=True, progress=told, stop=after(1))
-    assert f"{file}: sha256 mismatch; trying the checkpoint before" in told.lines
+    assert f"{file}: sha256 mismatch; trying the previous checkpoint" in told.lines
     assert saved_steps(folder)[-1] == 11
     aside = folder / "step-00000013.damaged"
     assert (aside / file.relative_to(folder / "step-00000013")).read_bytes() == content
@@ -735,7 +735,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(started):
     for path in Path(started.out).glob("checkpoints/step-*"):
         path.rename(path.with_name("elsewhere-" + path.name))
     before = contents(started.out)
-    with pytest.raises(CheckpointError, match=r"left .*reaches step 7, step 5 was saved"):
+    with pytest.raises(CheckpointError, match=r"left .*reaches step 7, and step 5 was saved"):
         fit(started, resume=True)
     assert contents(started.out) == before
 
@@ -877,7 +877,7 @@ def test_text_is_trained_on_with_decoders_only(config, kind):
 
 @pytest.mark.long
 def test_a_vocabulary_may_be_wider_than_its_tokenizer_but_not_narrower(config):
-    with pytest.raises(ConfigError, match="vocab_size is 3: the tokenizer has"):
+    with pytest.raises(ConfigError, match="vocab_size is 3: must be at least"):
         fit(config, vocab_size=3)
     assert not Path(config.out).exists()
     wide = fit(config, vocab_size=97, stop=after(1))
@@ -896,7 +896,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
 @pytest.mark.parametrize("model", [ModelConfig(), RecurrentConfig()])
 def test_a_step_larger_than_the_memory_is_told_what_its_model_can_do(model):
     memory = StepMemory(0, 0, 0, 2**60)
-    rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* needs less, and so do "
+    rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* use a smaller batch_size with more "
     with pytest.raises(ConfigError, match=rule) as error:
         check_step(memory, TrainConfig(model=model, batch_size=5))
     assert ("remat=" in str(error.value)) == isinstance(model, ModelConfig)

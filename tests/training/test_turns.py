@@ -164,11 +164,11 @@ def test_a_template_that_asks_otherwise_than_it_answers_is_refused_by_line(tmp_p
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), fine)
     assert tokenizer.to_bytes(rows(task)[0][1]) == b"hm<|im_end|>\n"
     bad = dict(messages=talk("a", "ANSWER"))
-    wanted = r"data.jsonl, line 2: message 2: the chat template asks for it with '<think>\\n'"
+    wanted = r"data.jsonl, line 2: message 2: the chat template prompts for it with '<think>\\n'"
     with pytest.raises(DataError, match=wanted):
         task_of(tmp_path, tokenizer, ChatTask(), fine, bad)
     pair = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
-    with pytest.raises(DataError, match=r"line 1: chosen: the chat template asks for it with"):
+    with pytest.raises(DataError, match=r"line 1: chosen: the chat template prompts for it with"):
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
@@ -273,7 +273,7 @@ def test_a_template_that_ends_no_turn_is_said_and_eos_is_learnt(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     messages = talk("a", "b", "c", "d </s>")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
-    line = "the chat template ends no turn of the assistant: '</s>' is learnt after each"
+    line = "the chat template does not end assistant turns: '</s>' is learned after each"
     assert task.described().endswith(line)
     assert [learnt[-1] for _, learnt in rows(task)] == [261, ord("\n")]  # it was there
     nothing = folder(tmp_path / "none", ENDLESS, tokenizer_config=dict(eos_token=None))
@@ -382,8 +382,8 @@ def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
         ("m.content | replace(' ', '_')", "writes its content 'Be <b>' as 'Be_<b>'"),
         ("m.content if m.role == 'user'", "writes its content 'Be <b>' as ''"),
         ("m.content + ' ' + m.content", "writes its content 'Be <b>' 2 times"),
-        ("m.content if m.role != 'system'", "does not write message 1, 'Rule', as the file has it"),
-        ("m.content if m.role != 'user'", "does not write message 2, 'Ask', as the file has it"),
+        ("m.content if m.role != 'system'", "does not write message 1, 'Rule', unchanged"),
+        ("m.content if m.role != 'user'", "does not write message 2, 'Ask', unchanged"),
     ],
 )
 def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written, reason):
@@ -420,7 +420,7 @@ def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):
         (folder(tmp_path), "tool_calls", [dict(function=dict(name="f", arguments="{}"))]),
     ):
         line = dict(messages=[*talk("a"), dict(role="assistant", content="b") | {field: value}])
-        rule = f"line 1: message 2: the chat template does not write its {field} as the file has it"
+        rule = f"line 1: message 2: the chat template does not write its {field} unchanged"
         with pytest.raises(DataError, match=rule):
             task_of(tmp_path, tokenizer, ChatTask(), line)
         with pytest.raises(DataError, match=f"line 1: message 2: has {field}, which is not read"):
@@ -439,7 +439,9 @@ def test_a_template_s_own_error_names_the_line(tmp_path):
     with pytest.raises(DataError, match=r"line 2: message 4: chat template: too long"):
         task_of(tmp_path, tokenizer, ChatTask(), short, long)
     greeting = dict(messages=talk("a", "b")[1:])
-    with pytest.raises(DataError, match=r"line 1: message 1: is the assistant's: a chat template"):
+    with pytest.raises(
+        DataError, match=r"line 1: message 1: is from the assistant: a chat template"
+    ):
         task_of(tmp_path, tokenizer, ChatTask(), greeting)
 
 
@@ -543,7 +545,9 @@ def test_tools_of_a_conversation_are_refused_by_line(tmp_path):
         PreferenceTask(): dict(prompt="a", chosen="b", rejected="c"),
     }
     for task, line in lines.items():
-        with pytest.raises(DataError, match=r"data.jsonl, line 1: has tools, which are not read"):
+        with pytest.raises(
+            DataError, match=r"data.jsonl, line 1: has tools, which are not supported"
+        ):
             task_of(tmp_path, folder(tmp_path), task, line | dict(tools=[dict(name="f")]))
         task_of(tmp_path, folder(tmp_path), task, line | dict(tools=None))
 
@@ -553,7 +557,7 @@ def test_marks_of_what_is_generated_are_said_not_to_be_read(tmp_path):
         "\n{% endfor", "{% endgeneration %}\n{% endfor"
     )
     task = task_of(tmp_path, folder(tmp_path, marked), ChatTask(), dict(messages=talk("a", "b")))
-    line = "marks {% generation %} are not read: all of an answer and its end is learnt"
+    line = "marks {% generation %} are ignored: every answer is learned in full, with its end"
     assert task.described().endswith(line)
 
 

@@ -137,12 +137,12 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(config, monkeypatc
     assert result.step == 24
     assert [step for step, _ in run.told] == [1, 4]
     (line,) = [line for line in said if line.startswith("log:")]
-    assert line == "log: trackio failed and is left out (OSError: no network)"
+    assert line == "log: trackio failed and is disabled (OSError: no network)"
 
 
 def test_a_package_that_is_missing_is_said_before_anything_is_written(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^log has 'wandb': needs a package: pip install wandb$"):
+    with pytest.raises(ConfigError, match=r"^log has 'wandb': needs wandb: pip install wandb$"):
         fit(dataclasses.replace(config, log=("wandb",)))
     assert not loop.Path(config.out).exists()
 

@@ -1,7 +1,7 @@
-"""Train a model: data, batches, losses, optimizers, the step, the tasks, the loop and its progress.
+"""Training: data, batches, losses, optimizers, the step, the tasks and the loop.
 
-`loop.fit` runs what a `TrainConfig` says; `step` and `losses` are the parts for a loop of one's
-own. What optax and other heavy packages need is imported with the names below, not before.
+`loop.fit` runs a `TrainConfig`; `step` and `losses` are the building blocks for a custom loop.
+The names in `_LATER` need optax and other heavy packages, and are imported on first use.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ _LATER = {
     "make_train_step": "step",
     "start_state": "step",
 }
-"""Names whose modules import optax, by module."""
+"""Modules of the names that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs optax when it is first asked for."""
+    """Import a name that needs optax on first use."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those that are imported later: an editor completes them."""
+    """Return all public names, including those not yet imported, so that editors complete them."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

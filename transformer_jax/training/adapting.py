@@ -1,8 +1,8 @@
-"""Train adapters of a model that stays as it is: its own state, and its part of a run.
+"""Adapter training (LoRA): the state of such a run, and its frozen base model.
 
-The state of such a run holds adapters, and parameters that are trained whole. The others, the
-base, are an argument of each step, and are in no checkpoint: they are loaded from where the run
-began, and known by their SHA-256.
+The state contains the adapters and the parameters that are trained whole. All other parameters,
+the base, are an argument of each step and are not in any checkpoint: a resumed run loads them from
+`init_from` and verifies their SHA-256.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transformer_jax.training.step import TrainState, split_seed, start_state
 from transformer_jax.untrusted_files import JsonObject
 
 _ADAPTERS = 1
-"""What `fold_in` makes the key of adapters of: the parameters are drawn from the key itself."""
+"""`fold_in` constant for the adapters' key; the parameters are drawn from the key itself."""
 
 
 def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Loss:
-    """Return `loss(params, batch, key)` as `loss(trained, batch, key, base)`.
+    """Wrap `loss(params, batch, key)` as `loss(trained, batch, key, base)`.
 
-    A loss that is `relative` to where the run began gets the base besides, which is that.
+    A loss that is `relative` to the initial model also gets the base as its reference.
     """
 
     def adapted(
@@ -40,16 +40,11 @@ def adapted_loss(loss: Loss, lora: LoraConfig, *, relative: bool = False) -> Los
     return adapted
 
 
-def given_params(config: TrainConfig, start: StartModel) -> Params:
-    """Load the parameters of the model to start from, of the stack that the run has."""
-    return start.params(config.model.scan_layers)
-
-
 def fresh_trained(config: TrainConfig, params: Params, key: jax.Array) -> Params:
-    """Return what a run with adapters trains, at its start."""
+    """Return the trainable parameters at the start of a run with adapters."""
     assert config.lora is not None
-    own = jax.random.fold_in(key, _ADAPTERS)
-    return trained_part(params, config.lora, own, config.trained_whole)
+    adapter_key = jax.random.fold_in(key, _ADAPTERS)
+    return trained_part(params, config.lora, adapter_key, config.trained_whole)
 
 
 def fresh_adapters(
@@ -62,12 +57,12 @@ def fresh_adapters(
 
 
 class FrozenBase:
-    """Hold the parameters of a run that stay as they are."""
+    """Frozen parameters of a run."""
 
     params: Params
-    """Their shapes; once they are loaded, they themselves on the devices."""
+    """Shapes until `load`, then arrays on the devices."""
     sha256: str
-    """Of the parameters that were loaded, before any of them was quantised."""
+    """Hash of the loaded parameters, before any of them is quantized."""
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
@@ -77,52 +72,52 @@ class FrozenBase:
 
     @property
     def lora(self) -> LoraConfig:
-        """Return how the adapters are made."""
+        """Return the config of the adapters."""
         assert self.config.lora is not None
         return self.config.lora
 
     def part(self, params: Params) -> Params:
-        """Return of all parameters those that stay as they are."""
+        """Return the frozen ones of all parameters."""
         return frozen_part(params, self.lora, self.config.trained_whole)
 
-    def trained(self, given: Params, params: Params, key: jax.Array) -> Params:
-        """Return what the run trains, at its start.
+    def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
+        """Return the trainable parameters at the start of the run.
 
-        ConfigError where a parameter is not the given one, and is not trained whole.
+        Raises ConfigError if a parameter is new, or has a new shape, and is not trained whole.
         """
         found = fresh_trained(self.config, params, key)
         whole = found["whole"]
-        old = flatten_dict(given, sep="/")
+        before = flatten_dict(loaded, sep="/")
         for name, leaf in flatten_dict(params, sep="/").items():
-            if name not in whole and (name not in old or old[name].shape != leaf.shape):
-                rule = f"it is new, at least in part: add it, trained={name}"
+            if name not in whole and (name not in before or before[name].shape != leaf.shape):
+                rule = f"it is new, or has a new shape: add trained={name}"
                 raise ConfigError(f"lora.trained lacks {name!r}: {rule}")
         return found
 
     def load(
         self, start: StartModel, key: jax.Array, metadata: JsonObject | None = None
     ) -> tuple[Params, list[str]]:
-        """Load them; return what the run trains, at its start, and lines about what is new.
+        """Load the frozen parameters; return the trainable ones, and lines about new parts.
 
-        CheckpointError where `metadata` of a checkpoint has another model, ConfigError where a
-        parameter is new and is not trained.
+        Raises CheckpointError if the checkpoint `metadata` names another base model, and
+        ConfigError if a parameter is new and not trained.
         """
         config = self.config
-        given = given_params(config, start)
+        loaded = start.params(config.model.scan_layers)
         if metadata is None:
-            self.sha256 = sha256_of(given)
+            self.sha256 = sha256_of(loaded)
         else:
             from transformer_jax.loading import check_base
 
             assert config.init_from is not None
-            check_base(config.init_from, given, metadata)
+            check_base(config.init_from, loaded, metadata)
             self.sha256 = metadata["base_sha256"]
-        params, changes = start_params(config, start, given, key)
-        trained, kept = self.trained(given, params, key), self.part(params)
+        params, changes = start_params(config, start, loaded, key)
+        trained, frozen = self.trained(loaded, params, key), self.part(params)
         shardings = self._placement.shardings(self.params)
-        self.params = kept if shardings is None else jax.device_put(kept, shardings)
+        self.params = frozen if shardings is None else jax.device_put(frozen, shardings)
         return trained, changes
 
     def rejoined(self, trained: Params) -> Params:
-        """Return the parameters of the model, with the adapters beside their kernels."""
+        """Return the parameters of the model, with the adapters next to their kernels."""
         return rejoined(self.params, trained, self.lora)

@@ -1,7 +1,7 @@
-"""Hold a batch of examples, and let any model read it: logits where labels stand.
+"""Batches of examples, and the logits, loss and scores of any model on them.
 
-Every task but `preference` has the same loss, the cross-entropy of labels: of next tokens, of
-hidden tokens, of targets or of classes. Which one it is lies in the labels of its batches.
+All tasks except `preference` share one loss, the cross-entropy of labels. The labels of a batch
+decide what is learned: next tokens, hidden tokens, targets or classes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from transformer_jax.training.losses import chunked_cross_entropy, cross_entropy
 from transformer_jax.values import value_class
 
 Loss = Callable[..., tuple[jax.Array, jax.Array]]
-"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; no key is no dropout."""
+"""`loss(params, batch, dropout_key, *frozen) -> (mean, weight)`; a key of None disables dropout."""
 
 
 @value_class(pytree=True)
 class Batch:
-    """Hold what a model reads, and what it is to say of it; leaves lead with [..., B].
+    """Inputs of a model and their labels; leaves lead with [..., B].
 
-    A field that a task does not need is None. T is the length of the rows, S of their sources. One
-    example is a batch whose leaves lead with nothing: tokens and labels [T].
+    Unused fields are None. T is the length of the rows, S of their sources. A single example is a
+    batch without leading axes: tokens and labels [T].
 
     Attributes:
-        tokens: i32[..., B, T]; pictures of an encoder f32[..., B, H, W, C].
-        labels: i32[..., B, T], or [..., B] of classes; IGNORE where there is none.
+        tokens: i32[..., B, T]; images for an encoder are f32[..., B, H, W, C].
+        labels: i32[..., B, T], or [..., B] for classes; IGNORE marks positions without a label.
         segments: i32[..., B, T], ids of the documents packed in a row; 0 is padding.
         valid: bool[..., B, T], False is padding.
-        prefix: bool[..., B, T], tokens that all of their document sees.
-        source: i32[..., B, S], f32[..., B, S, D_in] of frames or f32[..., B, H, W, C] of pictures.
+        prefix: bool[..., B, T], tokens that the whole document can attend to.
+        source: i32[..., B, S], frames f32[..., B, S, D_in] or images f32[..., B, H, W, C].
         source_valid: bool[..., B, S], False is padding.
     """
 
     tokens: Leaf  # i32[..., B, T], or f32[..., B, H, W, C]
-    labels: Leaf  # i32[..., B, T], or [..., B] of classes; IGNORE where there is none
+    labels: Leaf  # i32[..., B, T] or [..., B]
     segments: Array | None = None  # i32[..., B, T]
     valid: Leaf = None  # bool[..., B, T]
     prefix: Leaf = None  # bool[..., B, T]
@@ -58,23 +58,23 @@ class Batch:
     source_valid: Leaf = None  # bool[..., B, S]
 
     def first(self) -> Batch:
-        """Return the first of the micro-batches."""
+        """Return the first micro-batch."""
         found: Batch = jax.tree.map(lambda leaf: leaf[0], self)
         return found
 
 
 def as_given(batch: Batch) -> Batch:
-    """Return the batch: of most tasks, what a step reads is its batches already."""
+    """Return the batch unchanged: for most tasks, a step's inputs are already batches."""
     return batch
 
 
 def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
     """Return `logits(params, batch, key) -> f32[B, T, V]` of a model, or [B, C] of a classifier.
 
-    A decoder reads the tokens of a document up to each, those of a prefix in both directions; an
-    encoder reads a row in both directions; an encoder-decoder reads the source too. The `config`
-    may be the model itself, with its edits. With `method="output_layer"` the function returns what
-    the logits are computed of.
+    A decoder is causal within a document, except that the tokens of a prefix attend in both
+    directions; an encoder attends in both directions; an encoder-decoder also reads the source.
+    `config` may be a model, possibly edited. With `method="output_layer"`, the function returns
+    the inputs of the output layer instead of logits.
     """
     model = build(config)
     config = model.config
@@ -86,46 +86,48 @@ def batch_logits(config: AnyModelConfig | AnyModel) -> Callable[..., Any]:
         routed: list[jax.Array] | None = None,
         method: str | None = None,
     ) -> Any:
-        """Call the model; to `routed` add the loss of experts, where there are any."""
-        given: dict[str, Any] = {"key": key} if config.supports("dropout") else {}
+        """Call the model; append the router loss of its experts, if any, to `routed`."""
+        kwargs: dict[str, Any] = {"key": key} if config.supports("dropout") else {}
         if batch.segments is not None:
-            given["segments"] = batch.segments
+            kwargs["segments"] = batch.segments
         if batch.prefix is not None:
-            given["mask"] = Causal() | Padding(batch.prefix)
+            kwargs["mask"] = Causal() | Padding(batch.prefix)
         sides = {"": batch.valid}
         if config.kind == "encoder-decoder":
-            given["source"] = batch.source
+            kwargs["source"] = batch.source
             sides["source_"] = batch.source_valid
         for side, valid in sides.items():
             if valid is not None and config.supports("positions"):
-                # a position of -1 is padding, whatever kind of positions the model has
+                # position -1 means padding for every positional encoding
                 index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
-                given[side + "positions"] = jnp.where(valid, index, -1)
+                kwargs[side + "positions"] = jnp.where(valid, index, -1)
             elif valid is not None:
-                given[side + "valid"] = valid
-        several = len(batch.tokens) > 1  # of which some may be none, to fill a batch up
-        told = model.told(apart=several, padded=several and batch.valid is not None)
+                kwargs[side + "valid"] = valid
+        several = len(batch.tokens) > 1  # some rows may only fill the batch
+        module = model.told(apart=several, padded=several and batch.valid is not None)
         name = method or ("classify" if batch.labels.ndim == 1 else "__call__")
         experts = None if routed is None else config.experts
         if experts is not None:
-            given["mutable"] = [ROUTED]
-        found = told.apply({"params": params}, batch.tokens, method=name, **given)
+            kwargs["mutable"] = [ROUTED]
+        found = module.apply({"params": params}, batch.tokens, method=name, **kwargs)
         if routed is not None and experts is not None:
             found, state = found
             logits = jax.tree_util.tree_leaves_with_path(state[ROUTED])
-            valid = [_real(batch, path[0].key == "encoder", config.kind, x) for path, x in logits]
+            valid = [
+                _router_mask(batch, path[0].key == "encoder", config.kind, x) for path, x in logits
+            ]
             routed.append(router_loss(experts, [x for _, x in logits], valid))
         return found[0] if name == "__call__" else found
 
     return read
 
 
-def _real(batch: Batch, source: bool, shape: str, logits: jax.Array) -> jax.Array | None:
-    """Return which tokens are no padding, bool[B, T], of those that a router gave logits.
+def _router_mask(batch: Batch, source: bool, kind: str, logits: jax.Array) -> jax.Array | None:
+    """Return the non-padding mask, bool[B, T], of the tokens behind a router's logits.
 
-    None is all of them, also where an encoder makes other tokens of what it reads.
+    None means all tokens, for example if an encoder changes the number of tokens.
     """
-    valid = batch.source_valid if source and shape == "encoder-decoder" else batch.valid
+    valid = batch.source_valid if source and kind == "encoder-decoder" else batch.valid
     if valid is None and batch.segments is not None:
         valid = batch.segments > 0
     fits = valid is not None and valid.shape == logits.shape[-3:-1]
@@ -133,22 +135,22 @@ def _real(batch: Batch, source: bool, shape: str, logits: jax.Array) -> jax.Arra
 
 
 LOGITS_AT_ONCE = 2**26
-"""Logits of a batch, from which on a loss takes them in chunks: 256 MiB of float32."""
+"""Logits of a batch above which a loss computes them in chunks: 256 MiB of float32."""
 
 TOKENS_OF_CHUNK = 1024
-"""Tokens of a chunk, in all rows together, where the loss chooses its size. On a CPU 512 and 1024
-are as fast as all at once, 128 take a tenth to a quarter longer (benchmarks/chunked_loss.py)."""
+"""Tokens per chunk, over all rows, if the loss chooses its size. On a CPU, 512 and 1024 are as fast
+as no chunks, and 128 takes 10 to 25 % longer (benchmarks/chunked_loss.py)."""
 
 ON_ACCELERATORS = 2**28
-"""Logits of a chunk on an accelerator, 1 GiB of float32, unless those of `TOKENS_OF_CHUNK` are
-more. Each chunk reads the output matrix twice, and reads and writes its gradient: in larger chunks
-less is moved."""
+"""Logits per chunk on an accelerator, 1 GiB of float32, unless those of `TOKENS_OF_CHUNK` are more.
+Each chunk reads the output matrix twice, and reads and writes its gradient, so larger chunks move
+less data."""
 
 
 def chosen_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Return how many tokens of each of a device's rows have their logits at a time in a loss.
+    """Return the number of tokens per row whose logits a loss computes at a time.
 
-    The chunks of a row are of one length, as nearly as its length allows.
+    `rows` are those of one device. The chunks of a row are as equal in length as possible.
     """
     if rows * length * vocab_size <= LOGITS_AT_ONCE:
         return length
@@ -169,29 +171,24 @@ def batch_loss(
 ) -> Loss:
     """Return the loss of a batch: the mean cross-entropy of its labels, in nats.
 
-    What a mixture of experts adds for the balance of its router is added to the mean.
+    The load-balancing loss of a mixture of experts is added to the mean.
 
     Args:
-        config: of the model.
+        config: config of the model.
         label_smoothing: at least 0 and below 1, as in `cross_entropy`.
         z_loss: at least 0, as in `cross_entropy`.
-        chunk: tokens of each row whose logits a transformer computes at a time, forward and
-            backward; None chooses by their size (`chosen_chunk`).
-        row_shards: devices that the rows of a batch are split over.
+        chunk: tokens per row whose logits a transformer computes at a time, forward and backward;
+            None chooses by their size (`chosen_chunk`).
+        row_shards: number of devices that the rows of a batch are split over.
 
     Returns:
-        A function `loss(params, batch, key) -> (mean, weight)`; a key turns dropout on.
+        A function `loss(params, batch, key) -> (mean, weight)`; a key enables dropout.
     """
     read = batch_logits(config)
     whole = partial(
         cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
     )
-    in_chunks = partial(
-        chunked_cross_entropy,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        ignore_label=IGNORE,
-    )
+    in_chunks = partial(chunked_cross_entropy, **whole.keywords)
 
     def loss(
         params: Params, batch: Batch, key: jax.Array | None
@@ -200,7 +197,7 @@ def batch_loss(
         if config.supports("output_layer") and labels.ndim == 2:
             rows, length = labels.shape
             size = chosen_chunk(rows // row_shards, length, config.vocab_size)
-            # a chunk that is asked for holds whatever the sizes are
+            # an explicit chunk applies whatever the sizes are
             size = size if chunk is None else chunk
             if size < labels.shape[1]:
                 x, table, bias = read(params, batch, key, routed, method="output_layer")
@@ -218,14 +215,14 @@ def batch_loss(
 def batch_scores(
     config: AnyModelConfig | AnyModel, *, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, labels that are likeliest.
+    """Return `scores(params, batch) -> f32[3]`: summed loss, labels, and correct predictions.
 
-    The `config` may be the model itself, with its edits. Logits that would be large are computed in
-    chunks, as in `batch_loss`, unless they are edited.
+    `config` may be a model, possibly edited. Large logits are computed in chunks, as in
+    `batch_loss`, unless they are edited.
     """
     model = build(config)
     read, config = batch_logits(model), model.config
-    # an edit of the logits sees those of a whole row
+    # an edit of the logits needs those of whole rows
     whole = "logits" in dict(model.edits)
 
     def judged(found: jax.Array, labels: jax.Array) -> jax.Array:  # [..., V], i32[...] -> f32[3]
@@ -273,7 +270,7 @@ def batch_scores(
 def token_nats(
     config: AnyModelConfig | AnyModel, params: Params, batch: Batch
 ) -> jax.Array:  # f32[B, T]
-    """Return -log p of each label [B, T]; 0 of one that does not count."""
+    """Return -log p of each label; 0 for ignored labels."""
     labels, model = batch.labels, build(config)
     config = model.config
     if config.supports("output_layer") and not model.edits:

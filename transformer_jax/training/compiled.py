@@ -1,4 +1,4 @@
-"""Make what a run computes: its first state, its step and its evaluation."""
+"""Programs of a run: its initial state, its step and its evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax._src.config import trace_context  # what `jax.jit` itself finds programs by
+from jax._src.config import trace_context  # part of the cache key of `jax.jit`
 from jax.stages import Compiled
 
 from transformer_jax.checkpoints.run_folder import MAY_CHANGE
@@ -46,15 +46,14 @@ R = TypeVar("R")
 
 
 class CompiledAhead(Generic[R]):
-    """Call a jitted function of (state, *inputs) by programs that are compiled ahead of time.
+    """A jitted function of (state, *inputs), compiled ahead of time for each shape of the inputs.
 
-    A program is compiled for each shape of the inputs after the state. The state and what is given
-    by name always have one shape.
+    The state and the keyword arguments must always have the same shapes.
     """
 
     def __init__(self, function: Callable[..., R]) -> None:
-        self.function: Any = function  # of `jax.jit`, whose type forgets R
-        # `jax.jit` compiles when it is called, and by then the arrays must exist
+        self.function: Any = function  # the type of `jax.jit` loses R
+        # `jax.jit` would compile at the first call, when the arrays must already exist
         self._programs: dict[Hashable, Compiled] = {}
 
     def __call__(self, *args: PyTree, **named: PyTree) -> R:
@@ -62,7 +61,7 @@ class CompiledAhead(Generic[R]):
         return found
 
     def program(self, *args: PyTree, **named: PyTree) -> Compiled:
-        """Return the compiled program for arguments, or for the shapes of arguments."""
+        """Return the compiled program for arguments, or for their shapes."""
         leaves, structure = jax.tree.flatten(args[1:])
         key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if key not in self._programs:
@@ -72,27 +71,27 @@ class CompiledAhead(Generic[R]):
 
 @value_class
 class Programs:
-    """Hold what makes the state of a run, and what is compiled for it."""
+    """Functions that create the state of a run and advance and evaluate it."""
 
     fresh_state: Callable[[jax.typing.ArrayLike], TrainState]
-    """Makes the state of step 0 of a seed, u32[]."""
+    """Create the state of step 0 from a seed, u32[]."""
     state_of: Callable[..., TrainState]
-    """Makes the state of step 0 of parameters and a key."""
+    """Create the state of step 0 from parameters and a key."""
     train_step: Callable[..., tuple[TrainState, Metrics]]
     eval_step: Callable[..., jax.Array]
     rate: Callable[[jax.Array], jax.Array]
 
 
 def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the programs of a task, and its config; a model that counts gets its sizes here.
+    """Return a task's config and programs; a model that counts (an n-gram) gets its sizes here.
 
-    Another run of the same numbers compiles nothing.
+    Another run with the same numerics compiles nothing.
     """
     config = task.config
     if not config.model.supports("gradients"):
         return counted(config, task)
-    # with these at their defaults, a second run of other paths finds the first one's programs
-    others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}  # what enters no program
+    # fields that enter no program: at their defaults, runs in other folders share programs
+    others = (MAY_CHANGE | {"seed"}) - {"steps", "mesh"}
     defaults: dict[str, FieldValue] = {
         x.name: x.default for x in fields(config) if x.name in others
     }
@@ -105,9 +104,9 @@ def programs_of(task: TrainingTask) -> tuple[TrainConfig, Programs]:
 
 @lru_cache(maxsize=8)
 def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) -> Programs:
-    """Return the programs of a config, those from before where there are any.
+    """Return the programs of a config from a cache.
 
-    `settings` are those that a trace depends on, such as `jax_enable_x64`.
+    `settings` are global settings that tracing depends on, such as `jax_enable_x64`.
     """
     return make_programs(config, prepare)
 
@@ -115,9 +114,9 @@ def known_programs(config: TrainConfig, prepare: Prepare, settings: Hashable) ->
 def make_programs(
     config: TrainConfig, prepare: Prepare = as_given, learner: Learner | None = None
 ) -> Programs:
-    """Return the programs of a config, of which none is compiled yet.
+    """Return the programs of a config, not yet compiled.
 
-    A learner is trained in the place of the config's model.
+    A learner is trained instead of the config's model.
     """
     optimizer = make_optimizer(config)
     row_shards = 1 if config.mesh is None else config.mesh.row_shards
@@ -134,20 +133,20 @@ def make_programs(
             row_shards=row_shards,
         )  # fmt: skip
         scores = batch_scores(config.model, row_shards=row_shards)
-    held_as: dict[str, Any] = dict(
+    state_options: dict[str, Any] = dict(
         param_dtype=jnp.dtype(config.param_dtype), average=config.ema_decay is not None
     )
     fresh: Callable[[jax.typing.ArrayLike], TrainState]
-    fresh = partial(init_state, config.model, optimizer, **held_as)
+    fresh = partial(init_state, config.model, optimizer, **state_options)
     if learner is not None:
-        made = learner.fresh
+        make_params = learner.fresh
 
         def fresh_learner(seed: jax.typing.ArrayLike) -> TrainState:
             init_key, key = split_seed(seed)
-            return start_state(made(init_key), optimizer, key, **held_as)
+            return start_state(make_params(init_key), optimizer, key, **state_options)
 
         fresh = fresh_learner
-    # XLA leaves out what only the gradients of frozen parameters would need
+    # XLA then drops the operations that only the gradients of frozen parameters need
     if config.frozen is not None:
         loss = without_frozen(loss, config.frozen)
     if config.lora is not None:
@@ -155,7 +154,7 @@ def make_programs(
         fresh = partial(fresh_adapters, config, optimizer)
     return Programs(
         fresh_state=fresh,
-        state_of=partial(start_state, optimizer=optimizer, **held_as),
+        state_of=partial(start_state, optimizer=optimizer, **state_options),
         train_step=CompiledAhead(
             make_train_step(loss, optimizer, prepare, ema_decay=config.ema_decay)
         ),
@@ -165,12 +164,12 @@ def make_programs(
 
 
 def counted(config: TrainConfig, task: TrainingTask) -> tuple[TrainConfig, Programs]:
-    """Return the programs of a model whose only step counts, and its config."""
+    """Return the config and programs of a model whose only step counts."""
     model, params = config.model.count(task.documents())
     scores = batch_scores(model)
 
     def step(state: TrainState, *inputs: PyTree, frozen: PyTree) -> tuple[TrainState, Metrics]:
-        """Put the counts in place; the loss is that of what a step of another model reads."""
+        """Store the counts; the loss is that of the first micro-batch."""
         first = jax.tree.map(lambda leaf: leaf[0], task.prepare(*inputs))
         total, labels, _ = jax.jit(scores)(params, first)
         none = jnp.zeros((), jnp.int32)

@@ -1,8 +1,7 @@
-"""Read a text, cut it into tokens, and choose the windows that a step reads.
+"""Text data: reading, tokenization, the held-out split, and the windows of a step.
 
-A text in one piece keeps its newlines as they are; `tokenizers.plain_text` says what a text, a line
-and a document are. The windows of a step follow from (seed, step) alone, so a resumed run needs no
-iterator state.
+A text in one piece keeps its newlines; `tokenizers.plain_text` defines text, line and document.
+The windows of a step follow from (seed, step) only, so a resumed run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ SHAKESPEARE = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 IGNORE = -100
-"""Label of a position that has no target."""
+"""Label of a position without a target."""
 
 
 class ShortText(DataError):
-    """Say of a text that it does not fill a window, and how many tokens it has."""
+    """Raised if a text does not fill a window; `tokens` is its length."""
 
     def __init__(self, message: str, tokens: int) -> None:
         super().__init__(message)
@@ -47,28 +46,28 @@ class ShortText(DataError):
 
 @value_class
 class Source:
-    """Hold the bytes of one file, or of a named set."""
+    """Content of a file or of a named data set."""
 
     name: str
     content: bytes
 
     def text(self, errors: str = "strict") -> str:
-        """Return the text, decoded as UTF-8; DataError names the first byte that is none."""
+        """Decode the content as UTF-8; DataError names the first invalid byte."""
         return read_text(self.content, self.name, errors)
 
 
 def read(data: str, out: str | None = None) -> list[Source]:
-    """Read what `TrainConfig.data` names: a file, a folder's files in order of path, `-`, a set.
+    """Read `TrainConfig.data`: a file, a folder's files sorted by path, `-`, or a named data set.
 
-    Left out of a folder are hidden files, links to folders, and the folders of runs, `out` first
-    of all. Its files that end in no newline get one.
+    In a folder, hidden files, links to folders and the folders of runs, such as `out`, are skipped;
+    a newline is appended to files that do not end with one.
     """
     if data == "-":
         if sys.stdin is None:
             raise DataError("data is '-': standard input is closed")
         return [Source("standard input", sys.stdin.buffer.read())]
     if data == "python-docs":
-        # part of every Python, so a first run needs neither a file nor a network
+        # included in every Python, so a first run needs neither a file nor a network
         topics = importlib.import_module("pydoc_data.topics").topics  # what help() shows
         return [Source(data, "\n\n".join(topics[name] for name in sorted(topics)).encode())]
     if data == "shakespeare":
@@ -80,7 +79,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
         if not path.is_dir():
             return [Source(data, path.read_bytes())]
     except FileNotFoundError:
-        rule = "no such file or folder (or - for standard input, python-docs, shakespeare)"
+        rule = "must be a file, a folder, - for standard input, python-docs or shakespeare"
         raise DataError(f"data is {data!r}: {rule}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -99,20 +98,20 @@ def read(data: str, out: str | None = None) -> list[Source]:
 
 
 def _files(path: Path, out: str | None) -> list[Path]:
-    """Return the files of a folder and below; OSError for a folder that cannot be listed."""
+    """Return all files below a folder; raises OSError for a folder that cannot be listed."""
 
     def unreadable(error: OSError) -> None:
         raise error
 
-    found, own = [], None if out is None else os.path.realpath(out)
+    found, out_folder = [], None if out is None else os.path.realpath(out)
     of_a_run = "config.json", "tokenizer.json", "metrics.jsonl"
     for folder, folders, names in os.walk(path, onerror=unreadable):
-        shown = [Path(folder, name) for name in folders if not name.startswith(".")]
-        # what is left out of `folders` is not walked: a run trained on its own samples and losses
+        visible = [Path(folder, name) for name in folders if not name.startswith(".")]
+        # os.walk skips folders removed here: a run must not train on its own samples
         folders[:] = [
             inner.name
-            for inner in shown
-            if os.path.realpath(inner) != own
+            for inner in visible
+            if os.path.realpath(inner) != out_folder
             and not all(os.path.isfile(inner / name) for name in of_a_run)
         ]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
@@ -120,7 +119,7 @@ def _files(path: Path, out: str | None) -> list[Path]:
 
 
 def _download(url: str, sha256: str, name: str) -> bytes:
-    """Return the file of that hash from the user's cache, or else, once, from the network."""
+    """Return the file with this hash from the user's cache, downloading it if necessary."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     file = Path(cache, "transformer_jax", f"{name}.txt")
     if file.is_file():
@@ -137,12 +136,12 @@ def _download(url: str, sha256: str, name: str) -> bytes:
         reason = getattr(error, "reason", error)
         raise DataError(
             f"{name}: cannot be downloaded ({reason}); "
-            f"save {url} as {file}, or train on a text of yours with `data=FILE`"
+            f"save {url} as {file}, or train on your own text with `data=FILE`"
         ) from None
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DataError(f"{name}: what {url} gave has another sha256 than {sha256}")
+        raise DataError(f"{name}: the download of {url} does not have sha256 {sha256}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    # two runs may download at once: each writes a file of its own, and one name wins
+    # two runs may download at once: each writes its own file, and the last rename wins
     handle, partial = tempfile.mkstemp(dir=file.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)
@@ -152,7 +151,7 @@ def _download(url: str, sha256: str, name: str) -> bytes:
 
 @value_class
 class Dataset:
-    """Hold a text as ids, its last part held out."""
+    """A tokenized text with its last part held out."""
 
     tokenizer: Tokenizer
     train: np.ndarray  # unsigned or i32[n]
@@ -160,15 +159,14 @@ class Dataset:
     val_characters: int
     """Characters of the held-out part: loss per token x m / this is the loss per character."""
     sha256: str
-    """Of the bytes that were read."""
+    """Hash of the bytes that were read."""
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Read `config.data`, train the tokenizer unless one is given, encode and split.
+    """Read `config.data`, train the tokenizer unless one is passed, encode and split.
 
-    The split is by characters (bytes for `byte`): the last `val_fraction` is held out, or the
-    whole of `val_data`. `char` takes its characters from the whole text, `bpe` learns its merges
-    from the training part.
+    The split is by characters (bytes for `byte`): the last `val_fraction` is held out, or all of
+    `val_data`. See `train_tokenizer` for the part that a tokenizer learns from.
     """
     sources, kept = _read_all(config, config.data), 1.0 - config.val_fraction
     held_out = [] if config.val_data is None else _read_all(config, config.val_data)
@@ -184,16 +182,16 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         texts = [source.text(config.text_errors) for source in (*sources, *held_out)]
         text = "".join(texts)
         if not text:
-            raise DataError(f"data is {config.data!r}: it is empty but for a byte-order mark")
+            raise DataError(f"data is {config.data!r}: it is empty except for a byte-order mark")
         cut = sum(map(len, texts[: len(sources)])) if held_out else int(len(text) * kept)
         tokenizer = tokenizer or train_tokenizer(config, text, text[:cut])
         train, val = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
         largest = max(int(part.max(initial=0)) for part in (train, val))
         if config.tokenizer == "pretrained" and largest >= config.model.vocab_size:
-            rule = f"{config.init_from} has {config.model.vocab_size} tokens"
-            raise DataError(f"data is {config.data!r}: it has token {largest}: {rule}")
+            rule = f"{config.init_from} has only {config.model.vocab_size} tokens"
+            raise DataError(f"data is {config.data!r}: it contains token {largest}: {rule}")
         val_characters = len(text) - cut
-    # a text of bytes stays as large as its file
+    # a text of bytes then stays as small as its file
     small = np.min_scalar_type(tokenizer.vocab_size - 1)
     dtype = small if small.itemsize < 4 else np.dtype(np.int32)
     needed = config.sequence_len + 1
@@ -206,7 +204,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
                 len(part),
             )
         if len(part) >= 2**31:
-            raise DataError(f"data is {config.data!r}: its {name} part has 2**31 tokens or more")
+            rule = f"its {name} part has {len(part):,} tokens: must have fewer than 2**31"
+            raise DataError(f"data is {config.data!r}: {rule}")
     return Dataset(
         tokenizer=tokenizer,
         train=train.astype(dtype),
@@ -217,7 +216,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _read_all(config: TrainConfig, data: str) -> list[Source]:
-    """Return what `read` does; DataError where it is empty."""
+    """Read data as `read` does; raises DataError if it is empty."""
     sources = read(data, config.out)
     if not any(source.content for source in sources):
         hint = "; pipe a text into the command" if data == "-" else ""
@@ -227,10 +226,10 @@ def _read_all(config: TrainConfig, data: str) -> list[Source]:
 
 
 def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
-    """Make the tokenizer that a config names: of the whole text, or of its training part.
+    """Create the tokenizer that a config names.
 
-    Characters are those of the whole text; words and the merges of a BPE those of its training
-    part.
+    `char` takes its characters from the whole text; `word` and `bpe` learn their words and merges
+    from the training part.
     """
     match config.tokenizer:
         case "byte":
@@ -242,11 +241,11 @@ def train_tokenizer(config: TrainConfig, text: str, training: str) -> Tokenizer:
         case "bpe":
             return BPETokenizer.train(training, config.bpe_vocab_size)
         case "pretrained":
-            raise DataError("tokenizer is 'pretrained': none is given")
+            raise DataError("tokenizer is 'pretrained': no tokenizer was passed")
 
 
 def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable[str]) -> Tokenizer:
-    """Do what `train_tokenizer` does, of lines: no newline is among the ids of `char`."""
+    """Create the tokenizer for lines as `train_tokenizer` does; `char` has no newline then."""
     if config.tokenizer == "char":
         return CharTokenizer.train("".join(lines))
     return train_tokenizer(config, "\n".join(lines), "\n".join(training))
@@ -255,19 +254,18 @@ def line_tokenizer(config: TrainConfig, lines: Iterable[str], training: Iterable
 def random_starts(
     seed: int, step: int, shape: tuple[int, ...], count: int
 ) -> np.ndarray:  # i32[shape]
-    """Draw where the windows of a step start, uniform in [0, count), from the arguments alone.
+    """Draw the window starts of a step, uniform in [0, count), from the arguments only.
 
-    Philox keyed by (seed, step); NumPy keeps this stream the same in every version. A step of A
-    micro-batches of B windows reads the same windows as one of A x B.
+    A step of A micro-batches of B windows reads the same windows as one micro-batch of A x B.
     """
     if not (0 <= seed < 2**32 and 0 <= step < 2**63 and 0 < count < 2**31):
         raise ValueError(f"seed {seed}, step {step}, count {count}: out of range")
-    # NumPy promises this stream for all versions, unlike that of a Generator's methods
+    # NumPy guarantees this raw stream across versions, unlike the methods of a Generator
     words = np.random.Philox(key=(seed << 64) + step).random_raw(int(np.prod(shape)))
     scaled = (words >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
     return scaled.astype(np.int32).reshape(shape)
 
 
 def consecutive_starts(tokens: int, length: int) -> np.ndarray:  # i32[n]
-    """Return starts of windows that cover a text once; the last may reach past its end."""
+    """Return starts of windows that cover a text once; the last one may extend past its end."""
     return np.arange(0, tokens - 1, length, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Measure a model on held-out examples: their loss, and what it writes once they are decoded."""
+"""Evaluation on held-out examples: the loss, and the metrics of decoded outputs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from transformer_jax.values import short_repr
 
 @short_repr
 class Scores(NamedTuple):
-    """Hold what an evaluation found."""
+    """Result of an evaluation."""
 
     loss: float
-    """Nats a label."""
+    """In nats per label."""
     accuracy: float
 
 
@@ -40,12 +40,12 @@ def evaluate(
     held_out: tuple[jax.Array | np.ndarray, ...],
     batches: Iterable[Inputs],
 ) -> Scores:
-    """Return mean loss and accuracy over batches, weighted by their labels.
+    """Return the mean loss and accuracy over batches, weighted by their labels.
 
     Args:
-        eval_step: of `make_eval_step`.
-        params: of the model.
-        held_out: what the step reads in each batch, such as a corpus.
+        eval_step: from `make_eval_step`.
+        params: parameters of the model.
+        held_out: arrays that the step reads in every call, such as a corpus.
         batches: the inputs of each call.
     """
 
@@ -53,33 +53,33 @@ def evaluate(
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf)
 
     parts = [eval_step(params, *held_out, jax.tree.map(placed, batch)) for batch in batches]
-    # one transfer at the end: reading each batch's numbers would wait for it
+    # one transfer at the end: reading each result would wait for its batch
     losses, weights, right = np.array(jax.device_get(parts), np.float64).T
-    # batches that fill up have no labels, and weigh nothing
+    # padding rows have no labels and add no weight
     labels = max(weights.sum(), 1.0)
     return Scores(float(losses.sum() / labels), float(right.sum() / labels))
 
 
 def evaluate_run(run: Run, state: TrainState) -> Scores:
-    """Return mean loss and accuracy over the held-out part of a run's task."""
+    """Return the mean loss and accuracy over the held-out part of a run's task."""
     place = run.placement.rows
-    if run.task.place is not None:  # its processes read a part each
+    if run.task.place is not None:  # each process reads only its own rows
         place = run.placement.own_rows
     batches = (place(batch, axis=0) for batch in run.task.evaluation())
     relative = isinstance(run.config.task, PreferenceTask)
-    named = {"frozen": run.frozen} if relative else {}
+    kwargs = {"frozen": run.frozen} if relative else {}
 
     def step(*arguments: PyTree) -> jax.Array:
-        return run.placement.settled(run.programs.eval_step(*arguments, **named))
+        return run.placement.settled(run.programs.eval_step(*arguments, **kwargs))
 
     return evaluate(step, run.used_params(state), run.held_out, batches)
 
 
-def measure_alike(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
-    """Evaluate the checkpoints up to step `last` again whose loss is of other `eval_batches`.
+def reevaluate_checkpoints(run: Run, last: int, before: TrainConfig, progress: Progress) -> None:
+    """Reevaluate the checkpoints up to step `last` whose loss used different `eval_batches`.
 
-    The best one is chosen by these losses. `before` is the run's config of the last call, which
-    says how those were measured that do not say it.
+    These losses select the best checkpoint, so they must be comparable. `before` is the run's
+    previous config, which applies to checkpoints that do not record `eval_batches`.
     """
     now, folder = run.config.eval_batches, run.folder.checkpoints
     for step in checkpoint.saved_steps(folder):
@@ -95,16 +95,16 @@ def measure_alike(run: Run, last: int, before: TrainConfig, progress: Progress) 
             continue
         found = loss if math.isfinite(loss) else None
         by_first(partial(checkpoint.set_metadata, path, val_loss=found, eval_batches=now))
-        line = f"eval_batches was {was} and is {now}: evaluated again, held-out loss {loss:.4f}"
+        line = f"eval_batches changed from {was} to {now}: held-out loss {loss:.4f}"
         progress.say(f"step {step}: {line}, was {old:.4f}")
 
 
 def decode_held_out(
     run: Run, state: TrainState, progress: Progress
 ) -> tuple[str, dict[str, float]]:
-    """Return what the model writes, and how it compares; the first process also writes files."""
+    """Decode held-out examples; return a sample and the scores, which the first process saves."""
     sample, judged = "", dict[str, float]()
-    # all processes take part in the gathering, and the first alone decodes
+    # all processes take part in the gathering; only the first decodes
     params = gathered_here(run.used_params(state))
     if is_first():
         if run.config.sample_tokens:

@@ -1,7 +1,7 @@
-"""Start a run from another model: a run's, whose parts that fit are taken over, or a published one.
+"""Initial parameters of a run from another model: a run, or a published model.
 
-A vocabulary may have grown by special tokens at its end, and a head may be new: what is there is
-copied, row by row, and what is not is drawn afresh.
+The vocabulary may have grown by special tokens at its end, and the head may be new. Existing rows
+are copied; new ones are drawn.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ TASK_FIELDS = frozenset(
     masked_token_head logit_bias
     """.split()
 )
-"""Fields of a model that another task may change."""
+"""Fields of a model that may change with the task."""
 
 
 @value_class
 class StartModel:
-    """Hold what a run starts from."""
+    """Model that a run starts from."""
 
     config: AnyModelConfig
     tokenizers: Tokenizers
     params: Callable[[bool], Params]
-    """Loads the parameters, f32, of a looped stack or a scanned one."""
+    """Load the parameters, f32; the argument is `scan_layers` of the run."""
     labels: tuple[str, ...] | None = None
-    """The classes of its head in order, where it is a classifier's and has names for them."""
+    """Class names of the head in order, if the model is a classifier with named classes."""
 
 
 def start_model(init_from: str) -> StartModel:
-    """Find the model to start from; ConfigError or CheckpointError where it cannot be used."""
-    # the tables of the published families are no part of a run that starts from nothing
+    """Open the model to start from; raises ConfigError or CheckpointError if it is unusable."""
+    # imported here: a run from scratch does not need the tables of the published families
     from transformer_jax.loading import base_params, is_run, published_tokenizer, with_targets
     from transformer_jax.pretrained.load import pretrained_config
     from transformer_jax.pretrained.weights import open_weights
@@ -70,24 +70,25 @@ def start_model(init_from: str) -> StartModel:
 
 
 def _published_labels(config: ModelConfig, folder: WeightFolder) -> tuple[str, ...] | None:
-    """Return the names of a published classifier's classes; None where it has none of its own."""
+    """Return the class names of a published classifier, or None if its classes are unnamed."""
     names = folder.config.get("id2label")
-    # BERT's head of two sentences says whether one follows the other: those are no classes
+    # BERT's next-sentence head has two outputs, which are not classes of texts
     if config.num_classes is None or config.masked_token_head or not isinstance(names, dict):
         return None
     found = [names.get(str(i)) for i in range(config.num_classes)]
     named = [name for name in found if isinstance(name, str)]
-    # transformers writes LABEL_0, LABEL_1, ... where classes were given no names
+    # transformers names unnamed classes LABEL_0, LABEL_1, ...
     unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(found))
     return None if unnamed or len(named) < len(found) else tuple(named)
 
 
 def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> None:
-    """Raise ConfigError where a run's model is not the one that it starts from."""
+    """Raise ConfigError if a run's model differs from the one it starts from."""
     from transformer_jax.pretrained.config_json import OVERRIDABLE_FIELDS
 
     if type(model) is not type(start.config):
-        raise ConfigError(f"model: {init_from} has another kind of model")
+        kinds = type(model).__name__, type(start.config).__name__
+        raise ConfigError(f"model is a {kinds[0]}: {init_from} has a {kinds[1]}")
     for field in fields(start.config):
         one, two = getattr(model, field.name), getattr(start.config, field.name)
         if field.name not in OVERRIDABLE_FIELDS | TASK_FIELDS and one != two:
@@ -95,38 +96,38 @@ def check_model(model: AnyModelConfig, start: StartModel, init_from: str) -> Non
 
 
 def start_params(
-    config: TrainConfig, start: StartModel, given: Params, key: jax.Array
+    config: TrainConfig, start: StartModel, loaded: Params, key: jax.Array
 ) -> tuple[Params, list[str]]:
-    """Return the parameters that a run starts with, and a line about each part that changed.
+    """Return the initial parameters of a run, and a line about each part that changed.
 
-    They are `given`, those of the model to start from, where these fit. Of a table that has grown,
-    the rows that were there are kept. A head of the same classes is taken over, in the run's order
-    of them; one of other classes is drawn afresh. ConfigError for a parameter of another shape.
+    Parameters of the initial model (`loaded`) are used wherever their shapes match. If a table has
+    grown, its existing rows are kept. A head with the same classes is kept, in the run's order; a
+    head with other classes is drawn. Raises ConfigError if any other shape differs.
     """
-    model, params, task = config.model, given, config.task
+    model, params, task = config.model, loaded, config.task
     if isinstance(task, ClassifyTask) and "classifier" in params:
-        params = _with_head_of(task.labels or (), start, params)
-    # drawing parameters takes long: only what is missing needs them
+        params = _match_head(task.labels or (), start, params)
+    # drawing parameters is slow: do it only if some are missing
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     if jax.tree.map(jnp.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes):
         return params, []
     return merged(init_params(model, key), params)
 
 
-def _with_head_of(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
-    """Return parameters whose head is of these classes; without one where it is of others.
+def _match_head(labels: tuple[str, ...], start: StartModel, params: Params) -> Params:
+    """Reorder the head to these classes, or drop it if it has others.
 
-    BERT's head of two sentences says whether one follows the other, and is no classifier of texts.
-    Classes without names have labels that are their numbers, or else the run's in their order.
+    BERT's next-sentence head is not a classifier of texts and is always dropped. Unnamed classes
+    match labels that are their numbers; other labels are assigned to them in order.
     """
     head, names = params["classifier"], start.labels
-    of_sentences = start.config.masked_token_head
+    next_sentence = start.config.masked_token_head
     kernel = head["kernel"]
     assert not isinstance(kernel, Mapping)
     count = kernel.shape[-1]
-    if of_sentences or count != len(labels) or (names is not None and {*names} != {*labels}):
+    if next_sentence or count != len(labels) or (names is not None and {*names} != {*labels}):
         return {name: part for name, part in params.items() if name != "classifier"}
-    # transformers calls classes LABEL_0, LABEL_1, ...; a file of labels may have bare numbers
+    # labels may spell class 0 as LABEL_0, as transformers does, or as 0
     for form in ("LABEL_{}", "{}") if names is None else ():
         numbered = tuple(form.format(i) for i in range(count))
         names = numbered if {*numbered} == {*labels} else names

@@ -1,11 +1,11 @@
-"""Train a model for a task: read its data, step, evaluate, keep checkpoints, stop and continue.
+"""Training loop: read data, step, evaluate, save checkpoints, stop and resume.
 
-`fit` is all of it; `step` has the parts for a loop of one's own. What is learnt, and of what, is
-the task's (`tasks`): the loop is the same for all.
+`fit` is the complete loop; `step` has the building blocks for a custom loop. The task (`tasks`)
+defines data and loss; the loop is the same for all tasks.
 
-    run         the programs of a run, its state, and its checkpoints
-    evaluation  the loss of held-out examples, and what the model makes of them
-    report      what is written and shown of each step
+    run         programs, state and checkpoints of a run
+    evaluation  loss of held-out examples, and metrics of decoded outputs
+    report      measurements that are written and shown for each step
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.config.fields import check_new_folder
 from transformer_jax.config.keywords import known_keywords
 from transformer_jax.config.tasks import OwnTask, PreferenceTask
-from transformer_jax.training.evaluation import decode_held_out, evaluate_run, measure_alike
+from transformer_jax.training.evaluation import (
+    decode_held_out,
+    evaluate_run,
+    reevaluate_checkpoints,
+)
 from transformer_jax.training.initial import check_model, start_model
 from transformer_jax.training.processes import any_process, by_first, is_first, wait_for_all
 from transformer_jax.training.progress import Progress, Silent, progress_for_notebook
@@ -46,24 +50,23 @@ from transformer_jax.values import value_class
 
 @value_class
 class Result:
-    """Hold what a run came to.
+    """Result of a run.
 
     Attributes:
-        config: of the run.
-        state: after the last step.
-        step: the number of that step.
-        interrupted: `stop` asked for it before the last step.
-        val_loss: at `step`, nats per token; None where it is not finite, or where the run stopped
-            between two evaluations.
-        val_loss_per_character: the same in nats per character, whatever the tokenizer; None where a
-            task has none.
-        best_step: the step of the checkpoint with the lowest held-out loss; None where there is
-            none.
-        sample: what the model makes of its task, a text or held-out examples.
-        rejected: steps whose loss or gradient was not finite.
-        accuracy: share of the held-out labels that are the likeliest, at `step`.
-        scores: what the held-out examples came to once they were decoded.
-        unit: what `val_loss_per_character` is of, character or byte; token where it is None.
+        config: config of the run.
+        state: state after the last step.
+        step: number of the last step.
+        interrupted: whether `stop` ended the run before the last step.
+        val_loss: held-out loss at `step`, nats per token; None if it is not finite, or if the run
+            stopped between two evaluations.
+        val_loss_per_character: the same in nats per `unit`, comparable across tokenizers; None if
+            the task does not define it.
+        best_step: step of the checkpoint with the lowest held-out loss, or None if there is none.
+        sample: sample of the model's output, a text or held-out examples.
+        rejected: number of steps with a non-finite loss or gradient.
+        accuracy: share of the held-out labels that the model predicts, at `step`.
+        scores: metrics of the decoded held-out examples.
+        unit: unit of `val_loss_per_character`, character or byte; token if it is None.
     """
 
     config: TrainConfig
@@ -81,10 +84,10 @@ class Result:
 
     @property
     def perplexity(self) -> float | None:
-        """Return exp(val_loss), of a token; None where the loss is of pairs, or not finite."""
+        """Return exp(val_loss) per token; None if the loss is not per token, or not finite."""
         task = self.config.task
-        own = isinstance(task, OwnTask) and task.loaded_by is not None  # no loss of tokens
-        if self.val_loss is None or own or isinstance(task, PreferenceTask):
+        custom = isinstance(task, OwnTask) and task.loaded_by is not None
+        if self.val_loss is None or custom or isinstance(task, PreferenceTask):
             return None
         # exp(710) is infinite in float64
         return math.exp(min(self.val_loss, 700.0))
@@ -100,55 +103,55 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     task: OwnTask | None = None,
 ) -> Result:
-    """Train as a config says, into its folder.
+    """Train as configured, and write the run to its folder.
 
-    Of several processes (`jax.distributed`), each calls it with the same config, whose mesh is of
-    all their devices, and a folder that all of them see; the first writes it. They are asked
-    whether to stop every `log_every` steps.
+    With several processes (`jax.distributed`), each calls `fit` with the same config, whose mesh
+    spans all their devices, and with a folder that all of them can access; the first process writes
+    it. They check whether to stop every `log_every` steps.
 
     Args:
-        config: of the run; `config.out` is the folder. With `config.init_from`, parameters and
-            tokenizer start from that run or published model, whose config `config.model` must be,
-            but for `OVERRIDABLE_FIELDS` and what the task adds at the ends of its tables;
-            `fine_tuning` makes such a config.
-        resume: go on with the run in the folder from its last checkpoint, bit for bit as if it had
-            never stopped. What `run_folder.MAY_CHANGE` lists may differ from it (with another
-            `steps` the schedule follows the new one).
-        vocab_size: the model's, at least the tokenizer's; None is the tokenizer's.
-        progress: is told how far it is; None prints in a notebook, and nothing elsewhere.
-        stop: is asked after every step; True saves and returns.
-        task: a task of your own, in the place of `config.task` (docs/howto_task.md).
+        config: config of the run; `config.out` is the folder. With `config.init_from`, parameters
+            and tokenizer start from that run or published model. `config.model` must then be its
+            config, except for `OVERRIDABLE_FIELDS` and table rows that the task appends;
+            `fine_tuning` creates such a config.
+        resume: continue the run in the folder from its last checkpoint, bit for bit as if it had
+            never stopped. The fields in `run_folder.MAY_CHANGE` may differ (with another `steps`,
+            the schedule follows the new value).
+        vocab_size: vocabulary size of the model, at least the tokenizer's; None is the tokenizer's.
+        progress: receives the progress; None prints in a notebook, and nothing elsewhere.
+        stop: called after every step; if it returns True, the run saves and returns.
+        task: a custom task, used instead of `config.task` (docs/howto_task.md).
 
     Raises:
-        ConfigError: if the config cannot be run, before anything is written.
-        DataError: if the data cannot be used, before anything is written.
-        CheckpointError: if what to start from cannot be read, before anything is written.
-        RunError: for what happens on the way, as does OSError; the checkpoints so far stay good.
+        ConfigError: if the config is invalid; nothing is written.
+        DataError: if the data cannot be used; nothing is written.
+        CheckpointError: if the initial model or checkpoint cannot be read; nothing is written.
+        RunError: for errors during the run, as is OSError; existing checkpoints stay valid.
     """
     if not isinstance(config, TrainConfig):
-        given = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
-        rule = "must be a TrainConfig, as TrainConfig(model=...) or train_preset(NAME) is"
-        raise ConfigError(f"config is {given}: {rule}")
+        kind = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        rule = "must be a TrainConfig, such as TrainConfig(model=...) or train_preset(NAME)"
+        raise ConfigError(f"config is {kind}: {rule}")
     if task is not None:
         config = replace(config, task=task)
     progress = progress_for_notebook() if progress is None else progress
-    # every process sees the same numbers: one tells of them
+    # all processes see the same numbers: only the first reports them
     progress = progress if is_first() else Silent()
-    keeps = config.lora is not None or isinstance(config.task, PreferenceTask)
-    if keeps and config.init_from is None:
-        what = "lora adapts" if config.lora is not None else "task 'preference' starts from"
-        raise ConfigError(f"init_from is None: must name the model that {what}")
+    needs_base = config.lora is not None or isinstance(config.task, PreferenceTask)
+    if needs_base and config.init_from is None:
+        reason = "lora adapts" if config.lora is not None else "task 'preference' starts from"
+        raise ConfigError(f"init_from is None: must name the model that {reason}")
     if is_first():
         check_trackers(config.log or ())
-    folder = RunFolder(Path(config.out).absolute())  # wherever the process goes meanwhile
+    folder = RunFolder(Path(config.out).absolute())  # the process may change its directory
     with ExitStack() as stack:
         found, start = None, None
         if resume:
             stored = folder.read_config()
             by_first(lambda: stack.enter_context(locked(folder.path)))
-            # the lock comes first: another process may be writing the checkpoint that is chosen
+            # lock first: another process may be writing the checkpoint to resume from
             data, found = continued(config, stored, folder, vocab_size, progress)
-            if config.init_from is not None and (found is None or keeps):
+            if config.init_from is not None and (found is None or needs_base):
                 from transformer_jax.loading import naming_run
 
                 with naming_run(config.out, config.init_from):
@@ -160,16 +163,16 @@ def fit(
                 start = start_model(config.init_from)
                 check_model(config.model, start, config.init_from)
             data = load_task(config, None if start is None else start.tokenizers, vocab_size)
-        # nothing is written before the step is known to fit the memory
+        # nothing is written before the step is known to fit in memory
         run = Run(data, folder)
         first = run.check_memory(0 if found is None else found.step)
         if not resume:
-            by_first(lambda: stack.enter_context(_claimed(folder.path)))
+            by_first(lambda: stack.enter_context(_claim_folder(folder.path)))
         if found is None:
             state = run.first_state(start, progress)
         else:
             run.load_base(found, start)
-            measure_alike(run, found.step, stored, progress)
+            reevaluate_checkpoints(run, found.step, stored, progress)
             state = checkpoint.restore(found.path, run.template, verified=True)
         done = int(state.step)
         if found is not None:
@@ -178,22 +181,22 @@ def fit(
         by_first(lambda: folder.write_tokenizer(data.tokenizers.tokenizer))
         by_first(lambda: folder.write_source_tokenizer(data.tokenizers.source))
         if damaged := by_first(lambda: folder.cut_metrics(done)):
-            progress.say(f"{folder.metrics_file}: damaged lines left out: {damaged}")
+            progress.say(f"{folder.metrics_file}: dropped damaged lines: {damaged}")
         for line in run.described(done):
             progress.say(line)
-        for line in _doubts(run.config):
+        for line in _warnings(run.config):
             progress.say(line)
             if isinstance(progress, Silent) and is_first():
                 logging.getLogger(__name__).warning(line)
         stack.callback(progress.stop)
         report = stack.enter_context(closing(Report(run, progress)))
-        # an error of the last save ends the run here, and not in a thread
+        # an error in the last save is raised here, not in its thread
         with run.saver:
             return _train(run, report, state, first, stop)
 
 
-def _doubts(config: TrainConfig) -> Iterator[str]:
-    """Yield a line about each setting that may be meant, and seldom is."""
+def _warnings(config: TrainConfig) -> Iterator[str]:
+    """Yield a line about each setting that is probably unintended."""
     model = config.model
     if config.warmup >= config.steps:
         rule = f"learning_rate {config.learning_rate:g} is not reached in {config.steps} steps"
@@ -201,7 +204,7 @@ def _doubts(config: TrainConfig) -> Iterator[str]:
     if isinstance(config.task, PreferenceTask):
         for name in ("dropout", "attention_dropout"):
             if rate := getattr(model, name, 0):
-                rule = "the model that answers are compared with has none"
+                rule = "the reference model has none"
                 yield f"{name} is {rate:g}: {rule}, so the loss does not start at log 2"
     experts = model.experts
     if experts is not None and experts.top_k == 1 < experts.count and experts.normalize:
@@ -210,8 +213,8 @@ def _doubts(config: TrainConfig) -> Iterator[str]:
 
 
 @contextmanager
-def _claimed(path: Path) -> Iterator[None]:
-    """Make the folder of a new run and hold it; RunError where another run was quicker."""
+def _claim_folder(path: Path) -> Iterator[None]:
+    """Create and lock the folder of a new run; raises RunError if another run was faster."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         with locked(path):
@@ -219,7 +222,7 @@ def _claimed(path: Path) -> Iterator[None]:
                 raise RunError(f"{path}: another run has just started here")
             yield
     except BaseException:
-        with suppress(OSError):  # unless it holds something: an empty one would be in the way
+        with suppress(OSError):  # removed only if empty
             path.rmdir()
         raise
 
@@ -227,16 +230,13 @@ def _claimed(path: Path) -> Iterator[None]:
 def _train(
     run: Run, report: Report, state: TrainState, first: list[Inputs], stop: Callable[[], bool]
 ) -> Result:
-    """Take the steps that are left, and return what the run came to.
-
-    A step's numbers are read while the next one runs, unless there is something to do between them.
-    """
+    """Take the remaining steps and return the result."""
     config, progress, phases = run.config, report.progress, report.phases
     done = int(state.step)
     scores, val_loss = None, run.saved_val_loss(done)
     best = checkpoint.best_step(run.folder.checkpoints)
     best_loss = None if best is None else run.saved_val_loss(best)
-    told = interrupted = False
+    stop_requested = interrupted = False
     pending = None
     progress.start(done, config.steps)
     phases.taken()
@@ -247,15 +247,15 @@ def _train(
         with phases.of("step"):
             state, metrics = run.step(state, inputs)
         report.profile.after(done + 1, state)
-        # the numbers of a step are read while the next one runs: waiting would idle the device
+        # a step's measurements are read while the next one runs: waiting would idle the device
         if pending is not None:
             report.write(report.read(*pending))
         done += 1
         pending = (done, metrics, None if report.spikes is None else inputs)
-        told = told or stop()
-        interrupted = told
-        if jax.process_count() > 1:  # they agree now and then alone
-            interrupted = done % config.log_every == 0 and any_process(told)
+        stop_requested = stop_requested or stop()
+        interrupted = stop_requested
+        if jax.process_count() > 1:  # processes agree only every `log_every` steps
+            interrupted = done % config.log_every == 0 and any_process(stop_requested)
         last = done == config.steps
         evaluated = last or done % config.eval_every == 0
         kept = last or interrupted or done % config.checkpoint_every == 0
@@ -269,14 +269,14 @@ def _train(
                     scores = evaluate_run(run, state)
                 val_loss = finite(scores.loss)
             report.write(numbers, scores)
-            # the best so far is kept, whether or not a checkpoint is due
+            # the best so far is saved, whether or not a checkpoint is due
             if val_loss is not None and (best_loss is None or val_loss < best_loss):
                 best_loss, kept = val_loss, True
             if kept:
                 with phases.of("checkpoint"):
                     run.save(state, val_loss)
         interrupted = interrupted and not last
-    if scores is None and not interrupted:  # the run was complete before
+    if scores is None and not interrupted:  # the run was already complete
         scores = evaluate_run(run, state)
         val_loss = finite(scores.loss)
     run.saver.wait()

@@ -1,10 +1,10 @@
-"""Compute the cross-entropy of tokens in float32: masked, weighted, smoothed, or in chunks.
+"""Cross-entropy of tokens in float32: masked, weighted, smoothed, or in chunks.
 
     loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
 
-with label smoothing e (Szegedy et al. 2016, 7) and z-loss z (Chowdhery et al. 2022, 5). A mean is
-taken over the tokens that count: those whose label is not `ignore_label`, by their weights. The
-logits of the others are not looked at, so NaN there changes nothing, forward or backward.
+with label smoothing e (Szegedy et al. 2016, 7) and z-loss z (Chowdhery et al. 2022, 5). Means are
+weighted, over the tokens whose label is not `ignore_label`. The logits of ignored tokens are not
+read, so NaN there changes nothing, forward or backward.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # f32[], f32[]
-    """Return the mean loss of the tokens that count, in nats, and the sum of their weights.
+    """Return the weighted mean loss of tokens, in nats, and the sum of their weights.
 
         loss = lse(x) - (1 - e) x[label] - e mean(x) + z lse(x)^2
 
     Args:
-        logits: [..., V], x; computed in float32.
-        labels: i32[...], from 0 to V - 1, or `ignore_label`.
-        weights: [...], of each token; None is 1 everywhere. A weight of 0 ignores the token.
-        ignore_label: the label of a token that does not count, and whose logits may be NaN.
+        logits: x; converted to float32.
+        labels: from 0 to V - 1, or `ignore_label`.
+        weights: weight of each token; None means 1. A weight of 0 ignores the token.
+        ignore_label: label of ignored tokens, whose logits may be NaN.
         label_smoothing: e, at least 0 and below 1 (Szegedy et al. 2016, section 7).
         z_loss: z, at least 0 (Chowdhery et al. 2022, section 5).
 
     Returns:
-        The mean, weighted, and the sum of the weights, f32[] both, 0 and 0 if no token counts.
+        The weighted mean and the sum of the weights; 0 and 0 if all tokens are ignored.
 
     Raises:
-        ValueError: if shapes do not fit, or it is known that a label that counts is no index of V;
-            under a trace such a label makes the loss and the gradient of its logits NaN.
+        ValueError: if shapes do not match, or if a label that counts is outside 0 to V - 1. Under a
+            trace, such a label makes the loss and the gradient of its logits NaN.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("logits", logits, "[..., V]")
@@ -62,7 +62,7 @@ def cross_entropy(
         raise ValueError(
             f"logits have shape {logits.shape}, labels {labels.shape}: must be [..., V] and [...]"
         )
-    labels, weights = _count(labels, weights, ignore_label, logits.shape[-1])
+    labels, weights = _mask_ignored(labels, weights, ignore_label, logits.shape[-1])
 
     def mean(
         logits: jax.Array, labels: jax.Array, weights: jax.Array
@@ -91,28 +91,28 @@ def chunked_cross_entropy(
 
         logits = softcap tanh((hidden output_weights^T + logit_bias) / softcap)
 
-    Only B * chunk_size rows of logits exist at a time, forward and backward. Gradients are formed
-    chunk by chunk together with the loss, so nothing is computed twice; products are in the dtype
-    of `hidden`, sums in float32.
+    Only B * chunk_size rows of logits exist at a time, forward and backward. Gradients are computed
+    chunk by chunk together with the loss, so nothing is computed twice. Products use the dtype of
+    `hidden`, and sums float32.
 
     Args:
-        hidden: [B, T, D], what the output matrix reads.
-        output_weights: [V, D], the output matrix.
-        labels: i32[B, T], from 0 to V - 1, or `ignore_label`.
-        chunk_size: of the T positions, how many have their logits at a time, at least 1.
-        softcap: above 0; None leaves the logits as they are.
-        logit_bias: [V]; None adds nothing.
-        weights: [B, T], of each token; None is 1 everywhere.
-        ignore_label: the label of a token that does not count.
+        hidden: input of the output matrix.
+        output_weights: the output matrix.
+        labels: from 0 to V - 1, or `ignore_label`.
+        chunk_size: number of the T positions whose logits exist at a time, at least 1.
+        softcap: above 0; None applies no cap.
+        logit_bias: None adds nothing.
+        weights: weight of each token; None means 1.
+        ignore_label: label of ignored tokens.
         label_smoothing: e of `cross_entropy`, at least 0 and below 1.
         z_loss: z of `cross_entropy`, at least 0.
 
     Returns:
-        The mean loss in nats, weighted, and the sum of the weights, f32[] both.
+        The weighted mean loss in nats and the sum of the weights.
 
     Raises:
-        ValueError: if shapes do not fit, a number is out of its range, or a known label is no index
-            of V.
+        ValueError: if shapes do not match, a number is out of its range, or a concrete label that
+            counts is outside 0 to V - 1.
     """
     terms = _Terms(label_smoothing, z_loss)
     check_array("hidden", hidden, "[B, T, D]")
@@ -135,7 +135,7 @@ def chunked_cross_entropy(
     if logit_bias is not None and logit_bias.shape != output_weights.shape[:1]:
         rule = f"must be {output_weights.shape[:1]}, [V]"
         raise ValueError(f"logit_bias has shape {logit_bias.shape}: {rule}")
-    labels, weights = _count(labels, weights, ignore_label, output_weights.shape[0])
+    labels, weights = _mask_ignored(labels, weights, ignore_label, output_weights.shape[0])
     chunk_size = _rows(chunk_size, hidden.shape[1])
     head = _Head(terms, chunk_size, softcap)
     plain = partial(_chunked_sum, head)
@@ -157,21 +157,10 @@ def label_scores(
     logit_bias: jax.Array | None = None,  # [V]
     ignore_label: int = -100,
 ) -> tuple[jax.Array, jax.Array]:  # f32[B, T], bool[B, T]
-    """Return the log-probability of each label, in nats, and whether no other is likelier.
+    """Return the log-probability of each label, in nats, and whether it is the most likely one.
 
-    Logits are those of `chunked_cross_entropy`; the backward pass computes them again.
-
-    Args:
-        hidden: [B, T, D], what the output matrix reads.
-        output_weights: [V, D], the output matrix.
-        labels: i32[B, T]; one that is no index of V gives NaN.
-        chunk_size: of the T positions, how many have their logits at a time.
-        softcap: above 0; None leaves the logits as they are.
-        logit_bias: [V]; None adds nothing.
-        ignore_label: the label of a token whose log-probability is 0.
-
-    Returns:
-        f32[B, T] and bool[B, T].
+    Logits are those of `chunked_cross_entropy`; the backward pass recomputes them. A label outside
+    0 to V - 1 gives NaN, and `ignore_label` gives 0.
     """
     size = _rows(chunk_size, hidden.shape[1])
 
@@ -201,7 +190,7 @@ def label_scores(
 
 @dataclass(frozen=True)
 class _Terms:
-    """Hold what is added to the plain loss; static."""
+    """Additional terms of the loss; static."""
 
     smoothing: float
     z: float
@@ -215,37 +204,39 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Head:
-    """Hold how logits come from hidden states, and the loss from logits; static."""
+    """Options of the logits and of the chunked loss; static."""
 
     terms: _Terms
     chunk_size: int
     softcap: float | None
 
 
-def _count(
+def _mask_ignored(
     labels: jax.Array, weights: jax.Array | None, ignore_label: int, vocab: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return labels i32[...] and weights f32[...], both 0 where a token does not count."""
+    """Return labels i32[...] and weights f32[...], both 0 for ignored tokens."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels are {labels.dtype}: must be integers")
     if weights is not None:
         check_array("weights", weights, "of the labels' shape")
     if weights is not None and weights.shape != labels.shape:
-        raise ValueError(f"weights have shape {weights.shape}, labels {labels.shape}")
+        raise ValueError(
+            f"weights have shape {weights.shape}, labels {labels.shape}: must be the same"
+        )
     values = labels, weights
     if not any(
         isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
         for x in values
     ):
-        # before any conversion, which would wrap 2**32 + 1 around to a label that there is
-        known = np.asarray(labels)
-        wrong = (known != ignore_label) & ((known < 0) | (known >= vocab))
+        # checked before the conversion, which would wrap 2**32 + 1 around to a valid label
+        concrete = np.asarray(labels)
+        wrong = (concrete != ignore_label) & ((concrete < 0) | (concrete >= vocab))
         if weights is not None:
             wrong &= np.asarray(weights) != 0
         if wrong.any():
-            where = tuple(int(i) for i in np.argwhere(wrong)[0])
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise ValueError(
-                f"label {known[where]} at {where} is outside the vocabulary of {vocab} "
+                f"label {concrete[index]} at {index} is outside the vocabulary of {vocab} "
                 f"and is not ignore_label {ignore_label}"
             )
     labels = jnp.asarray(labels, jnp.int32)
@@ -273,7 +264,7 @@ def _token_loss(
 def _token_loss_jvp(
     terms: _Terms, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    # One pass over the logits, backward too; autodiff of the formula makes several, and 0 * NaN.
+    # One pass over the logits, backward too; autodiff of the formula takes several, with 0 * NaN.
     loss, slope = _loss_and_slope(terms, *primals)
     return loss, jnp.sum(slope * tangents[0].astype(jnp.float32), axis=-1)
 
@@ -281,9 +272,9 @@ def _token_loss_jvp(
 def _loss_and_slope(
     terms: _Terms, logits: jax.Array, labels: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return losses [...] and their derivatives by the logits [..., V]; 0 where none counts.
+    """Return losses [...] and their derivatives by the logits [..., V]; 0 for ignored tokens.
 
-    All is relative to the largest logit: at 1e4, float32 is spaced by 1e-3.
+    All values are relative to the largest logit: at 1e4, float32 has a spacing of 1e-3.
     """
     vocab = logits.shape[-1]
     x = logits.astype(jnp.float32)
@@ -291,16 +282,16 @@ def _loss_and_slope(
     shifted = x - top[..., None]
     exp = jnp.exp(shifted)
     denominator = jnp.sum(exp, axis=-1)
-    known = (labels >= 0) & (labels < vocab)
-    # a label outside the vocabulary is seen in the loss, where it cannot be raised
-    denominator = jnp.where(known, denominator, jnp.nan)
-    labels = jnp.where(known, labels, 0)[..., None]
+    in_range = (labels >= 0) & (labels < vocab)
+    # a label outside the vocabulary cannot raise here, so it makes the loss NaN
+    denominator = jnp.where(in_range, denominator, jnp.nan)
+    labels = jnp.where(in_range, labels, 0)[..., None]
     picked = jnp.take_along_axis(x, labels, axis=-1, mode="promise_in_bounds")[..., 0] - top
     log = jnp.log(denominator)
     loss = log - picked
     scale = 1 / denominator
     if terms.smoothing:
-        # log - (1 - e) picked - e mean; an infinite mean makes it infinite, never NaN
+        # log - (1 - e) picked - e mean; an infinite mean makes it infinite, not NaN
         mean = jnp.mean(shifted, axis=-1)
         loss = log - (1 - terms.smoothing) * picked - terms.smoothing * mean
     if terms.z:
@@ -318,7 +309,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
-    """Return the sum of weights * losses; JAX's own derivative computes the logits again."""
+    """Return the sum of weights * losses; JAX's own derivative recomputes the logits."""
     hidden, table, bias, labels, weights = arrays
 
     @jax.checkpoint
@@ -341,7 +332,7 @@ def _chunked_sum(head: _Head, arrays: Arrays) -> tuple[jax.Array]:
 
 
 def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], Arrays]:
-    """Return the sum and its gradients: with the logits here, they cost two products, not three."""
+    """Return the sum and its gradients, which take two products: the logits are not recomputed."""
     hidden, table, bias, labels, weights = arrays
 
     def add(sums: PyTree, chunk: tuple[jax.Array, ...]) -> tuple[PyTree, tuple[jax.Array, ...]]:
@@ -355,7 +346,7 @@ def _sum_and_gradients(head: _Head, arrays: Arrays) -> tuple[tuple[jax.Array], A
             _products(hidden, table), bias, weights,
         )  # fmt: skip
         slope, d_bias, d_weights = pull(vary(jnp.float32(1), total))
-        slope = slope.astype(hidden.dtype)  # in float32 these products would be a GPU's slow ones
+        slope = slope.astype(hidden.dtype)  # float32 products would be slow on a GPU
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
         d_hidden = product("BTV,VD->BTD", slope, table.astype(hidden.dtype))
         d_hidden = jnp.where(counts[..., None], d_hidden, 0).astype(hidden.dtype)
@@ -403,13 +394,13 @@ def _loss_of_products(
 
 
 def _rows(chunk_size: int, length: int) -> int:
-    """Return how many positions a chunk has: all where an export leaves the length open."""
-    # an int, of which -size is a number: of NumPy's uint8 it is none
+    """Return the number of positions per chunk; all if an export leaves the length open."""
+    # a Python int: -size would wrap around for NumPy's uint8
     return int(min(chunk_size, max(length, 1))) if known_sizes(length) else length
 
 
 def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Cut [B, T, ...] into [chunks, B, size, ...], zeros after the end; rows keep their place."""
+    """Cut [B, T, ...] into [chunks, B, size, ...], with zeros after the end."""
     if not known_sizes(size):
         return tuple(x[None] for x in arrays)
 

@@ -1,7 +1,7 @@
-"""Make the optimizer that a run's config names, of optax's parts.
+"""Optimizers of a run, composed of optax transformations.
 
-Every one steps by the run's schedule after its clipping of the gradient's global norm (Pascanu et
-al. 2013), and shrinks matrices and tables only, where it shrinks at all.
+Each clips the gradient's global norm (Pascanu et al. 2013) and follows the run's schedule. Weight
+decay, if any, applies only to matrices and tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_jax.training.batch import Batch, Loss, Params
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Return the rate of update 0, 1, ...: a linear warm-up, then what `config.schedule` names.
+    """Return the learning rate of update 0, 1, ...: a linear warm-up, then `config.schedule`.
 
     With W warm-up steps of N, peak p, end m, and n = (count - W) / (N - W):
         p (count + 1) / (W + 1)                  count < W
@@ -31,8 +31,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
         p sqrt((W + 1) / (count + 1)), >= m      inverse_sqrt (Vaswani et al. 2017, 5.3)
         p, and linear to m in the last D steps   wsd (Hu et al. 2024), D = decay_steps
         p                                        constant
-    and the rate of N from N on: m, but for inverse_sqrt and constant. A run that ends within its
-    warm-up has no more.
+    and from N on the rate of N, which is m except for inverse_sqrt and constant. If the run ends
+    within its warm-up, the schedule is only the warm-up.
     """
     peak, end = config.learning_rate, config.min_learning_rate
     warmup, first = config.warmup, config.learning_rate / (config.warmup + 1)
@@ -59,10 +59,10 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return what `config.optimizer` names, on the schedule, after clipping.
+    """Return the optimizer that `config.optimizer` names, with clipping and the schedule.
 
-    Frozen parameters get no update, and their gradients do not count in the clipped norm.
-    ConfigError, once it meets the parameters, for a frozen name with which none begins.
+    Frozen parameters get no update, and their gradients do not count in the clipped norm. Raises
+    ConfigError, once the parameters are known, for a frozen name that matches none of them.
     """
     rate, last = learning_rate_schedule(config), []
     if config.frozen is not None:
@@ -74,23 +74,27 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             steps = optax.sgd(rate, momentum or None)
         case Lion(beta1=beta1, beta2=beta2, weight_decay=decay):
             steps = optax.lion(rate, beta1, beta2, weight_decay=decay, mask=decays)
-        case Adafactor() as own:
+        case Adafactor() as settings:
             steps = optax.chain(
-                scale_by_adafactor(own),
-                optax.add_decayed_weights(own.weight_decay, decays),
+                scale_by_adafactor(settings),
+                optax.add_decayed_weights(settings.weight_decay, decays),
                 optax.scale_by_learning_rate(rate),
             )
-        case Muon() as own:
+        case Muon() as settings:
             matrices = muon(
                 rate,
-                ns_steps=own.iterations,
-                beta=own.momentum,
-                weight_decay=own.weight_decay,
+                ns_steps=settings.iterations,
+                beta=settings.momentum,
+                weight_decay=settings.weight_decay,
                 muon_weight_dimension_numbers=matrix_dimensions,
                 consistent_rms=0.2,
             )
             others = optax.adamw(
-                rate, own.beta1, own.beta2, weight_decay=own.weight_decay, mask=decays
+                rate,
+                settings.beta1,
+                settings.beta2,
+                weight_decay=settings.weight_decay,
+                mask=decays,
             )
             is_leaf = lambda leaf: leaf is None or isinstance(leaf, MuonDimensionNumbers)  # noqa: E731
             labels = lambda params: jax.tree.map(  # noqa: E731
@@ -109,15 +113,15 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
     """Scale by a factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
 
-    Optax's parts take an array as one parameter: in a scanned stack, the layers would share the
-    root mean square of the clipping. Here each layer is a parameter of its own, and so is each
-    expert. The state is that of `optax.scale_by_factored_rms`.
+    optax treats an array as one parameter, so the layers of a scanned stack would share the root
+    mean square of the clipping. Here each layer and each expert is a separate parameter. The state
+    is that of `optax.scale_by_factored_rms`.
     """
 
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
-        """Return how many axes lead, and the second longest and the longest of the others.
+        """Return the number of leading axes, and the second longest and longest other axes.
 
-        None instead of the two if the parameter has one second moment for each element.
+        None replaces the two axes if each element has its own second moment.
         """
         first = stacked_axes(path_name(path).split("/"), leaf.ndim)
         longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]
@@ -154,9 +158,9 @@ def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
                 shorter, longer = factored
                 row = past * row + (1 - past) * square.mean(longer)
                 column = past * column + (1 - past) * square.mean(shorter)
-                of_rows = jnp.expand_dims(row, longer)
-                of_rows = of_rows / of_rows.mean(shorter, keepdims=True)
-                step = grad * of_rows**-0.5 * jnp.expand_dims(column**-0.5, shorter)
+                row_rms = jnp.expand_dims(row, longer)
+                row_rms = row_rms / row_rms.mean(shorter, keepdims=True)
+                step = grad * row_rms**-0.5 * jnp.expand_dims(column**-0.5, shorter)
             of_one = tuple(range(first, grad.ndim))
             size = jnp.sqrt(jnp.mean(jnp.square(step), axis=of_one, keepdims=True))
             return step / jnp.maximum(1.0, size / own.clipping), row, column, moment
@@ -171,23 +175,23 @@ def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
 def without_frozen(loss: Loss, names: tuple[str, ...]) -> Loss:
     """Return the loss without gradients of the parameters whose names begin with one of `names`.
 
-    Their products of the backward pass are then not computed, nor do they count in a norm.
+    The backward pass then skips their products, and they do not count in a norm.
     """
 
-    def held(
+    def partly_frozen(
         params: Params, batch: Batch, key: jax.Array | None, *others: Params
     ) -> tuple[jax.Array, jax.Array]:
         marked = is_frozen(names, params)
         params = jax.tree.map(lambda p, m: jax.lax.stop_gradient(p) if m else p, params, marked)
         return loss(params, batch, key, *others)
 
-    return held
+    return partly_frozen
 
 
 def is_frozen(names: tuple[str, ...], params: Params) -> Params:
     """Mark the parameters whose names begin with one of `names`, such as decoder/block_0.
 
-    ConfigError for a name with which no parameter begins.
+    Raises ConfigError for a name that matches no parameter.
     """
     used = set[str]()
 
@@ -202,15 +206,16 @@ def is_frozen(names: tuple[str, ...], params: Params) -> Params:
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         heads = [jax.tree_util.keystr(path[:2], simple=True, separator="/") for path in paths]
         parts = ", ".join(dict.fromkeys(heads))
-        raise ConfigError(f"frozen has {unused[0]!r}: no parameter begins so (there are {parts})")
+        rule = f"no parameter name begins with it (they begin with {parts})"
+        raise ConfigError(f"frozen has {unused[0]!r}: {rule}")
     return marked
 
 
 def decays(params: Params) -> Params:
-    """Mark the parameters that weight decay shrinks: all but biases, norm scales and sinks.
+    """Mark the parameters that weight decay shrinks: all except biases, norm scales and sinks.
 
-    By name, since a bias of heads has two axes, and by the rank in one layer: stacked layers add
-    an axis to a vector.
+    The name matters because a bias of heads has two axes; the rank is that within one layer,
+    because stacked layers add an axis.
     """
 
     def decay(path: KeyPath, leaf: jax.Array) -> bool:
@@ -222,10 +227,10 @@ def decays(params: Params) -> Params:
 
 
 def matrix_dimensions(params: Params) -> Params:
-    """Return which axes of a parameter a block's matrix multiplies with, None for other parameters.
+    """Return the input and output axes of each block's matrices, None for other parameters.
 
-    A kernel is [inputs, outputs]: query [D, (N H)], an attention's out [(N Hv), D]. Stacked layers
-    lead with L and experts with E: each is a matrix of its own.
+    A kernel is [inputs, outputs]: query [D, (N H)], attention output [(N Hv), D]. Stacked layers
+    lead with L and experts with E; each of them is a separate matrix.
     """
 
     def dimensions(path: KeyPath, leaf: jax.Array) -> MuonDimensionNumbers | None:
@@ -240,7 +245,7 @@ def matrix_dimensions(params: Params) -> Params:
 
 
 def averaged_params(opt_state: optax.OptState, params: Params) -> Params:
-    """Return what is to be evaluated and used: the average of ScheduleFree, or the parameters."""
+    """Return the parameters to evaluate and use: for ScheduleFree, their average."""
     found = [part for part in opt_state if isinstance(part, ScheduleFreeState)]
     if not found:
         return params
@@ -252,10 +257,10 @@ def round_stochastically(
     x: jax.Array,  # f32[...]
     key: jax.Array,
 ) -> jax.Array:  # bf16[...]
-    """Round to one of the two nearest bfloat16, so that the mean is x (Zamirai et al. 2020).
+    """Round to one of the two nearest bfloat16 values, with mean x (Zamirai et al. 2020).
 
-    A step smaller than half the spacing of bfloat16, 2^-8 of a weight, would never move it if it
-    were rounded to the nearest.
+    If weights were rounded to the nearest, updates below half the spacing of bfloat16, 2^-8 of a
+    weight, would be lost.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Say where a run's time and memory go, and how much of a chip it uses."""
+"""Time, memory and chip utilization of a run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ PHASES: tuple[Phase, ...] = ("data", "step", "evaluation", "checkpoint")
 
 
 class Phases:
-    """Add up the wall-clock seconds of each phase since the last line of measurements."""
+    """Wall-clock seconds of each phase since the last line of measurements."""
 
     def __init__(self) -> None:
         self._begun, self._seconds = time.perf_counter(), dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def of(self, phase: Phase) -> Iterator[None]:
-        """Count the time that passes within as that of a phase."""
+        """Add the enclosed time to a phase."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            # also of a phase that fails: the time has passed
+            # also if the phase fails: the time has passed
             self._seconds[phase] += time.perf_counter() - start
 
     def taken(self) -> dict[str, float]:
-        """Return the seconds of each phase and of all, and begin anew."""
+        """Return the seconds of each phase and in total, and reset them."""
         now = time.perf_counter()
         found = {f"seconds_{phase}": seconds for phase, seconds in self._seconds.items()}
         found["seconds"] = now - self._begun
@@ -45,7 +45,7 @@ class Phases:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that a device of this process has held; on a CPU, the process."""
+    """Return the peak memory of a device of this process in bytes; on a CPU, of the process."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "peak_bytes_in_use" in stats:
@@ -63,9 +63,9 @@ def flops_utilisation(
 ) -> float | None:
     """Return the share of the chips' peak that training uses (MFU; Chowdhery et al. 2022, B).
 
-    The operations are those of `step_flops`; the peak is that of dense bfloat16 products, whatever
-    the run computes in. None where no peak is published here, as of a CPU, or the model is no
-    transformer.
+    The operations are those of `step_flops`; the peak is that of dense bfloat16 products,
+    regardless of the run's dtype. Returns None if no peak is listed for the device, such as a CPU,
+    or if the model is not a transformer.
     """
     found = jax.devices()
     chip = chip_of(found[0].device_kind if device_kind is None else device_kind)

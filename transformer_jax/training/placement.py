@@ -1,15 +1,15 @@
-"""Place the arrays of a run on its devices: parameters and optimizer by parts, batches by rows.
+"""Placement of a run's arrays on devices: parameters and optimizer by parts, batches by rows.
 
-The axes of the mesh are explicit: what is placed here decides how every step is split
-(docs/meshes.md). A matrix [inputs, outputs] of a block is split
+The axes of the mesh are explicit: the placement here decides how every step is split
+(docs/meshes.md). A matrix [inputs, outputs] of a block is split as follows:
 
     query, key, value [D, N, H]   up, gate [D, F]     inputs by fsdp, heads or width by tensor
     out [N, H, D]                 down [F, D]         heads or width by tensor, outputs by fsdp
     of each expert up, gate [E, D, F] and down [E, F, D]: the same, and experts by expert
     tables of tokens [V, D]                           vocabulary by tensor, width by fsdp
 
-and the optimizer's state as the parameter that it is of. An axis that its devices do not divide is
-whole on each of them.
+The optimizer's state is split like its parameter. An axis that the number of devices does not
+divide is replicated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_jax.pytree import Array, PyTree, kernel_axes
 T = TypeVar("T")
 
 ROWS = ("expert", "data", "fsdp")
-"""The axes of a mesh that split the rows of a batch."""
+"""Mesh axes that split the rows of a batch."""
 
 _KERNELS: dict[str, tuple[str | None, ...]] = {
     "query": ("fsdp", "tensor", None),
@@ -40,7 +40,7 @@ _KERNELS: dict[str, tuple[str | None, ...]] = {
     "gate": ("fsdp", "tensor"),
     "down": ("tensor", "fsdp"),
 }
-"""The axes of a mesh that split a module's kernel."""
+"""Mesh axes that split a module's kernel."""
 
 _BIASES: dict[str, tuple[str | None, ...]] = {
     "query": ("tensor", None),
@@ -49,7 +49,7 @@ _BIASES: dict[str, tuple[str | None, ...]] = {
     "up": ("tensor",),
     "gate": ("tensor",),
 }
-"""The axes of a mesh that split a module's bias."""
+"""Mesh axes that split a module's bias."""
 
 _TABLES: dict[str, tuple[str | None, ...]] = {
     "tokens": ("tensor", "fsdp"),
@@ -58,7 +58,7 @@ _TABLES: dict[str, tuple[str | None, ...]] = {
     "positions": (None, "fsdp"),
     "target_positions": (None, "fsdp"),
 }
-"""The axes of a mesh that split a table of the embeddings."""
+"""Mesh axes that split a table of the embeddings."""
 
 
 def parameter_spec(
@@ -66,9 +66,9 @@ def parameter_spec(
     shape: tuple[int, ...],
     sizes: dict[str, int],  # of the axes of the mesh
 ) -> PartitionSpec:
-    """Return how a parameter is split, or an array of the optimizer with the same path."""
-    # sums of rows have the path of their parameter, and not its axes
-    if {"v_row", "v_col"} & set(names):  # Adafactor's, which lack an axis of their parameter
+    """Return how a parameter, or an array of the optimizer with the same path, is split."""
+    # Adafactor's sums of rows and columns lack an axis of the parameter at the same path
+    if {"v_row", "v_col"} & set(names):
         return PartitionSpec()
     first = 1 if "blocks" in names else 0  # the layers of a scanned stack
     module = names[-2] if len(names) > 1 else ""
@@ -91,12 +91,12 @@ def parameter_spec(
 
 @dataclass(frozen=True)
 class Placement:
-    """Say where the arrays of a run lie: on one device, or split over a mesh."""
+    """Location of a run's arrays: on one device, or split over a mesh."""
 
     mesh: Mesh | None = None
 
     def state(self, template: PyTree) -> PyTree:
-        """Return the tree of shapes with the sharding of each array; without a mesh, as it is."""
+        """Return the tree of shapes with the sharding of each array; unchanged without a mesh."""
         if self.mesh is None:
             return template
         mesh, sizes = self.mesh, dict(self.mesh.shape)
@@ -109,19 +109,19 @@ class Placement:
         return jax.tree_util.tree_map_with_path(placed, template)
 
     def shardings(self, template: PyTree) -> PyTree:
-        """Return the sharding of each array of a state; without a mesh, None for all of them."""
+        """Return the sharding of each array of a state, or a single None without a mesh."""
         if self.mesh is None:
             return None
         return jax.tree.map(lambda leaf: leaf.sharding, self.state(template))
 
     def rows(self, batch: T, axis: int) -> T:
-        """Return the arrays of a batch on the devices, split along the axis of its rows."""
+        """Put a batch on the devices, split along the axis of its rows."""
         if self.mesh is None:
             return jax.device_put(batch)
         return self._put(batch, PartitionSpec(*(None,) * axis, ROWS))
 
     def own_rows(self, batch: T, axis: int) -> T:
-        """Return `rows` of a batch of which this process holds its own alone, one P-th in order."""
+        """Put a batch on the devices as `rows` does, from this process's 1/P of its rows only."""
         if self.mesh is None:
             return jax.device_put(batch)
         sharding = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, ROWS))
@@ -129,17 +129,17 @@ class Placement:
         def put(x: np.ndarray) -> jax.Array:
             rows = x.shape[axis] * jax.process_count()
             shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
-            # no process has to hold the batch of all
+            # no process needs the whole batch
             return jax.make_array_from_process_local_data(sharding, x, shape)
 
         return jax.tree.map(put, batch)
 
     def whole(self, tree: PyTree) -> PyTree:
-        """Return arrays on the devices, all of them on each."""
+        """Put arrays on the devices, replicated."""
         return jax.device_put(tree) if self.mesh is None else self._put(tree, PartitionSpec())
 
     def _put(self, tree: PyTree, spec: PartitionSpec) -> PyTree:
-        """Place arrays that every process holds whole."""
+        """Place arrays that every process has in full."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, spec)
 
@@ -152,16 +152,16 @@ class Placement:
         return jax.tree.map(put, tree)
 
     def settled(self, tree: T) -> T:
-        """Return arrays; of a mesh of CPU devices, once they are computed.
+        """Return arrays; on a mesh of CPU devices, wait until they are computed.
 
-        There, two programs on their way at once can wait for each other's collectives for ever.
+        On CPU devices, the collectives of two programs in flight can deadlock.
         """
         if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(tree)
         return tree
 
     def described(self) -> str:
-        """Return what a run is computed on, as `cpu` or `8 x cpu (data=2, fsdp=4)`."""
+        """Describe the devices of a run, such as `cpu` or `8 x cpu: data=2, fsdp=4`."""
         device = jax.local_devices()[0]
         kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
         if self.mesh is None:
@@ -171,20 +171,20 @@ class Placement:
 
 
 def make_placement(config: MeshConfig | None) -> Placement:
-    """Return the placement on the devices that there are.
+    """Return the placement on the available devices.
 
-    ConfigError unless the mesh has as many devices as there are.
+    Raises ConfigError unless the mesh has as many devices as are available.
     """
     if config is None:
         if jax.process_count() > 1:
-            rule = f"there are {jax.process_count()} processes with {len(jax.devices())} devices"
-            raise ConfigError(f"mesh is None: {rule}, which it has to share out, as data=2")
+            found = f"{jax.process_count()} processes with {len(jax.devices())} devices"
+            raise ConfigError(f"mesh is None: {found} need a mesh, such as data=2")
         return Placement()
-    there = len(jax.devices())
-    if config.devices != there:
-        found = "there is one" if there == 1 else f"there are {there}"
+    available = len(jax.devices())
+    if config.devices != available:
+        found = "there is one" if available == 1 else f"there are {available}"
         raise ConfigError(f"mesh is {str(config)!r}: needs {config.devices} devices, {found}")
     shape = config.shape
-    # the type of an array then says how it is split, and modules can ask it
+    # explicit axes put the sharding into an array's type, where modules can read it
     axes = (AxisType.Explicit,) * len(shape)
     return Placement(jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=axes))

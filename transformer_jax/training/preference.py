@@ -1,11 +1,11 @@
-"""Learn from pairs of answers which one is preferred, relative to where the run began.
+"""Direct preference optimization: learning from pairs of answers which one is preferred.
 
-Direct preference optimisation (Rafailov et al. 2023, 4): with the reward of an answer y to a
-prompt x, r(y) = beta (log p(y | x) - log p0(y | x)), p0 the model that the run starts from, a
-pair's loss is -log sigmoid(r(chosen) - r(rejected)).
+The reward of an answer y to a prompt x is r(y) = beta (log p(y | x) - log p0(y | x)), with p0 the
+initial model of the run; the loss of a pair is -log sigmoid(r(chosen) - r(rejected)) (Rafailov et
+al. 2023, 4).
 
-A row of a batch holds both, each after its prompt: the chosen one in its first half, the rejected
-one in its second. A model reads the halves as two rows.
+A row of a batch contains both answers, each after its prompt: the chosen one in its first half, the
+rejected one in its second half. The model reads the halves as two rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from transformer_jax.training.losses import label_scores
 def answer_log_probs(
     config: ModelConfig, *, chunk: int | None = None, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `log_probs(params, batch, key) -> f32[B, 2]`: of each row's answers, in nats.
+    """Return `log_probs(params, batch, key) -> f32[B, 2]`, of the two answers of each row, in nats.
 
-    That is the sum over an answer's labels, which the prompt's tokens do not have. Logits exist for
-    `chunk` tokens of each row at a time; None chooses by their size.
+    Each is a sum over the answer's labels; the prompt has none. Logits exist for `chunk` tokens of
+    each row at a time; None chooses by their size.
     """
     model = build(config)
 
@@ -56,9 +56,9 @@ def answer_log_probs(
 
 
 def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) -> Loss:
-    """Return `loss(params, batch, key, reference) -> (mean, pairs)`, in nats a pair.
+    """Return `loss(params, batch, key, reference) -> (mean, pairs)`, in nats per pair.
 
-    The reference is read without dropout, and has no gradient.
+    The reference is evaluated without dropout, and has no gradient.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -80,9 +80,9 @@ def preference_loss(config: TrainConfig, beta: float, *, row_shards: int = 1) ->
 def preference_scores(
     config: TrainConfig, beta: float, *, row_shards: int = 1
 ) -> Callable[..., jax.Array]:
-    """Return `scores(params, batch, reference) -> f32[3]`: summed loss, pairs, and those right.
+    """Return `scores(params, batch, reference) -> f32[3]`: summed loss, pairs, correct pairs.
 
-    A pair is right where the chosen answer has the larger reward.
+    A pair is correct if the chosen answer has the larger reward.
     """
     margins = _margins(config, beta, row_shards)
 
@@ -102,41 +102,41 @@ def preference_scores(
 def _margins(
     config: TrainConfig, beta: float, row_shards: int
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return what gives r(chosen) - r(rejected) of each row, f32[B], and 1 where it has a pair."""
+    """Return a function for r(chosen) - r(rejected), f32[B], and 1 for each row with a pair."""
     model = as_transformer(config.model)
     log_probs = answer_log_probs(model, chunk=config.loss_chunk, row_shards=row_shards)
 
     def margins(
         params: Params, batch: Batch, key: jax.Array | None, reference: Params
     ) -> tuple[jax.Array, jax.Array]:
-        own = log_probs(params, batch, key)
-        first = jax.lax.stop_gradient(log_probs(reference, batch, None))
+        policy = log_probs(params, batch, key)
+        initial = jax.lax.stop_gradient(log_probs(reference, batch, None))
 
         def differences(
-            own: jax.Array, first: jax.Array, labels: jax.Array
+            policy: jax.Array, initial: jax.Array, labels: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            rewards = beta * (own - first)
+            rewards = beta * (policy - initial)
             counts = (labels != IGNORE).any(axis=1).astype(jnp.float32)
             return rewards[:, 0] - rewards[:, 1], counts
 
-        arrays = [own, first, batch.labels]
+        arrays = [policy, initial, batch.labels]
         return by_compiler(differences, arrays, (PartitionSpec(), PartitionSpec()))
 
     return margins
 
 
 class Reference(FrozenBase):
-    """Hold the parameters that a run without adapters began with, beside those that it trains."""
+    """Frozen copy of the initial parameters (reference policy) of a run without adapters."""
 
     def part(self, params: Params) -> Params:
-        """Return a copy of all parameters, in the dtype that the run holds its own in."""
+        """Return a copy of all parameters, in the dtype of the run's parameters."""
         dtype = jnp.dtype(self.config.param_dtype)
         return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
-    def trained(self, given: Params, params: Params, key: jax.Array) -> Params:
-        """Return all parameters: all are trained."""
+    def trained(self, loaded: Params, params: Params, key: jax.Array) -> Params:
+        """Return all parameters."""
         return params
 
     def rejoined(self, trained: Params) -> Params:
-        """Return the parameters of the model, which are all trained."""
+        """Return the trained parameters, which are the whole model."""
         return trained

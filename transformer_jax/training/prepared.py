@@ -1,8 +1,9 @@
-"""Read the rows of a step from prepared folders: shuffled, mixed, and ready before they are due.
+"""Input pipeline of prepared folders: shuffled, mixed, batched and read ahead.
 
-The order of rows is a pipeline of grain (https://google-grain.readthedocs.io): the rows of each
-folder shuffled by (seed, epoch), the folders mixed by weight, and cut into batches. Every stage is
-random access, so what step n reads follows from the seed and n: a resumed run needs no state.
+The order of rows is a grain pipeline (https://google-grain.readthedocs.io): the rows of each
+folder are shuffled by (seed, epoch), the folders are mixed by weight, and the rows are batched.
+Every stage is random access, so step n reads rows that follow from the seed and n, and a resumed
+run needs no iterator state.
 """
 
 from __future__ import annotations
@@ -23,42 +24,42 @@ from transformer_jax.training.rows import pack
 from transformer_jax.values import value_class
 
 MIXTURE = 2**16
-"""Rows after which the folders of a mixture take turns as before."""
+"""Period of a mixture, in rows."""
 
 THREADS = 4
-"""Threads that read steps ahead."""
+"""Number of threads that read ahead."""
 
 AHEAD = 8
-"""Steps that are read, and on the device, before they are asked for."""
+"""Number of steps that are read and placed on the device in advance."""
 
 
 class PartRows(Protocol):
-    """Hold rows of one part of a prepared folder."""
+    """Rows of one part of a prepared folder."""
 
     @property
     def length(self) -> int:
-        """Return the tokens of a row."""
+        """Return the number of tokens per row."""
 
     @property
     def separate(self) -> bool:
-        """Say whether several documents stand in a row and do not see each other."""
+        """Whether a row packs several documents that cannot attend to each other."""
 
     def __len__(self) -> int: ...
 
     def read(
         self, row: int, tokens: np.ndarray, labels: np.ndarray, segments: np.ndarray | None
     ) -> None:
-        """Fill in a row, i32[T] each; what it has no token for stays as it is."""
+        """Fill in a row, i32[T] each; positions without a token are left unchanged."""
 
 
 @value_class
 class WindowRows:
-    """Cut the stream of a part into windows, one after the other: each token is a label once."""
+    """Consecutive windows of a part's token stream; each token is a label once."""
 
     part: Part
     length: int
     whole: bool = False
-    """Whether the last window may have fewer labels; else there is none such."""
+    """Whether to include the last window if it has fewer labels."""
     separate: bool = False
 
     def __len__(self) -> int:
@@ -74,10 +75,10 @@ class WindowRows:
 
 
 class DocumentRows:
-    """Lay documents out in rows, several short ones in each, or a long one in several.
+    """Documents laid out in rows: several short ones per row, long ones over several rows.
 
-    Piece for piece in the order of the corpus, each goes into the fullest of the OPEN_ROWS
-    rows with room that began last. A row's labels are the tokens that follow in the same document.
+    In the order of the corpus, each piece goes into the fullest open row with room for it; the
+    OPEN_ROWS most recent rows are open. Labels are the next tokens of the same document.
     """
 
     def __init__(self, part: Part, length: int, packed: bool = True) -> None:
@@ -120,10 +121,10 @@ def _pieces(
     length: int,
     skipped: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # i64[n], i32[n]
-    """Return where the pieces of documents start, and their labels: at most `length` each.
+    """Return the start and the number of labels, at most `length`, of each piece of a document.
 
-    A document reads from the token that ends the one before, or from so many after it, and its last
-    label is its own end.
+    A document begins `skipped` tokens after the end token of the previous document, and its last
+    label is its own end token.
     """
     sizes = np.diff(bounds) - skipped
     counts = -(-sizes // length)
@@ -142,15 +143,16 @@ def row_order(
 ) -> grain.MapDataset:
     """Return an endless order of (folder, row), for folders of `counts` rows.
 
-    An epoch of a folder reads each of its rows once, in an order of its own. The folders take turns
-    by their weights (`Mixture`), or by how many rows they have.
+    Each epoch of a folder reads each of its rows once, in a new order. Folders are mixed by weight
+    (`Mixture`), by default their number of rows.
     """
     for count in counts:
         if not 0 < count < 2**31:
             raise DataError(f"a folder has {count} rows: must be at least 1 and below 2**31")
     orders = [
+        # an odd factor keeps distinct seeds distinct
         grain.MapDataset.range(count)
-        .shuffle(seed=(seed * 0x9E3779B1 + folder) % 2**32)  # odd: another seed, other epochs
+        .shuffle(seed=(seed * 0x9E3779B1 + folder) % 2**32)
         .repeat()
         .map(lambda row, folder=folder: (folder, int(row)))
         for folder, count in enumerate(counts)
@@ -162,10 +164,10 @@ def row_order(
 
 
 class Mixture:
-    """Say which folder each row of an endless order is of, and which of that folder's rows it is.
+    """Mixture of folders: maps each row of an endless order to (folder, row of that folder).
 
-    Turns repeat after MIXTURE rows, of which folder f has round(MIXTURE w_f / sum(w)), at least one
-    and evenly spread.
+    The pattern repeats every MIXTURE rows, of which folder f gets round(MIXTURE w_f / sum(w)), at
+    least one, evenly spaced.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -187,7 +189,7 @@ class Mixture:
 
 @value_class
 class RowReader:
-    """Read rows of several folders into batches."""
+    """Reader of rows from several folders into batches."""
 
     rows: tuple[PartRows, ...]
 
@@ -195,29 +197,29 @@ class RowReader:
         self,
         chosen: np.ndarray,  # i64[..., B, 2]: folder and row; folder -1 is an empty row
     ) -> Batch:  # leaves i32[..., B, T]
-        """Return the rows; labels are IGNORE where there is nothing."""
+        """Return the rows; labels are IGNORE at empty positions."""
         shape = (*chosen.shape[:-1], self.rows[0].length)
         tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
         segments = np.zeros(shape, np.int32) if self.rows[0].separate else None
         for index in np.ndindex(*chosen.shape[:-1]):
             folder, row = (int(i) for i in chosen[index])
             if folder >= 0:
-                own = None if segments is None else segments[index]
-                self.rows[folder].read(row, tokens[index], labels[index], own)
+                row_segments = None if segments is None else segments[index]
+                self.rows[folder].read(row, tokens[index], labels[index], row_segments)
         return Batch(tokens, labels, segments)
 
 
 def own_rows(batch_size: int, process: tuple[int, int]) -> slice:
-    """Return which rows of a batch a process has: of process p of P, p B / P to (p + 1) B / P.
+    """Return the rows of a batch that belong to process p of P: p B / P to (p + 1) B / P.
 
-    ConfigError where P does not divide B.
+    Raises ConfigError unless P divides B.
     """
     index, count = process
     if batch_size % count:
         rule = f"must be a multiple of the {count} processes"
         raise ConfigError(f"batch_size is {batch_size}: {rule}")
-    own = batch_size // count
-    return slice(index * own, (index + 1) * own)
+    size = batch_size // count
+    return slice(index * size, (index + 1) * size)
 
 
 def step_batches(
@@ -227,9 +229,9 @@ def step_batches(
     batch_size: int,
     process: tuple[int, int] = (0, 1),  # index and count
 ) -> grain.MapDataset:
-    """Return what each step reads: Batch, leaves [A, B / P, T], of this process alone.
+    """Return the input of each step: Batch, leaves [A, B / P, T], of this process only.
 
-    ConfigError where P does not divide B.
+    Raises ConfigError unless P divides B.
     """
     own = own_rows(batch_size, process)
 
@@ -240,18 +242,18 @@ def step_batches(
     return order.batch(accumulation * batch_size, batch_fn=np.array).map(chosen).map(reader)
 
 
-class Prefetched:
-    """Hand out the elements of a random-access pipeline, read ahead while they are in order."""
+class Prefetcher:
+    """Prefetcher of a random-access pipeline; reads ahead while access is sequential."""
 
     def __init__(self, steps: grain.MapDataset, place: Callable[[Batch], Batch]) -> None:
-        """Read `steps`, each of which `place` brings to where it is needed."""
+        """Read `steps` ahead; `place` puts each element on its devices."""
         options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
         self._iterator = iter(steps.map(place).to_iter_dataset(options))
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
         """Return element `step`."""
-        # a resumed run, or a step back: reading goes on there, and not from the beginning
+        # after a resume or a step back, continue from there and not from the beginning
         if step != self._next:
             self._iterator.set_state({"next_index": step})
         self._next = step + 1

@@ -1,6 +1,6 @@
-"""Let the processes of one run agree: the first writes, and all go on or stop together.
+"""Coordination of the processes of a run: the first writes, and all continue or stop together.
 
-With one process nothing here communicates.
+With a single process, nothing here communicates.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ T = TypeVar("T")
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, RunError, CheckpointError, OSError)
 }
-_LONGEST = 4096
-"""Bytes of an error's name and message that the other processes are told."""
+_MAX_BYTES = 4096
+"""Maximum bytes of an error's name and message that are sent to the other processes."""
 
 
 def is_first() -> bool:
-    """Say whether this is the process that writes the run's folder."""
+    """Whether this process is the one that writes the run's folder."""
     return jax.process_index() == 0
 
 
 def by_first(work: Callable[[], T]) -> T | None:
-    """Do work in the first process alone and return its result there, None in the others.
+    """Do work in the first process only, and return its result there and None in the others.
 
-    All wait for it; an error of the first is raised in all.
+    All processes wait for it; an error in the first is raised in all.
     """
     if jax.process_count() == 1:
         return work()
@@ -45,15 +45,15 @@ def by_first(work: Callable[[], T]) -> T | None:
             error = raised
     from jax.experimental import multihost_utils
 
-    # arrays are all that processes can broadcast: an error is told as bytes, of one length for all
-    told = np.zeros(_LONGEST, np.uint8)
+    # only arrays can be broadcast, so an error is sent as bytes of a fixed length
+    sent = np.zeros(_MAX_BYTES, np.uint8)
     if error is not None:
-        content = f"{type(error).__name__}\n{error}".encode()[:_LONGEST]
-        # cut where it is too long: part of a message is better than none
-        told[: len(content)] = np.frombuffer(content, np.uint8)
-    said = bytes(np.asarray(multihost_utils.broadcast_one_to_all(told))).rstrip(b"\0")
-    if said and not is_first():
-        name, _, message = said.decode(errors="replace").partition("\n")
+        content = f"{type(error).__name__}\n{error}".encode()[:_MAX_BYTES]
+        # truncated if too long: part of a message is better than none
+        sent[: len(content)] = np.frombuffer(content, np.uint8)
+    received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).rstrip(b"\0")
+    if received and not is_first():
+        name, _, message = received.decode(errors="replace").partition("\n")
         raise _ERRORS.get(name, RuntimeError)(message)
     if error is not None:
         raise error
@@ -61,7 +61,7 @@ def by_first(work: Callable[[], T]) -> T | None:
 
 
 def any_process(flag: bool) -> bool:
-    """Say whether a flag is set in any process; all have to ask."""
+    """Whether a flag is set in any process; all processes must call this."""
     if jax.process_count() == 1:
         return flag
     from jax.experimental import multihost_utils
@@ -70,18 +70,18 @@ def any_process(flag: bool) -> bool:
 
 
 def time_of_first() -> str:
-    """Return the time of the first process, to the second, as ISO 8601 writes it."""
+    """Return the time of the first process in ISO 8601, to the second."""
     now = datetime.now().isoformat(timespec="seconds")
     if jax.process_count() == 1:
         return now
     from jax.experimental import multihost_utils
 
-    told = np.frombuffer(now.encode(), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)).decode()
+    sent = np.frombuffer(now.encode(), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent), np.uint8)).decode()
 
 
 def gathered_here(tree: T) -> T:
-    """Return arrays that are split over several processes whole, on the host of each."""
+    """Return arrays that are split over several processes in full, on the host of each."""
     if jax.process_count() == 1:
         return tree
     from jax.experimental import multihost_utils
@@ -90,7 +90,7 @@ def gathered_here(tree: T) -> T:
 
 
 def wait_for_all(what: str) -> None:
-    """Return when all processes have come this far."""
+    """Wait until all processes reach this point."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

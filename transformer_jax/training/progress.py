@@ -1,4 +1,4 @@
-"""Show how a run goes: a bar on a terminal, plain lines where the output is no terminal."""
+"""Progress of a run: a bar on a terminal, plain lines on any other output."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Take what `fit` tells while it trains."""
+    """Receiver of the progress of `fit`."""
 
     def start(self, step: int, steps: int) -> None:
-        """Begin: `step` steps are taken of `steps` in all."""
+        """Start the display; `step` of `steps` steps are already done."""
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """Take the loss of a step that was made."""
+        """Show the loss of a finished step."""
 
     def decoded(self, done: int, total: int) -> None:
-        """Take how many held-out examples are decoded, from 0 on: after the last step."""
+        """Show how many held-out examples are decoded, from 0 on, after the last step."""
 
     def say(self, line: str) -> None:
-        """Take a line for the reader."""
+        """Show a line."""
 
     def stop(self) -> None:
-        """End: no more will be told. Safe to call twice."""
+        """Stop the display. Safe to call twice."""
 
 
 class Silent:
-    """Tell nothing."""
+    """Progress that shows nothing."""
 
     def start(self, step: int, steps: int) -> None: ...
 
@@ -43,21 +43,21 @@ class Silent:
 
 
 class DecodingLine:
-    """Show on standard error how many examples are decoded, once that has taken ten seconds.
+    """Count of decoded examples on standard error, shown after ten seconds.
 
-    A terminal has one line, rewritten and in the end removed; any other output at most about
-    twenty.
+    A terminal shows one line, which is rewritten and finally erased; any other output gets at most
+    about twenty lines.
     """
 
     def __call__(self, done: int, total: int) -> None:
-        """Take how many of `total` examples are decoded; 0 begins."""
+        """Show that `done` of `total` examples are decoded; 0 starts the count."""
         now = time.monotonic()
         if done == 0:
             self._begun, self._last = now, (0, now)
             self._first: tuple[int, float] | None = None
             self._drawn = 0
             return
-        self._first = self._first or (done, now)  # after the compilation
+        self._first = self._first or (done, now)  # excludes the compilation
         if done == total:
             self._write("\r" + " " * self._drawn + "\r" if self._drawn else "")
         if done == total or now - self._begun < 10:
@@ -81,7 +81,7 @@ class DecodingLine:
 
 
 class Lines:
-    """Print about twenty lines over a run."""
+    """Progress as about twenty lines per run."""
 
     def __init__(self) -> None:
         self.decoded = DecodingLine()
@@ -92,7 +92,7 @@ class Lines:
 
     def step(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         now = time.monotonic()
-        self._first = self._first or (step, now)  # after the compilation
+        self._first = self._first or (step, now)  # excludes the compilation
         if step % self._every and step != self._steps:
             return
         seconds = (now - self._first[1]) / max(step - self._first[0], 1)
@@ -108,10 +108,10 @@ class Lines:
 
 
 class Bar:
-    """Draw a bar with loss, tokens per second and time left; in a notebook, `Lines`."""
+    """Progress bar with loss, tokens per second and time left; in a notebook, `Lines`."""
 
     def __new__(cls) -> Any:
-        """Make a bar, or lines where no terminal draws one."""
+        """Create a bar, or `Lines` in a notebook."""
         return super().__new__(cls) if isinstance(progress_for_notebook(), Silent) else Lines()
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Bar:
         self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate=rate)
 
     def decoded(self, done: int, total: int) -> None:
-        self._bar.stop()  # it holds the terminal
+        self._bar.stop()  # it controls the terminal
         self._decoding(done, total)
 
     def say(self, line: str) -> None:
@@ -153,22 +153,22 @@ class Bar:
 
 
 def progress_for_output() -> Progress:
-    """Return the bar for a terminal, lines for any other standard output."""
+    """Return a bar for a terminal, or lines for any other standard output."""
     return Bar() if sys.stdout is not None and sys.stdout.isatty() else Lines()
 
 
 def progress_for_notebook() -> Progress:
-    """Return lines in a notebook, where a call shows nothing else; elsewhere nothing."""
+    """Return lines in a notebook, where a call shows nothing else; otherwise `Silent`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return Lines() if hasattr(shell, "kernel") else Silent()
 
 
 def show(line: str) -> None:
-    """Print a line; once the reader has had enough (`| head`), nothing is shown any more."""
+    """Print a line; after the reader closes the pipe (`| head`), print nothing more."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
-        # Python flushes standard output once more at its exit, which would fail again
+        # Python flushes standard output again at exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Tell how a run goes: a line of metrics.jsonl, trackers, a profile, and batches that stand out."""
+"""Reports on a run: metrics.jsonl, trackers, the profile, and batches with loss spikes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
 MOST_REJECTED = 10
-"""Steps in a row with a loss or gradient that is not finite, after which a run gives up."""
+"""Consecutive steps with a non-finite loss or gradient after which a run stops."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Hold the numbers of one step."""
+    """Measurements of one step."""
 
     step: int
     loss: float
     grad_norm: float
     updates: int
-    """Steps before it that were not rejected."""
+    """Number of earlier steps that were not rejected."""
     tokens_per_second: float | None
 
 
 class Report:
-    """Take the numbers of each step, and write and show what is due."""
+    """Collector of each step's measurements, which writes and shows those that are due."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
@@ -50,26 +50,27 @@ class Report:
         self.spikes = None if factor is None else Spikes(factor, folder)
         names = (run.config.log or ()) if is_first() else ()
         self.trackers = Trackers(names, folder, run.config, progress.say)
-        self._times = list[float]()  # when the numbers of the last 21 steps were here
+        self._times = list[float]()  # arrival times of the last 21 steps' measurements
 
     def close(self) -> None:
-        """End what was begun to watch the run by."""
+        """Close the profile and the trackers."""
         self.profile.close()
         self.trackers.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time that passes within out of tokens per second."""
+        """Exclude the enclosed time from tokens per second."""
         before = time.perf_counter()
         yield
         pause = time.perf_counter() - before
-        # later beginnings instead of a shorter time: the window of steps stays one of clock times
+        # shift the start times, so that the window of steps still consists of clock times
         self._times = [t + pause for t in self._times]
 
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
-        """Wait for a step's numbers and show them; RunError after too many rejected steps.
+        """Wait for a step's measurements and show them.
 
-        The batch of a loss that stands out is kept, unless enough are.
+        The batch of a loss that stands out is saved, up to a limit. Raises RunError after
+        MOST_REJECTED rejected steps in a row.
         """
         with self.phases.of("step"):
             metrics = jax.device_get(metrics)
@@ -84,8 +85,7 @@ class Report:
             batch = gathered_here(task.prepare(*self.run.resident, inputs))
             if is_first() and not self.spikes.is_full():
                 file = self.spikes.save(step, batch, loss, norm, task.tokenizers.tokenizer)
-                what = f"loss {loss:.4f} stands out: its batch is in {file}"
-                self.progress.say(f"step {step}: {what}")
+                self.progress.say(f"step {step}: loss {loss:.4f} stands out: batch saved in {file}")
         if metrics.rejected_in_a_row >= MOST_REJECTED:
             raise RunError(
                 f"step {step}: loss or gradient was not finite {MOST_REJECTED} times in a row "
@@ -95,11 +95,11 @@ class Report:
         return StepNumbers(step, loss, norm, max(step - 1 - int(metrics.rejected), 0), rate)
 
     def write(self, numbers: StepNumbers, scores: Scores | None = None) -> None:
-        """Append a line to metrics.jsonl, where one is due."""
+        """Append a line to metrics.jsonl if one is due."""
         config, step, held_out = self.run.config, numbers.step, {}
         if scores is not None and math.isfinite(scores.loss):
             held_out = {"val_loss": scores.loss, "val_accuracy": scores.accuracy}
-            if config.eval_batches is not None:  # of which the loss is, and not of the whole part
+            if config.eval_batches is not None:  # the loss is not of the whole held-out part
                 held_out["eval_batches"] = config.eval_batches
             perplexity = ""
             of_tokens = self.run.task.learner is None
@@ -131,5 +131,5 @@ class Report:
 
 
 def finite(value: float) -> float | None:
-    """Return a number; None for NaN or inf, which JSON has not."""
+    """Return a number, or None for NaN and infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""Lay examples out as rows of batches: in buckets of about one length, or packed several to a row.
+"""Layout of examples in rows of batches: bucketed by length, or several packed into a row.
 
-The rows of a step follow from (seed, step) alone: every epoch reads each row, in an order that the
-seed and the epoch's number give, so a resumed run needs no iterator state. Where the
-rows of a length do not fill its steps, one of them is filled with rows of another step.
+The rows of a step follow from (seed, step) only. Every epoch reads each row, in an order given by
+the seed and the number of the epoch, so a resumed run needs no iterator state. If the rows of a
+bucket do not fill its last step, rows of another step are repeated.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from transformer_jax.training.data import IGNORE
 from transformer_jax.values import value_class
 
 BUCKETS = 4
-"""Lengths that rows are padded to, at most: a program is compiled for each."""
+"""Maximum number of padded lengths: a program is compiled for each."""
 
 BUCKET_ROWS = 1000
-"""Rows that a bucket has at least, or its program costs more than its padding."""
+"""Minimum rows of a bucket: with fewer, its program costs more than the padding it saves."""
 
 MULTIPLE = 8
-"""Rows of a bucket are as long as the next multiple of this."""
+"""Lengths of rows are rounded up to a multiple of this."""
 
 OPEN_ROWS = 64
-"""Rows that an example may still join, when examples are packed: or a corpus takes its square."""
+"""Rows that remain open when examples are packed: without a limit, packing is quadratic."""
 
 FILL = {"labels": IGNORE}
-"""What stands in a field where a row has ended; else 0 or False."""
+"""Fill values of fields after the end of a row; 0 or False for the others."""
 
 
 @value_class
 class Rows:
-    """Hold rows of examples in buckets of one length each."""
+    """Examples as rows, in buckets of equal length."""
 
     buckets: tuple[Batch, ...]  # leaves [n, ...]
     counts: tuple[int, ...] = field(init=False)
@@ -48,16 +48,16 @@ class Rows:
 
     @property
     def labels(self) -> int:
-        """Return how many labels all rows have."""
+        """Return the number of labels of all rows."""
         return sum(int((bucket.labels != IGNORE).sum()) for bucket in self.buckets)
 
     def step(self, seed: int, step: int, accumulation: int, size: int) -> Batch:
-        """Return the micro-batches of a step, leaves [A, B, ...], all of one bucket.
+        """Return the micro-batches of a step, leaves [A, B, ...], all from one bucket.
 
-        A bucket whose rows do not fill its last step takes the first of its rows again.
+        If a bucket's rows do not fill its last step, its first rows are repeated.
         """
         total = accumulation * size
-        ends = np.cumsum([-(-count // total) for count in self.counts])  # of the buckets' steps
+        ends = np.cumsum([-(-count // total) for count in self.counts])  # last step of each bucket
         epoch, number = divmod(step, int(ends[-1]))
         number = _shuffled(seed, epoch, 0, int(ends[-1]))[number]
         bucket = int(np.searchsorted(ends, number, "right"))
@@ -72,7 +72,7 @@ class Rows:
         return found
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield every row once, leaves [B, ...]; the last batch of a bucket has empty rows."""
+        """Yield every row once, leaves [B, ...]; empty rows fill the last batch of a bucket."""
         for bucket, count in zip(self.buckets, self.counts, strict=True):
             for start in range(0, count, size):
                 here = slice(start, start + size)
@@ -81,34 +81,32 @@ class Rows:
 
 @lru_cache(maxsize=16)
 def _shuffled(seed: int, epoch: int, part: int, count: int) -> np.ndarray:  # i64[count]
-    """Return an order of `count` things that its arguments alone decide.
-
-    Philox, keyed by them: NumPy keeps its raw stream the same in every version.
-    """
-    key = (seed << 64) + (1 << 63) + (epoch << 8) + part  # no step of `random_starts` has it
+    """Return a permutation of `count` items that depends only on the arguments."""
+    # NumPy guarantees the raw stream of Philox across versions; bit 63 is not in `random_starts`
+    key = (seed << 64) + (1 << 63) + (epoch << 8) + part
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def _filled(batch: Batch, size: int) -> Batch:
-    """Return the rows of a batch with empty ones after them, `size` in all."""
+    """Append empty rows to a batch, up to `size` rows."""
     short = size - len(batch.labels)
     if not short:
         return batch
 
     def longer(name: str, leaf: np.ndarray) -> np.ndarray:
         last = np.full((short, *leaf.shape[1:]), FILL.get(name, 0), leaf.dtype)
-        if name.endswith("valid"):  # a row that reads nothing at all has no finite logits
+        if name.endswith("valid"):  # a row without any valid token has no finite logits
             last[:, 0] = True
         return np.concatenate([leaf, last])
 
-    given = {name: leaf for name, leaf in vars(batch).items() if leaf is not None}
-    return Batch(**{name: longer(name, leaf) for name, leaf in given.items()})
+    leaves = {name: leaf for name, leaf in vars(batch).items() if leaf is not None}
+    return Batch(**{name: longer(name, leaf) for name, leaf in leaves.items()})
 
 
 def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
-    """Lay out an example a row, in at most BUCKETS lengths; `padding` asks for `valid`.
+    """Lay out one example per row, in at most BUCKETS lengths; `padding` adds `valid`.
 
-    A model that reads from left to right needs no mark of the padding at the end of a row.
+    A causal model does not need to know about padding at the end of a row.
     """
     sizes = [len(e.tokens) + (0 if e.source is None else len(e.source)) for e in examples]
     order = np.argsort(sizes, kind="stable")
@@ -121,7 +119,7 @@ def bucketed(examples: Sequence[Batch], padding: bool = False) -> Rows:
             continue
         if cut != cuts[-1]:
             longest, here = (-(-sizes[order[i]] // MULTIPLE) for i in (-1, cut - 1))
-            if here == longest or here * 5 > longest * 4:  # too alike for a program of its own
+            if here == longest or here * 5 > longest * 4:  # too similar for a separate program
                 continue
         found.append(padded(part, padding))
         start = cut
@@ -132,10 +130,10 @@ def stack_rows(
     rows: Sequence[np.ndarray],  # i32[T], bool[T], f32[T, D_in], f32[H, W, C] or i32[] each
     fill: int = 0,
 ) -> tuple[np.ndarray, np.ndarray | None]:  # [B, T, ...], bool[B, T]
-    """Return rows as one array, with `fill` after the shorter ones, and where a row has entries.
+    """Stack rows, padding shorter ones with `fill`; also return a mask of the valid entries.
 
-    The length is the next multiple of MULTIPLE. Pictures [H, W, C] and classes [] are of one shape:
-    nothing is added, and there is None to say where.
+    The length is rounded up to a multiple of MULTIPLE. Images [H, W, C] and classes [] have equal
+    shapes: they are not padded, and the mask is None.
     """
     first = rows[0]
     kind = first.dtype if first.dtype == bool else np.dtype(np.float32)
@@ -151,7 +149,7 @@ def stack_rows(
 
 
 def padded(examples: Sequence[Batch], padding: bool) -> Batch:
-    """Lay out an example a row, all of one length; `padding` marks what is none."""
+    """Lay out one example per row, all of one length; `padding` adds a mask of the real tokens."""
 
     def column(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         rows = [getattr(example, name) for example in examples]
@@ -169,12 +167,12 @@ def pack(
 ) -> np.ndarray:  # i32[n]
     """Return the row of each piece: the first of the last OPEN_ROWS rows that has room for it.
 
-    With `fullest`, the one with the least room that is enough, of OPEN_ROWS rows that have any.
-    Either way the time grows as the number of pieces.
+    With `fullest`, the row with the least sufficient room, among OPEN_ROWS rows that are not full.
+    Either way, the time is linear in the number of pieces.
     """
     found, count = np.empty(len(sizes), np.int32), 0
     rooms, rows = list[int](), list[int]()  # of open rows; with `fullest`, the least room first
-    for block in range(0, len(sizes), 2**16):  # as numbers of Python, which take more memory
+    for block in range(0, len(sizes), 2**16):  # in blocks: Python ints take more memory
         for piece, size in enumerate(sizes[block : block + 2**16].tolist(), start=block):
             if fullest:
                 at = bisect_left(rooms, size)
@@ -197,20 +195,22 @@ def pack(
 
 
 def packed(examples: Sequence[Batch], length: int) -> Rows:
-    """Lay out several examples a row, by `pack`.
+    """Lay out several examples per row, as `pack` does.
 
-    With the segments given to a model, an example sees no other and its positions start at 0.
+    A model uses the segments to keep examples from attending to each other, and to start the
+    positions of each at 0.
 
     Args:
         examples: one batch each, tokens and labels [T].
-        length: tokens of a row.
+        length: tokens per row.
 
     Raises:
         DataError: if an example is longer than a row.
     """
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     for number in np.flatnonzero(sizes > length)[:1]:
-        raise DataError(f"example {number} has {sizes[number]} tokens: a row has {length}")
+        rule = f"must be at most {length}, the length of a row"
+        raise DataError(f"example {number} has {sizes[number]} tokens: {rule}")
     row_of = pack(sizes, length)
     shape = int(row_of.max(initial=-1)) + 1, length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -228,11 +228,11 @@ def packed(examples: Sequence[Batch], length: int) -> Rows:
 
 
 def laid_out(examples: Sequence[Batch], length: int | None) -> Rows:
-    """Pack examples into rows where two of the mean length fit into one, else one in a row.
+    """Pack examples if two of the mean length fit into a row, else lay out one per row.
 
     Args:
         examples: one batch each, tokens and labels [T].
-        length: tokens of a row; None packs nothing.
+        length: tokens per row; None disables packing.
     """
     if length is not None and 2 * sum(len(e.tokens) for e in examples) <= length * len(examples):
         return packed(examples, length)

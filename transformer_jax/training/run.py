@@ -1,4 +1,4 @@
-"""Begin a run, or go on with one: its programs and placement, its state, and its checkpoints."""
+"""A new or resumed run: its programs, placement, state and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_jax.config.optimizers import ScheduleFree
 from transformer_jax.config.tasks import PreferenceTask
 from transformer_jax.models.quantized import count
 from transformer_jax.pytree import check_ranges
-from transformer_jax.training.adapting import FrozenBase, given_params
+from transformer_jax.training.adapting import FrozenBase
 from transformer_jax.training.batch import Params
 from transformer_jax.training.compiled import CompiledAhead, programs_of
 from transformer_jax.training.initial import StartModel, start_params
@@ -38,7 +38,7 @@ from transformer_jax.training.tasks.task import Inputs
 
 
 class Run:
-    """Hold what stays the same from step to step in one call of `fit`."""
+    """Everything that is constant between the steps of one call of `fit`."""
 
     def __init__(self, task: TrainingTask, folder: RunFolder) -> None:
         self.task, self.folder = task, folder
@@ -53,7 +53,7 @@ class Run:
             self.base = FrozenBase(self.config, self.placement)
         elif isinstance(self.config.task, PreferenceTask):
             self.base = Reference(self.config, self.placement)
-        # before anything is compiled: a model that cannot fit may take minutes to compile
+        # before compiling: a model that cannot fit may take minutes to compile
         check_state(self.template, self.frozen)
         if task.place is not None:
             task.place = partial(self.placement.own_rows, axis=1)
@@ -63,52 +63,53 @@ class Run:
 
     @property
     def frozen(self) -> tuple[Params, ...]:
-        """Return the parameters that stay as they are; shapes alone until a state is made."""
+        """Return the frozen parameters; only their shapes until a state is created."""
         return () if self.base is None else (self.base.params,)
 
     def inputs(self, step: int) -> Inputs:
-        """Return what step `step`, from 0 on, reads, on the devices."""
+        """Return the inputs of step `step` (from 0), on the devices."""
         found = self.task.inputs(step)
         return self.placement.rows(found, axis=1) if self.task.place is None else found
 
     def check_memory(self, step: int) -> list[Inputs]:
-        """Compile the step that comes first; ConfigError where it needs more than a device has.
+        """Compile the first step; raises ConfigError if it needs more memory than a device has.
 
-        Return what it reads, where that had to be known, to be taken out of the list.
+        Returns the inputs of that step, if they had to be read, for the caller to pop.
         """
         program = self.programs.train_step
         if not isinstance(program, CompiledAhead) or step >= self.config.steps:
             return []
         inputs = self.inputs(step)
-        given = (*self.resident, inputs)
-        compiled = program.program(self.template, *given, frozen=self.frozen)
-        check_step(step_memory(compiled, self.template, given, self.frozen), self.config)
+        arguments = (*self.resident, inputs)
+        compiled = program.program(self.template, *arguments, frozen=self.frozen)
+        check_step(step_memory(compiled, self.template, arguments, self.frozen), self.config)
         return [inputs]
 
     def first_state(self, start: StartModel | None, progress: Progress) -> TrainState:
-        """Return the state of step 0: fresh, or of the model to start from."""
+        """Return the state of step 0: new, or from the model to start from."""
         config, shardings = self.config, self.placement.shardings(self.template)
         if start is None:
-            fresh, seed = self.programs.fresh_state, self.placement.whole(np.uint32(config.seed))
-            return (fresh if shardings is None else jax.jit(fresh, out_shardings=shardings))(seed)
+            create, seed = self.programs.fresh_state, self.placement.whole(np.uint32(config.seed))
+            return (create if shardings is None else jax.jit(create, out_shardings=shardings))(seed)
         init_key, key = split_seed(np.uint32(config.seed))
         if self.base is not None:
             params, changes = self.base.load(start, init_key)
         else:
-            params, changes = start_params(config, start, given_params(config, start), init_key)
+            loaded = start.params(config.model.scan_layers)
+            params, changes = start_params(config, start, loaded, init_key)
         for line in changes:
             progress.say(line)
         if shardings is None:
             return self.programs.state_of(params, key=key)
-        check_ranges(params, config.param_dtype)  # which a compiled program cannot do
+        check_ranges(params, config.param_dtype)  # a compiled program cannot raise
         params = jax.device_put(params, shardings.params)
         key = jax.device_put(key, shardings.key)
         return jax.jit(self.programs.state_of, out_shardings=shardings)(params, key=key)
 
     def load_base(self, found: checkpoint.Manifest, start: StartModel | None) -> None:
-        """Load what stays as it is from the model to start, for the state of a checkpoint."""
+        """Load the frozen parameters that the state of a checkpoint needs."""
         if found.step > self.config.steps:
-            rule = f"the run is at step {found.step} already"
+            rule = f"the run is already at step {found.step}"
             raise ConfigError(f"steps is {self.config.steps}: {rule}")
         if self.base is not None:
             assert start is not None
@@ -116,17 +117,17 @@ class Run:
             self.base.load(start, key, found.metadata)
 
     def step(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Metrics]:
-        """Take a step."""
+        """Take one step."""
         found = self.programs.train_step(state, *self.resident, inputs, frozen=self.frozen)
         return self.placement.settled(found)
 
     def used_params(self, state: TrainState) -> Params:
-        """Return the parameters of the model, which adapters are a part of."""
-        own = state.used_params
-        return own if self.base is None else self.base.rejoined(own)
+        """Return the parameters of the whole model, including adapters."""
+        trained = state.used_params
+        return trained if self.base is None else self.base.rejoined(trained)
 
     def described(self, done: int) -> list[str]:
-        """Return two lines: the model and its device, and what it is trained on."""
+        """Describe the model and its device on one line, and the data on another."""
         total, trained = count(self.template.params), ""
         if self.config.lora is not None:
             trained, total = f" ({total:,} of them trained)", total + count(self.frozen)
@@ -138,10 +139,10 @@ class Run:
         ]
 
     def save(self, state: TrainState, val_loss: float | None) -> None:
-        """Write a checkpoint, while other steps are computed."""
-        # its parameters are those that gradients are taken at: the ones to use are an average
+        """Write a checkpoint in the background."""
+        # gradients are taken at `params`, but the parameters to use are an average
         if isinstance(self.config.optimizer, ScheduleFree):
-            state = replace(state, average=state.used_params)  # for those who use the model
+            state = replace(state, average=state.used_params)
         metadata = {
             "val_loss": val_loss,
             "eval_batches": self.config.eval_batches,
@@ -155,13 +156,13 @@ class Run:
         self.saver.save(int(state.step), state, metadata)
 
     def saved_val_loss(self, step: int) -> float | None:
-        """Return the held-out loss of a checkpoint; None where it has none, or there is none."""
+        """Return the held-out loss of a checkpoint, or None if either does not exist."""
         path = checkpoint.step_path(self.folder.checkpoints, step)
         return checkpoint.read_manifest(path).metadata["val_loss"] if path.exists() else None
 
 
 def _check_finite(step: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Raise RunError where parameters are not to be saved."""
+    """Raise RunError if parameters are not finite, so that they are not saved."""
     for name, array in arrays.items():
         if name.startswith(("params/", "average/")) and not np.isfinite(array).all():
             raise RunError(f"step {step}: parameters are no longer finite; not saved")
@@ -174,43 +175,43 @@ def continued(
     vocab_size: int | None,
     progress: Progress,
 ) -> tuple[TrainingTask, checkpoint.Manifest | None]:
-    """Return what a resumed run goes on with; its checkpoint is None where none was saved yet.
+    """Return the task and the checkpoint of a resumed run; None before the first checkpoint.
 
-    It is the last whole one; a line tells of each damaged one after it. CheckpointError where all
-    are damaged or lost, ConfigError that lists what a resumed run may not change and has.
+    The last intact checkpoint is used; a line reports each damaged one after it. Raises
+    CheckpointError if all are damaged or lost, and ConfigError with all changed settings that a
+    resumed run may not change.
     """
     by_first(lambda: checkpoint.remove_partial(folder.checkpoints))
     found, damage, tokenizers = None, None, None
-    # verifying reads every byte: damage is found before the run goes on, and not at its end
+    # verifying reads every byte, so damage is found before the run continues
     for step in reversed(checkpoint.saved_steps(folder.checkpoints)):
         try:
             found = checkpoint.verify(checkpoint.step_path(folder.checkpoints, step))
             break
         except CheckpointError as error:
             damage = damage or error
-            progress.say(f"{error}; trying the checkpoint before")
+            progress.say(f"{error}; trying the previous checkpoint")
     if found is not None:
         metadata = found.metadata
-        own = folder.read_tokenizer(metadata["tokenizer_sha256"])
+        tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
         source = metadata.get("source_tokenizer_sha256")
-        tokenizers = Tokenizers(own, source and folder.read_source_tokenizer(source))
+        tokenizers = Tokenizers(tokenizer, source and folder.read_source_tokenizer(source))
     elif damage is not None:
         raise damage
     else:
         lines = folder.read_metrics()
         evaluated = [line["step"] for line in lines if line.get("val_loss") is not None]
-        first = min(
-            [stored.checkpoint_every, *evaluated]
-        )  # the first evaluation is the best so far
+        # the first evaluation saves a checkpoint: it is the best so far
+        first = min([stored.checkpoint_every, *evaluated])
         last = max((line["step"] for line in lines), default=0)
-        # a run that never saved may begin again; one whose checkpoints were lost may not
+        # a run that never saved may start over; one that lost its checkpoints may not
         if last > first:
-            rule = f"metrics.jsonl reaches step {last}, step {first} was saved"
+            rule = f"metrics.jsonl reaches step {last}, and step {first} was saved"
             raise CheckpointError(f"{folder.checkpoints}: no checkpoint is left ({rule})")
         if config.init_from is not None:
             tokenizers = Tokenizers(folder.read_tokenizer(), folder.read_source_tokenizer())
     task = load_task(config, tokenizers, vocab_size)
-    # a checkpoint holds the hash of the model it needs, or needs none
+    # a checkpoint stores the hash of its base model, if it needs one
     may_change = MAY_CHANGE | {"init_from"} if found is not None else MAY_CHANGE
     wrong = differences(stored, task.config, may_change)
     if found is not None and found.metadata["data_sha256"] != task.sha256:

@@ -1,7 +1,8 @@
-"""Keep the batch of a step whose loss stands out, to look at it and to compute it again.
+"""Loss spikes: saved batches of steps whose loss stands out, for inspection and replay.
 
-OUT/spikes/step-00000120.npz holds the arrays of the step's micro-batches, leaves [A, B, ...], under
-the names of `Batch`, with `step`, `loss` and `grad_norm`; the .txt beside it, its rows as text.
+OUT/spikes/step-00000120.npz contains the arrays of the step's micro-batches, leaves [A, B, ...],
+under the field names of `Batch`, with `step`, `loss` and `grad_norm`. The .txt file next to it
+contains the rows as text.
 """
 
 from __future__ import annotations
@@ -21,40 +22,40 @@ from transformer_jax.tokenizers.trained import Tokenizer
 from transformer_jax.training.batch import Batch
 
 RECENT = 50
-"""Losses whose median a loss is compared with."""
+"""Number of recent losses whose median a loss is compared with."""
 
 LEAST = 10
-"""Losses that there must be before one can stand out."""
+"""Minimum number of losses before one can stand out."""
 
 MOST = 10
-"""Batches that a run's folder keeps."""
+"""Maximum number of batches in a run's folder."""
 
 
 class Spikes:
-    """Tell which losses stand out: above `factor` times the median of the last, or not finite."""
+    """Detector of losses that are above `factor` times the recent median, or not finite."""
 
     def __init__(self, factor: float, folder: Path) -> None:
         self.factor, self.folder = factor, folder / "spikes"
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def stands_out(self, loss: float, grad_norm: float) -> bool:
-        """Say whether a step's numbers stand out from those before it, and remember its loss."""
+        """Whether a step's loss or gradient stands out; if not, its loss enters the median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        known = len(self._recent) >= LEAST
-        high = finite and known and loss > self.factor * statistics.median(self._recent)
-        # a loss that stands out would raise the median that the next ones are compared with
+        enough = len(self._recent) >= LEAST
+        high = finite and enough and loss > self.factor * statistics.median(self._recent)
+        # an outlier would raise the median for the following losses
         if finite and not high:
             self._recent.append(loss)
         return not finite or high
 
     def is_full(self) -> bool:
-        """Say whether the folder keeps as many batches as it may."""
+        """Whether the folder has the maximum number of batches."""
         return len(list(self.folder.glob("step-*.npz"))) >= MOST
 
     def save(
         self, step: int, batch: Batch, loss: float, grad_norm: float, tokenizer: Tokenizer | None
     ) -> Path:
-        """Write a step's micro-batches, and return the file."""
+        """Save a step's micro-batches and return the file."""
         arrays: dict[str, Leaf] = {
             part.name: np.asarray(getattr(batch, part.name))
             for part in fields(batch)
@@ -65,7 +66,7 @@ class Spikes:
         partial = file.with_suffix(".tmp")
         with open(partial, "wb") as content:
             np.savez(content, **arrays, step=step, loss=loss, grad_norm=grad_norm)
-        # whoever looks at the folder while the run goes on sees whole files
+        # renamed last: readers of the folder never see a partial file
         os.replace(partial, file)
         tokens = arrays["tokens"]
         if tokenizer is not None and np.issubdtype(tokens.dtype, np.integer):
@@ -78,7 +79,7 @@ class Spikes:
 
 
 def read_batch(path: str | Path) -> Batch:
-    """Return the micro-batches of a step that a run has kept, leaves [A, B, ...]."""
+    """Load the micro-batches of a step that a run saved, leaves [A, B, ...]."""
     with np.load(path) as found:
         names = [part.name for part in fields(Batch) if part.name in found.files]
         return Batch(**{"labels": None, **{name: found[name] for name in names}})

@@ -1,7 +1,7 @@
-"""Take one optimizer step as a pure function of its state, and measure the loss on held-out text.
+"""One optimizer step as a pure function of its state, and the evaluation of held-out batches.
 
-Step n draws from `fold_in(key, n)`, its micro-batch i from `fold_in` of that and i, so a restored
-state continues bit for bit.
+Step n draws from `fold_in(key, n)`, and its micro-batch i from `fold_in` of that key and i, so a
+restored state continues bit for bit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from transformer_jax.training.optimizers import averaged_params, round_stochasti
 from transformer_jax.values import value_class
 
 _ROUNDING = np.uint32(2**32 - 1)
-"""What `fold_in` makes the key of a step's rounding of: no micro-batch has this number."""
+"""`fold_in` constant for a step's rounding; no micro-batch has this number."""
 
 
 @value_class(pytree=True)
 class TrainState:
-    """Hold all that a step changes, and the key that all its randomness comes from.
+    """Everything that a step changes, and the key from which all its randomness follows.
 
     Attributes:
-        step: i32[], steps taken, rejected ones included.
-        params: of the model.
-        opt_state: of the optimizer.
+        step: number of steps taken, including rejected ones.
+        params: parameters of the model.
+        opt_state: state of the optimizer.
         key: a single key.
-        rejected: i32[], steps whose loss or gradient was not finite.
-        rejected_in_a_row: i32[], those of them since the last that was not rejected.
-        average: f32, the parameters averaged over the steps, where a run keeps that; else None.
+        rejected: number of steps with a non-finite loss or gradient.
+        rejected_in_a_row: number of consecutive rejected steps up to now.
+        average: moving average of the parameters, f32, or None.
     """
 
     step: jax.Array  # i32[]
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def used_params(self) -> Params:
-        """Return the parameters to evaluate and to use: an average, where there is one."""
+        """Return the parameters to evaluate and use: an average, if there is one."""
         if self.average is not None:
             return self.average
         return averaged_params(self.opt_state, self.params)
@@ -59,7 +59,7 @@ class TrainState:
 
 @value_class(pytree=True)
 class Metrics:
-    """Hold what a step measured, before its update."""
+    """Measurements of a step, before its update."""
 
     loss: jax.Array  # f32[]; mean over the step's tokens, in nats
     weight: jax.Array  # f32[]; tokens that counted
@@ -69,7 +69,7 @@ class Metrics:
 
 
 Prepare = Callable[..., Batch]
-"""What makes micro-batches, leaves [A, B, T], of a step's inputs."""
+"""Function from a step's inputs to its micro-batches, leaves [A, B, T]."""
 
 
 def init_state(
@@ -80,14 +80,14 @@ def init_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0, with fresh parameters.
+    """Return the state of step 0 with new parameters.
 
     Args:
-        config: of the model.
-        optimizer: of optax.
-        seed: u32[], which all randomness follows from.
-        param_dtype: that parameters are held in.
-        average: keep an average of them beside, in f32.
+        config: config of the model.
+        optimizer: an optax optimizer.
+        seed: source of all randomness.
+        param_dtype: dtype of the parameters.
+        average: also maintain a moving average of the parameters, in f32.
     """
     init_key, key = split_seed(seed)
     params = init_params(config, init_key)
@@ -102,26 +102,26 @@ def start_state(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     average: bool = False,
 ) -> TrainState:
-    """Return the state of step 0 with given parameters, which the first step then donates.
+    """Return the state of step 0 with existing parameters, which the first step donates.
 
     Args:
-        params: of the model.
-        optimizer: of optax.
-        key: a single key, which all randomness of the steps follows from.
-        param_dtype: that parameters are held in.
-        average: keep an average of them beside, in f32.
+        params: parameters of the model.
+        optimizer: an optax optimizer.
+        key: a single key, the source of all randomness of the steps.
+        param_dtype: dtype of the parameters.
+        average: also maintain a moving average of the parameters, in f32.
 
     Raises:
-        ValueError: if the dtype has no room for a parameter.
+        ValueError: if a parameter is out of range for the dtype.
     """
-    # a compiled program cannot raise: the values are known only here
+    # checked here because a compiled program cannot raise
     check_ranges(params, param_dtype)
     return _start(optimizer, jnp.dtype(param_dtype), average, params, key)
 
 
 @jax.jit
 def split_seed(seed: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the key of the parameters, and that of the steps."""
+    """Return the key of the parameters and the key of the steps."""
     return tuple(jax.random.split(jax.random.key(seed)))
 
 
@@ -136,7 +136,7 @@ def _start(
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=cast_floats(params, dtype),
-        # steps are computed in float32, whatever the parameters are held in
+        # updates are computed in float32, regardless of the parameters' dtype
         opt_state=optimizer.init(cast_floats(params, jnp.float32)),
         key=key,
         rejected=jnp.zeros((), jnp.int32),
@@ -150,8 +150,8 @@ def windows(
     starts: jax.Array,  # i32[..., B]
     length: int,
 ) -> Batch:
-    """Return `length` tokens from each start, labelled with the next; past the end, ignored."""
-    # an index past the end is clamped, and its label ignored: no window needs a shape of its own
+    """Return `length` tokens from each start, labeled with the next; ignored past the end."""
+    # an index past the end is clamped and its label ignored, so all windows have one shape
     last = corpus.shape[0] - 1
 
     def cut(corpus: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,16 +174,15 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, *inputs, frozen=()) -> (state, metrics)`.
 
-    The state is donated. Where the loss or the gradient is not finite, parameters and optimizer
-    stay as they were, and the step counts as rejected. What is `frozen` goes to the loss after its
-    other arguments, and has no gradient.
+    The state is donated. If the loss or the gradient is not finite, parameters and optimizer are
+    left unchanged, and the step counts as rejected. `frozen` values are passed to the loss after
+    its other arguments, and have no gradient.
 
     Args:
-        loss: called with (params, batch, key, *frozen), returns a mean and the sum of weights it is
-            over.
-        optimizer: of optax.
-        prepare: called with the inputs of a step, returns its micro-batches, leaves [A, B, T].
-        ema_decay: d: the average a becomes d a + (1 - d) params; None keeps none.
+        loss: called with (params, batch, key, *frozen); returns a mean and the sum of its weights.
+        optimizer: an optax optimizer.
+        prepare: called with the inputs of a step; returns its micro-batches, leaves [A, B, T].
+        ema_decay: d in the average, which becomes d a + (1 - d) params; None keeps no average.
     """
 
     def total(
@@ -194,8 +193,8 @@ def make_train_step(
 
     differentiate = jax.value_and_grad(total, has_aux=True)
 
-    def update(held: PyTree, grads: Params, key: jax.Array) -> PyTree:
-        params, opt_state, average = held
+    def update(parts: PyTree, grads: Params, key: jax.Array) -> PyTree:
+        params, opt_state, average = parts
         wide = cast_floats(params, jnp.float32)
         updates, opt_state = optimizer.update(grads, opt_state, wide)
         new = optax.apply_updates(wide, updates)
@@ -203,7 +202,7 @@ def make_train_step(
             average = optax.incremental_update(new, average, 1 - ema_decay)
         old, structure = jax.tree.flatten(params)
         key = jax.random.fold_in(key, _ROUNDING)
-        # rounded to the nearest, most steps would leave a bfloat16 where it is
+        # rounding to the nearest would leave most bfloat16 values unchanged
         found = [
             value.astype(leaf.dtype)
             if leaf.dtype != jnp.bfloat16
@@ -224,8 +223,8 @@ def make_train_step(
             wide = cast_floats(grads, jnp.float32)
             return jax.tree.map(jnp.add, carry, (found, wide)), None
 
-        # the micro-batches weigh by their tokens, as in one big batch: with g_a the mean gradient
-        # of w_a tokens, the gradient is sum(w_a g_a) / sum(w_a)
+        # micro-batches are weighted by their tokens, as in one big batch: with g_a the mean
+        # gradient of w_a tokens, the gradient is sum(w_a g_a) / sum(w_a)
         count = jax.tree.leaves(batches)[0].shape[0]
         if count == 1:
             only = jax.tree.map(lambda leaf: leaf[0], batches)
@@ -240,30 +239,30 @@ def make_train_step(
         mean = summed / divisor
         grads = jax.tree.map(lambda g: g / divisor, cast_floats(grads, jnp.float32))
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        # a finite loss can have a gradient that is not, as sqrt has at 0
+        # a finite loss can have a gradient that is not finite, as sqrt at 0
         accepted = jnp.isfinite(mean) & jnp.isfinite(norm)
 
-        held = params, state.opt_state, state.average
-        # the compiler splits the update as the state is split: optax knows no mesh
-        held = by_compiler(
-            lambda held, grads, accepted, key: jax.lax.cond(
-                accepted, update, lambda held, *_: held, held, grads, key
+        parts = params, state.opt_state, state.average
+        # optax does not know the mesh, so the compiler splits the update like the state
+        parts = by_compiler(
+            lambda parts, grads, accepted, key: jax.lax.cond(
+                accepted, update, lambda parts, *_: parts, parts, grads, key
             ),
-            (held, grads, accepted, key),
-            jax.tree.map(lambda leaf: split(leaf), held),
+            (parts, grads, accepted, key),
+            jax.tree.map(lambda leaf: split(leaf), parts),
         )
         state = TrainState(
             step=state.step + 1,
-            params=held[0],
-            opt_state=held[1],
+            params=parts[0],
+            opt_state=parts[1],
             key=state.key,
             rejected=state.rejected + jnp.where(accepted, 0, 1),
             rejected_in_a_row=jnp.where(accepted, 0, state.rejected_in_a_row + 1),
-            average=held[2],
+            average=parts[2],
         )
         return state, Metrics(mean, weight, norm, state.rejected, state.rejected_in_a_row)
 
-    # the old state dies with the step, so a run needs memory for one
+    # the old state is donated, so a run needs memory for only one
     return jax.jit(step, donate_argnums=0)
 
 
@@ -272,11 +271,11 @@ def make_eval_step(
 ) -> Callable[..., jax.Array]:
     """Return the jitted `step(params, *inputs, frozen=()) -> scores(params, batch, *frozen)`.
 
-    There is no dropout.
+    Dropout is disabled.
 
     Args:
-        scores: as `batch_scores(config)`, f32[3].
-        prepare: called with the inputs, returns a batch.
+        scores: for example `batch_scores(config)`; returns f32[3].
+        prepare: called with the inputs; returns a batch.
     """
 
     def step(

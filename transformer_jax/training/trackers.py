@@ -1,7 +1,7 @@
-"""Send a run's measurements to TensorBoard, Weights & Biases or trackio, beside metrics.jsonl.
+"""Trackers of a run's measurements: TensorBoard, Weights & Biases and trackio.
 
-Each is an optional package, imported when a run that names it starts. A tracker that fails later,
-for lack of a network or a disk, is left out with a line: it neither stops nor changes a run.
+Each is an optional package, imported when a run that names it starts. If a tracker fails later, for
+example because of the network or a full disk, a line reports it and the run continues without it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformer_jax.config import ConfigError, TrainConfig
 from transformer_jax.untrusted_files import JsonObject
 
 PACKAGES: dict[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""The package of each tracker."""
+"""Package that each tracker needs."""
 
 PROJECT = "transformer_jax"
 
 
 class Tracker(Protocol):
-    """Take numbers of a step."""
+    """Receiver of a step's measurements."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -32,7 +32,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Write TensorBoard's event files into the run folder: `tensorboard --logdir runs`."""
+    """Writer of TensorBoard event files in the run folder (`tensorboard --logdir runs`)."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         from tensorboardX import SummaryWriter
@@ -47,8 +47,8 @@ class TensorBoard:
         self._writer.close()
 
 
-class _Logged:
-    """Log to a run of a package that takes numbers by name."""
+class _RunLogger:
+    """Tracker that logs to the `log` and `finish` methods of a package's run."""
 
     _run: Any  # its package may not be installed
 
@@ -59,8 +59,8 @@ class _Logged:
         self._run.finish()
 
 
-class WeightsAndBiases(_Logged):
-    """Log to Weights & Biases; a resumed run goes on in the same one."""
+class WeightsAndBiases(_RunLogger):
+    """Weights & Biases tracker; a resumed run continues in the same W&B run."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import wandb
@@ -72,8 +72,8 @@ class WeightsAndBiases(_Logged):
         )  # fmt: skip
 
 
-class Trackio(_Logged):
-    """Log to trackio; a resumed run goes on in the one of the same name."""
+class Trackio(_RunLogger):
+    """Tracker for trackio; a resumed run continues in the trackio run of the same name."""
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
         import trackio
@@ -91,15 +91,15 @@ TRACKERS: dict[str, Callable[[Path, TrainConfig], Tracker]] = {
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise ConfigError where the package of a tracker is not installed."""
+    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         package = PACKAGES[name]
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"log has {name!r}: needs a package: pip install {package}")
+            raise ConfigError(f"log has {name!r}: needs {package}: pip install {package}")
 
 
 class Trackers:
-    """Hold the trackers of a run; what fails is said once, and left out."""
+    """Trackers of a run; one that fails is reported once and removed."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Trackers:
         self._open[name] = TRACKERS[name](folder, config)
 
     def write(self, step: int, line: JsonObject) -> None:
-        """Send the numbers of a line of metrics.jsonl, all but the step, which they are of."""
+        """Send the numbers of a line of metrics.jsonl, labeled with its step."""
         numbers = {
             name: float(value)
             for name, value in line.items()
@@ -127,16 +127,16 @@ class Trackers:
             self._try(name, partial(tracker.write, step, numbers))
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all trackers."""
         for name, tracker in list(self._open.items()):
             self._try(name, tracker.close)
-        # closed twice, a tracker would be told of its end twice
+        # each tracker is closed only once
         self._open.clear()
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a package of others may raise
+        except Exception as error:  # third-party code may raise anything
             self._open.pop(name, None)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self._say(f"log: {name} failed and is left out ({why})")
+            self._say(f"log: {name} failed and is disabled ({why})")

@@ -1,8 +1,8 @@
-"""Say what a step takes on hardware, attached or not, before it runs.
+"""Memory and time of a step on hardware, attached or not, before it runs.
 
-plan       compiles a training or decoding step for hardware, and bounds its time
-hardware   names hardware, and gives the devices that a program is compiled for
-memory     compiles a step of a run, and compares its memory with the device's
-network    counts the bytes that a compiled program moves between devices
-peaks      holds what chips can do at best, as their makers publish it
+plan       plan a training or decoding step: compile it and bound its time
+hardware   named hardware, and its devices to compile for
+memory     memory of a compiled step, compared with the device's
+network    bytes that a compiled program moves between devices
+peaks      published peak rates of chips
 """

@@ -1,7 +1,7 @@
-"""Name hardware, attached or not, and give the devices that programs are compiled for.
+"""Named hardware, attached or not, and the devices that programs are compiled for.
 
-Nothing can run on devices that are not attached: they only compile. A TPU needs the package
-`libtpu`, an NVIDIA GPU jax with CUDA.
+Devices that are not attached can compile programs but not run them. A TPU needs the package
+`libtpu`, and an NVIDIA GPU needs JAX with CUDA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRIDS = {
     "3d": {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8",
            256: "4x8x8", 512: "8x8x8"},
 }  # fmt: skip
-"""The shapes of slices by how many chips they have; v5e and v6e are flat, v5p is not."""
+"""Shapes of slices by their number of chips; v5e and v6e have two dimensions, v5p has three."""
 
 H200 = """
 gpu_device_info {
@@ -51,21 +51,21 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H200"
 """
-"""An H200 as XLA wants it described (GpuTargetConfigProto, text format)."""
+"""XLA's description of an H200 (GpuTargetConfigProto, text format)."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hold what a plan is made for."""
+    """Hardware that a plan is made for."""
 
     name: str
     chip: Chip | None
-    """Its published peaks; None of a CPU."""
+    """Published peaks; None for a CPU."""
     count: int
-    """How many chips there are; JAX has one device for each."""
+    """Number of chips, each of which is one JAX device."""
 
     def devices(self) -> list[jax.Device]:
-        """Return devices to compile for; ConfigError where a package for them is missing."""
+        """Return devices to compile for; raises ConfigError if a package for them is missing."""
         kind = self.name.split("-")[0]
         if kind == "cpu":
             return jax.devices()[: self.count]
@@ -74,8 +74,8 @@ class Hardware:
         if kind == "tpu":
             model = self.name.split("-")[1]
             shape = _GRIDS["3d" if model == "v5p" else "2d"][self.count]
-            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no such machine to ask
-            # nor to share: nobody has to wait for whoever holds, or has left, /tmp/libtpu_lockfile
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host to query
+            # compiling uses no TPU, so there is no need to wait for /tmp/libtpu_lockfile
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
             try:
                 with _quiet():
@@ -92,7 +92,7 @@ class Hardware:
             raise _missing(self.name, 'pip install "jax[cuda13]"', error) from None
 
     def lowering(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which programs are made for these devices and not for this one."""
+        """Return a context in which programs are lowered for these devices, not the current one."""
         if self.chip is None or self.name.startswith("cpu"):
             return contextlib.nullcontext()
         return using(
@@ -101,9 +101,9 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a chip's memory that JAX takes; of a CPU, of this machine's.
+        """Return the bytes of memory per chip that JAX may use; on a CPU, those of this machine.
 
-        Of a GPU that is three quarters, or XLA_PYTHON_CLIENT_MEM_FRACTION of it.
+        On a GPU, JAX uses three quarters of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it.
         """
         if self.chip is not None:
             share = 1.0
@@ -114,20 +114,20 @@ class Hardware:
 
 
 def _share() -> float:
-    """Return the share of a GPU's memory that JAX takes; ConfigError where it is no number."""
+    """Return the share of a GPU's memory that JAX uses; ConfigError unless it is a number."""
     text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     try:
         return float(text)
     except ValueError:
-        rule = "must be a number"
-        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: {rule}") from None
+        message = f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: must be a number"
+        raise ConfigError(message) from None
 
 
 def find_hardware(name: str) -> Hardware:
     """Return hardware by its name: cpu, h200, h200-8, tpu-v5e-256, tpu-v6e-8, tpu-v5p-8.
 
-    The number counts chips; but as its maker counts v5p by cores, of which a chip has two,
-    tpu-v5p-8 has 4 chips. ConfigError for another name, or a number that no slice has.
+    The number counts chips, except for v5p: its maker counts cores, two per chip, so tpu-v5p-8 has
+    4 chips. Raises ConfigError for any other name, and for a number that no slice has.
     """
     parts = name.split("-")
     last = parts[-1]
@@ -137,13 +137,15 @@ def find_hardware(name: str) -> Hardware:
     if count < 1:
         raise ConfigError(f"target is {name!r}: N must be at least 1")
     if head == "cpu":
-        there = len(jax.devices())
-        if count > there:
-            raise ConfigError(f"target is {name!r}: needs {count} CPU devices, there are {there}")
+        available = len(jax.devices())
+        if count > available:
+            raise ConfigError(
+                f"target is {name!r}: needs {count} CPU devices, there are {available}"
+            )
         return Hardware(name, None, count)
     if head == "h200":
         if count not in (1, 2, 4, 8):
-            raise ConfigError(f"target is {name!r}: a machine has 1, 2, 4 or 8 of them")
+            raise ConfigError(f"target is {name!r}: N must be 1, 2, 4 or 8")
         return Hardware(name, CHIPS["h200"], count)
     model = head.removeprefix("tpu-")
     if head not in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
@@ -160,13 +162,13 @@ def find_hardware(name: str) -> Hardware:
 def _missing(name: str, how: str, error: Exception) -> ConfigError:
     why = " ".join(str(error).split())[:120]
     if name.startswith("tpu") and importlib.util.find_spec("libtpu") is not None:
-        return ConfigError(f"target is {name!r}: libtpu is installed and cannot be used ({why})")
-    return ConfigError(f"target is {name!r}: cannot be compiled for here; {how} ({why})")
+        return ConfigError(f"target is {name!r}: libtpu is installed but cannot be used ({why})")
+    return ConfigError(f"target is {name!r}: cannot compile for it here; {how} ({why})")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what a library writes to the standard error stream of the process."""
+    """Suppress what a library writes to standard error of the process."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""Compile a step before its arrays exist, and say how much memory it takes on each device."""
+"""Memory of a compiled step on each device, known before its arrays exist."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Hold the bytes that a step needs on one device."""
+    """Bytes that a step needs on one device."""
 
     parameters: int
     optimizer: int
-    """The optimizer's state, and the average of the parameters where one is kept."""
+    """State of the optimizer, and the moving average of the parameters if there is one."""
     inputs: int
-    """The batch, and what stays on the device beside the state, such as a text."""
+    """The batch, and other arrays that stay on the device, such as a text."""
     working: int
-    """What only exists within the step: gradients, activations and buffers."""
+    """Temporary arrays of the step: gradients, activations and buffers."""
 
     @property
     def total(self) -> int:
-        """Return all of them: the state is donated, so it exists once."""
+        """Return the sum, with the state counted once because it is donated."""
         return self.parameters + self.optimizer + self.inputs + self.working
 
     def described(self) -> str:
-        """Return the parts in GiB, in one line."""
+        """Return the parts in GiB, on one line."""
         parts = {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
@@ -46,7 +46,7 @@ class StepMemory:
 
 
 def bytes_on_device(tree: PyTree) -> int:
-    """Count the bytes of arrays, or of shapes, on one of the devices that they are split over."""
+    """Return the bytes of arrays, or shapes, on one of the devices that they are split over."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
@@ -62,23 +62,25 @@ def bytes_on_device(tree: PyTree) -> int:
 def step_memory(
     program: Compiled, state: PyTree, inputs: PyTree, frozen: PyTree = ()
 ) -> StepMemory:
-    """Return what a compiled step needs on a device, for a state and inputs of these shapes.
+    """Return the memory of a compiled step on a device for a state and inputs of these shapes.
 
-    Parameters that are `frozen`, given beside the state, count among the parameters.
+    `frozen` parameters count among the parameters.
     """
     found = program.memory_analysis()
     assert found is not None
-    # a donated argument and the result in its memory count once
-    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    # a donated argument and the result that reuses its memory count once
+    arguments = (
+        found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    )
     parameters = bytes_on_device((state.params, frozen))
     optimizer = bytes_on_device((state.opt_state, state.average))
-    given = bytes_on_device(inputs)
-    working = max(held + found.temp_size_in_bytes - parameters - optimizer - given, 0)
-    return StepMemory(parameters, optimizer, given, working)
+    batch = bytes_on_device(inputs)
+    working = max(arguments + found.temp_size_in_bytes - parameters - optimizer - batch, 0)
+    return StepMemory(parameters, optimizer, batch, working)
 
 
 def device_memory() -> int:
-    """Return the bytes that a device of this process may use; of a CPU, its share of the memory."""
+    """Return the bytes that a device may use; for a CPU device, its share of the host's memory."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -88,35 +90,34 @@ def device_memory() -> int:
 
 
 def check_state(state: PyTree, frozen: PyTree = ()) -> None:
-    """Raise ConfigError for a state that, with its gradients, is larger than a device's memory.
+    """Raise ConfigError if the state, its gradients and `frozen` exceed a device's memory.
 
-    Beside it are the parameters that are `frozen`. Nothing is compiled: a model that cannot fit
-    might take long to compile.
+    Nothing is compiled, because a model that cannot fit might take long to compile.
     """
     gradients = bytes_on_device(state.params)
     parameters = gradients + bytes_on_device(frozen)
-    optimizer, there = bytes_on_device((state.opt_state, state.average)), device_memory()
+    optimizer, available = bytes_on_device((state.opt_state, state.average)), device_memory()
     needed = parameters + optimizer + gradients
-    if needed > there:
+    if needed > available:
         total = count((state.params, frozen))
         parts = f"parameters {_gib(parameters)}, optimizer {_gib(optimizer)}"
         raise ConfigError(
             f"model has {total:,} parameters: needs {_gib(needed)} GiB on each device before any "
-            f"batch ({parts}, gradients {_gib(gradients)}), which has {_gib(there)} GiB"
+            f"batch ({parts}, gradients {_gib(gradients)}), but a device has {_gib(available)} GiB"
         )
 
 
 def check_step(memory: StepMemory, config: TrainConfig) -> None:
-    """Raise ConfigError for a step that needs more than a device's memory."""
-    there = device_memory()
-    if memory.total > there:
-        more = "a shorter context and a mesh"
+    """Raise ConfigError if a step needs more than a device's memory."""
+    available = device_memory()
+    if memory.total > available:
+        more = "a shorter context or a mesh"
         if config.model.supports("plan"):
-            more = "`remat='full'`, `scan_layers=True` and a mesh"
+            more = "`remat='full'`, `scan_layers=True` or a mesh"
         raise ConfigError(
             f"batch_size is {config.batch_size}: a step needs {_gib(memory.total)} GiB on each "
-            f"device ({memory.described()}), which has {_gib(there)} GiB; a smaller batch_size "
-            f"with more accumulation needs less, and so do {more}"
+            f"device ({memory.described()}), but a device has {_gib(available)} GiB; to reduce "
+            f"it, use a smaller batch_size with more accumulation, {more}"
         )
 
 

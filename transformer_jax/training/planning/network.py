@@ -1,4 +1,4 @@
-"""Count the bytes that a compiled program moves between devices, from its text."""
+"""Bytes that a compiled program moves between devices, counted in its text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BYTES = {"pred": 1.0, "bf16": 2.0, "s4": 0.5, "u4": 0.5}
 
 
 class Traffic(NamedTuple):
-    """Hold what a device sends in one run of a program."""
+    """Bytes that a device sends in one run of a program."""
 
     bytes: dict[str, float]
     """By kind of collective."""
     unknown_loops: int
-    """Collectives in loops whose number of turns the text does not tell: counted once."""
+    """Number of collectives in loops of unknown length; counted once."""
 
     @property
     def total(self) -> float:
@@ -37,30 +37,30 @@ class Traffic(NamedTuple):
 def network_traffic(text: str, devices: int) -> Traffic:
     """Return the bytes that a device sends, in rings, in one run of a compiled program.
 
-    Of a group of g devices: (g - 1) / g of what is gathered, or scattered; twice that of what is
-    summed; all of what is permuted. Loops count by their turns. `text` is that of
-    `jax.stages.Compiled.as_text`, of a program for so many `devices`.
+    In a group of g devices, a gather or scatter sends (g - 1) / g of its data, an all-reduce twice
+    that, and a permutation all of it. Loops are multiplied by their iterations. `text` is from
+    `jax.stages.Compiled.as_text`, of a program for this number of `devices`.
     """
     lines = _computations(text)
-    turns, unknown = _turns(lines)
+    runs, unknown = _run_counts(lines)
     found: dict[str, tuple[str, float]] = {}
     uncertain = 0
     for name, body in lines.items():
         for number, line in enumerate(body):
             match = _COLLECTIVE.search(line)
-            if match is None or turns[name] == 0:
+            if match is None or runs[name] == 0:
                 continue
             kind, group = match[2], _group(line, devices)
             size = _result_bytes(match[1], kind, "-start(" in match[0])
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"  # as the TPU's compiler writes it
             elif kind == "reduce-scatter":
-                size *= group  # its result is a part
+                size *= group  # its result is one part
             share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}
-            sent = size * share.get(kind, (group - 1) / group) * turns[name]
+            sent = size * share.get(kind, (group - 1) / group) * runs[name]
             channel = re.search(r"channel_id=(\d+)", line)
             key = f"channel {channel[1]}" if channel else f"{name} {number}"
-            if key not in found or found[key][1] < sent:  # asynchronous ones are written in parts
+            if key not in found or found[key][1] < sent:  # asynchronous: several parts
                 found[key] = kind, sent
             uncertain += name in unknown
     sums: dict[str, float] = defaultdict(float)
@@ -70,7 +70,7 @@ def network_traffic(text: str, devices: int) -> Traffic:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Return the lines of each computation by its name; that of the entry is `entry`."""
+    """Return the lines of each computation by name; the entry computation is `entry`."""
     found: dict[str, list[str]] = {}
     name = None
     for line in text.splitlines():
@@ -85,26 +85,26 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _turns(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
-    """Return how often each computation runs, and those within loops of unknown turns."""
+def _run_counts(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
+    """Return how often each computation runs, and those within loops of unknown length."""
     calls: dict[str, list[tuple[str, float, bool]]] = defaultdict(list)
     for name, body in lines.items():
         for line in body:
             loop = _WHILE.search(line)
             if loop:
                 limits = _LIMIT.findall("\n".join(lines.get(loop[1], [])))
-                known = len(limits) == 1
-                calls[name].append((loop[2], float(limits[0]) if known else 1.0, not known))
+                is_known = len(limits) == 1
+                calls[name].append((loop[2], float(limits[0]) if is_known else 1.0, not is_known))
                 continue
             called = _CALLED.findall(line)
             for branches in _BRANCHES.findall(line):
                 called += re.findall(r"%?([\w.\-]+)", branches)
             calls[name] += [(one, 1.0, False) for one in called]
-    turns: dict[str, float] = defaultdict(float)
+    runs: dict[str, float] = defaultdict(float)
     unknown: set[str] = set()
 
     def visit(name: str, count: float, uncertain: bool) -> None:
-        turns[name] += count
+        runs[name] += count
         if uncertain:
             unknown.add(name)
         for called, factor, open_ended in calls[name]:
@@ -112,14 +112,14 @@ def _turns(lines: dict[str, list[str]]) -> tuple[dict[str, float], set[str]]:
                 visit(called, count * factor, uncertain or open_ended)
 
     visit("entry", 1.0, False)
-    return turns, unknown
+    return runs, unknown
 
 
 def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
     """Return the bytes of a collective's results.
 
-    The beginning of an asynchronous one, but for a sum, gives its operands first: (in, out), or
-    ((in, in), (out, out)), and a permutation two numbers after them.
+    The start of an asynchronous collective, except an all-reduce, lists its operands first:
+    (in, out), or ((in, in), (out, out)). A permutation adds two numbers at the end.
     """
     sizes = [
         math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(kind, _width(kind))
@@ -138,7 +138,7 @@ def _width(kind: str) -> float:
 
 
 def _group(line: str, devices: int) -> int:
-    """Return how many devices take part in one group of a collective; none named is all."""
+    """Return the number of devices in one group of a collective; all if none are named."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))

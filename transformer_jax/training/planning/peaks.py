@@ -1,8 +1,8 @@
-"""State what chips can do at best, as their makers publish it; no rate here was measured.
+"""Published peak rates of chips; none of them was measured here.
 
 TPUs: cloud.google.com/tpu/docs, pages v5e, v5p and v6e. H200: NVIDIA's data sheet of the H200 SXM;
-A100 and H100 likewise. Rates are those of dense products in bfloat16. The memory of TPUs is
-what their compiler lets a program have, that of an H200 what one of them says of itself.
+A100 and H100 likewise. Rates are those of dense products in bfloat16. The memory of a TPU is the
+amount that its compiler allows a program; that of an H200 is the amount that the device reports.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """Hold the peak rates of a chip."""
+    """Peak rates of a chip."""
 
     name: str
     flops: float
-    """Multiplications and additions of dense bfloat16 products in a second."""
+    """Multiplications and additions of dense bfloat16 products per second."""
     memory: int
-    """Bytes of its memory."""
+    """Bytes of memory."""
     bandwidth: float
-    """Bytes a second between its memory and it."""
+    """Bytes per second to or from its memory."""
     network: float
-    """Bytes a second, in one direction, to the other chips of its slice or machine."""
+    """Bytes per second, in one direction, to the other chips of its slice or machine."""
 
 
 CHIPS = {
@@ -33,7 +33,7 @@ CHIPS = {
     "h100": Chip("NVIDIA H100", 989e12, 80 * 10**9, 3350e9, 450e9),
     "a100": Chip("NVIDIA A100", 312e12, 80 * 10**9, 2039e9, 300e9),
 }
-"""The chips by their short names."""
+"""Chips by short name."""
 
 _KINDS = {
     "TPU v5 lite": "v5e",
@@ -46,12 +46,12 @@ _KINDS = {
     "NVIDIA H100": "h100",
     "NVIDIA A100": "a100",
 }
-"""How JAX names the chips: the beginning of `device_kind`, the longer names first."""
+"""Short names of chips by prefix of JAX's `device_kind`."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip that JAX calls `device_kind`; None where its peak is not known."""
-    # "TPU v5" is the beginning of "TPU v5 lite" too
+    """Return the chip that JAX calls `device_kind`, or None if its peak is unknown."""
+    # longest first, because "TPU v5" is also a prefix of "TPU v5 lite"
     for kind, name in sorted(_KINDS.items(), key=lambda item: -len(item[0])):
         if device_kind.startswith(kind):
             return CHIPS[name]

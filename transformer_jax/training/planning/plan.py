@@ -1,8 +1,8 @@
-"""Plan a training or decoding step for hardware that need not be attached: compile it, run nothing.
+"""Plans of training and decoding steps, compiled for hardware that need not be attached.
 
-The program is the real one, of `make_train_step` or of a decoder's step, over the placement that a
-run takes. Memory is what the compiler says; time is bounded from below by what the chips can do at
-best.
+The program is the real one, from `make_train_step` or a decoder's step, with the placement of a
+run; it is compiled but not run. The compiler reports the memory; the peak rates of the chips give
+a lower bound on the time.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from transformer_jax.training.planning.network import Traffic, network_traffic
 
 @dataclass(frozen=True)
 class Bounds:
-    """Hold the least seconds that a step can take, by what limits it."""
+    """Lower bounds on the seconds of a step, by limiting resource."""
 
     compute: float
     """All products at the chip's peak of bfloat16."""
     memory: float
-    """Reading and writing once what the step holds."""
+    """Reading and writing the arrays of the step once."""
     network: float | None
-    """What moves between chips, at the network's peak; None where that is not known."""
+    """Traffic between chips at the network's peak; None if unknown."""
 
     @property
     def least(self) -> float:
-        """Return the longest of them, as if the others took place meanwhile."""
+        """Return the largest bound, as if the others overlapped with it."""
         return max(self.compute, self.memory, self.network or 0.0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what a step takes on each chip of a target."""
+    """Memory and time of a step on each chip of a target."""
 
     hardware: Hardware
     mesh: MeshConfig
@@ -64,30 +64,30 @@ class Plan:
     cache: int
     """Bytes of the decoder's cache; 0 in training."""
     tokens: int
-    """Tokens of a step, on all chips."""
+    """Tokens per step, on all chips."""
     flops: float
     """Operations of a step's products, on all chips."""
     compiled: bool
-    """Where nothing was, memory has no activations."""
+    """Whether the step was compiled; if not, memory excludes activations."""
     traffic: Traffic | None = None
-    """None where nothing was compiled, or where this jaxlib cannot read what was."""
+    """None if nothing was compiled, or if this jaxlib cannot read the program."""
     looked_up: int = 0
-    """Bytes of the tables of which a step of decoding reads rows only: positions, and tokens where
-    the logits have a table of their own."""
+    """Bytes of the tables of which a decoding step reads only single rows: positions, and tokens if
+    the logits have a separate table."""
 
     @property
     def total(self) -> int:
-        """Return the bytes that a chip holds at the peak."""
+        """Return the peak memory of a chip in bytes."""
         return self.memory.total + self.cache
 
     @property
     def fits(self) -> bool:
-        """Say whether a chip's memory is enough."""
+        """Whether the step fits in a chip's memory."""
         return self.compiled and self.total <= self.hardware.memory
 
     @property
     def bounds(self) -> Bounds | None:
-        """Return the least times; None of a CPU, whose peaks are not published, or uncompiled."""
+        """Return lower bounds on the time; None for a CPU, or if nothing was compiled."""
         chip = self.hardware.chip
         if chip is None or not self.compiled:
             return None
@@ -102,23 +102,23 @@ class Plan:
 
 
 def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = True) -> Plan:
-    """Compile a training step of a transformer for hardware, and say what it takes.
+    """Compile a training step of a transformer for hardware, and return its memory and time.
 
-    Rows of tokens are `config.batch_size` x `config.sequence_len`, in `config.accumulation`
-    micro-batches; an encoder-decoder's source is as long. Where the state and its gradients alone
-    are more than a chip has, or `compiled` is False, nothing is compiled: activations are left out.
-    ConfigError where the mesh does not have the hardware's chips.
+    The tokens are `config.batch_size` x `config.sequence_len`, in `config.accumulation`
+    micro-batches; the source of an encoder-decoder has the same length. If the state and its
+    gradients already exceed a chip's memory, or if `compiled` is False, nothing is compiled and
+    activations are excluded. Raises ConfigError if the mesh and the hardware differ in size.
     """
     model = config.model
     if not isinstance(model, ModelConfig):
-        raise ConfigError(f"model is a {type(model).__name__}: plans are made of transformers")
+        raise ConfigError(f"model is a {type(model).__name__}: plans support only transformers")
     if config.task.makes_examples:
-        rule = "the lengths of its examples are its own: plans are made of `context` tokens"
+        rule = "plans support only tasks with rows of `context` tokens"
         raise ConfigError(f"task is {config.task.kind!r}: {rule}")
     if isinstance(config.task, PreferenceTask):
-        raise ConfigError("task is 'preference': plans are made of tasks with one row an example")
+        raise ConfigError("task is 'preference': plans support only tasks with one row per example")
     if isinstance(config.task, ClassifyTask) and model.num_classes is None:
-        raise ConfigError("model.num_classes is None: the data tells, which a plan does not read")
+        raise ConfigError("model.num_classes is None: must be set, since a plan reads no data")
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
     config = replace(config, mesh=mesh)
     rows, length = config.batch_size, config.sequence_len
@@ -132,9 +132,11 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     trained = bytes_on_device(state.params)
     parameters = trained + bytes_on_device(frozen)
     gradients = trained if config.param_dtype == "float32" else 2 * trained  # in float32
-    held = StepMemory(parameters, bytes_on_device((state.opt_state, state.average)), 0, gradients)
-    if not compiled or held.total > hardware.memory:
-        return Plan(hardware, mesh, held, 0, tokens, flops, False)
+    resident = StepMemory(
+        parameters, bytes_on_device((state.opt_state, state.average)), 0, gradients
+    )
+    if not compiled or resident.total > hardware.memory:
+        return Plan(hardware, mesh, resident, 0, tokens, flops, False)
     placement = _placement(mesh, hardware, hardware.devices())
     state = placement.state(template)
     batch = _batch(model, (config.accumulation, rows, length), placement)
@@ -142,9 +144,9 @@ def plan_training(config: TrainConfig, hardware: Hardware, *, compiled: bool = T
     assert isinstance(programs.train_step, CompiledAhead)
     with hardware.lowering():
         program = programs.train_step.function.lower(state, batch, frozen=frozen)
-    found = _compiled(program)
+    found = _compile(program)
     if isinstance(found, int):
-        memory = replace(held, working=max(found - parameters - held.optimizer, gradients))
+        memory = replace(resident, working=max(found - parameters - resident.optimizer, gradients))
         return Plan(hardware, mesh, memory, 0, tokens, flops, True)
     memory = step_memory(found, state, batch, frozen)
     return Plan(hardware, mesh, memory, 0, tokens, flops, True, _traffic(found, hardware.count))
@@ -158,16 +160,16 @@ def plan_decoding(
     length: int,
     mesh: MeshConfig | None = None,
 ) -> Plan:
-    """Compile a decoder's step of one token a row, with a cache of `length` positions.
+    """Compile a decoder's step of one token per row, with a cache of `length` positions.
 
-    Parameters and cache are in the model's compute dtype. ConfigError where the model is no
-    decoder, or the mesh does not have the hardware's chips.
+    Parameters and cache use the model's compute dtype. Raises ConfigError if the model is not a
+    decoder, or if the mesh and the hardware differ in size.
     """
     if model.kind != "decoder":
-        raise ConfigError(f"kind is {model.kind!r}: a plan of decoding is made of a decoder")
+        raise ConfigError(f"kind is {model.kind!r}: decoding plans support only decoders")
     mesh = mesh or MeshConfig(tensor=hardware.count)
     if batch_size % mesh.row_shards:
-        rule = f"must be a multiple of {mesh.row_shards}, over which mesh {mesh} splits rows"
+        rule = f"must be a multiple of {mesh.row_shards}, the row shards of mesh {mesh}"
         raise ConfigError(f"batch_size is {batch_size}: {rule}")
     placement = _placement(mesh, hardware, hardware.devices())
     dtype = jnp.dtype(model.dtype)
@@ -184,28 +186,36 @@ def plan_decoding(
 
     with hardware.lowering():
         program = jax.jit(step, donate_argnums=1).lower(params, cache, tokens)
-    found = _compiled(program)
-    parameters, held = bytes_on_device(params), bytes_on_device(cache)
+    found = _compile(program)
+    parameters, cache_bytes = bytes_on_device(params), bytes_on_device(cache)
     names = {"positions"} if model.tie_embeddings else {"positions", "tokens"}
     tables = [table for name, table in params["embed"].items() if name in names]
     looked_up = bytes_on_device(tables)
-    # the cache is read to its end: this is the last token that it has room for
+    # the last token that fits into the cache reads all of it
     flops = forward_flops(model, length) - forward_flops(model, length - 1)
     flops *= batch_size
     if isinstance(found, int):
-        sizes = StepMemory(parameters, 0, 0, max(found - parameters - held, 0))
-        return Plan(hardware, mesh, sizes, held, batch_size, flops, True, looked_up=looked_up)
+        sizes = StepMemory(parameters, 0, 0, max(found - parameters - cache_bytes, 0))
+        return Plan(
+            hardware, mesh, sizes, cache_bytes, batch_size, flops, True, looked_up=looked_up
+        )
     memory = found.memory_analysis()
     assert memory is not None
-    given = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    working = given - memory.alias_size_in_bytes + memory.temp_size_in_bytes - parameters - held
+    arguments = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    working = (
+        arguments
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+        - parameters
+        - cache_bytes
+    )
     sizes = StepMemory(parameters, 0, 0, max(working, 0))
     traffic = _traffic(found, hardware.count)
-    return Plan(hardware, mesh, sizes, held, batch_size, flops, True, traffic, looked_up)
+    return Plan(hardware, mesh, sizes, cache_bytes, batch_size, flops, True, traffic, looked_up)
 
 
-def _compiled(program: Lowered) -> Compiled | int:
-    """Return a compiled program; where a TPU's compiler refuses it for its size, the bytes."""
+def _compile(program: Lowered) -> Compiled | int:
+    """Compile a program; if a TPU's compiler rejects its size, return the bytes it needs."""
     try:
         return program.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -216,10 +226,8 @@ def _compiled(program: Lowered) -> Compiled | int:
 
 
 def _traffic(program: Compiled, devices: int) -> Traffic | None:
-    """Return what a compiled program sends; None where this jaxlib cannot read its text.
-
-    A newer libtpu may write what an older jaxlib does not know.
-    """
+    """Return the traffic of a compiled program, or None if this jaxlib cannot read its text."""
+    # a newer libtpu may write instructions that an older jaxlib does not know
     try:
         return network_traffic(str(program.as_text()), devices)
     except jax.errors.JaxRuntimeError:
@@ -227,12 +235,11 @@ def _traffic(program: Compiled, devices: int) -> Traffic | None:
 
 
 def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple[int, Plan] | None:
-    """Return the largest batch_size that fits, and its plan; None where not even the smallest does.
+    """Return the largest batch_size that fits and its plan, or None if not even the smallest fits.
 
-    It is a multiple of what the mesh splits rows over. Memory grows about in a line with the batch:
-    the line through two sizes gives a third, which is compiled to be sure, and then up to four
-    more: larger ones until one does not fit, and such between. What is found is within a sixteenth
-    of the largest, unless these do not suffice.
+    The size is a multiple of the mesh's row shards. Memory is nearly linear in the batch size: a
+    line through two sizes predicts a third, which is compiled, followed by up to four more that
+    bracket the limit. The result is usually within a sixteenth of the largest size that fits.
     """
     unit = first.mesh.row_shards
     plans = {config.batch_size: first}
@@ -254,7 +261,7 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
     for _ in range(4):
         fitting = max((size for size, plan in plans.items() if plan.fits), default=0)
         failing = min((size for size, plan in plans.items() if not plan.fits), default=None)
-        if failing is None:  # there is more room than the line says: a quarter more rows
+        if failing is None:  # more room than predicted: a quarter more rows
             at(max(fitting * 5 // 4 // unit * unit, fitting + unit))
         elif failing - fitting <= max(unit, fitting // 16):
             break
@@ -265,9 +272,9 @@ def largest_batch(config: TrainConfig, hardware: Hardware, first: Plan) -> tuple
 
 
 def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield what to change of a run that does not fit, the mildest first; each includes the last.
+    """Yield changes for a run that does not fit, mildest first; each includes the previous ones.
 
-    A remedy is yielded where its state and gradients alone would fit.
+    A change is yielded only if its state and gradients would fit.
     """
     model = as_transformer(config.model)
     mesh = config.mesh or MeshConfig(fsdp=hardware.count)
@@ -309,9 +316,9 @@ def remedies(config: TrainConfig, hardware: Hardware) -> Iterator[tuple[str, Tra
 
 
 def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
-    """Return the least power of two of chips over which `fsdp` splits state and gradients to fit.
+    """Return the smallest power of two of chips on which `fsdp` fits the state and gradients.
 
-    None where 4096 are not enough: an axis that they do not divide stays whole.
+    Returns None if 4096 are not enough: axes that the chips do not divide are replicated.
     """
     for count in (2**n for n in range(13)):
         run = replace(config, mesh=MeshConfig(fsdp=count), batch_size=count)
@@ -322,10 +329,11 @@ def least_chips(config: TrainConfig, hardware: Hardware) -> int | None:
 
 
 def _placement(mesh: MeshConfig, hardware: Hardware, devices: list[jax.Device] | None) -> Placement:
-    """Return the placement over devices; over an abstract mesh where there are none."""
+    """Return the placement over devices, or over an abstract mesh if None."""
     if mesh.devices != hardware.count:
         found = "has one chip" if hardware.count == 1 else f"has {hardware.count} chips"
-        raise ConfigError(f"mesh is {str(mesh)!r}: {mesh.devices} devices; {hardware.name} {found}")
+        rule = f"has {mesh.devices} devices, but {hardware.name} {found}"
+        raise ConfigError(f"mesh is {str(mesh)!r}: {rule}")
     shape, names = tuple(mesh.shape.values()), tuple(mesh.shape)
     axes = (AxisType.Explicit,) * len(shape)
     if devices is None:
@@ -352,17 +360,17 @@ def _batch(model: ModelConfig, shape: tuple[int, int, int], placement: Placement
     source = tokens if model.kind == "encoder-decoder" else None
     if model.inputs is not None:
         like = jax.eval_shape(lambda: example_inputs(model.inputs, shape[1], shape[2]))  # type: ignore[arg-type]
-        given = array((shape[0], *like.shape), like.dtype)
+        inputs = array((shape[0], *like.shape), like.dtype)
         if model.kind == "encoder":
-            return Batch(given, array(shape[:2]))
-        source = given
+            return Batch(inputs, array(shape[:2]))
+        source = inputs
     if model.kind == "encoder" and model.num_classes is not None:
         return Batch(tokens, array(shape[:2]))
     return Batch(tokens, tokens, source=source)
 
 
 def _placed_cache(cache: PyTree, placement: Placement, model: ModelConfig) -> PyTree:
-    """Return the shapes of a cache, split by rows, and by key heads where tensor divides them."""
+    """Return the shapes of a cache, split by rows, and by key heads if `tensor` divides them."""
     assert placement.mesh is not None
     split = model.kv_heads % placement.mesh.shape["tensor"] == 0
     heads = "tensor" if split else None

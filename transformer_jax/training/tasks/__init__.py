@@ -1,7 +1,7 @@
-"""Hold the tasks that a model is trained for: how files become batches, and how it is judged.
+"""Training tasks: how files become batches, and how a model is judged.
 
-`load_task` reads what a config names. The loop in `training.loop` trains any of them by the same
-steps; what a task may be asked is `task.TrainingTask`.
+`load_task` reads the data of a config. `training.loop` trains all tasks with the same steps,
+through the interface `task.TrainingTask`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["Tokenizers", "TrainingTask", "compare_texts", "edit_distance", "load
 def load_task(
     config: TrainConfig, tokenizers: Tokenizers | None = None, vocab_size: int | None = None
 ) -> TrainingTask:
-    """Read the data of a config's task, and make its tokenizers unless they are given.
+    """Read the data of a config's task, and create its tokenizers unless they are passed.
 
     Args:
-        config: of the run.
-        tokenizers: of the run; None makes them of its data.
-        vocab_size: a larger vocabulary than the tokenizer's; None is the tokenizer's.
+        config: config of the run.
+        tokenizers: tokenizers of the run; None creates them from its data.
+        vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
 
     Raises:
-        ConfigError: if the config does not fit the data.
+        ConfigError: if the config does not match the data.
         DataError: if the data cannot be used.
     """
     if isinstance(config.task, LoadsExamples):
@@ -53,15 +53,15 @@ def load_task(
             fail("task", config.task, f"load returns a {type(task).__name__}: {rule}")
         loaded_by = getattr(config.task, "loaded_by", None)
         if (task.learner is None) != (loaded_by is None):
-            rule = "a task with a learner says what loads its runs, and no other one does"
+            rule = "must be set for a task with a learner, and only then"
             fail("task", config.task, f"loaded_by is {loaded_by!r}: {rule}")
         return task
     folders, weights = prepared_folders(config.data), config.data_weights
     if weights is not None and len(weights) != len(folders):
-        rule = f"must be one for each of the prepared folders in data, {len(folders)}"
+        rule = f"must be one weight for each of the {len(folders)} prepared folders in data"
         fail("data_weights", weights, rule)
     if not folders and getattr(config.task, "documents", None) == "prepared":
-        fail("documents", "prepared", f"data is {config.data!r}: no prepared folder")
+        fail("documents", "prepared", f"data is {config.data!r}, which is not a prepared folder")
     if folders:
         if importlib.util.find_spec("grain") is None:
             fail("data", config.data, "reading prepared folders needs grain: pip install grain")
@@ -83,4 +83,4 @@ def load_task(
             return Preferences(config, tokenizers, vocab_size)
         case Seq2SeqTask() | PrefixTask():
             return Pairs(config, tokenizers, vocab_size)
-    fail("task", config.task, "has no method load, which returns its examples")
+    fail("task", config.task, "must have a method `load` that returns its examples")

@@ -1,4 +1,4 @@
-"""Write the targets of sources: with a run on pairs, of texts or signals, or a published model."""
+"""Targets of sources, decoded by a run on pairs (of texts or signals) or by a published model."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from transformer_jax.training.tasks.turns import source_ids
 from transformer_jax.values import value_class
 
 BATCH = 32
-"""Sources that are read at a time."""
+"""Number of sources that are decoded together."""
 
 
 @dataclass(frozen=True)
 class PrefixStep(ModelStep):
-    """Step of a decoder whose prompts were learnt as prefixes: their tokens see each other.
+    """Step of a decoder trained with prefixes: tokens of a prompt attend in both directions.
 
-    Every call with more than one token a row is a prompt, read whole.
+    Every call with more than one token per row is a complete prompt.
     """
 
     def arguments(
@@ -59,29 +59,29 @@ class PrefixStep(ModelStep):
         state: ModelCache,
         valid: jax.Array | None,  # bool[B, T]
     ) -> dict[str, object]:
-        """Return the arguments of the model; those of a prompt have the mask of a prefix."""
-        given = super().arguments(tokens, state, valid)
+        """Return the arguments of the model, with a prefix mask for a prompt."""
+        arguments = super().arguments(tokens, state, valid)
         if tokens.shape[1] > 1:
-            positions = given["positions"]
+            positions = arguments["positions"]
             assert isinstance(positions, jax.Array)
-            given["mask"] = Causal() | Prefix(positions.max(axis=1) + 1)
-        return given
+            arguments["mask"] = Causal() | Prefix(positions.max(axis=1) + 1)
+        return arguments
 
 
 @value_class(eq=False)
 class Targets:
-    """How a model reads the source of a pair and writes its target.
+    """Decoder of targets from sources.
 
     Attributes:
-        config: of the run; for a published model, of a run that would train it further.
-        tokenizers: of targets and sources.
-        params: of the model.
-        model: that of the config, which may be edited; None builds it.
-        published: read sources as published models do: a special token that a text spells out is
-            one, and each source is read by itself, without padding.
-        stop: the tokens that end a target; None is the tokenizer's.
+        config: config of the run; for a published model, of a run that would fine-tune it.
+        tokenizers: tokenizers of targets and sources.
+        params: parameters of the model.
+        model: model of the config, possibly edited; None builds it.
+        published: read sources as published models do: a special token spelled out in a text counts
+            as one, and each source is read separately, without padding.
+        stop: tokens that end a target; None uses the tokenizer's.
         processors: change the logits before a token is chosen.
-        cache_dtype: of keys and values; None is the compute dtype.
+        cache_dtype: dtype of keys and values; None is the compute dtype.
     """
 
     config: TrainConfig
@@ -94,10 +94,10 @@ class Targets:
     cache_dtype: jax.typing.DTypeLike | None = None
 
     def encode(self, text: str) -> np.ndarray:  # i32[S]
-        """Return the ids of a source as it was learnt; a decoder's end with the separator."""
+        """Encode a source as in training; for a decoder, it ends with the separator."""
         config, tokenizer = self.config, self.tokenizers.of_source
-        if self.published and isinstance(own := plain(tokenizer), PretrainedTokenizer):
-            ids = own.encode(text, special_tokens=True) if text else np.zeros(0, np.int32)
+        if self.published and isinstance(base := plain(tokenizer), PretrainedTokenizer):
+            ids = base.encode(text, special_tokens=True) if text else np.zeros(0, np.int32)
         elif len(ids := encode_text(tokenizer, text)):
             if config.model.kind == "encoder-decoder":
                 ids = source_frame(tokenizer).around(ids)
@@ -109,27 +109,27 @@ class Targets:
         check_known(known_sources(config), tokenizer, f"prompt is {text!r:.40}", ids)
         if len(ids) > config.sequence_len and config.model.max_len is not None:
             raise DataError(
-                f"prompt is {text!r:.40}: {len(ids)} tokens, the model was trained on at most "
-                f"{config.sequence_len}"
+                f"prompt is {text!r:.40}: has {len(ids)} tokens, but the model was trained on at "
+                f"most {config.sequence_len}"
             )
         return ids.astype(np.int32)
 
     def text(self, ids: np.ndarray) -> str:
-        """Return the text of a target, without the tokens of its end and special ones.
+        """Return the text of a target, without end tokens and special tokens.
 
-        ValueError if a published model found no token to write; a run is judged even if its
+        Raises ValueError if a published model found no valid token; a run is judged even if its
         training diverged.
         """
         if self.published and (ids < 0).any():
             raise ValueError(NO_TOKEN)
         ids = ids[~np.isin(ids, self._ends()) & (ids >= 0)]
-        own = plain(self.tokenizers.tokenizer)
-        if isinstance(own, PretrainedTokenizer):
+        base = plain(self.tokenizers.tokenizer)
+        if isinstance(base, PretrainedTokenizer):
             begins = self.config.model.kind == "encoder-decoder"
-            text_ids = [int(i) for i in ids if i < own.vocab_size]
-            return own.decode(text_ids, skip_special_tokens=True, begins=begins)
+            text_ids = [int(i) for i in ids if i < base.vocab_size]
+            return base.decode(text_ids, skip_special_tokens=True, begins=begins)
         text = self.tokenizers.tokenizer.to_bytes(int(i) for i in ids).decode("utf-8", "replace")
-        return text.removeprefix(" ") if isinstance(own, WordTokenizer) else text
+        return text.removeprefix(" ") if isinstance(base, WordTokenizer) else text
 
     def answer(
         self,
@@ -140,10 +140,10 @@ class Targets:
         length_penalty: float = 1.0,
         report: Report | None = None,
     ) -> list[str]:
-        """Return the likeliest target of each source: token by token, or by beam search.
+        """Return the likeliest target of each source, by greedy decoding or beam search.
 
-        Sources of a similar length are read together; an answer depends on no other source. The
-        score of a beam is log p / n^length_penalty over its n tokens.
+        Sources of similar length are decoded together; an answer does not depend on other sources.
+        The score of a beam is log p / n^length_penalty over its n tokens.
 
         Raises:
             DataError: if a source does not fit the model.
@@ -152,18 +152,19 @@ class Targets:
         found = [""] * len(rows)
         batch = 1 if self.published else BATCH
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        tell = report or (lambda done, total: None)
-        tell(0, len(rows))
+        report_progress = report or (lambda done, total: None)
+        report_progress(0, len(rows))
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             part = [rows[i] for i in chosen]
-            part += [part[-1]] * (batch - len(part) if len(rows) > batch else 0)  # one program
-            begun, named = self._begin(part, num_tokens)
+            # padded with copies, so that one program serves all batches
+            part += [part[-1]] * (batch - len(part) if len(rows) > batch else 0)
+            args, kwargs = self._decoding_arguments(part, num_tokens)
             if beams == 1:
-                written = generate(*begun, **named).rows()
+                written = generate(*args, **kwargs).rows()
             else:
                 penalty = LengthPenalty(length_penalty)
-                best = beam_search(*begun, num_beams=beams, length_penalty=penalty, **named)
+                best = beam_search(*args, num_beams=beams, length_penalty=penalty, **kwargs)
                 sizes = np.asarray(best.lengths)[:, 0]
                 if self.published and not sizes.all():
                     raise ValueError(NO_TOKEN)
@@ -172,20 +173,20 @@ class Targets:
                 ]
             for i, ids in zip(chosen, written, strict=False):
                 found[i] = self.text(ids)
-            tell(start + len(chosen), len(rows))
+            report_progress(start + len(chosen), len(rows))
         return found
 
     def draw(
         self, source: str, num_tokens: int | None, count: int, sampler: Sample, key: jax.Array
     ) -> list[str]:
-        """Draw targets of one source, which an encoder reads once."""
-        begun, named = self._begin([self.encode(source)], num_tokens)
-        step, params, prompt, state = begun
-        for name in named.keys() & {"lengths", "limits"}:
-            named[name] = np.repeat(named[name], count)
+        """Sample `count` targets of one source, which an encoder reads once."""
+        args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
+        step, params, prompt, state = args
+        for name in kwargs.keys() & {"lengths", "limits"}:
+            kwargs[name] = np.repeat(kwargs[name], count)
         out = generate(
             step, params, np.repeat(prompt, count, axis=0), fork(state, count), sampler=sampler,
-            key=key, **named,
+            key=key, **kwargs,
         )  # fmt: skip
         return [self.text(row) for row in out.rows()]
 
@@ -198,11 +199,11 @@ class Targets:
         results: int = 1,
         length_penalty: float = 1.0,
     ) -> list[tuple[float, str]]:
-        """Return the best targets that a beam search finds, with their scores."""
-        begun, named = self._begin([self.encode(source)], num_tokens)
+        """Return the best targets of a beam search, with their scores."""
+        args, kwargs = self._decoding_arguments([self.encode(source)], num_tokens)
         found = beam_search(
-            *begun, num_beams=beams, num_results=results,
-            length_penalty=LengthPenalty(length_penalty), **named,
+            *args, num_beams=beams, num_results=results,
+            length_penalty=LengthPenalty(length_penalty), **kwargs,
         )  # fmt: skip
         return scored_texts(found, lambda ids: self.text(np.array(ids, np.int32)))
 
@@ -213,22 +214,22 @@ class Targets:
         writes = self.config.model.kind == "encoder-decoder"
         return target_of(tokenizer).stop if writes else end_ids(tokenizer)
 
-    def _begin(
+    def _decoding_arguments(
         self, rows: Sequence[np.ndarray], num_tokens: int | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `generate` and `beam_search`: in order, and by name."""
+        """Return the positional and keyword arguments of `generate` and `beam_search`."""
         config, tokenizer = self.config, self.tokenizers.tokenizer
         module = build(config.model) if self.model is None else self.model
         model = module.config
         tokens, valid = (rows[0][None], None) if self.published else stack_rows(rows)
         lengths = np.array([len(row) for row in rows], np.int32)
         count = config.sequence_len if num_tokens is None else num_tokens
-        named: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         if any(name.startswith("encoder/") for name, _ in module.edits):
-            # they see no padding that all rows have, and no other sources
+            # an edit of the encoder must not see padding that all rows share
             tokens = tokens[:, : lengths.max()]
             valid = None if valid is None else valid[:, : lengths.max()]
-        step: Any = make_step(module).told(apart=True)  # rows are filled
+        step: Any = make_step(module).told(apart=True)  # some rows may be padding
         processors: list[HistoryProcessor] = []
         if self.published:  # a published vocabulary may be padded
             processors += map(WithoutHistory, known_ids(model, tokenizer))
@@ -236,31 +237,31 @@ class Targets:
             target = target_of(tokenizer)
             processors += [*never(target.banned), *self.processors]
             if target.forced_bos is not None:
-                processors.append(Force(target.forced_bos))  # also where it is banned
+                processors.append(Force(target.forced_bos))  # even if it is banned
             if target.forced_eos is not None:
                 processors.append(ForceLast(count, target.forced_eos))
             prompt = np.full((len(rows), 1), target.start, np.int32)
             padded = len(set(lengths.tolist())) > 1
-            told = module.told(apart=len(rows) > 1, padded=padded)
+            reader = module.told(apart=len(rows) > 1, padded=padded)
             state = _read_sources(
-                told, self.params, len(rows), count, tokens, valid, self.cache_dtype
+                reader, self.params, len(rows), count, tokens, valid, self.cache_dtype
             )
         else:
             capacity = config.sequence_len
             if model.supports("cache"):
-                named["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
-                # sizes that follow from the bucket alone: one program for all sources in it
+                kwargs["limits"] = np.minimum(config.sequence_len + 1 - lengths, count)
+                # sizes depend only on the bucket: one program for all its sources
                 count = min(count, config.sequence_len)
                 capacity = min(capacity, bucket(tokens.shape[1]) + count)
             if isinstance(config.task, PrefixTask) and config.task.bidirectional:
                 step = PrefixStep(step.model) if isinstance(step, ModelStep) else step
             processors += self.processors
-            prompt, named["lengths"] = tokens, lengths
+            prompt, kwargs["lengths"] = tokens, lengths
             state = init_decode_state(
                 model, self.params, len(rows), capacity, dtype=self.cache_dtype
             )
-        named |= dict(num_tokens=count, stop=self._ends(), processors=tuple(processors))
-        return (step, self.params, prompt, state), named
+        kwargs |= dict(num_tokens=count, stop=self._ends(), processors=tuple(processors))
+        return (step, self.params, prompt, state), kwargs
 
 
 def answer_sources(
@@ -274,9 +275,10 @@ def answer_sources(
     model: AnyModel | None = None,
     report: Report | None = None,
 ) -> list[str]:
-    """Return what a run writes as the target of each source; see `Targets.answer`.
+    """Return the target that a run decodes for each source; see `Targets.answer`.
 
-    `beams` of None is that of the task. The `model` is that of the config, which may be edited.
+    If `beams` is None, the task's value is used. `model` is the model of the config, possibly
+    edited.
     """
     task = config.task
     if beams is None:

@@ -1,7 +1,7 @@
-"""Train on conversations: every turn of the assistant is learnt, all else is only read.
+"""Training on conversations: the assistant's turns are learned, everything else is only read.
 
-A line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. A published
-tokenizer writes them by its chat template; another one with a special token for each role:
+Each line of the file is an object {"messages": [{"role": ..., "content": ...}, ...]}. A published
+tokenizer writes it with its chat template; other tokenizers use a special token for each role:
 <user> text <assistant> text <eos> <user> ...
 """
 
@@ -44,13 +44,13 @@ from transformer_jax.training.tasks.turns import (
 from transformer_jax.untrusted_files import Json, Untrusted
 
 SHOWN = 3
-"""Held-out conversations in the sample of a run."""
+"""Number of held-out conversations in the sample of a run."""
 
 T = TypeVar("T")
 
 
 class Conversations(RowsTask):
-    """Train on the assistant's turns of conversations."""
+    """Conversations, of which the assistant's turns are learned."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -79,11 +79,11 @@ class Conversations(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def described(self) -> str:
-        """Return how many rows there are, how long they are, and what ends an answer."""
+        """Describe the number and length of the rows, and what ends an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out questions and what the model answers."""
+        """Return the first held-out questions with the model's answers."""
         lines = []
         for number, messages in enumerate(self.talks[:SHOWN]):
             first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
@@ -105,7 +105,7 @@ def answer_messages(
     num_tokens: int,
     what: str = "the messages have",
 ) -> str:
-    """Draw an answer to messages, or to a text; `number` makes it another one of the same seed."""
+    """Sample an answer to messages or to a text; answers with another `number` differ."""
     tokenizer = tokenizers.tokenizer
     prompt = prompt_ids(tokenizer, messages)
     check_known(config.model.vocab_size, tokenizer, what.rpartition(" ")[0], prompt)
@@ -124,30 +124,30 @@ def answer_messages(
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
 ) -> list[Batch]:
-    """Return a conversation as a row, of which what the assistant says is learnt.
+    """Tokenize a conversation into a row, in which only the assistant's tokens are labels.
 
-    Where a later turn does not go on with what was read and learnt before, a row begins anew: a
-    template may write less of an answer once it is answered.
+    If a later turn does not continue the row, a new row starts: a template may write less of an
+    answer once another message follows it.
     """
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     for prompt, answer in talk_turns(tokenizer, where, messages):
-        said = np.full(len(prompt), IGNORE, np.int32)
+        labels = np.full(len(prompt), IGNORE, np.int32)
         if rows and np.array_equal(prompt[: len(rows[-1][0])], rows[-1][0]):
             before = rows.pop()[1]
-            said[: len(before)] = before
-        rows.append((np.append(prompt, answer), np.append(said, answer)))
+            labels[: len(before)] = before
+        rows.append((np.append(prompt, answer), np.append(labels, answer)))
     for whole, _ in rows:
         check_known(config.model.vocab_size, tokenizer, where, whole)
         check_lengths(config, {where: len(whole) - 1})
-    return [Batch(whole[:-1], said[1:]) for whole, said in rows]
+    return [Batch(whole[:-1], labels[1:]) for whole, labels in rows]
 
 
 def read_objects(
     config: TrainConfig, what: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
-    """Return the JSON values of lines with where they stand, of both parts, and all bytes.
+    """Return the JSON values of both parts with their locations, and all bytes.
 
-    `check(where, value)` returns what a value is, or raises DataError.
+    `check(where, value)` converts a value or raises DataError.
     """
     train, content = _read_file(config, "data", config.data, check)
     if config.val_data is not None:
@@ -167,32 +167,34 @@ def _read_file(
         where = f"{data}, line {number}"
         value = Untrusted(DataError).parse(line, where)
         if isinstance(value, dict) and value.get("tools"):
-            raise DataError(f"{where}: has tools, which are not read: rows would lack them")
+            raise DataError(f"{where}: has tools, which are not supported")
         found.append((where, check(where, value)))
     return found, content
 
 
 def _messages(where: str, read: Json) -> Messages:
-    """Return the messages of a line; DataError says what is wrong with them."""
+    """Return the messages of a line; DataError states what is wrong with them."""
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
     found = check_messages(where, messages)
     if not any(message["role"] == "assistant" for message in found):
-        raise DataError(f"{where}: no message is the assistant's: there is nothing to learn")
+        raise DataError(f"{where}: no message is from the assistant: there is nothing to learn")
     return found
 
 
 def check_messages(where: str, messages: Sequence[object]) -> Messages:
-    """Return messages; DataError for one without a role and a content."""
+    """Return messages; raises DataError for one without a role and a content."""
     found = []
     for number, message in enumerate(messages, start=1):
-        given = message if isinstance(message, dict) else {}
-        if given.get("role") not in ROLES or not isinstance(given.get("content"), str):
-            rule = f"must have a role, {', '.join(ROLES)}, and a content of text"
+        fields = message if isinstance(message, dict) else {}
+        if fields.get("role") not in ROLES or not isinstance(fields.get("content"), str):
+            rule = f"must have a role ({', '.join(ROLES)}) and a string as content"
             raise DataError(f"{where}: message {number} is {message!r:.60}: {rule}")
-        if given.get("weight", 1) != 1:
-            rule = "must be 1, since every answer is learnt alike (remove the message, or weight)"
-            raise DataError(f"{where}: message {number} has weight {given['weight']!r:.60}: {rule}")
-        found.append(given)
+        if fields.get("weight", 1) != 1:
+            rule = "must be 1, since all answers are learned equally (remove the message or weight)"
+            raise DataError(
+                f"{where}: message {number} has weight {fields['weight']!r:.60}: {rule}"
+            )
+        found.append(fields)
     return found

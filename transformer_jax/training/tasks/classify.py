@@ -1,8 +1,8 @@
-"""Train on the classes of texts: an encoder by a head over its first token, others by a token.
+"""Classification of texts: by the head of an encoder, or by a token that a model generates.
 
-An encoder reads <cls> text, a published one what its tokenizer puts around a text, and its
-classification head says the class. A model that writes reads
-text <cls>, and writes the class as a token of its own.
+An encoder reads <cls> text (a published one reads the text between its own special tokens), and its
+classification head predicts the class from the first token. A generative model reads text <cls>,
+and generates the class as a special token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RULE = "must be a label, one tab and a text"
 
 
 class Classes(RowsTask):
-    """Train on lines "label TAB text"."""
+    """Texts with classes, from lines "label TAB text"."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -61,13 +61,13 @@ class Classes(RowsTask):
         assert isinstance(config.task, ClassifyTask)
         labels = config.task.labels or tuple(sorted({pair.source for pair in train}))
         if len(labels) < 2:
-            rule = f"its only label is {labels[0]!r}: must have two"
+            rule = f"its only label is {labels[0]!r}: must have at least two labels"
             raise DataError(f"data is {config.data!r}: {rule}")
         for pair in (*train, *val):
             if pair.source not in labels:
                 listed = ", ".join(labels[:10])
                 raise DataError(f"{pair.where}: label {pair.source!r}: must be one of {listed}")
-        # the run's config names the classes from here on: a resumed run has the same order of them
+        # the run's config stores the labels, so that a resumed run has the same order
         config = replace(config, task=ClassifyTask(labels=labels))
         if tokenizers is None:
             texts = [[pair.target for pair in part] for part in ([*train, *val], train)]
@@ -88,24 +88,24 @@ class Classes(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out texts and the labels that the model gives them."""
+        """Return the first held-out texts with the labels that the model predicts."""
         pairs = self.pairs[:SHOWN]
-        said = label_texts(
+        predictions = label_texts(
             self.config, self.tokenizers, params, [pair.target for pair in pairs], self.model
         )
         lines = []
-        for pair, (label, probability) in zip(pairs, said, strict=True):
+        for pair, (label, probability) in zip(pairs, predictions, strict=True):
             wanted = "" if label == pair.source else f" (wanted: {pair.source})"
             lines.append(f"{label} {probability:.2f}{wanted}: {pair.target}")
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return accuracy and macro F1 on the held-out texts, and what was taken for what."""
+        """Return accuracy, macro F1 and the confused labels on the held-out texts."""
         labels = labels_of(self.config)
         texts = [pair.target for pair in self.pairs]
-        said = label_texts(self.config, self.tokenizers, params, texts, self.model)
+        predictions = label_texts(self.config, self.tokenizers, params, texts, self.model)
         confusion = confusion_matrix(
-            np.array([labels.index(label) for label, _ in said]),
+            np.array([labels.index(label) for label, _ in predictions]),
             np.array([labels.index(pair.source) for pair in self.pairs]),
             len(labels),
         )
@@ -118,20 +118,20 @@ class Classes(RowsTask):
 
 
 def labels_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the classes of a run."""
+    """Return the class names of a run."""
     assert isinstance(config.task, ClassifyTask) and config.task.labels is not None
     return config.task.labels
 
 
 def label_names(config: TrainConfig) -> list[str]:
-    """Return the names of the tokens that stand for classes; none where a head says the class."""
+    """Return the names of the class tokens; none if a head predicts the class."""
     if config.model.kind == "encoder":
         return []
     return [f"label:{label}" for label in labels_of(config)]
 
 
 def class_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
-    """Return a text as a model of the config reads it, with its class."""
+    """Encode a text, with its class, for the model of the config."""
     text = encode_line(tokenizers.tokenizer, pair.target, pair.where)
     names = label_names(config)
     number = labels_of(config).index(pair.source)
@@ -158,7 +158,7 @@ def label_texts(
 ) -> list[tuple[str, float]]:
     """Return the likeliest label of each text, and its probability among the labels.
 
-    The `model` is that of the config, which may be edited.
+    `model` is the model of the config, possibly edited.
     """
     model = build(config.model) if model is None else model
     labels, names = labels_of(config), label_names(config)
@@ -175,7 +175,7 @@ def label_texts(
         if names:
             filler = Batch(filler.tokens, np.full(longest, IGNORE, np.int32))
         batch = padded([*part, *[filler] * (size - len(part) + 1)], not names)
-        if model.edits:  # they see neither padding nor rows that are none
+        if model.edits:  # edits must see neither padding nor filler rows
             batch = Batch(part[0].tokens[None], part[0].labels[None])
         logits = _class_logits(model, params, batch, columns if names else None)
         for row in np.asarray(jax.nn.softmax(logits, axis=-1))[: len(part)]:
@@ -190,7 +190,7 @@ def label_texts(
 def _class_logits(
     model: AnyModel, params: Params, batch: Batch, columns: Array | None
 ) -> jax.Array:  # f32[B, C]
-    """Return the logits of the classes: of a head, or of the class tokens after <cls>."""
+    """Return the logits of the classes: from a head, or of the class tokens after <cls>."""
     logits = batch_logits(model)(params, batch, None)
     if columns is None:
         return logits

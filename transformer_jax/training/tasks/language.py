@@ -1,4 +1,4 @@
-"""Train on the next token of a text: in windows of one long text, or a document at a time."""
+"""Next-token training on windows of one long text, or on separate documents."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**62
-"""The `step` whose windows an evaluation on random batches reads: no training step has it."""
+"""`step` number that selects the windows of an evaluation; no training step has it."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Cut windows out of a text that lies on the device."""
+    """Function that cuts windows out of a text on the device."""
 
     length: int
 
@@ -55,10 +55,10 @@ class Windows:
 
 
 def write_sample(self: TrainingTask, params: Params) -> str:
-    """Return a text of `sample_tokens` tokens that the model writes from nothing."""
+    """Return a text of `sample_tokens` tokens that the model generates without a prompt."""
     config, model = self.config, self.config.model
     if config.init_from is not None:
-        model = model.with_max_len(config.sequence_len)  # a cache of that length
+        model = model.with_max_len(config.sequence_len)  # limits the cache to that length
     tokenizer = self.tokenizers.tokenizer
     prompt, stop = read_prompt(tokenizer, ""), tuple[int, ...]()
     if isinstance(config.task, LanguageTask) and config.task.documents is not None:
@@ -77,7 +77,7 @@ def write_sample(self: TrainingTask, params: Params) -> str:
 
 
 class LanguageWindows(TrainingTask):
-    """Train on windows of one long text, which start anywhere."""
+    """Windows of one long text, which start anywhere."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -91,14 +91,14 @@ class LanguageWindows(TrainingTask):
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
 
     def inputs(self, step: int) -> np.ndarray:  # i32[A, B]
-        """Return where the windows of a step start."""
+        """Return the window starts of a step."""
         config = self.config
         shape = (config.accumulation, config.batch_size)
         count = len(self.data.train) - config.sequence_len
         return random_starts(config.seed, step, shape, count)
 
     def evaluation(self) -> Iterator[np.ndarray]:  # i32[B] each
-        """Yield where windows start: `eval_batches` random ones, or such as cover the part once."""
+        """Yield window starts: `eval_batches` random batches, or windows that cover the part."""
         config, length, size = self.config, self.config.sequence_len, self.config.batch_size
         if config.eval_batches is not None:
             shape, count = (config.eval_batches, size), len(self.data.val) - length
@@ -110,14 +110,14 @@ class LanguageWindows(TrainingTask):
         yield from np.concatenate([starts, padding]).reshape(-1, size)
 
     def described(self) -> str:
-        """Return how long the text is."""
+        """Describe the length of the text."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a step"
         )
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return the loss a character, or a byte of the byte tokenizer."""
+        """Return the loss per character, or per byte for the byte tokenizer."""
         if self.config.tokenizer == "byte":
             return loss, "byte"
         return loss * len(self.data.val) / self.data.val_characters, "character"
@@ -130,9 +130,9 @@ class LanguageWindows(TrainingTask):
 
 
 class LanguageDocuments(RowsTask):
-    """Train on documents, each of which ends with <eos>.
+    """Documents, each of which ends with <eos>.
 
-    One begins with what its tokenizer puts before a text, and with <eos> where that is nothing.
+    A document begins with the tokens that its tokenizer puts before a text, or else with <eos>.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LanguageDocuments(RowsTask):
         task = config.task
         assert isinstance(task, LanguageTask) and task.documents is not None
         kind, parts, contents = task.documents, list[list[str]](), list[bytes]()
-        assert kind != "prepared"  # which is no text
+        assert kind != "prepared"  # read by `PreparedText`
         for data in filter(None, (config.data, config.val_data)):
             sources = read(data, config.out)
             contents += [source.content for source in sources]
@@ -152,7 +152,7 @@ class LanguageDocuments(RowsTask):
             parts = [parts[0][:cut], parts[0][cut:]]
         train, val = parts
         if not (train and val):
-            rule = "must have one for training and one held out at least"
+            rule = "must have at least one for training and one held out"
             raise DataError(f"data is {config.data!r}: {len(train + val)} {kind}: {rule}")
         if tokenizers is None:
             tokenizers = Tokenizers(line_tokenizer(config, [*train, *val], train))
@@ -175,7 +175,7 @@ class LanguageDocuments(RowsTask):
         super().__init__(config, tokenizers, sha256_of(*contents), rows(train), rows(val))
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return the loss a character, each document with one for its end."""
+        """Return the loss per character; the end of each document counts as one."""
         return loss * self.val.labels / self.characters, "character"
 
     sample = write_sample

@@ -1,9 +1,9 @@
-"""Train on tokens that are hidden in a text (Devlin et al. 2019, 3.1), anew at every step.
+"""Masked language modeling (Devlin et al. 2019, 3.1), with new masks at every step.
 
-Of the tokens, `rate` are to be predicted; of those, `replaced` become the mask token, `random` any
-token, and the rest stay, so that a model learns to look at every token. An evaluation hides the
-same tokens every time. A published model reads each window between the tokens that its tokenizer
-puts around a text; no special token is ever hidden.
+A share `rate` of the tokens is predicted. Of these, `replaced` become the mask token, `random` a
+random token, and the rest stay, so that a model learns to attend to every token. An evaluation
+hides the same tokens every time. A published model reads each window between the special tokens of
+its tokenizer; special tokens are never hidden.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**61
-"""The `step` of the tokens that evaluations hide: no training step has it."""
+"""`step` number that selects the tokens hidden in evaluations; no training step has it."""
 
 PSEUDO_WINDOWS = 4
-"""Held-out windows whose pseudo-perplexity is taken."""
+"""Number of held-out windows for the pseudo-perplexity."""
 
 
 class MaskedWindows(TrainingTask):
-    """Train on windows of a text in which tokens are hidden."""
+    """Windows of a text in which tokens are hidden."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -62,7 +62,7 @@ class MaskedWindows(TrainingTask):
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
         counts = np.bincount(self.data.train, minlength=tokenizer.vocab_size) + 1.0
         self.unigram = float(-np.log(counts / counts.sum())[self.data.val].mean())
-        """Nats a token of a guess by frequency, with one added to each count."""
+        """Nats per token of a guess by frequency, with one added to each count."""
 
     def inputs(self, step: int) -> Batch:
         """Return the windows of a step, leaves [A, B, ...], with tokens hidden."""
@@ -74,7 +74,7 @@ class MaskedWindows(TrainingTask):
     def evaluation(self) -> Iterator[Batch]:
         """Yield windows that cover the held-out part, or `eval_batches` batches of random ones.
 
-        What does not fill a window is left out.
+        A remainder shorter than a window is left out.
         """
         config = self.config
         length, size = self.length, config.batch_size
@@ -91,18 +91,15 @@ class MaskedWindows(TrainingTask):
             yield Batch(tokens, np.pad(batch.labels, ((0, empty), (0, 0)), constant_values=IGNORE))
 
     def described(self) -> str:
-        """Return how long the text is, and what guessing by frequency alone would give."""
+        """Describe the length of the text, and the loss of a guess by frequency."""
         train, held_out = len(self.data.train), len(self.data.val)
         return (
             f"text: {train:,} tokens and {held_out:,} held out, {self.tokens_per_step:,} in a "
-            f"step; a guess by frequency has {self.unigram:.4f} nats a token"
+            f"step; a guess by frequency has {self.unigram:.4f} nats per token"
         )
 
     def sample(self, params: Params) -> str:
-        """Return held-out text with hidden tokens, what the model puts there, and what stood there.
-
-        A hidden token shows as _.
-        """
+        """Return held-out text with hidden tokens (_), the model's completion, and the original."""
         tokens = np.asarray(self.data.val[: self.length], np.int32)[None]
         hidden = self.masking(tokens, _EVAL_STREAM, replaced=1.0)
         logits = _logits(self.model, params, hidden.tokens)
@@ -118,7 +115,7 @@ class MaskedWindows(TrainingTask):
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
         """Return the pseudo-perplexity of the first held-out windows.
 
-        exp(-mean log p(token | all others)), each token hidden alone (Salazar et al. 2020).
+        exp(-mean log p(token | all others)), hiding one token at a time (Salazar et al. 2020).
         """
         length = self.length
         count = min(PSEUDO_WINDOWS, len(self.data.val) // length)
@@ -129,7 +126,7 @@ class MaskedWindows(TrainingTask):
             rows = Rows((self.masking.framed(tokens, labels),))
             scores = [scored(self.model, params, batch) for batch in rows.batches(8)]
             losses.append(float(sum(np.asarray(score)[0] for score in scores)) / length)
-        mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # exp of it is finite
+        mean = min(float(np.mean(losses)), 700.0) if losses else 0.0  # so that exp is finite
         return {"pseudo_perplexity": math.exp(mean)} if losses else {}
 
     def documents(self) -> list[np.ndarray]:
@@ -138,13 +135,13 @@ class MaskedWindows(TrainingTask):
 
 
 class Masking:
-    """Hide tokens of rows, by numbers that follow from seed, step and a row's number alone."""
+    """Masking of rows, which follows from the seed, the step and the number of a row only."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
         self.task, self.seed, self.mask = config.task, config.seed, special_ids(tokenizer)["mask"]
         own = plain(tokenizer)
-        # a random token is one that stands for text, and that the model has
+        # a random token is a text token that the model has
         self.kinds = min(own.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
         added = np.array([self.mask, *self.frame.first, *self.frame.last])
@@ -161,7 +158,7 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, step: int, replaced: float | None = None, first: int = 0
     ) -> Batch:
-        """Return rows i32[..., T] with tokens hidden; the labels are what stood there.
+        """Return rows i32[..., T] with tokens hidden; the labels are the original tokens.
 
         `first` is the number of the first row.
         """
@@ -169,12 +166,12 @@ class Masking:
         replaced = task.replaced if replaced is None else replaced
         chosen, how, which = _uniform(self.seed, step, first, tokens.shape)
         if self.opens is not None and self.closes is not None:
-            known = np.minimum(tokens, self.kinds)
-            starts = self.opens[known]
-            starts[..., 1:] |= self.closes[known][..., :-1]
+            kinds = np.minimum(tokens, self.kinds)
+            starts = self.opens[kinds]
+            starts[..., 1:] |= self.closes[kinds][..., :-1]
             starts[..., 0] = True
             begins = np.where(starts, np.arange(tokens.shape[-1]), 0)
-            begins = np.maximum.accumulate(begins, axis=-1)  # of the word of each token
+            begins = np.maximum.accumulate(begins, axis=-1)  # start of each token's word
             chosen = np.take_along_axis(chosen, begins, axis=-1)
         chosen = (chosen < task.rate) & ~np.isin(tokens, self.special)
         random = (which * self.kinds).astype(np.int32)
@@ -187,7 +184,7 @@ class Masking:
         tokens: np.ndarray,  # [..., T]
         labels: np.ndarray,  # [..., T]
     ) -> Batch:
-        """Return windows between the tokens that stand around a text, which have no labels."""
+        """Return windows between the tokenizer's special tokens, which have no labels."""
         around = [*[(0, 0)] * (tokens.ndim - 1), tuple(map(len, self.frame))]
         whole = np.pad(tokens, around).astype(np.int32)
         whole[..., : around[-1][0]] = self.frame.first
@@ -199,13 +196,13 @@ class Masking:
 def _uniform(
     seed: int, step: int, first: int, shape: tuple[int, ...]
 ) -> np.ndarray:  # f64[3, *shape] in [0, 1)
-    """Draw three numbers a token from the arguments alone, of rows whose numbers begin at `first`.
+    """Draw three numbers per token from the arguments only, for rows numbered from `first`.
 
-    It is another stream than where windows start. A row's numbers are the same in every batch.
+    The stream differs from that of window starts. A row gets the same numbers in every batch.
     """
     *rows, tokens = shape
-    # each row has a whole number of Philox's blocks, so its numbers do not depend on the batch
-    blocks = -(-3 * tokens // 4)  # Philox makes four words of a count
+    # a whole number of Philox blocks per row, so that its numbers do not depend on the batch
+    blocks = -(-3 * tokens // 4)  # a block has four words
     philox = np.random.Philox(key=(seed << 64) + (1 << 63) + step, counter=1 + first * blocks)
     words = philox.random_raw(math.prod(rows) * 4 * blocks).reshape(-1, 4 * blocks)
     words = words[:, : 3 * tokens].reshape(*rows, 3, tokens)
@@ -227,20 +224,20 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
-    """Return a text, in which "[MASK]" or "_" is the mask, between what its tokenizer puts around.
+    """Encode a text in which "[MASK]" or "_" is the mask, between the tokenizer's special tokens.
 
-    A published tokenizer's own mask may be written, too.
+    The mask token of a published tokenizer can also be spelled out.
     """
-    own, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
-    spelled = dict(own.roles).get("mask") if isinstance(own, PretrainedTokenizer) else None
+    base, mask = plain(tokenizer), special_ids(tokenizer).get("mask")
+    spelled = dict(base.roles).get("mask") if isinstance(base, PretrainedTokenizer) else None
     sign = next((s for s in (spelled, "[MASK]") if s and s in text), "_")
-    if isinstance(own, PretrainedTokenizer) and spelled:
-        return own.encode(text.replace(sign, spelled), special_tokens=True)
+    if isinstance(base, PretrainedTokenizer) and spelled:
+        return base.encode(text.replace(sign, spelled), special_tokens=True)
     parts: list[np.ndarray | list[int]] = [
-        own.encode(part) if part else [] for part in text.split(sign)
+        base.encode(part) if part else [] for part in text.split(sign)
     ]
     if mask is None:
-        parts = [own.encode(text)]
+        parts = [base.encode(text)]
     ids = [i for number, part in enumerate(parts) for i in [*[mask] * (number > 0), *part]]
     return frame(tokenizer).around(np.array(ids, np.int32))
 
@@ -252,7 +249,10 @@ def _read(
     text: str,
     model: AnyModel | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # i32[n], bool[n], f32[n, V]
-    """Return the tokens of a text, which are masks, and the logits there; DataError without any."""
+    """Return the tokens of a text, which of them are masks, and the logits.
+
+    Raises DataError if there is no mask.
+    """
     tokenizer = tokenizers.tokenizer
     check_has(tokenizer, "mask")
     tokens = masked_ids(tokenizer, text)
@@ -274,18 +274,18 @@ def fill_masks(
     config: TrainConfig, tokenizers: Tokenizers, params: Params, text: str,
     model: AnyModel | None = None,
 ) -> str:  # fmt: skip
-    """Return a text with every mask, as `masked_ids` reads it, filled with the likeliest token.
+    """Return a text with every mask (see `masked_ids`) replaced by the likeliest token.
 
-    The `model` is that of the config, which may be edited. The space that a first word may bring is
-    left out. DataError where there is no mask.
+    `model` is the model of the config, possibly edited. A space before the first word is removed
+    if the text has none. Raises DataError if there is no mask.
     """
     tokenizer = tokenizers.tokenizer
-    own = plain(tokenizer)
+    base = plain(tokenizer)
     tokens, masks, logits = _read(config, tokenizers, params, text, model)
-    guess = logits[:, : min(own.vocab_size, config.model.vocab_size)].argmax(axis=-1)
+    guess = logits[:, : min(base.vocab_size, config.model.vocab_size)].argmax(axis=-1)
     filled = np.where(masks, guess, tokens).tolist()
-    if isinstance(own, PretrainedTokenizer):
-        found = own.decode(filled, skip_special_tokens=True)
+    if isinstance(base, PretrainedTokenizer):
+        found = base.decode(filled, skip_special_tokens=True)
     else:
         found = tokenizer.decode(filled)
     return found if text[:1].isspace() else found.removeprefix(" ")
@@ -299,9 +299,9 @@ def mask_candidates(
     count: int,
     model: AnyModel | None = None,
 ) -> list[list[tuple[str, float]]]:
-    """Return for each mask of a text, as `fill_masks`, the likeliest tokens: texts, probabilities.
+    """Return the likeliest tokens, as text with probability, for each mask (see `fill_masks`).
 
-    p = softmax(logits) over all tokens of the model; only those that stand for text are returned.
+    p = softmax(logits) over all tokens of the model; only text tokens are returned.
     """
     tokenizer = tokenizers.tokenizer
     kinds = min(plain(tokenizer).vocab_size, config.model.vocab_size)

@@ -1,4 +1,4 @@
-"""Compare texts that a model wrote with those that were wanted, and labels with labels."""
+"""Metrics of generated texts and of predicted labels."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 def compare_texts(
     written: Sequence[str], wanted: Sequence[str], *, translations: bool = True
 ) -> dict[str, float]:
-    """Return how alike texts are: exact_match, word_error_rate, and bleu and chrf in 0..100.
+    """Compare texts with references: exact_match, word_error_rate, and bleu and chrf in 0..100.
 
-    exact_match is the share of equal texts, spaces at their ends aside. word_error_rate is the
-    words to insert, delete or replace, by those that were wanted. BLEU (Papineni et al. 2002) and
-    chrF (Popović 2015) are sacrebleu's, of the corpus, with its usual settings; they are left out
-    if it is not installed. BLEU is also left out if no wanted text has four words: it counts
-    4-grams, and sacrebleu would give even a perfect copy 0.
+    exact_match is the share of equal texts, ignoring spaces at both ends. word_error_rate is the
+    number of words to insert, delete or replace, divided by the words of the references. BLEU
+    (Papineni et al. 2002) and chrF (Popović 2015) are sacrebleu's corpus scores with default
+    settings; they are omitted if it is not installed. BLEU is also omitted if no reference has four
+    words: it counts 4-grams, so sacrebleu would score even a perfect copy 0.
 
     Args:
         written: n texts, at least one.
-        wanted: n texts.
-        translations: whether to give bleu and chrf.
+        wanted: n references.
+        translations: whether to compute bleu and chrf.
     """
     if len(written) != len(wanted):
-        rule = f"there are {len(wanted)} that were wanted"
+        rule = f"must have {len(wanted)}, as many as wanted"
         raise ValueError(f"written has {len(written)} texts: {rule}")
     pairs = [(one.strip(), two.strip()) for one, two in zip(written, wanted, strict=True)]
     if not pairs:
@@ -46,12 +46,12 @@ def compare_texts(
 
 
 def edit_distance(one: Sequence[object], two: Sequence[object]) -> int:
-    """Return the fewest insertions, deletions and replacements that make one sequence the other.
+    """Return the minimum number of insertions, deletions and replacements between two sequences.
 
-    Levenshtein (1966), a row of the table at a time.
+    Levenshtein (1966), one row of the table at a time.
 
     Args:
-        one: items that are compared by ==.
+        one: items that are compared with ==.
         two: likewise.
     """
     before = list(range(len(two) + 1))
@@ -64,18 +64,18 @@ def edit_distance(one: Sequence[object], two: Sequence[object]) -> int:
 
 
 def confusion_matrix(
-    said: np.ndarray,  # i32[n]
+    predicted: np.ndarray,  # i32[n]
     wanted: np.ndarray,  # i32[n]
     classes: int,
 ) -> np.ndarray:  # i64[C, C]
-    """Return how often class i was taken for class j, at [i, j]."""
-    return np.bincount(wanted * classes + said, minlength=classes**2).reshape(classes, classes)
+    """Return how often class i was predicted as class j, at [i, j]."""
+    return np.bincount(wanted * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def macro_f1(confusion: np.ndarray) -> float:  # [C, C]
     """Return the mean over classes of F1 = 2 TP / (2 TP + FP + FN).
 
-    A class that neither occurs nor is said has no F1, and is left out.
+    A class that neither occurs nor is predicted has no F1 and is excluded.
     """
     right = np.diag(confusion)
     total = confusion.sum(axis=0) + confusion.sum(axis=1)

@@ -1,9 +1,9 @@
-"""Train on pairs of a source and its target: in two rows, or in one.
+"""Training on pairs of a source and its target, in two rows or in one.
 
-An encoder-decoder reads the source and writes <bos> target <eos>; one that goes on from a
-published model has that model's own rows, as `target_of` says. A decoder reads both in one row,
-source <sep> target <eos>, of which only the target is learnt; as a prefix, the tokens of the source
-see each other in both directions.
+An encoder-decoder reads the source and generates <bos> target <eos>; if it starts from a published
+model, it uses that model's rows (see `target_of`). A decoder reads both in one row, source <sep>
+target <eos>, of which only the target is learned; with a prefix, the tokens of the source attend to
+each other in both directions.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from transformer_jax.training.tasks.turns import source_ids, target_ids
 from transformer_jax.values import short_repr
 
 SHOWN = 5
-"""Held-out pairs in the sample of a run."""
+"""Number of held-out pairs in the sample of a run."""
 
 
 @short_repr
 class Pair(NamedTuple):
-    """Hold a source, its target, and where they stand."""
+    """A source, its target, and their location."""
 
     source: str
     target: str
@@ -60,7 +60,7 @@ class Pair(NamedTuple):
 
 
 class Pairs(RowsTask):
-    """Train on pairs of texts, from files or `made` of a seed."""
+    """Pairs of texts, from files or generated (`made`)."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Pairs(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def sample(self, params: Params) -> str:
-        """Return what the model makes of the first held-out sources."""
+        """Return the first held-out sources with the model's targets."""
         pairs = self.pairs[:SHOWN]
         written = answer_sources(self.config, self.tokenizers, params, [p.source for p in pairs])
         lines = []
@@ -99,19 +99,19 @@ class Pairs(RowsTask):
         return "\n".join(lines)
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return how the targets that the model writes compare with the held-out ones."""
-        task: Any = self.config.task  # one with pairs
+        """Compare the targets that the model generates with the held-out ones."""
+        task: Any = self.config.task  # a task on pairs
         pairs = self.pairs[: task.judged]
         if not pairs:
             return {}
         sources = [pair.source for pair in pairs]
-        given = self.config, self.tokenizers, params, sources
-        written = answer_sources(*given, report=report, model=self.model)
+        arguments = self.config, self.tokenizers, params, sources
+        written = answer_sources(*arguments, report=report, model=self.model)
         return compare_texts(written, [p.target for p in pairs], translations=not self.made)
 
 
 def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Batch:
-    """Return a pair as a model of the config reads it; DataError where it is too long."""
+    """Encode a pair for the model of the config; raises DataError if it is too long."""
     source = encode_line(tokenizers.of_source, pair.source, pair.where)
     if not len(source):
         raise DataError(f"{pair.where}: the source has no tokens")
@@ -135,7 +135,7 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
     labels = whole[1:].copy()
     labels[: len(source) - 1] = IGNORE
     prefix = None
-    # a model that takes no mask reads the source from left to right, as it reads the target
+    # a model without masks reads the source from left to right, like the target
     wanted = isinstance(config.task, PrefixTask) and config.task.bidirectional
     if wanted and config.model.supports("masks"):
         prefix = np.arange(len(labels)) < len(source)
@@ -144,33 +144,34 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
 
 def _tokenizers(
     config: TrainConfig,
-    given: Tokenizers | None,
+    loaded: Tokenizers | None,
     train: Sequence[Pair],
     val: Sequence[Pair],
     two_rows: bool,
 ) -> Tokenizers:
-    """Return the run's tokenizers, made of its pairs where none are given."""
+    """Return the run's tokenizers, trained on its pairs unless some are passed."""
     names = ["bos", "eos"] if two_rows else ["sep", "eos"]
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
-    if given is None:
+    if loaded is None:
 
         def made(*columns: int) -> Tokenizers:
             both = [pair[c] for pair in (*train, *val) for c in columns]
             training = [pair[c] for pair in train for c in columns]
             return Tokenizers(line_tokenizer(config, both, training))
 
-        given = Tokenizers(made(1).tokenizer, made(0).tokenizer) if separate else made(0, 1)
-    if two_rows and separate != (given.source is not None):
-        rule = f"init_from {config.init_from!r} has {'one' if separate else 'two'}"
+        loaded = Tokenizers(made(1).tokenizer, made(0).tokenizer) if separate else made(0, 1)
+    if two_rows and separate != (loaded.source is not None):
+        count = "one vocabulary" if separate else "two vocabularies"
+        rule = f"init_from {config.init_from!r} has {count}"
         raise DataError(f"vocabulary is {'separate' if separate else 'shared'!r}: {rule}")
-    tokenizer = with_special_tokens(given.tokenizer, names)
+    tokenizer = with_special_tokens(loaded.tokenizer, names)
     if not two_rows:
         tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
-    return Tokenizers(tokenizer, given.source)
+    return Tokenizers(tokenizer, loaded.source)
 
 
 def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
-    """Return the pairs of the training part and of the held-out one, and all bytes."""
+    """Return the training pairs, the held-out pairs, and all bytes."""
     task = config.task
     assert isinstance(task, Seq2SeqTask | PrefixTask)
     train, content = read_pairs(config, "data", config.data, task.targets)
@@ -179,14 +180,14 @@ def _read(config: TrainConfig) -> tuple[list[Pair], list[Pair], bytes]:
             raise DataError(f"val_targets is {task.val_targets!r}: needs val_data")
         return *split_held_out(config, train, "pairs"), content
     if (task.targets is None) != (task.val_targets is None):
-        rule = f"must be given with val_data exactly where targets is, which is {task.targets!r}"
+        rule = f"must be set with val_data if and only if targets is, which is {task.targets!r}"
         raise DataError(f"val_targets is {task.val_targets!r}: {rule}")
     val, more = read_pairs(config, "val_data", config.val_data, task.val_targets)
     return train, val, content + more
 
 
 def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], bytes]:
-    """Return the lines of a file, blank ones among them, and its bytes."""
+    """Return the lines of a file, including blank ones, and its bytes."""
     if not Path(data).is_file():
         rule = f"must be a file, which task {config.task.kind!r} reads line by line"
         raise DataError(f"{name} is {data!r}: {rule}")
@@ -198,7 +199,7 @@ def read_lines(config: TrainConfig, name: str, data: str) -> tuple[list[str], by
 
 
 def _check_none_blank(found: Sequence[str], data: str) -> None:
-    """Raise DataError for a line without text: it may be one of two that belong together."""
+    """Raise DataError for a blank line: dropping it would misalign parallel files."""
     for number, line in enumerate(found, start=1):
         if not line.strip():
             raise DataError(f"{data}, line {number}: it is empty")
@@ -211,9 +212,9 @@ def read_pairs(
     targets: str | None,
     rule: str = "must be a source, one tab and a target",
 ) -> tuple[list[Pair], bytes]:
-    """Return the pairs of a file of lines "source TAB target", or of two parallel files.
+    """Return the pairs of a file with lines "source TAB target", or of two parallel files.
 
-    DataError names the file and the line that is wrong, or files of different length.
+    DataError names the file and line that is wrong, or the files if their lengths differ.
     """
     sources, content = read_lines(config, name, data)
     _check_none_blank(sources, data)
@@ -221,7 +222,7 @@ def read_pairs(
         others, more = read_lines(config, name.replace("data", "targets"), targets)
         _check_none_blank(others, targets)
         if len(sources) != len(others):
-            rule = "parallel files have as many lines"
+            rule = "parallel files must have the same number of lines"
             raise DataError(f"{data} has {len(sources)} lines, {targets} has {len(others)}: {rule}")
         places = (f"{data}, line {number}" for number in range(1, len(sources) + 1))
         found = zip(sources, others, places, strict=True)

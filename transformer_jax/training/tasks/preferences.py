@@ -1,8 +1,9 @@
-"""Read pairs of answers to a prompt, of which one is preferred.
+"""Preference data: pairs of answers to a prompt, one of which is preferred.
 
-A line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}: all texts, or all
-lists of messages {"role": ..., "content": ...} as in conversations, the answers then of the
-assistant. Messages are written as `chat` writes them; an answer of plain text ends with <eos>.
+Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. All three are
+strings, or all are lists of messages {"role": ..., "content": ...} as in conversations, with
+answers from the assistant. Messages are encoded as in `chat`; an answer of plain text ends with
+<eos>.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from transformer_jax.values import short_repr
 FIELDS = "prompt", "chosen", "rejected"
 
 PROMPT_HAS = "the prompt has"
-"""How an error about a prompt begins."""
+"""Start of an error about a prompt."""
 
 
 @short_repr
 class Pair(NamedTuple):
-    """Hold a prompt and two answers: texts, or lists of messages."""
+    """A prompt and two answers: strings, or lists of messages."""
 
     where: str
     prompt: str | Messages
@@ -59,36 +60,37 @@ class Pair(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Say whether all three are texts."""
+        """Whether all three are strings."""
         return isinstance(self.prompt, str)
 
     @property
     def texts(self) -> list[str]:
-        """Return all that it says."""
+        """Return all texts of the pair."""
         parts = self.prompt, self.chosen, self.rejected
-        said = [[p] if isinstance(p, str) else [m["content"] for m in p] for p in parts]
-        return [text for texts in said for text in texts]
+        parts_of = [[p] if isinstance(p, str) else [m["content"] for m in p] for p in parts]
+        return [text for texts in parts_of for text in texts]
 
 
 class Preferences(RowsTask):
-    """Train on pairs of answers."""
+    """Pairs of answers to learn a preference from."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> None:
         train, val, content = read_objects(config, "pairs", _pair)
-        pairs, held = ([pair for _, pair in part] for part in (train, val))
+        pairs, val_pairs = ([pair for _, pair in part] for part in (train, val))
         if tokenizers is None:
             texts = [
-                [text for pair in part for text in pair.texts] for part in ([*pairs, *held], pairs)
+                [text for pair in part for text in pair.texts]
+                for part in ([*pairs, *val_pairs], pairs)
             ]
             tokenizers = Tokenizers(line_tokenizer(config, *texts))
         tokenizer = tokenizers.tokenizer
         templates = isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates
-        messages = not all(pair.is_text for pair in (*pairs, *held))
+        messages = not all(pair.is_text for pair in (*pairs, *val_pairs))
         assert isinstance(config.task, PreferenceTask)
         if config.task.messages not in (None, messages):
-            rule = f"the data has {'messages' if messages else 'texts alone'}"
+            rule = f"the data has {'messages' if messages else 'only texts'}"
             raise ConfigError(f"messages is {config.task.messages}: {rule}")
         config = replace(config, task=replace(config.task, messages=messages))
         if messages and not templates:
@@ -100,35 +102,35 @@ class Preferences(RowsTask):
             tokenizer, self.end = tokenizer_of_talks(
                 tokenizer, f"{talk.where}: chosen", [*talk.prompt, *talk.chosen]
             )
-        if any(pair.is_text for pair in (*pairs, *held)):
+        if any(pair.is_text for pair in (*pairs, *val_pairs)):
             tokenizer = with_end(tokenizer, special_ids(tokenizer)["eos"])
         tokenizers = Tokenizers(tokenizer)
         config = with_vocabulary(config, tokenizers, vocab_size)
-        self.pairs = held
-        rows = [_rows(config, tokenizer, part) for part in (pairs, held)]
+        self.pairs = val_pairs
+        rows = [_rows(config, tokenizer, part) for part in (pairs, val_pairs)]
         super().__init__(config, tokenizers, sha256_of(content), *rows)
 
     def described(self) -> str:
-        """Return how many rows there are, how long they are, and what ends an answer."""
+        """Describe the number and length of the rows, and what ends an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
-        """Return the first held-out prompts and what the model answers."""
+        """Return the first held-out prompts with the model's answers."""
         lines = []
         for number, pair in enumerate(self.pairs[:SHOWN]):
             tokens = self.config.sample_tokens
-            said = answer_messages(
+            answer = answer_messages(
                 self.config, self.tokenizers, params, pair.prompt, number, tokens, PROMPT_HAS
             )
-            asked = [("prompt", pair.prompt)]
+            messages = [("prompt", pair.prompt)]
             if not isinstance(pair.prompt, str):
-                asked = [(m["role"], m["content"]) for m in pair.prompt]
-            lines += [*(f"{role}: {text}" for role, text in asked), f"answer: {said}"]
+                messages = [(m["role"], m["content"]) for m in pair.prompt]
+            lines += [*(f"{role}: {text}" for role, text in messages), f"answer: {answer}"]
         return "\n".join(lines)
 
 
 def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
-    """Say whether a run's prompts are messages; one that does not say so has roles for them."""
+    """Whether a run's prompts are messages; the tokenizer decides if the task does not."""
     if task.messages is not None:
         return task.messages
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -137,7 +139,7 @@ def reads_messages(task: PreferenceTask, tokenizer: Tokenizer) -> bool:
 
 
 def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> Rows:
-    """Lay out a pair a row: the chosen answer after its prompt, then the rejected one."""
+    """Lay out one pair per row: the prompt with the chosen answer, then with the rejected one."""
     both = []
     for pair in pairs:
         found = list[tuple[np.ndarray, int]]()
@@ -149,7 +151,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
                 turn = located(where, message_turn, tokenizer, [*pair.prompt, *answer])
             ids = np.concatenate(turn)
             if not len(turn.prompt):
-                raise DataError(f"{pair.where}: prompt has no tokens: there must be one to answer")
+                raise DataError(f"{pair.where}: prompt has no tokens: must have at least one")
             check_known(config.model.vocab_size, tokenizer, where, ids)
             check_lengths(config, {f"{pair.where}, {name}": len(ids) - 1})
             found.append((ids, len(turn.prompt)))
@@ -173,23 +175,23 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
 
 
 def _pair(where: str, read: Json) -> Pair:
-    """Return the pair of a line; DataError says what is wrong with it."""
+    """Return the pair of a line; DataError states what is wrong with it."""
     if not isinstance(read, dict) or any(name not in read for name in FIELDS):
         lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
         rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'
         raise DataError(f"{where}: lacks {', '.join(lacks)}: {rule}")
-    given = [read[name] for name in FIELDS]
-    values: list[str | Messages] = [value for value in given if isinstance(value, str)]
-    if len(values) < len(given):
+    fields = [read[name] for name in FIELDS]
+    values: list[str | Messages] = [value for value in fields if isinstance(value, str)]
+    if len(values) < len(fields):
         values = []
-        for name, value in zip(FIELDS, given, strict=True):
+        for name, value in zip(FIELDS, fields, strict=True):
             if not isinstance(value, list) or not value:
-                rule = "all must be texts, or all lists of messages"
+                rule = "all three must be strings, or all lists of messages"
                 raise DataError(f"{where}: {name} is {value!r:.60}: {rule}")
             messages = check_messages(f"{where}, {name}", value)
             if name != "prompt" and [message["role"] for message in messages] != ["assistant"]:
-                raise DataError(f"{where}: {name}: must be one message of the assistant")
+                raise DataError(f"{where}: {name}: must be one message from the assistant")
             values.append(messages)
     if read["chosen"] == read["rejected"]:
-        raise DataError(f"{where}: chosen and rejected are the same: there is nothing to learn")
+        raise DataError(f"{where}: chosen and rejected are equal: there is nothing to learn")
     return Pair(where, *values)

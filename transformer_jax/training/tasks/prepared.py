@@ -1,4 +1,4 @@
-"""Train on the next token of prepared folders, which are read while a run goes on."""
+"""Next-token training on prepared folders, which are read during the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_jax.training.data import ShortText, random_starts
 from transformer_jax.training.prepared import (
     DocumentRows,
     PartRows,
-    Prefetched,
+    Prefetcher,
     RowReader,
     WindowRows,
     own_rows,
@@ -41,11 +41,11 @@ from transformer_jax.training.tasks.task import (
 )
 
 _EVAL_STREAM = 2**62
-"""The `step` whose rows an evaluation on random batches reads: no training step has it."""
+"""`step` number that selects the rows of an evaluation; no training step has it."""
 
 
 class PreparedText(TrainingTask):
-    """Train on windows of prepared folders, or on their documents."""
+    """Windows or documents of prepared folders."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PreparedText(TrainingTask):
     ) -> None:
         task = config.task
         if not isinstance(task, LanguageTask):
-            fail("task", task.kind, f"reads files, data is the prepared folder {folders[0]}")
+            fail("task", task.kind, f"reads files, but data is the prepared folder {folders[0]}")
         if task.documents not in (None, "prepared"):
             fail("documents", task.documents, "data is a prepared folder: must be prepared or None")
         if config.tokenizer not in (TrainConfig.tokenizer, "pretrained"):
@@ -64,19 +64,19 @@ class PreparedText(TrainingTask):
         train = [open_corpus(folder) for folder in folders]
         held_out = train
         if config.val_data is not None:
-            named = prepared_folders(config.val_data)
-            if not named:
-                rule = "must be a prepared folder, as data is"
+            val_folders = prepared_folders(config.val_data)
+            if not val_folders:
+                rule = "must be a prepared folder, like data"
                 raise DataError(f"val_data is {config.val_data!r}: {rule}")
-            held_out = [open_corpus(folder) for folder in named]
+            held_out = [open_corpus(folder) for folder in val_folders]
         corpora = [*train, *(corpus for corpus in held_out if corpus not in train)]
         check_same_tokenizer(corpora)
         self.tokenizers = Tokenizers(corpora[0].tokenizer)
-        if tokenizers is not None:  # a model to start from, or a run, has its own
+        if tokenizers is not None:  # of the initial model, or of a resumed run
             own = with_special_tokens(tokenizers.tokenizer, ["eos"])
             if own.to_json() != corpora[0].tokenizer.to_json():
                 model = config.init_from or config.out
-                rule = f"has another tokenizer than {model}: prepare it with `tokenizer={model}`"
+                rule = f"its tokenizer differs from {model}: prepare it with `tokenizer={model}`"
                 raise ConfigError(f"data is {str(corpora[0].path)!r}: {rule}")
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         for corpus in corpora:
@@ -87,11 +87,11 @@ class PreparedText(TrainingTask):
         self.rows = tuple(self._rows(part, whole=False) for part in self.parts)
         self.val_rows = tuple(self._rows(part, whole=True) for part in self.val_parts)
         self.tokens_per_step = config.accumulation * config.batch_size * config.sequence_len
-        self.place = jax.device_put  # while other steps are computed
-        self._ahead: Prefetched | None = None
+        self.place = jax.device_put  # overlaps with the computation of other steps
+        self._ahead: Prefetcher | None = None
 
     def _rows(self, part: Part, whole: bool) -> PartRows:
-        """Return the rows of a part; DataError where there is none."""
+        """Return the rows of a part; raises DataError if there are none."""
         task, length = self.config.task, self.config.sequence_len
         assert isinstance(task, LanguageTask)
         rows: PartRows = WindowRows(part, length, whole)
@@ -106,20 +106,20 @@ class PreparedText(TrainingTask):
     def inputs(
         self, step: int, process_index: int | None = None, process_count: int | None = None
     ) -> Batch:  # leaves [A, B / P, T]
-        """Return the rows of a step that belong to a process, this one where none is named.
+        """Return the rows of a step that belong to a process, by default this one.
 
-        Those of this process are read ahead, and are on its devices.
+        Rows of this process are read ahead, and are on its devices.
         """
         if process_index is not None and process_count is not None:
             found: Batch = self.steps((process_index, process_count))[step]
             return found
         if self._ahead is None:
             assert self.place is not None
-            self._ahead = Prefetched(self.steps(_this_process()), self.place)
+            self._ahead = Prefetcher(self.steps(_this_process()), self.place)
         return self._ahead(step)
 
     def steps(self, process: tuple[int, int]) -> grain.MapDataset:
-        """Return the `grain.MapDataset` of what each step reads in a process, of so many."""
+        """Return the inputs of each step in a process, (index, count), as a `grain.MapDataset`."""
         config = self.config
         order = row_order([len(rows) for rows in self.rows], config.seed, config.data_weights)
         size = config.accumulation, config.batch_size
@@ -130,7 +130,7 @@ class PreparedText(TrainingTask):
     ) -> Iterator[Batch]:  # leaves [B / P, T]
         """Yield the held-out rows in order, or `eval_batches` random batches of them.
 
-        Of each batch, those that belong to a process, this one where none is named.
+        Each batch contains the rows that belong to a process, by default this one.
         """
         config, counts = self.config, [len(rows) for rows in self.val_rows]
         total, size = sum(counts), config.batch_size
@@ -144,13 +144,13 @@ class PreparedText(TrainingTask):
         process = _this_process()
         if process_index is not None and process_count is not None:
             process = process_index, process_count
-        own, read = own_rows(size, process), RowReader(self.val_rows)
-        for batch in batches[:, own]:
-            folder = np.searchsorted(first, batch, "right") - 1  # of an empty row -1
+        here, read = own_rows(size, process), RowReader(self.val_rows)
+        for batch in batches[:, here]:
+            folder = np.searchsorted(first, batch, "right") - 1  # -1 for an empty row
             yield read(np.stack([folder, batch - first[folder]], axis=-1))
 
     def described(self) -> str:
-        """Return how much there is to read, folder by folder."""
+        """Describe the amount of data in each folder."""
         parts = ", ".join(
             f"{part.folder}: {part.tokens:,} tokens in {len(rows):,} rows"
             for part, rows in zip(self.parts, self.rows, strict=True)
@@ -159,20 +159,22 @@ class PreparedText(TrainingTask):
         return f"{parts}; {held_out:,} tokens held out, {self.tokens_per_step:,} in a step"
 
     def per_character(self, loss: float) -> tuple[float, str]:
-        """Return the loss a character or byte, each document with one for its end."""
+        """Return the loss per character or byte; the end of each document counts as one."""
         if isinstance(plain(self.tokenizers.tokenizer), ByteTokenizer):
             return loss, "byte"
         task, parts = self.config.task, self.val_parts
         labels = sum(part.tokens - 1 for part in parts)
         if isinstance(task, LanguageTask) and task.documents is not None:
-            labels -= sum(part.documents for part in parts if part.begins)  # each one's first
+            labels -= sum(
+                part.documents for part in parts if part.begins
+            )  # the first token of each document
         characters = sum(part.characters + part.documents for part in parts)
         return loss * labels / characters, "character"
 
     sample = write_sample
 
     def documents(self) -> list[np.ndarray]:
-        """Return the training parts, for a model that counts: it needs all of it in memory."""
+        """Return the training parts, in memory, for a model that counts."""
         found = []
         for part in self.parts:
             tokens = np.empty(part.tokens, part.dtype)

@@ -1,4 +1,4 @@
-"""Say what the training loop needs of a task; only `preference` it knows by name."""
+"""Interface between the training loop and a task; the loop special-cases only `preference`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 Inputs: TypeAlias = Batch | np.ndarray
-"""The data of a step: its micro-batches, or the places where its windows start, i32[A, B]."""
+"""Data of a step: its micro-batches, or the starts of its windows, i32[A, B]."""
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Take how many examples are decoded, from 0 on, and how many there are."""
+"""Callback for the number of decoded examples, from 0 on, and the total."""
 
 
 @short_repr
 class Tokenizers(NamedTuple):
-    """Hold a run's tokenizer, and that of the sources where they have one of their own."""
+    """Tokenizer of a run, and the tokenizer of the sources if it is a different one."""
 
     tokenizer: Tokenizer
     source: Tokenizer | None = None
@@ -53,96 +53,93 @@ class Tokenizers(NamedTuple):
 
 @value_class
 class Learner:
-    """Say what is trained in the place of the config's model, and by what loss."""
+    """Parameters and loss that are trained instead of the config's model."""
 
     fresh: Callable[[jax.Array], Params]
-    """Makes the parameters of step 0 of a key."""
+    """Create the parameters of step 0 from a key."""
     loss: Loss
     """`loss(params, batch, key) -> (mean, weight)`, f32[] each, as `batch_loss` returns it."""
     scores: Callable[..., jax.Array]
-    """`scores(params, batch) -> f32[3]`: summed loss, the weights it is over, and the sum of what
-    counts as accuracy: of labels those that are likeliest."""
+    """`scores(params, batch) -> f32[3]`: summed loss, summed weights, and summed accuracy (for
+    labels, the number of correct predictions)."""
 
 
 class TrainingTask:
-    """Hold the examples of a task, and judge what a model makes of them.
+    """Examples of a task, and the evaluation of a model on them.
 
-    A step's inputs become micro-batches by `prepare(*resident, inputs)`, on the device; `prepare`
-    is hashable, and equal ones share their compiled programs.
+    On the device, `prepare(*resident, inputs)` converts a step's inputs to micro-batches. `prepare`
+    must be hashable, and equal values share compiled programs.
     """
 
     config: TrainConfig
-    """The run's, with the sizes of the model that follow from the data."""
+    """Config of the run, with model sizes that follow from the data."""
     tokenizers: Tokenizers
     sha256: str
-    """Of all that was read."""
+    """Hash of all data that was read."""
     tokens_per_step: int
-    """Tokens of the longest step, padding included; of pairs, the targets alone."""
+    """Tokens of the longest step, including padding; for pairs, only those of the targets."""
     prepare: Callable[..., Batch] = staticmethod(as_given)
     resident: tuple[np.ndarray, ...] = ()
     """Arrays of the training part that stay on the device."""
     held_out: tuple[np.ndarray, ...] = ()
     """Arrays of the held-out part that stay on the device."""
     learner: Learner | None = None
-    """Parameters and a loss that are trained instead of those of `config.model`; None trains the
-    model."""
+    """Trained instead of `config.model`; None trains the model."""
     place: Callable[[Batch], Batch] | None = None
-    """Of a task that reads batches ahead, and in each process the rows of this one alone: what
-    brings them to where the loop needs them. None: the loop places what `inputs` returns."""
+    """Function that puts a batch on the devices, for a task that reads ahead, and in each process
+    only its own rows. If None, the loop places the result of `inputs`."""
 
     @cached_property
     def model(self) -> AnyModel:
-        """The model of `config`, or as `edited` changes it: what `sample` and `judge` run."""
+        """Model of `config`, possibly edited, which `sample` and `judge` run."""
         return build(self.config.model)
 
     def edited(self, edit: Mapping[str, Edit]) -> Self:
-        """Return the task with a model that is edited, as `model.edited` does it."""
+        """Return the task with an edited model; see `model.edited`."""
         task = copy(self)
         task.model = self.model.edited(edit)
         return task
 
     def inputs(self, step: int) -> Inputs:
-        """Return what step `step`, from 0 on, reads, from the run's seed and the step alone."""
+        """Return the inputs of step `step` (from 0), a function of the run's seed and the step."""
         raise NotImplementedError
 
     def evaluation(self) -> Iterable[Inputs]:
-        """Yield what an evaluation reads, a batch at a time, the same every time."""
+        """Yield the batches of an evaluation, the same every time."""
         raise NotImplementedError
 
     def described(self) -> str:
-        """Return a line about the examples."""
+        """Describe the examples on one line."""
         raise NotImplementedError
 
     def per_character(self, loss: float) -> tuple[float, str] | None:
-        """Return a loss in nats of a unit that does not depend on the tokenizer, and the unit.
+        """Return a loss in nats per unit that does not depend on the tokenizer, and the unit.
 
-        None where the labels are not all tokens of a text.
+        Returns None if the labels are not all tokens of a text.
         """
         return None
 
     def sample(self, params: Params) -> str:
-        """Return a few examples of what the model makes of held-out ones, as text."""
+        """Return a few held-out examples with the model's output, as text."""
         raise NotImplementedError
 
     def judge(self, params: Params, report: Report | None = None) -> dict[str, float]:
-        """Return what the held-out examples come to once they are decoded.
-
-        Nothing where the held-out loss says it all.
+        """Return metrics of the decoded held-out examples; empty if the held-out loss suffices.
 
         Args:
-            params: of the model.
-            report: is told on the way how many examples are decoded, where many are.
+            params: parameters of the model.
+            report: receives the number of decoded examples, if there are many.
         """
         return {}
 
     def documents(self) -> Sequence[np.ndarray]:
-        """Return the sequences of the training part, for a model that counts."""
+        """Return the token sequences of the training part, for a model that counts."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class LoadsExamples(Protocol):
-    """Settings of a task that `load` their own examples, as those of your own do."""
+    """Settings of a task that load its examples, such as those of a custom task."""
 
     def load(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -150,15 +147,15 @@ class LoadsExamples(Protocol):
         """Return the examples of a run, as `training.tasks.load_task` does.
 
         Args:
-            config: of the run.
-            tokenizers: of a run that goes on, or of the model it starts from; else None.
-            vocab_size: more ids than the tokenizer's; None is the tokenizer's.
+            config: config of the run.
+            tokenizers: tokenizers of a resumed run or of the initial model, or None.
+            vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
         """
         ...
 
 
 class ReadsNumbers(Protocol):
-    """Settings of a task whose examples are numbers, which a file may hold: `reads_numbers`."""
+    """Settings of a task whose examples are numbers from a file (`reads_numbers`)."""
 
     def load_file(self, config: TrainConfig, tokenizers: Tokenizers, path: str) -> TrainingTask:
         """Return the examples of a file, all of them held out."""
@@ -172,7 +169,7 @@ class ReadsNumbers(Protocol):
 
 
 class RowsTask(TrainingTask):
-    """Serve a task whose examples are rows: all but windows of a text and prepared folders."""
+    """Base class of tasks whose examples are rows (all except text windows and prepared data)."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers, sha256: str, train: Rows, val: Rows
@@ -197,7 +194,7 @@ class RowsTask(TrainingTask):
             yield self.val.step(seed, step, 1, size).first()
 
     def described(self) -> str:
-        """Return how many rows there are, and how long they are."""
+        """Describe the number and length of the rows."""
         parts = ", ".join(
             f"{count:,} of {bucket.tokens.shape[1]} tokens"
             for count, bucket in zip(self.train.counts, self.train.buckets, strict=True)
@@ -206,7 +203,7 @@ class RowsTask(TrainingTask):
         return f"rows: {parts}; {held_out:,} held out; {self.train.labels:,} labels"
 
     def documents(self) -> list[np.ndarray]:
-        """Return the sequences of all rows: what is read, and the label of its end."""
+        """Return the token sequences of all rows, each with its last label."""
         found = []
         for bucket in self.train.buckets:
             segments = bucket.segments
@@ -224,15 +221,15 @@ class RowsTask(TrainingTask):
 def with_vocabulary(
     config: TrainConfig, tokenizers: Tokenizers, vocab_size: int | None, **changes: FieldValue
 ) -> TrainConfig:
-    """Return the config with the sizes of a model that reads and writes these tokenizers' ids.
+    """Return the config with the vocabulary sizes of these tokenizers.
 
-    A model to start from keeps its own, but for the special tokens that its tokenizer did not have.
+    An initial model keeps its sizes, except for special tokens that its tokenizer did not have.
 
     Args:
-        config: of the run.
-        tokenizers: of its data.
-        vocab_size: more ids than the tokenizer's; None is the tokenizer's.
-        **changes: more fields of the model with other values.
+        config: config of the run.
+        tokenizers: tokenizers of its data.
+        vocab_size: a vocabulary larger than the tokenizer's; None is the tokenizer's.
+        **changes: other fields of the model to change.
 
     Raises:
         ConfigError: if `vocab_size` is below the tokenizer's.
@@ -243,7 +240,8 @@ def with_vocabulary(
         published = isinstance(tokenizer, PretrainedTokenizer)  # it may know more than its model
         changes["vocab_size"] = model.vocab_size if published else max(needed, model.vocab_size)
     elif vocab_size is not None and vocab_size < needed:
-        raise ConfigError(f"vocab_size is {vocab_size}: the tokenizer has {needed} tokens")
+        rule = f"must be at least {needed}, the number of tokens of the tokenizer"
+        raise ConfigError(f"vocab_size is {vocab_size}: {rule}")
     else:
         changes["vocab_size"] = needed if vocab_size is None else vocab_size
     separate = isinstance(config.task, Seq2SeqTask) and config.task.vocabulary == "separate"
@@ -255,16 +253,16 @@ def with_vocabulary(
 
 
 def split_held_out(config: TrainConfig, found: list[T], what: str) -> tuple[list[T], list[T]]:
-    """Return the examples to train on, and the last ones, which are held out."""
+    """Split off the last examples, which are held out."""
     cut = int(len(found) * (1 - config.val_fraction))
     if not 0 < cut < len(found):
-        rule = "must have one for training and one held out at least"
+        rule = "must have at least one for training and one held out"
         raise DataError(f"data is {config.data!r}: {len(found)} {what}: {rule}")
     return found[:cut], found[cut:]
 
 
 def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
-    """Raise DataError for the first example that has more tokens than a sequence may have."""
+    """Raise DataError for the first example that is longer than a sequence may be."""
     for where, size in sizes.items():
         if size > config.sequence_len:
             limit = "max_len" if config.context is None else "context"
@@ -272,47 +270,48 @@ def check_lengths(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             raise DataError(f"{where}: {size} tokens: {rule}")
 
 
-def located(where: str, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """Return `work(*given)`; its DataError begins with where the text stands that it read."""
+def located(where: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `work`, and prefix its DataError with the location of the data."""
     try:
-        return work(*given, **named)
+        return work(*args, **kwargs)
     except DataError as error:
-        # it was located already, further in
+        # an inner call has already added the location
         if str(error).startswith(where):
             raise
         raise DataError(f"{where}: {error}") from None
 
 
 def known_sources(config: TrainConfig) -> int:
-    """Return how many tokens of a source, or of a prompt, the model has."""
+    """Return the size of the model's vocabulary for sources and prompts."""
     return config.model.source_vocab_size or config.model.vocab_size
 
 
-def check_known(known: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
-    """Raise DataError for the first of these ids that is not below `known`, the model's number."""
+def check_known(vocab_size: int, tokenizer: Tokenizer, where: str, *parts: np.ndarray) -> None:
+    """Raise DataError for the first id that is not below `vocab_size`, that of the model."""
     for ids in parts:
-        if len(ids) and ids.max() >= known:
-            i = int(ids[np.argmax(ids >= known)])
+        if len(ids) and ids.max() >= vocab_size:
+            i = int(ids[np.argmax(ids >= vocab_size)])
             text = shown(tokenizer.to_bytes([i]).decode(errors="replace"))
-            raise DataError(f"{where}: has token {i}, {text}: the model has {known} tokens")
+            raise DataError(f"{where}: has token {i}, {text}: the model has {vocab_size} tokens")
 
 
 def check_has(tokenizer: Tokenizer, *names: str) -> None:
-    """Raise DataError for the first of these special tokens that a tokenizer does not have."""
+    """Raise DataError for the first of these special tokens that a tokenizer lacks."""
     for name in names:
         if name not in special_ids(tokenizer):
-            known = f"name it as {name}_token in tokenizer_config.json, if there is one"
-            rule = known if name in ROLES else "the model was not trained with one"
+            rule = "the model was not trained with one"
+            if name in ROLES:
+                rule = f"set {name}_token in tokenizer_config.json, if there is one"
             raise DataError(f"the tokenizer has no {name} token: {rule}")
 
 
 def encode_line(tokenizer: Tokenizer, text: str, where: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a text; the DataError of one that has none begins with where it stands."""
+    """Return the ids of a text; a DataError begins with the location `where`."""
     return located(where, encode_text, tokenizer, text)
 
 
 def sha256_of(*parts: bytes) -> str:
-    """Return the hash of several contents, one after the other."""
+    """Return the hash of several contents, concatenated."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)

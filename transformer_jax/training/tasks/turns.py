@@ -1,7 +1,7 @@
-"""Write prompts and answers as ids, in one way for rows, samples, evaluation and generation.
+"""Token ids of prompts and answers, identical in rows, samples, evaluation and generation.
 
-What a model learns to answer is what it is prompted with afterwards: a row is the ids of the
-prompt, as they are without an answer, and then those of the answer, all of which are learnt.
+A model is prompted with the same ids that it was trained on: a row consists of the prompt, encoded
+as if it had no answer, and the answer, all of whose ids are learned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformer_jax.values import short_repr
 ROLES = "system", "user", "assistant"
 
 BESIDE_CONTENT = "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"
-"""Fields of a message in which an assistant says more than its content."""
+"""Fields of an assistant's message that add to its content."""
 
 _REMEDY = "change the file, or the chat_template of the tokenizer"
 
@@ -41,14 +41,14 @@ Messages: TypeAlias = Sequence[Message]
 
 @short_repr
 class Turn(NamedTuple):
-    """Hold what is read, and what is learnt after it."""
+    """A prompt, which is only read, and the answer, which is learned."""
 
     prompt: np.ndarray  # i32[n]
     answer: np.ndarray  # i32[m]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i32[n]
-    """Return the ids of a text or of messages, up to where the answer begins."""
+    """Return the ids of a text or of messages, up to the start of the answer."""
     if isinstance(prompt, str):
         return _ids(frame(tokenizer).first, encode_text(tokenizer, prompt))
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -62,12 +62,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> np.ndarray:  # i
 
 
 def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
-    """Return a text and the one that goes on with it, up to the token of its end.
+    """Encode a text and its continuation, which ends with <eos>.
 
     Args:
-        tokenizer: with an "eos" among its special tokens.
-        prompt: the text that is read.
-        answer: the one that goes on with it, and is learnt.
+        tokenizer: has "eos" among its special tokens.
+        prompt: text that is only read.
+        answer: continuation that is learned.
     """
     encode = partial(encode_text, tokenizer)
     before, after = encode_answer(encode, prompt, prompt + answer)
@@ -76,110 +76,112 @@ def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
 
 
 def source_ids(tokenizer: Tokenizer, source: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a source and of the separator, after which its target is learnt."""
+    """Return the ids of a source and the separator, after which its target is learned."""
     return _ids(prompt_ids(tokenizer, source), [special_ids(tokenizer)["sep"]])
 
 
 def target_ids(tokenizer: Tokenizer, target: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a target after its separator, and of its end."""
-    own = encode_text(tokenizer, target, begins=False)
-    return _ids(own, [special_ids(tokenizer)["eos"]])
+    """Return the ids of a target, which follows a separator and ends with <eos>."""
+    ids = encode_text(tokenizer, target, begins=False)
+    return _ids(ids, [special_ids(tokenizer)["eos"]])
 
 
 def message_turn(tokenizer: Tokenizer, messages: Messages) -> Turn:
-    """Return messages, and the last of them, the assistant's, as the answer to the others.
+    """Encode messages; the last one, from the assistant, is the answer to the others.
 
-    By a chat template, the answer is all that it writes after what it asks for one with, and <eos>
-    where that ends with no token that ends a text. Some templates cut an answer, as those that
-    drop its reasoning: its content is learnt whole.
+    With a chat template, the answer is everything that it writes after the generation prompt, plus
+    <eos> if that does not end with a token that ends a text. If a template shortens an answer, for
+    example by dropping its reasoning, the full content is learned.
 
     Args:
-        tokenizer: with a chat template, or with the special tokens of messages.
+        tokenizer: has a chat template, or special tokens for roles.
         messages: `{"role": ..., "content": ...}`, at least one.
 
     Raises:
-        DataError: if the template does not write the answer after the others, or changes it or
-            the messages that it answers.
+        DataError: if the template does not write the answer after the other messages, or changes
+            the answer or the messages that it answers.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         prompt, answer = _templated(tokenizer, messages)
-        ended = _last(tokenizer, answer) in tokenizer.stop_ids
+        ended = _last_visible_id(tokenizer, answer) in tokenizer.stop_ids
         return Turn(prompt, answer if ended else _ids(answer, [special_ids(tokenizer)["eos"]]))
     for field in BESIDE_CONTENT:
         if messages[-1].get(field):
-            raise DataError(f"has {field}, which is not read without a chat template: remove it")
-    own = encode_text(tokenizer, messages[-1]["content"], begins=False)
-    return Turn(prompt_ids(tokenizer, messages[:-1]), _ids(own, [special_ids(tokenizer)["eos"]]))
+            raise DataError(f"has {field}, which needs a chat template: remove it")
+    return Turn(
+        prompt_ids(tokenizer, messages[:-1]), target_ids(tokenizer, messages[-1]["content"])
+    )
 
 
 def _templated(tokenizer: PretrainedTokenizer, messages: Messages) -> Turn:
     *before, last = messages
     if not before:
-        raise DataError("is the assistant's: a chat template needs one before it, to be answered")
+        raise DataError("is from the assistant: a chat template needs a message before it")
     prompt = tokenizer.chat(before, add_generation_prompt=True)
     write = partial(tokenizer.chat, add_generation_prompt=False)
     written = whole = write(messages)
-    given: str = last["content"]
-    # a letter that is nowhere else shows where the content goes, and what stands around it
-    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + given)
+    content: str = last["content"]
+    # a character that occurs nowhere else shows where the content goes, and what surrounds it
+    mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in prompt + written + content)
     marked = write([*before, {**last, "content": mark}])
     around = marked.split(mark)
     if len(around) > 2:
-        rule = f"writes its content {shown(given)} {len(around) - 1} times"
+        rule = f"writes its content {shown(content)} {len(around) - 1} times"
         raise DataError(f"the chat template {rule}: {_REMEDY}")
-    if len(around) == 1 or written != given.join(around):
-        start = _shared(written, marked)
-        end = len(written) - _shared(written[start:][::-1], marked[start:][::-1])
-        places = (found.span() for found in _loosely(given).finditer(written))
+    if len(around) == 1 or written != content.join(around):
+        start = _common_prefix(written, marked)
+        end = len(written) - _common_prefix(written[start:][::-1], marked[start:][::-1])
+        places = (found.span() for found in _loose_pattern(content).finditer(written))
         if not any(first <= start and end <= stop for first, stop in places):
-            found, letters = written[len(around[0]) : len(written) - len(around[-1])], iter(given)
+            found, letters = written[len(around[0]) : len(written) - len(around[-1])], iter(content)
             is_cut = len(around) == 2 and written == found.join(around)
-            if not is_cut or not all(letter in letters for letter in found):  # in this order
-                rule = f"writes its content {shown(given)} as {shown(found)}"
+            # whether `found` is a subsequence of the content
+            if not is_cut or not all(letter in letters for letter in found):
+                rule = f"writes its content {shown(content)} as {shown(found)}"
                 raise DataError(f"the chat template {rule}: {_REMEDY}")
-            whole = given.join(around)
+            whole = content.join(around)
     for field in BESIDE_CONTENT:
         if not (value := last.get(field)):
             continue
         lost = write([*before, {k: v for k, v in last.items() if k != field}]) == written
-        if lost or (isinstance(value, str) and not _loosely(value).search(written)):
-            rule = f"does not write its {field} as the file has it"
+        if lost or (isinstance(value, str) and not _loose_pattern(value).search(written)):
+            rule = f"does not write its {field} unchanged"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     for number in range(len(before), 0, -1):
-        role, content = before[number - 1]["role"], before[number - 1].get("content")
+        role, text = before[number - 1]["role"], before[number - 1].get("content")
         if role == "assistant":
             break
-        if role not in ("system", "user") or not isinstance(content, str):
+        if role not in ("system", "user") or not isinstance(text, str):
             continue
-        other = {**before[number - 1], "content": mark}  # another message may say the same
+        other = {**before[number - 1], "content": mark}  # another message may have the same text
         others = [*before[: number - 1], other, *before[number:]]
         is_dropped = tokenizer.chat(others, add_generation_prompt=True) == prompt
-        if is_dropped or not _loosely(content).search(prompt):
-            rule = f"does not write message {number}, {shown(content)}, as the file has it"
+        if is_dropped or not _loose_pattern(text).search(prompt):
+            rule = f"does not write message {number}, {shown(text)}, unchanged"
             raise DataError(f"the chat template {rule}: {_REMEDY}")
     if not whole.startswith(prompt):
-        at = _shared(prompt, whole)
-        rule = f"the chat template asks for it with {shown(prompt[at:])}, and writes it after "
-        rule += f"{shown(whole[at:])}: must write it after what it asks with"
-        raise DataError(f"{rule} (let the content begin with that, or change the template)")
+        at = _common_prefix(prompt, whole)
+        rule = f"prompts for it with {shown(prompt[at:])}, but writes it after {shown(whole[at:])}"
+        remedy = "begin the content with the prompt, or change the template"
+        raise DataError(f"the chat template {rule}: {remedy}")
     encode = partial(tokenizer.encode, special_tokens=False)
     return Turn(*encode_answer(encode, prompt, whole))
 
 
-def _shared(one: str, two: str) -> int:
-    """Return how many letters two texts begin with alike."""
+def _common_prefix(one: str, two: str) -> int:
+    """Return the length of the common prefix of two strings."""
     pairs = enumerate(zip(one, two, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
-def _loosely(content: str) -> re.Pattern[str]:
-    """Return a pattern of a content: templates set spaces around it, and around its reasoning."""
+def _loose_pattern(content: str) -> re.Pattern[str]:
+    """Return a pattern for a content that allows spaces around it, and around its reasoning."""
     parts = ["", *re.split("(</?think>)", content), ""]
     return re.compile(r"\s*".join(re.escape(part.strip()) for part in parts))
 
 
-def _last(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
-    """Return the last id that is more than space."""
+def _last_visible_id(tokenizer: PretrainedTokenizer, answer: np.ndarray) -> int | None:
+    """Return the last id whose text is not white space."""
     return next((int(i) for i in answer[::-1] if tokenizer.to_bytes([i]).strip()), None)
 
 
@@ -188,7 +190,7 @@ def _ids(*parts: Sequence[int] | np.ndarray) -> np.ndarray:  # i32[n]
 
 
 def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Turn]:
-    """Return each turn of the assistant after all that is before it; a DataError names it."""
+    """Return each assistant turn, with all messages before it as prompt; a DataError names it."""
     found = []
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant":
@@ -200,10 +202,11 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a run on messages such as these, and a line about what is learnt.
+    """Return the tokenizer of a run on messages like these, and a line about what is learned.
 
-    The token that its chat template ends an answer with ends a text from now on, and the time that
-    the template may write is the run's start. DataError where nothing ends an answer.
+    The token with which its chat template ends an answer becomes the end of a text, and the time
+    that the template may write is fixed at the start of the run. Raises DataError if nothing ends
+    an answer.
     """
     if not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates):
         return tokenizer, None
@@ -212,19 +215,19 @@ def tokenizer_of_talks(
     ):
         tokenizer = replace(tokenizer, now=time_of_first())
     last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
-    probe = [*messages[:last], {"role": "assistant", "content": "a"}]  # is no token of its own
+    probe = [*messages[:last], {"role": "assistant", "content": "a"}]  # "a" is not a special token
     chat_ids = partial(tokenizer.chat_ids, add_generation_prompt=False, written="parse")
     whole = located(f"{where}: message {last + 1}", chat_ids, probe)
-    learnt, end = _last(tokenizer, whole), special_ids(tokenizer).get("eos")
+    last_id, end = _last_visible_id(tokenizer, whole), special_ids(tokenizer).get("eos")
     lines = []
     if any("endgeneration" in text for _, text in tokenizer.chat_templates):
-        rule = "are not read: all of an answer and its end is learnt"
+        rule = "are ignored: every answer is learned in full, with its end"
         lines.append(f"the chat template's marks {{% generation %}} {rule}")
-    if learnt is not None and tokenizer.is_added(learnt):
-        return with_end(tokenizer, learnt), "; ".join(lines) or None
+    if last_id is not None and tokenizer.is_added(last_id):
+        return with_end(tokenizer, last_id), "; ".join(lines) or None
     if end is None:
-        rule = "ends no turn of the assistant, and tokenizer_config.json has no eos_token"
+        rule = "does not end assistant turns, and tokenizer_config.json has no eos_token"
         raise DataError(f"the chat template {rule}: nothing would end an answer")
     name = shown(tokenizer.decode([end]))
-    lines.insert(0, f"the chat template ends no turn of the assistant: {name} is learnt after each")
+    lines.insert(0, f"the chat template does not end assistant turns: {name} is learned after each")
     return with_end(tokenizer, end), "; ".join(lines)
