@@ -1,4 +1,4 @@
-"""The rows of the table: what a run may train, by which optimizer, on which task."""
+"""Rows of the table: combinations of model, optimizer and task."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ ENCODER, BOTH = replace(MIXED, kind="encoder"), replace(MIXED, kind="encoder-dec
 
 @dataclass(frozen=True)
 class Case:
-    """One row: the fields of its run that are not those of `RUN`."""
+    """One row: the fields of its run that differ from `RUN`."""
 
     changes: Mapping[str, Any]
     from_base: bool = False
-    """The run starts from the one that `base` trains."""
+    """Whether the run starts from the one that `base` trains."""
     updates: bool = False
-    """Compare the optimizer's updates for drawn gradients: for the gradients of two layouts, which
-    differ by rounding, an optimizer that steps by a sign may differ in full steps."""
+    """Compare the optimizer's updates for random gradients: the gradients of two layouts differ by
+    rounding, so an optimizer that steps by a sign may differ by full steps."""
     evaluated: bool = False
-    """Compare the loss of held-out examples too."""
+    """Also compare the loss of held-out examples."""
     rounded: bool = False
-    """Parameters are rounded at random: compare the numbers of the first step alone."""
+    """Parameters are rounded stochastically: compare only the numbers of the first step."""
 
 
 def of_model(model: ModelConfig = DENSE, **changes: Any) -> Case:
@@ -91,7 +91,7 @@ def of_optimizer(optimizer: Any, **changes: Any) -> Case:
 PACKED, PADDED = LanguageTask(documents="lines"), LanguageTask(documents="lines", packed=False)
 
 CASES: dict[str, Case] = {
-    # tasks, all with experts, so that padding and packed rows are the router's too
+    # tasks, all with experts, so that the router also gets padding and packed rows
     "task language, windows": of_task(LanguageTask()),
     "task language, packed documents": of_task(PACKED),
     "task language, padded documents": of_task(PADDED),
@@ -225,7 +225,7 @@ CASES: dict[str, Case] = {
 
 
 def run(folder: Path, case: Case, scan: bool) -> TrainConfig:
-    """Return the config of a case's run on one device; ConfigError if it is refused."""
+    """Return the config of a case's run on one device; raises ConfigError if it is rejected."""
     data = dict(
         language="text.txt", masked="text.txt", seq2seq="pairs.tsv", prefix="pairs.tsv",
         classify="classes.tsv", chat="chat.jsonl", preference="answers.jsonl",
@@ -253,7 +253,7 @@ def run(folder: Path, case: Case, scan: bool) -> TrainConfig:
 
 @cache
 def base(folder: Path) -> str:
-    """Train the model that others start from, and return its folder."""
+    """Train the model that other cases start from, and return its folder."""
     config = TrainConfig(
         model=MIXED, task=PACKED, data=str(folder / "text.txt"), out=str(folder / "base"), steps=1,
         batch_size=8, sample_tokens=0, eval_batches=1, warmup_steps=0,
@@ -263,7 +263,7 @@ def base(folder: Path) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """Write the files that the tasks read: texts of many lengths, so that rows are padded."""
+    """Write the data files, with texts of many lengths, so that rows are padded."""
     pairs = list(zip(LINES, reversed(LINES), strict=True))
     files = {
         "text.txt": LINES,

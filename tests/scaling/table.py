@@ -1,11 +1,11 @@
-"""Train everything scanned and over meshes of eight devices, and compare with one device.
+"""Comparison of scanned and sharded training, on meshes of eight devices, with one device.
 
     python -m tests.scaling                                      # prints the table
-    python -m tests.scaling --results cells.jsonl --only task    # a part at a time
+    python -m tests.scaling --results cells.jsonl --only task    # one part at a time
     python -m tests.scaling --results cells.jsonl --write docs/reference/scaling_matrix.md
 
-Cells that the file of results has already are not run again. The page leaves out rows of
-which nothing was run, and says of a cell that it was not.
+Cells that are already in the results file are not rerun. The page omits rows without any result,
+and marks cells that were not run.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ COLUMNS: dict[str, tuple[bool, dict[str, int] | None]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run came to."""
+    """Result of a run."""
 
     start: dict[str, np.ndarray]
-    """The parameters of step 0, by the names of a looped stack."""
+    """Parameters of step 0, with the names of a looped stack."""
     numbers: dict[str, list[float]]
     params: dict[str, np.ndarray]
-    """The parameters after the last step that is compared."""
+    """Parameters after the last compared step."""
 
 
 def by_name(params: Any) -> dict[str, np.ndarray]:
@@ -65,7 +65,7 @@ def by_name(params: Any) -> dict[str, np.ndarray]:
 
 
 def measured(case: Case, config: TrainConfig, given: Any = None) -> tuple[Measured, Any]:
-    """Take the steps of a run from `given` parameters of a looped stack, or from fresh ones."""
+    """Run the steps from the `given` parameters of a looped stack, or from new ones."""
     start = None if config.init_from is None else start_model(config.init_from)
     data = load_task(config, None if start is None else start.tokenizers)
     own = Run(data, RunFolder(Path(config.out)))
@@ -94,7 +94,7 @@ def measured(case: Case, config: TrainConfig, given: Any = None) -> tuple[Measur
 
 
 def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
-    """Take real steps for their losses, and others whose gradients are drawn for their updates."""
+    """Compare losses of real steps, and updates of steps with random gradients."""
     numbers: dict[str, list[float]] = {"losses": [], "gradient norms": []}
     fresh = jax.tree.map(jnp.copy, state)
     for step in range(STEPS):
@@ -106,7 +106,7 @@ def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
     def drawn(step: int) -> dict[str, np.ndarray]:
         rng, size = np.random.default_rng(step), [0.1, 1.0, 5.0][step]
         found = {}
-        for name, leaf in looped.items():  # one layer's gradient is far larger in the last step
+        for name, leaf in looped.items():  # one layer gets a far larger gradient in the last step
             outlier = 50 if step == 2 and "/block_0/" in name else 1
             found[name] = size * outlier * rng.standard_normal(leaf.shape).astype(np.float32)
         return found
@@ -140,7 +140,7 @@ def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
 
 
 def compare(found: Measured, wanted: Measured) -> None:
-    """Assert that two runs came to the same, to 1e-5; updates, of the largest of all."""
+    """Assert that two runs agree to 1e-5; updates, relative to the largest of all."""
     for what, numbers in wanted.numbers.items():
         np.testing.assert_allclose(found.numbers[what], numbers, rtol=NEAR, err_msg=what)
         assert np.isfinite(numbers).all() and min(numbers) > 0, (what, numbers)
@@ -148,7 +148,7 @@ def compare(found: Measured, wanted: Measured) -> None:
     largest = max((float(np.abs(x).max()) for x in updates.values()), default=0.0)
     for name, update in updates.items():
         error = np.abs(found.params[name] - found.start[name] - update).max()
-        spacing = np.spacing(np.abs(wanted.params[name]).max())  # of what the update is taken from
+        spacing = np.spacing(np.abs(wanted.params[name]).max())  # updates are differences
         assert error <= NEAR * largest + 2 * spacing, (
             f"update of {name}: {error:.3g} of {largest:.3g}"
         )
@@ -156,13 +156,13 @@ def compare(found: Measured, wanted: Measured) -> None:
 
 @cache
 def looped(name: str, folder: Path) -> tuple[Measured, Any]:
-    """Return what a case comes to on one device, in a loop."""
+    """Return the result of a case on one device, with a looped stack."""
     case = CASES[name]
     return measured(case, run(folder, case, scan=False))
 
 
 def cell(name: str, column: str, folder: Path) -> str:
-    """Return "yes", or "no: " and the message with which the run is refused."""
+    """Return "yes", or "no: " and the message that rejects the run."""
     case, (scan, sizes) = CASES[name], COLUMNS[column]
     try:
         config = run(folder, case, scan)
@@ -203,7 +203,7 @@ def main() -> None:
                 continue
             try:
                 said = cells[name, column] = cell(name, column, folder)
-            except Exception as error:  # a cell says so, and the rest goes on
+            except Exception as error:  # recorded in the cell, and the rest continues
                 failed += 1
                 tell(f"{name}, {column}: {type(error).__name__}: {str(error)[:600]}")
                 if arguments.traceback:

@@ -1,10 +1,11 @@
-"""Draw tokenizers, chat templates and texts, and hold rows of answers against transformers.
+"""Fuzzing of answer rows against transformers, with random tokenizers, templates and texts.
 
     python -m tests.training.fuzz_answers --minutes 1 --seed 0
 
-A prompt has the tokens of transformers; an answer has those of the whole after them, or, where
-these do not begin with the prompt's, other ones of the same text. What transformers cannot render,
-does not write after the prompt, or changes, is refused; what it cuts is learnt whole.
+A prompt has the tokens of transformers. An answer has the remaining tokens of the whole text or, if
+that does not begin with the prompt's tokens, other tokens of the same text. A conversation that
+transformers cannot render, does not write after the prompt, or changes must be rejected. An answer
+that it shortens is learned in full.
 """
 
 import argparse
@@ -157,13 +158,13 @@ def draw_library(rng):
 
 
 def words(rng):
-    """Return a text of a few words, which may begin or end with a space."""
+    """Return a text of a few words, possibly with a space at either end."""
     ends = [str(rng.choice(["", "", " "])) for _ in range(2)]
     return ends[0] + " ".join(str(w) for w in rng.choice(WORDS, rng.integers(1, 5))) + ends[1]
 
 
 def said(rng):
-    """Return an answer, which may begin with its reasoning."""
+    """Return an answer, possibly with reasoning at the start."""
     if rng.random() < 0.5:
         return words(rng)
     begin, space = (str(rng.choice(ends)) for ends in (["", "\n", "a "], ["", "\n", "\n\n", " "]))
@@ -172,7 +173,7 @@ def said(rng):
 
 
 def loose(text):
-    """Return a text without the spaces around it and around its reasoning."""
+    """Return a text without spaces around it and around its reasoning."""
     return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
 
 
@@ -182,7 +183,7 @@ def same(what, found, wanted):
 
 
 def check(rng, folder):
-    """Draw a case and check it; return what it was, and raise AssertionError where it is wrong."""
+    """Draw and check a case; return its description, or raise AssertionError if it is wrong."""
     import transformers
 
     library, kind = draw_library(rng)
@@ -214,21 +215,21 @@ def check(rng, folder):
             given = dict(tokenize=False)
             base = other.apply_chat_template(talk[:at], **given)
             prompt = other.apply_chat_template(talk[:at], add_generation_prompt=True, **given)
-            for cut in (dict(), dict(whole=True)):  # which a template that cuts asks for
+            for cut in (dict(), dict(whole=True)):  # for templates that shorten answers
                 whole = other.apply_chat_template(talk[: at + 1], **given, **cut)
                 tail = whole[len(commonprefix([base, whole])) :]  # noqa: RUF071
                 if is_there := loose(talk[at]["content"]) in loose(tail):
                     break
             if name == "ChatML without answers":  # "a" is in "assistant"
                 is_there = not loose(talk[at]["content"])
-        except Exception:  # the template's own
+        except Exception:  # raised by the template
             refused = True
             continue
         wanted.append((prompt, whole))
         read_before = [m for m in talk[:at] if m["role"] != "assistant"]
         refused |= not whole.startswith(prompt) or not is_there
         refused |= any(loose(m["content"]) not in loose(prompt) for m in read_before)
-        for i in range(at):  # what is dropped may stand in another message
+        for i in range(at):  # dropped text may occur in another message
             if roles[i] != "assistant" and "assistant" not in roles[i:at]:
                 changed = [*talk[:i], talk[i] | dict(content="\ue000"), *talk[i + 1 : at]]
                 after = other.apply_chat_template(changed, add_generation_prompt=True, **given)
@@ -260,7 +261,7 @@ def check(rng, folder):
             assert len(answer) - len(rest) in (0, 1), what
         else:
             found, text = read([*before, *answer]), read(everything)
-            if any(mark.lstrip or mark.rstrip for mark in marks):  # of the prompt's spaces too
+            if any(mark.lstrip or mark.rstrip for mark in marks):  # also strips the prompt's spaces
                 found, text = ("".join(one.split()) for one in (found, text))
             rule = f"{what}: {found!r}, transformers has {text!r}"
             assert text in (found, found.removesuffix("</s>")), rule
@@ -280,7 +281,7 @@ def check(rng, folder):
 
 
 def fuzz(seed, cases=None, seconds=float("inf")):
-    """Check cases; return how many there were, and what failed with its seed."""
+    """Check cases; return their number, and the failures with their seeds."""
     failed, number, end = [], 0, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         while number != cases and time.monotonic() < end:

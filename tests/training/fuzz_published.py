@@ -1,10 +1,10 @@
-"""Draw tokenizers, models and texts, and hold the rows of tasks against those of `transformers`.
+"""Fuzzing of task rows against `transformers`, with random tokenizers, models and texts.
 
     python -m tests.training.fuzz_published --minutes 5 --seed 0
 
-A case is a tokenizer of a family and a small random model, saved by `transformers` as a folder. Of
-many texts the rows are compared id by id, and what a row's ids are as text; of a few, the loss or
-the probabilities. The tokenizer that `convert` writes is read by `transformers` again.
+A case is a tokenizer of some family and a small random model, saved by `transformers` as a folder.
+For many texts, the rows are compared id by id and as decoded text; for a few, also the loss or the
+probabilities. `transformers` then reads the tokenizer that `convert` writes.
 """
 
 import argparse
@@ -52,7 +52,7 @@ LABELS = "down", "up"
 
 
 def text(rng, longest=23):
-    """Draw a text that is no special token, and not empty."""
+    """Draw a text that is not empty and not a special token."""
     while True:
         found = "".join(rng.choice(LETTERS, rng.integers(1, longest)))
         if found.strip() and not any(mark in found for mark in SPECIAL):
@@ -71,7 +71,7 @@ def around(tokenizer, template):
 
 
 def merges(rng):
-    """Draw merges of byte letters, each of two tokens that there are."""
+    """Draw merges of byte letters, each of two existing tokens."""
     vocabulary, pairs = byte_letters(*ANGLES), []
     plain = [*"abcdefgthe", "\u0120"]
     for _ in range(rng.integers(0, 23)):
@@ -174,7 +174,7 @@ def check_classes(rng, config, tokenizers, tokenizer, texts):
 
 
 def check_hidden(config, start, params, tokenizer, model, rows):
-    """Compare the classes where the model has a head for two, else its first hidden state."""
+    """Compare the classes if the model has a head with two classes, else its first hidden state."""
     batch = padded([row for _, row in rows], True)
     given = tokenizer([pair.target for pair, _ in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
@@ -193,7 +193,7 @@ def check_hidden(config, start, params, tokenizer, model, rows):
 
 
 def check_written(rng, tokenizers, tokenizer, vocab_size, folder):
-    """Compare the tokenizer that is written for `transformers` with the one that was given."""
+    """Compare the tokenizer written for `transformers` with the original."""
     files, _ = tokenizer_files(tokenizers.tokenizer, vocab_size)
     folder.mkdir()
     for name, content in files.items():
@@ -207,7 +207,7 @@ def check_written(rng, tokenizers, tokenizer, vocab_size, folder):
 
 
 def case(seed, texts=300):
-    """Check one tokenizer and one model; AssertionError shows what differs."""
+    """Check one tokenizer and one model; AssertionError shows the difference."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     family = FAMILIES[rng.integers(len(FAMILIES))]

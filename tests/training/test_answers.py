@@ -1,4 +1,4 @@
-"""Targets that a trained model writes are those that the full pass over them says."""
+"""Decoding of targets against the full forward pass."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ SMALL = dict(d_model=12, num_heads=2, num_layers=2, max_len=13, init_std=0.5, ti
 
 
 def untrained(task, model, names, seed=4):
-    """Return a run of a fresh model with weights large enough to write various targets."""
+    """Return a run of a new model with weights large enough to generate various targets."""
     tokenizer = with_special_tokens(CharTokenizer("abcd"), names)
     config = TrainConfig(task=task, model=model, context=13)
     return config, Tokenizers(tokenizer), init_params(model, jax.random.key(seed))
@@ -37,7 +37,7 @@ def untrained(task, model, names, seed=4):
 def likeliest(config, params, sources, prompts, written):
     """Return the likeliest token after each token of prompts and targets, by one full pass."""
     rows = [[*prompt, *target] for prompt, target in zip(prompts, written, strict=True)]
-    width = min(max(map(len, rows)), 13)  # the last token that fits is written, and not read
+    width = min(max(map(len, rows)), 13)  # the last token that fits is generated but not read
     tokens = np.array([(row + [0] * width)[:width] for row in rows])
     given = {}
     if len(prompts[0]) == 1:
@@ -79,8 +79,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("causal")
 @pytest.mark.parametrize("name", CASES)
-def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
-    """Sources of different length, side by side, with a cache or a state."""
+def test_batched_targets_match_full_forward(name):
+    """Sources of different lengths in one batch, with a cache or a state."""
     config, tokenizers, params = untrained(*CASES[name])
     ids = special_ids(tokenizers.tokenizer)
     sources = [tokenizers.tokenizer.encode(source) for source in SOURCES]
@@ -91,7 +91,7 @@ def test_targets_written_in_a_batch_are_those_of_a_full_pass(name):
     written = generate(*begun, **named).rows()
     likely = likeliest(config, params, sources, prompts, written)
     for row, prompt, target in zip(likely, prompts, written, strict=True):
-        limit = 13 if two_rows else 14 - len(prompt)  # whatever stands in the other rows
+        limit = 13 if two_rows else 14 - len(prompt)  # regardless of the other rows
         said = row[len(prompt) - 1 :]
         assert np.array_equal(said[: len(target)], target)
         assert len(target) == limit or said[len(target)] == ids["eos"]
@@ -107,7 +107,7 @@ WITH_BEAMS = {
     "recurrent decoder": (PrefixTask(), ONE_ROW, ["sep", "eos"]),
 }  # fmt: skip
 VARIOUS = {"recurrent": 3, "rope": 1}
-"""Seeds of models that write various targets."""
+"""Seeds of models that generate various targets."""
 MANY = ["a", "bcd", "abcdabcdabcd", "dcbaa", "bb", "cadbcad", "abcdabcdabc"]
 
 
@@ -115,8 +115,8 @@ MANY = ["a", "bcd", "abcdabcdabcd", "dcbaa", "bb", "cadbcad", "abcdabcdabc"]
 @pytest.mark.long_except("recurrent decoder-None")
 @pytest.mark.parametrize("num_tokens", [None, 5])
 @pytest.mark.parametrize("name", WITH_BEAMS)
-def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tokens, monkeypatch):
-    """Sources of 1 to 12 letters, the last batch filled up; two have room for 1 and 2 tokens."""
+def test_beam_answers_do_not_depend_on_batch(name, num_tokens, monkeypatch):
+    """Sources of 1 to 12 letters, with a padded last batch; two have room for 1 and 2 tokens."""
     monkeypatch.setattr(answers, "BATCH", 3)
     config, tokenizers, params = untrained(*WITH_BEAMS[name], seed=VARIOUS.get(name, 4))
     told = []
@@ -133,7 +133,7 @@ def test_answers_of_beams_do_not_depend_on_the_batch_they_stand_in(name, num_tok
 
 
 @pytest.mark.slow
-def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
+def test_sources_of_one_bucket_share_one_search_program(monkeypatch):
     monkeypatch.setattr(answers, "BATCH", 3)
     run = untrained(
         PrefixTask(), ModelConfig(vocab_size=6, **SMALL | dict(d_model=10)), ["sep", "eos"]
@@ -145,8 +145,8 @@ def test_sources_of_one_bucket_share_the_program_of_their_search(monkeypatch):
 
 
 @pytest.mark.long
-def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
-    """Its loss is that of dictionaries of counts: here, of letters that follow in a circle."""
+def test_ngram_model_is_counted_in_one_step(tmp_path):
+    """The loss matches dictionaries of counts, here for letters in a cycle."""
     (tmp_path / "text.txt").write_text("abcd" * 200)
     config = TrainConfig(
         task=LanguageTask(), model=NgramConfig(order=3), data=str(tmp_path / "text.txt"),
@@ -162,8 +162,8 @@ def test_an_n_gram_model_is_counted_in_one_step_of_the_same_loop(tmp_path):
 
 
 @pytest.mark.long
-def test_a_model_of_documents_begins_and_ends_them_as_it_learnt(tmp_path, capsys):
-    """Every document is "ab" or "bca": the first letter decides the rest, and where it ends."""
+def test_document_model_begins_and_ends_documents_as_trained(tmp_path, capsys):
+    """Every document is "ab" or "bca": the first letter determines the rest and the end."""
     (tmp_path / "text.txt").write_text("ab\nbca\n" * 90)
     out = str(tmp_path / "run")
     config = TrainConfig(

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run, without a model: processes, devices, progress, trackers."""
+"""Infrastructure of a run without a model: processes, devices, progress, trackers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.fixture
 def world(monkeypatch):
-    """Three processes, one after the other: what the first broadcasts is what the others get."""
+    """Three simulated processes, one after the other; the others get the broadcast of the first."""
     found = SimpleNamespace(index=0, told=None, met=[])
 
     def broadcast(value):
@@ -58,7 +58,7 @@ def world(monkeypatch):
     return found
 
 
-def test_the_first_process_works_and_all_raise_its_error(world):
+def test_first_process_works_and_all_raise_its_error(world):
     done = []
     for world.index in range(3):
         found = processes.by_first(lambda: done.append(world.index) or "made")
@@ -93,11 +93,11 @@ def test_the_first_process_works_and_all_raise_its_error(world):
     np.testing.assert_array_equal(processes.gathered_here(np.arange(2)), [0, 1] * 3)
     processes.wait_for_all("finished")
     assert world.met == ["finished"] and not processes.is_first()
-    with pytest.raises(ConfigError, match=r"mesh is None: there are 3 processes with \d+ devices"):
+    with pytest.raises(ConfigError, match=r"mesh is None: 3 processes with \d+ devices"):
         make_placement(None)
 
 
-def test_one_process_asks_nobody():
+def test_single_process_does_not_communicate():
     assert processes.is_first() and processes.by_first(lambda: 5) == 5
     assert processes.any_process(True) is True and processes.any_process(False) is False
     assert processes.gathered_here(tree := [1]) is tree and processes.wait_for_all("x") is None
@@ -108,14 +108,14 @@ MATRICES = {
     "value": ("fsdp", "tensor", None), "out": ("tensor", None, "fsdp"),
     "up": ("fsdp", "tensor"), "gate": ("fsdp", "tensor"), "down": ("tensor", "fsdp"),
 }  # fmt: skip
-"""Of docs/meshes.md: the axes of a mesh that split a matrix, by the module."""
+"""From docs/meshes.md: the mesh axes that split each module's matrix."""
 TABLES = {
     "tokens": ("tensor", "fsdp"), "source_tokens": ("tensor", "fsdp"),
     "output": ("tensor", "fsdp"), "positions": (None, "fsdp"), "target_positions": (None, "fsdp"),
 }  # fmt: skip
 
 
-def test_each_parameter_is_split_as_the_documentation_says():
+def test_parameters_are_split_as_documented():
     sizes = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 3}
     for module, axes in MATRICES.items():
         path, shape = ("decoder", "block_0", "attention", module), (24, 8, 16)[: len(axes)]
@@ -137,7 +137,7 @@ def test_each_parameter_is_split_as_the_documentation_says():
         assert parameter_spec((name, "embed", "tokens"), (24, 8), sizes) == P()
 
 
-def test_a_mesh_of_one_device_places_rows_and_parameters():
+def test_mesh_of_one_device_places_rows_and_parameters():
     placement = make_placement(MeshConfig())
     names = "data", "fsdp", "tensor", "expert"
     assert dict(placement.mesh.shape) == dict.fromkeys(names, 1)
@@ -162,7 +162,7 @@ def test_a_mesh_of_one_device_places_rows_and_parameters():
         make_placement(MeshConfig(data=2))
 
 
-def test_lines_of_progress_are_twenty_with_the_time_that_is_left(monkeypatch, capsys):
+def test_progress_prints_twenty_lines_with_time_left(monkeypatch, capsys):
     clock = itertools.count(100, 3)
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     lines = Lines()
@@ -180,7 +180,7 @@ def test_lines_of_progress_are_twenty_with_the_time_that_is_left(monkeypatch, ca
     assert progress._clock(3723.4) == "1:02:03" and progress._clock(59.6) == "1:00"
 
 
-def test_a_bar_shows_the_last_step_and_ten_in_a_second(monkeypatch):
+def test_bar_shows_last_step_and_ten_updates_per_second(monkeypatch):
     now = iter([1.0, 1.05, 1.2, 1.21, 1.25])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     bar = Bar()
@@ -201,7 +201,7 @@ def test_a_bar_shows_the_last_step_and_ten_in_a_second(monkeypatch):
     assert "a [bold]line[/bold]\n" in bar._bar.console.file.getvalue()
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_notebook(monkeypatch):
+def test_progress_is_bar_on_terminal_and_lines_in_notebook(monkeypatch):
     terminal = SimpleNamespace(isatty=lambda: True, write=lambda text: None, flush=lambda: None)
     monkeypatch.setattr(sys, "stdout", terminal)
     assert type(progress.progress_for_output()) is Bar
@@ -214,7 +214,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_notebook(monkeypatch):
     assert type(progress.progress_for_output()) is Lines
 
 
-def test_trackers_are_told_the_numbers_and_one_that_fails_is_left_out(monkeypatch, tmp_path):
+def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
     calls = []
 
     def recorder(name, fails=None):
@@ -263,7 +263,7 @@ def test_trackers_are_told_the_numbers_and_one_that_fails_is_left_out(monkeypatc
         check_trackers(("trackio", "wandb"))
 
 
-def test_a_profile_is_from_its_first_step_to_its_last(monkeypatch, tmp_path):
+def test_profile_covers_first_to_last_step(monkeypatch, tmp_path):
     events = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: events.append(folder))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
@@ -282,7 +282,7 @@ def test_a_profile_is_from_its_first_step_to_its_last(monkeypatch, tmp_path):
         assert events == ([] if 3 not in steps else [tmp_path / "profile", "stop"])
 
 
-def test_a_batch_of_tokens_that_stands_out_is_kept_as_text_too(tmp_path):
+def test_spike_batch_of_tokens_is_also_saved_as_text(tmp_path):
     spikes = Spikes(2.0, tmp_path)
     tokens = np.array([[[0, 1, 2]], [[2, 2, 0]]], np.int32)
     labels = tokens[..., ::-1]
@@ -308,7 +308,7 @@ def head(count: int, labels: tuple[str, ...] | None, **changes) -> StartModel:
     return StartModel(model, Tokenizers(CharTokenizer("ab")), lambda scan: {}, labels)
 
 
-def test_a_head_is_taken_over_in_the_order_of_the_run_s_classes(monkeypatch):
+def test_reused_head_follows_class_order_of_run(monkeypatch):
     kernel, bias = np.arange(12.0).reshape(4, 3), np.array([5.0, 6.0, 7.0])
     params = {"embed": {"tokens": np.ones((7, 4))}, "classifier": {"kernel": kernel, "bias": bias}}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -323,7 +323,7 @@ def test_a_head_is_taken_over_in_the_order_of_the_run_s_classes(monkeypatch):
     same = [5.0, 6.0, 7.0]
     assert taken(("x", "y", "z"), head(3, ("x", "y", "z"))) == (same, [])
     assert taken(("z", "x", "y"), head(3, ("x", "y", "z"))) == ([7.0, 5.0, 6.0], [])
-    assert taken(("z", "x", "y"), head(3, None)) == (same, [])  # without names, as they come
+    assert taken(("z", "x", "y"), head(3, None)) == (same, [])  # unnamed classes keep their order
     for form in ("LABEL_{}", "{}"):
         mixed = tuple(form.format(i) for i in (2, 0, 1))
         assert taken(mixed, head(3, None)) == ([7.0, 5.0, 6.0], [])
@@ -337,7 +337,7 @@ def test_a_head_is_taken_over_in_the_order_of_the_run_s_classes(monkeypatch):
     np.testing.assert_array_equal(ordered["embed"]["tokens"], params["embed"]["tokens"])
 
 
-def test_classes_of_a_published_model_have_the_names_of_its_config():
+def test_published_classes_have_names_from_config():
     model = head(2, None).config
     for names, wanted in (
         ({"0": "no", "1": "yes"}, ("no", "yes")), ({"0": "LABEL_0", "1": "LABEL_1"}, None),
@@ -350,7 +350,7 @@ def test_classes_of_a_published_model_have_the_names_of_its_config():
     assert initial._published_labels(MODEL, folder) is None
 
 
-def test_adapters_begin_beside_a_base_that_stays(monkeypatch):
+def test_adapters_start_next_to_frozen_base(monkeypatch):
     rng = np.random.default_rng(3)
     kernel = lambda *shape: {"kernel": rng.standard_normal(shape).astype(np.float32)}  # noqa: E731
     block = {"query": kernel(6, 2, 3), "out": kernel(2, 3, 6)}
@@ -389,8 +389,8 @@ def test_adapters_begin_beside_a_base_that_stays(monkeypatch):
         base.load(lacking, key)
 
 
-def test_the_only_step_of_an_ngram_counts():
-    """Of order 1: (c - d) / N + d K / (N V), K of V kinds seen, d = n1 / (n1 + 2 n2)."""
+def test_only_step_of_ngram_counts():
+    """For order 1: (c - d) / N + d K / (N V), with K of V tokens seen and d = n1 / (n1 + 2 n2)."""
     text = np.array([0, 1, 1, 2, 3, 3, 3, 0, 4], np.int32)
     task = TrainingTask()
     task.config = TrainConfig(model=NgramConfig(vocab_size=6, order=1), steps=1)
@@ -412,4 +412,4 @@ def test_the_only_step_of_an_ngram_counts():
     assert [float(number) for number in zeros] == [0.0] * 4
     batch = Batch(tokens[0], labels[0])
     scores = programs.eval_step(found.params, batch)
-    np.testing.assert_allclose(scores, [nats.sum(), 3, 1], rtol=1e-5)  # 3 is the likeliest
+    np.testing.assert_allclose(scores, [nats.sum(), 3, 1], rtol=1e-5)  # 3 is the most likely

@@ -1,4 +1,4 @@
-"""The loss of a batch in chunks of its logits is that of all at once, for every transformer."""
+"""Chunked loss of a batch against the loss of all logits at once, for every transformer."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def batch_of(name, rng):
 @pytest.mark.slow
 @pytest.mark.long_except("encoder-decoder")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
+def test_chunked_loss_matches_full_loss(name, rng):
     """Loss, weight and gradients, with dropout, smoothing and z-loss; the oracle has no chunks."""
     config, given = MODELS[name], batch_of(name, rng)
     params = init_params(config, jax.random.key(1))
@@ -74,8 +74,8 @@ def test_a_loss_in_chunks_is_that_of_all_logits_at_once(name, rng):
 @pytest.mark.slow
 @pytest.mark.long_except("decoder")
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_in_chunks_are_those_of_all_logits_at_once(name, rng, monkeypatch):
-    """Also where the length is no multiple of a chunk."""
+def test_chunked_scores_match_full_scores(name, rng, monkeypatch):
+    """Includes lengths that are not a multiple of the chunk."""
     config, given = MODELS[name], batch_of(name, rng)
     params = init_params(config, jax.random.key(1))
     whole = jax.jit(batch_scores(config))(params, given)
@@ -88,7 +88,7 @@ def test_scores_in_chunks_are_those_of_all_logits_at_once(name, rng, monkeypatch
     assert float(parts(params, given)[2]) == float(whole[2])
 
 
-def test_logits_that_would_be_large_are_taken_in_chunks():
+def test_large_logits_are_computed_in_chunks():
     assert chosen_chunk(8, 256, 1000) == 256  # 2 M logits
     rows, length, vocab = 8, 1024, 50_257
     assert rows * length * vocab > LOGITS_AT_ONCE
@@ -97,18 +97,18 @@ def test_logits_that_would_be_large_are_taken_in_chunks():
     assert chosen_chunk(1, 512, 10**6) == 512
 
 
-def test_chunks_are_of_one_length_and_larger_on_an_accelerator(monkeypatch):
-    assert chosen_chunk(12, 256, 50_257) == 64  # four times, not three of 85 and the last of one
+def test_chunks_have_equal_length_and_are_larger_on_accelerators(monkeypatch):
+    assert chosen_chunk(12, 256, 50_257) == 64  # four equal chunks, not three of 85 and one of 1
     monkeypatch.setattr(batch, "platform", lambda: "gpu")
     assert chosen_chunk(32, 1024, 50_304) == 147  # seven chunks, 237 M logits each
     assert chosen_chunk(1, 4096, 10**6) == TOKENS_OF_CHUNK  # more than 2**28 logits
 
 
-def test_a_router_is_told_of_the_padding_of_what_it_reads():
+def test_router_gets_padding_mask_of_its_input():
     source, target = np.array([[1, 1, 0]], bool), np.array([[1, 0]], bool)
     pair = batch.Batch(np.zeros((1, 2)), np.zeros((1, 2)), valid=target, source_valid=source)
     logits = jnp.zeros((1, 3, 4)), jnp.zeros((1, 2, 4))
     assert batch._router_mask(pair, True, "encoder-decoder", logits[0]).tolist() == source.tolist()
     assert batch._router_mask(pair, False, "encoder-decoder", logits[1]).tolist() == target.tolist()
     assert batch._router_mask(pair, True, "encoder", logits[1]).tolist() == target.tolist()
-    assert batch._router_mask(pair, True, "encoder", logits[0]) is None  # it reads other tokens
+    assert batch._router_mask(pair, True, "encoder", logits[0]) is None  # has other tokens

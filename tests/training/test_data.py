@@ -1,4 +1,4 @@
-"""Text, tokenizers and windows against their own definitions, spelled out in plain Python."""
+"""Text, tokenizers and windows against their definitions in plain Python."""
 
 import errno
 import hashlib
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NASTY = "a\0b\ufeffc\r\nd\té\u0301\u200f\u05d0\u202e\U0001f469\u200d\U0001f469\U0010ffff\n\n  x"
 ENGLISH = "The cat sat on the mat, and the dog sat on the cat. " * 31
-ANY = st.characters(exclude_categories=())  # lone surrogates too
+ANY = st.characters(exclude_categories=())  # including lone surrogates
 BPE = BPETokenizer.train(ENGLISH, 269)
 
 
@@ -51,7 +51,7 @@ def small(path, **changes) -> TrainConfig:
 @example("a\ud800b")
 @given(st.text(ANY))
 @settings(max_examples=300, deadline=None)
-def test_any_text_comes_back_from_bytes_and_from_bpe(text):
+def test_byte_and_bpe_tokenizers_round_trip_any_text(text):
     try:
         expected = text.encode()
     except UnicodeEncodeError:
@@ -65,7 +65,7 @@ def test_any_text_comes_back_from_bytes_and_from_bpe(text):
 
 @given(st.text(ANY, min_size=1))
 @settings(max_examples=300, deadline=None)
-def test_a_char_tokenizer_gives_its_own_text_back(text):
+def test_char_tokenizer_round_trips_training_text(text):
     tokenizer = CharTokenizer.train(text)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
@@ -73,7 +73,7 @@ def test_a_char_tokenizer_gives_its_own_text_back(text):
     assert tokenizer.to_bytes(ids) == text.encode("utf-8", "surrogatepass")
 
 
-def test_a_nasty_text_comes_back_through_the_file_of_every_tokenizer():
+def test_saved_tokenizers_round_trip_difficult_text():
     for tokenizer in (CharTokenizer.train(NASTY), ByteTokenizer(), BPETokenizer.train(NASTY, 300)):
         again = tokenizer_from_json(tokenizer.to_json())
         assert again == tokenizer
@@ -81,7 +81,7 @@ def test_a_nasty_text_comes_back_through_the_file_of_every_tokenizer():
         assert again.to_bytes(again.encode(NASTY)).decode() == NASTY
 
 
-def test_bpe_merges_what_is_frequent_and_needs_fewer_tokens_than_bytes():
+def test_bpe_merges_frequent_pairs_and_needs_fewer_tokens_than_bytes():
     assert BPE.vocab_size == 269
     ids = BPE.encode(ENGLISH)
     assert ids.max() < 269
@@ -90,7 +90,7 @@ def test_bpe_merges_what_is_frequent_and_needs_fewer_tokens_than_bytes():
 
 
 @pytest.mark.slow
-def test_bpe_training_is_the_same_in_another_process():
+def test_bpe_training_is_deterministic_across_processes():
     code = (
         "import hashlib, sys; from transformer_jax.tokenizers.trained import BPETokenizer; "
         "print(hashlib.sha256(BPETokenizer.train(sys.argv[1], 269).definition.encode())"
@@ -103,7 +103,7 @@ def test_bpe_training_is_the_same_in_another_process():
 
 
 @pytest.mark.parametrize("unknown", ["a", "c", "f", "z", " ", "é"])
-def test_a_character_beside_any_known_one_is_unknown(unknown):
+def test_character_adjacent_to_known_one_is_unknown(unknown):
     tokenizer = CharTokenizer("bdegy")
     rule = rf"character 2 is U\+{ord(unknown):04X} '{unknown}': not among the 5 characters"
     with pytest.raises(DataError, match=rule):
@@ -122,12 +122,12 @@ def test_a_character_beside_any_known_one_is_unknown(unknown):
         '{"kind": "word"}', "[" * 100_000,
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_tokenizer_is_refused(text):
+def test_invalid_tokenizer_file_is_rejected(text):
     with pytest.raises(DataError):
         tokenizer_from_json(text)
 
 
-def test_a_bpe_that_lacks_a_byte_is_refused():
+def test_bpe_without_all_bytes_is_rejected():
     definition = json.loads(BPE.definition)
     vocab = definition["model"]["vocab"]
     del vocab["Ā"]  # byte 0
@@ -152,7 +152,7 @@ def test_encoding_takes_linear_time(piece):
     assert seconds(400_000) < 8 * seconds(100_000)  # 4 when linear, 16 when quadratic
 
 
-def test_every_source_is_read(tmp_path, monkeypatch):
+def test_every_kind_of_source_is_read(tmp_path, monkeypatch):
     assert read(write(tmp_path, b"\xff\0"))[0].content == b"\xff\0"
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"from a pipe")))
     assert [s.content for s in read("-")] == [b"from a pipe"]
@@ -163,7 +163,7 @@ def test_every_source_is_read(tmp_path, monkeypatch):
     assert len(docs.content) > 300_000
 
 
-def test_a_folder_is_read_in_order_of_path_without_hidden_files(tmp_path):
+def test_folder_is_read_in_path_order_without_hidden_files(tmp_path):
     for name, content in (("b.txt", b"two"), ("a.txt", b"one\n"), ("e.txt", b""), (".h", b"no")):
         write(tmp_path, content, name)
     for folder in ("c", ".git"):
@@ -172,7 +172,7 @@ def test_a_folder_is_read_in_order_of_path_without_hidden_files(tmp_path):
     assert b"".join(s.content for s in read(str(tmp_path))) == b"one\ntwo\nthree\r\n"
 
 
-def test_folders_of_runs_and_links_to_folders_are_not_read(tmp_path):
+def test_run_folders_and_links_to_folders_are_skipped(tmp_path):
     texts, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
     for folder in (texts, texts / "model", texts / "run", texts / "mine", elsewhere):
         folder.mkdir()
@@ -188,7 +188,7 @@ def test_folders_of_runs_and_links_to_folders_are_not_read(tmp_path):
     assert b"out\n" in [s.content for s in read(str(texts), "runs/other")]
 
 
-def test_what_cannot_be_read_in_a_folder_is_named(tmp_path, monkeypatch):
+def test_error_names_unreadable_entry_of_folder(tmp_path, monkeypatch):
     write(tmp_path, b"one")
     (tmp_path / "z.txt").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"z\.txt: cannot be read \(No such file"):
@@ -207,13 +207,13 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path, monkeypatch):
         read(str(tmp_path))
 
 
-def test_closed_standard_input_is_named(monkeypatch):
+def test_closed_standard_input_raises(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(DataError, match="data is '-': standard input is closed"):
         read("-")
 
 
-def test_nothing_is_translated_or_dropped_but_a_mark_at_the_beginning(tmp_path):
+def test_text_is_unchanged_except_leading_byte_order_mark(tmp_path):
     text, mark = NASTY * 13, b"\xef\xbb\xbf"
     path = write(tmp_path, mark + text.encode())
     for kind in (
@@ -227,7 +227,7 @@ def test_nothing_is_translated_or_dropped_but_a_mark_at_the_beginning(tmp_path):
         assert found.sha256 == hashlib.sha256(mark + text.encode()).hexdigest()
 
 
-def test_the_last_tenth_is_held_out(tmp_path):
+def test_last_tenth_is_held_out(tmp_path):
     text = "".join(chr(ord("a") + i % 23) for i in range(1009))
     found = load_dataset(small(write(tmp_path, text.encode())))
     assert found.tokenizer.to_bytes(found.train).decode() == text[: int(1009 * 0.9)]
@@ -236,7 +236,7 @@ def test_the_last_tenth_is_held_out(tmp_path):
     assert found.train.dtype == np.uint8
 
 
-def test_held_out_characters_are_counted_whatever_the_tokenizer(tmp_path):
+def test_held_out_characters_do_not_depend_on_tokenizer(tmp_path):
     path = write(tmp_path, (ENGLISH + "é" * 503).encode())
     for kind in ("byte", "bpe"):
         found = load_dataset(small(path, tokenizer=kind))
@@ -256,14 +256,14 @@ def test_held_out_characters_are_counted_whatever_the_tokenizer(tmp_path):
         (b"\xed\xa0\x80" * 99, "byte 0 is 0xed: not UTF-8"),
     ],
 )
-def test_text_that_cannot_be_trained_on_is_explained(tmp_path, content, message):
+def test_unusable_text_raises_with_reason(tmp_path, content, message):
     with pytest.raises(DataError) as caught:
         load_dataset(small(write(tmp_path, content)))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_invalid_utf8_is_replaced_when_asked_and_kept_as_bytes(tmp_path):
+def test_invalid_utf8_is_replaced_on_request_and_kept_as_bytes(tmp_path):
     path = write(tmp_path, b"abc\xffdef" * 99)
     replaced = load_dataset(small(path, text_errors="replace"))
     assert "\ufffd" in replaced.tokenizer.characters
@@ -272,12 +272,12 @@ def test_invalid_utf8_is_replaced_when_asked_and_kept_as_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/nonexistent/text", "", "a\0b", "/proc/self/mem"])
-def test_a_source_that_cannot_be_read_is_named(name):
+def test_error_names_unreadable_source(name):
     with pytest.raises(DataError, match="data is "):
         load_dataset(small(name))
 
 
-def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
+def test_shakespeare_is_downloaded_once_and_verified(tmp_path, monkeypatch):
     content, calls = b"To be, or not to be" * 17, []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
@@ -297,12 +297,12 @@ def test_shakespeare_is_downloaded_once_and_checked(tmp_path, monkeypatch):
         read("shakespeare")
     file.unlink()
     monkeypatch.setattr(data, "SHAKESPEARE_SHA256", "0" * 64)
-    with pytest.raises(DataError, match="another sha256"):
+    with pytest.raises(DataError, match="does not have sha256"):
         read("shakespeare")
     assert not file.exists()
 
 
-def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_network_raises_with_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def unreachable(url, timeout):
@@ -317,7 +317,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     assert "`data=FILE`" in line
 
 
-def test_starts_follow_from_seed_and_step_alone():
+def test_starts_depend_only_on_seed_and_step():
     first = random_starts(3, 5, (2, 7), 1009)
     assert first.tolist() == random_starts(3, 5, (2, 7), 1009).tolist()
     assert first.dtype == np.int32 and first.shape == (2, 7)
@@ -328,12 +328,12 @@ def test_starts_follow_from_seed_and_step_alone():
     )
 
 
-def test_starts_are_the_same_in_every_version():
+def test_starts_are_stable_across_versions():
     golden = [[932681, 293945, 524907], [28606, 702972, 792537]]
     assert random_starts(7, 11, (2, 3), 1_000_003).tolist() == golden
 
 
-def test_a_step_of_micro_batches_reads_what_one_big_batch_reads():
+def test_micro_batches_read_same_windows_as_one_big_batch():
     big = random_starts(3, 5, (1, 12), 1009)
     assert random_starts(3, 5, (4, 3), 1009).reshape(1, 12).tolist() == big.tolist()
 

@@ -1,4 +1,4 @@
-"""Runs that train adapters: what learns and what stays, resuming, and what is refused."""
+"""Adapter training: trained and frozen parameters, resuming, and rejected configs."""
 
 import dataclasses
 import json
@@ -100,9 +100,9 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.long_except("dropout")
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
+def test_resumed_adapter_run_is_bit_identical(base, tmp_path, case):
     changes = CASES[case]
-    if case == "packed":  # whose base knows the token that ends a document
+    if case == "packed":  # its base has a token that ends a document
         base = base_config(tmp_path, **changes)
         fit(base)
     whole = fit(tuned_config(tmp_path, base, "whole", **changes))
@@ -118,7 +118,7 @@ def test_a_resumed_run_has_the_same_bits(base, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path):
+def test_measured_loss_matches_merged_parameters(base, tmp_path):
     config = tuned_config(tmp_path, base)
     result = fit(config)
     model = load_run(config.out, "last")
@@ -133,8 +133,8 @@ def test_what_the_run_measures_is_what_its_merged_parameters_have(base, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
-def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
-    """Its state is the same size; the loss before the first step is off by what rounding costs."""
+def test_quantized_base_has_nearly_same_loss(base, tmp_path, held):
+    """The state has the same size; the loss before the first step differs only by quantization."""
     whole = tuned_config(tmp_path, base, "whole", steps=1)
     fewer = dataclasses.replace(LORA, base=held)
     config = tuned_config(tmp_path, base, "fewer", steps=1, lora=fewer)
@@ -146,12 +146,12 @@ def test_a_base_in_fewer_bits_measures_nearly_the_same(base, tmp_path, held):
 
 
 @pytest.mark.long
-def test_a_base_that_has_changed_is_refused(base, tmp_path):
+def test_changed_base_is_rejected(base, tmp_path):
     own = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
     fit(own)
     config = tuned_config(tmp_path, own)
     fit(config)
-    fit(dataclasses.replace(own, steps=20), resume=True)  # its best parameters are others now
+    fit(dataclasses.replace(own, steps=20), resume=True)  # now its best parameters differ
     with pytest.raises(CheckpointError, match=r"own: parameters have sha256 .* the run began with"):
         fit(dataclasses.replace(config, steps=20), resume=True)
     with pytest.raises(CheckpointError, match="the run began with"):
@@ -159,7 +159,7 @@ def test_a_base_that_has_changed_is_refused(base, tmp_path):
 
 
 @pytest.mark.long
-def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
+def test_new_head_is_trained_with_adapters(base, tmp_path):
     rows = ["yes\tbe or not be\nno\tquestion the is\n" for _ in range(20)]
     (tmp_path / "classes.tsv").write_text("".join(rows))
     model = ModelConfig(
@@ -181,7 +181,7 @@ def test_a_new_head_is_trained_beside_the_adapters(base, tmp_path):
 
 
 @pytest.mark.long
-def test_an_encoder_decoder_is_adapted_too(tmp_path):
+def test_encoder_decoder_trains_adapters(tmp_path):
     rows = [f"{a}{b}\t{b}{a}\n" for a in "abcd" for b in "efgh"]
     (tmp_path / "pairs.tsv").write_text("".join(rows))
     model = ModelConfig(kind="encoder-decoder", d_model=16, num_layers=1, num_heads=2, max_len=24)
@@ -203,7 +203,7 @@ def test_an_encoder_decoder_is_adapted_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
+def test_invalid_adapter_configs_raise(base, tmp_path):
     config = tuned_config(tmp_path, base)
     alone = dataclasses.replace(config, init_from=None, tokenizer="char")
     with pytest.raises(ConfigError, match="init_from is None: must name the model"):
@@ -225,8 +225,8 @@ def test_what_cannot_be_adapted_is_one_line(base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_a_run_goes_on_from_a_looped_stack_as_a_scanned_one_and_back(base, tmp_path, lora):
-    """A step at no rate leaves what it began with: the loss is that of the looped run."""
+def test_run_continues_between_looped_and_scanned_stacks(base, tmp_path, lora):
+    """A step with rate 0 keeps the initial parameters, so the loss is that of the looped run."""
 
     def began(name, init_from, scan_layers):
         given = dict(init_from=init_from, lora=lora, steps=1, eval_every=1)
@@ -241,8 +241,8 @@ def test_a_run_goes_on_from_a_looped_stack_as_a_scanned_one_and_back(base, tmp_p
 
 
 @pytest.mark.long
-def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
-    config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # and their end
+def test_grown_table_must_be_trained(base, tmp_path):
+    config = tuned_config(tmp_path, base, task=LanguageTask(documents="lines"))  # adds an end token
     with pytest.raises(ConfigError, match=r"lora\.trained lacks 'embed/tokens': it is new"):
         fit(config)
     lora = dataclasses.replace(LORA, trained=("embed",))
@@ -251,7 +251,7 @@ def test_a_table_that_has_grown_must_be_trained(base, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_goes_on_from_a_run_of_adapters(base, tmp_path):
+def test_run_starts_from_adapter_run(base, tmp_path):
     config = tuned_config(tmp_path, base)
     fit(config)
     second = dataclasses.replace(config, init_from=config.out, out=str(tmp_path / "second"))

@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 def expected_loss(logits, labels, weights=None, *, label_smoothing=0.0, z_loss=0.0):
-    """Mean, total weight, gradient by the logits and by the weights: one token at a time."""
+    """Return the mean, total weight, and gradients by logits and weights, one token at a time."""
     logits, labels = oracle.double(logits), np.asarray(labels)
     weights = np.ones(labels.shape) if weights is None else oracle.double(weights)
     vocab = logits.shape[-1]
@@ -82,7 +82,7 @@ def loss_and_gradient(logits, labels, weights=None, **options):
 @pytest.mark.slow_except("False-{'label_smoothing': 0.1}", "False-{'z_loss': 0.01}")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_loss_and_gradients_match_the_formula(rng, options, weighted):
+def test_loss_and_gradients_match_formula(rng, options, weighted):
     logits, labels, weights = batch(rng)
     mean, total, by_logits, by_weights = expected_loss(
         logits, labels, weights if weighted else None, **options
@@ -113,8 +113,8 @@ EXTREME = [[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0], [-1e4, -1e4, -1e4]], [0, 0, 2]
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "all near 1e4", "all near -1e4", "apart", "excluded"])
-def test_logits_that_cost_precision_have_the_loss_and_gradient_of_the_formula(rng, case):
-    """Low precision is summed in float32; tokens that are excluded are not the labels."""
+def test_extreme_logits_match_formula(rng, case):
+    """Low precision is summed in float32; excluded tokens are never labels."""
     logits, labels, _ = batch(rng)
     if case == "bfloat16":
         logits = logits.astype(jnp.bfloat16)
@@ -147,7 +147,7 @@ def test_all_ignored_is_zero_with_zero_gradient(rng, options):
 
 
 @pytest.mark.slow
-def test_compiled_or_not_is_the_same(rng):
+def test_compiled_loss_matches_uncompiled(rng):
     logits, labels, weights = batch(rng)
     for got, want in zip(
         cross_entropy(logits, labels, weights=weights),
@@ -158,13 +158,13 @@ def test_compiled_or_not_is_the_same(rng):
 
 
 @pytest.mark.slow
-def test_no_token_at_all_is_zero():
+def test_empty_batch_is_zero():
     assert cross_entropy(jnp.zeros((0, V)), jnp.zeros(0, jnp.int32)) == (0.0, 0.0)
 
 
 @pytest.mark.slow_except("-inf", "inf")
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
-def test_logits_that_do_not_count_change_nothing(rng, nonfinite):
+def test_ignored_logits_change_nothing(rng, nonfinite):
     logits, labels, weights = batch(rng)
     weights = weights.at[1, 2].set(0.0)
     idle = (labels == IGNORE) | (weights == 0)
@@ -205,7 +205,7 @@ def test_one_token_and_uniform_logits():
     assert compiled(jnp.full((3, 1), 7.0), jnp.zeros(3, jnp.int32))[0] == 0  # V = 1
 
 
-def test_parts_add_up_to_the_whole_by_their_weights(rng):
+def test_weighted_parts_sum_to_whole(rng):
     logits, labels, weights = batch(rng)
     whole, total = compiled(logits, labels, weights=weights)
     parts = [compiled(logits[b], labels[b], weights=weights[b]) for b in range(B)]
@@ -214,7 +214,7 @@ def test_parts_add_up_to_the_whole_by_their_weights(rng):
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1e6])
-def test_only_the_ratio_of_weights_counts(rng, unit):
+def test_only_ratio_of_weights_matters(rng, unit):
     logits, labels, weights = batch(rng)
     loss, total = compiled(logits, labels, weights=weights)
     scaled, scaled_total = compiled(logits, labels, weights=unit * weights)
@@ -222,7 +222,7 @@ def test_only_the_ratio_of_weights_counts(rng, unit):
     assert_near(scaled_total, unit * float(total), FORWARD_F32)
 
 
-def test_another_ignored_label_may_be_a_token(rng):
+def test_ignored_label_can_be_a_token(rng):
     logits = jnp.asarray(rng.normal(size=(5, V)), jnp.float32)
     labels = jnp.asarray([0, 3, 0, 1, 2])
     mean, total, *_ = expected_loss(logits, np.where(labels == 0, IGNORE, labels))
@@ -231,7 +231,7 @@ def test_another_ignored_label_may_be_a_token(rng):
     assert weight == total == 3
 
 
-def test_hessian_is_that_of_softmax(rng):
+def test_hessian_matches_softmax(rng):
     x = rng.normal(size=(1, V))
     p = np.exp(x[0]) / np.exp(x[0]).sum()
     hessian = jax.jit(jax.hessian(lambda x: cross_entropy(x, jnp.asarray([3]))[0]))(
@@ -248,7 +248,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_label_outside_the_vocabulary_is_named(name):
+def test_label_outside_vocabulary_raises(name):
     labels = WRONG[name]
     message = rf"label {labels[0, 1]} at \(0, 1\) is outside the vocabulary of {V}"
     with pytest.raises(ValueError, match=message):
@@ -259,7 +259,7 @@ def test_a_label_outside_the_vocabulary_is_named(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", [V, -1, 2**31 - 1])
-def test_a_traced_label_outside_the_vocabulary_makes_the_loss_nan(label):
+def test_traced_label_outside_vocabulary_makes_loss_nan(label):
     logits, labels = jnp.zeros((3, V)), jnp.asarray([0, label, 2])
     (loss, _), gradient = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True))(logits, labels)
     assert np.isnan(loss)
@@ -280,7 +280,7 @@ def test_a_traced_label_outside_the_vocabulary_makes_the_loss_nan(label):
         (dict(z_loss=-1e-4), "z_loss is -0.0001"),
     ],
 )
-def test_wrong_arguments_are_named(change, message):
+def test_wrong_arguments_raise(change, message):
     arguments = dict(logits=jnp.zeros((2, 3, V)), labels=jnp.zeros((2, 3), jnp.int32)) | change
     with pytest.raises(ValueError, match=message):
         cross_entropy(**arguments)
@@ -300,7 +300,7 @@ def head(rng):
 
 
 def expected_head(hidden, table, bias, labels, weights, softcap, **options):
-    """Mean, total, and the gradients by hidden states, table, bias and weights: the chain rule."""
+    """Return the mean, total, and gradients by hidden states, table, bias and weights."""
     hidden, table = oracle.double(hidden), oracle.double(table)
     raw = hidden @ table.T + (0 if bias is None else oracle.double(bias))
     logits = raw if softcap is None else softcap * np.tanh(raw / softcap)
@@ -325,7 +325,7 @@ def differentiate_chunks(hidden, table, bias, weights, labels, **options):
 
 @pytest.mark.slow_except("100")
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_chunks_equal_the_whole_with_all_gradients(rng, chunk_size):
+def test_chunked_loss_and_gradients_match_full(rng, chunk_size):
     hidden, table, bias = head(rng)
     _, labels, weights = batch(rng)
     options = dict(softcap=3.0, label_smoothing=0.1, z_loss=1e-2)
@@ -339,7 +339,7 @@ def test_chunks_equal_the_whole_with_all_gradients(rng, chunk_size):
         assert_near(got, want, GRADIENT_F32, name)
 
 
-def test_chunks_that_are_not_differentiated_have_the_same_loss(rng):
+def test_chunked_loss_without_gradient_is_same(rng):
     hidden, table, _ = head(rng)
     _, labels, _ = batch(rng)
     mean, total, _ = expected_head(hidden, table, None, labels, None, None)
@@ -348,7 +348,7 @@ def test_chunks_that_are_not_differentiated_have_the_same_loss(rng):
     assert weight == total
 
 
-def test_chunk_gradients_scale_with_what_follows(rng):
+def test_chunk_gradients_scale_with_cotangent(rng):
     hidden, table, _ = head(rng)
     _, labels, _ = batch(rng)
 
@@ -361,7 +361,7 @@ def test_chunk_gradients_scale_with_what_follows(rng):
         assert_near(got, 3.0 * want, GRADIENT_F32)
 
 
-def test_low_precision_chunks_keep_the_dtypes_of_their_arguments(rng):
+def test_low_precision_chunks_keep_argument_dtypes(rng):
     hidden, table, bias = head(rng)
     _, labels, weights = batch(rng)
     low = hidden.astype(jnp.bfloat16)
@@ -373,7 +373,7 @@ def test_low_precision_chunks_keep_the_dtypes_of_their_arguments(rng):
         assert_near(got, want, 2.0**-7)
 
 
-def test_hidden_states_that_do_not_count_change_nothing(rng):
+def test_ignored_hidden_states_change_nothing(rng):
     hidden, table, bias = head(rng)
     _, labels, weights = batch(rng)
     weights = weights.at[1, 2].set(0.0)
@@ -388,7 +388,7 @@ def test_hidden_states_that_do_not_count_change_nothing(rng):
 
 
 @pytest.mark.slow
-def test_chunks_that_all_ignore_are_zero(rng):
+def test_fully_ignored_chunks_are_zero(rng):
     hidden, table, bias = head(rng)
     _, _, weights = batch(rng)
     labels = jnp.full((B, T), IGNORE)
@@ -401,7 +401,7 @@ def test_chunks_that_all_ignore_are_zero(rng):
     assert chunked_cross_entropy(hidden[:, :0], table, labels[:, :0], chunk_size=2) == (0.0, 0.0)
 
 
-def test_a_traced_label_outside_the_vocabulary_makes_a_chunked_loss_nan():
+def test_traced_label_outside_vocabulary_makes_chunked_loss_nan():
     loss, _ = compiled_chunks(
         jnp.ones((B, T, D)), jnp.ones((V, D)), jnp.zeros((B, T), int).at[1, 2].set(V), chunk_size=3
     )
@@ -410,7 +410,7 @@ def test_a_traced_label_outside_the_vocabulary_makes_a_chunked_loss_nan():
 
 @pytest.mark.slow_except("False")
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_chunks_never_hold_all_logits(differentiated):
+def test_chunks_never_materialize_all_logits(differentiated):
     rows, length, width, vocab, chunk_size = 2, 127, 8, 2003, 8
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype)
@@ -458,7 +458,7 @@ def test_chunks_never_hold_all_logits(differentiated):
         (dict(logit_bias=np.zeros((2, V), np.float32)), "logit_bias has shape"),
     ],
 )
-def test_wrong_chunk_arguments_are_named(change, message):
+def test_wrong_chunk_arguments_raise(change, message):
     arguments = dict(
         hidden=jnp.zeros((2, 3, D)),
         output_weights=jnp.zeros((V, D)),

@@ -1,4 +1,4 @@
-"""Losses, scores and margins of a model that is a table of logits, next to NumPy in float64."""
+"""Losses, scores and margins of a model that is a table of logits, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIVEN: list[dict] = []
 
 
 class Table(CheckedModule):
-    """Logits of the next token by the token alone; `given` is what a call was given besides."""
+    """Table of next-token logits by token; `given` records the other arguments of a call."""
 
     config: ModelConfig
 
@@ -69,7 +69,7 @@ def labelled(rng, rows=3, length=14) -> Batch:
     return Batch(tokens, labels)
 
 
-def test_losses_and_scores_are_those_of_the_formula_whole_and_in_chunks(rng, monkeypatch):
+def test_losses_and_scores_match_formula_full_and_chunked(rng, monkeypatch):
     params, batch = params_of(1), labelled(rng)
     logits, counts = logits_of(params, batch.tokens), batch.labels != IGNORE
     lse = np.log(np.exp(logits).sum(-1))
@@ -89,15 +89,15 @@ def test_losses_and_scores_are_those_of_the_formula_whole_and_in_chunks(rng, mon
             found = jax.jit(batch_scores(CONFIG, row_shards=shards))(params, batch)
             assert_near(found, scores, 1e-5)
             program = str(jax.make_jaxpr(batch_scores(CONFIG, row_shards=shards))(params, batch))
-            assert ("f32[3,4,11]" in program) == (chunk is None)  # 14 in four chunks
+            assert ("f32[3,4,11]" in program) == (chunk is None)  # 14 positions in four chunks
     for edit in ({}, {"logits": lambda x: x}):
         found = token_nats(Table(CONFIG).edited(edit), params, batch)
         assert_near(found, np.where(counts, nats, 0), 1e-5)
 
 
-def test_preferences_are_judged_by_the_formula(rng):
+def test_preference_scores_match_formula(rng):
     params, reference, batch = params_of(1), params_of(2), labelled(rng, rows=5)
-    batch.labels[4] = IGNORE  # a row that fills the batch up
+    batch.labels[4] = IGNORE  # a row that only fills the batch
 
     def rewards(params):
         logits = logits_of(params, batch.tokens)
@@ -115,10 +115,10 @@ def test_preferences_are_judged_by_the_formula(rng):
     assert_near(loss(params, batch, None, reference), (losses.mean(), 4), 1e-5)
     scores = jax.jit(preference_scores(config, BETA))
     assert_near(scores(params, batch, reference), (losses.sum(), 4, right), 1e-5)
-    assert_near(scores(params, batch, params), (4 * np.log(2), 4, 0), 1e-6)  # no reward is larger
+    assert_near(scores(params, batch, params), (4 * np.log(2), 4, 0), 1e-6)  # equal rewards
 
 
-def test_a_model_is_told_what_a_batch_has(rng):
+def test_model_receives_fields_of_batch(rng):
     pair = ModelConfig(
         kind="encoder-decoder", vocab_size=V, d_model=8, num_heads=1, num_layers=1, max_len=14
     )

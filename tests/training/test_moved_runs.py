@@ -1,4 +1,4 @@
-"""Runs whose folder, data and base have moved, read and gone on with from anywhere."""
+"""Runs whose folder, data and base have moved, read and resumed from any directory."""
 
 import dataclasses
 import shutil
@@ -21,7 +21,7 @@ TEXT = "to be or not to be that is the question\n" * 11
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with a base, another one, a run with adapters and one without, made inside it."""
+    """A folder with two bases, a run with adapters and one without, all created in it."""
     folder = tmp_path_factory.mktemp("made")
     model = ModelConfig(d_model=8, num_layers=1, num_heads=2, max_len=16)
     usual = dict(batch_size=2, steps=2, eval_every=2, sample_tokens=0, warmup_steps=1)
@@ -40,7 +40,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def there(made, tmp_path, monkeypatch):
-    """A copy of that folder somewhere else, the process in a third place; the first is away."""
+    """A copy of that folder elsewhere, with the process in a third folder and the original gone."""
     shutil.copytree(made / "work", tmp_path / "moved")
     (made / "work").rename(made / "away")
     (tmp_path / "third").mkdir()
@@ -50,7 +50,7 @@ def there(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_is_read_from_any_folder(made, tmp_path, monkeypatch):
+def test_run_is_read_from_any_working_directory(made, tmp_path, monkeypatch):
     monkeypatch.chdir(made / "work")
     params = load_run("tuned").params
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def test_a_run_is_read_from_any_folder(made, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(there):
+def test_run_moved_with_base_and_data_is_read_and_resumes(there):
     assert load_run(there / "tuned").run.init_from == str(there / "bases" / "base")
     config = dataclasses.replace(load_run(there / "tuned").run, out=str(there / "tuned"), steps=3)
     assert config.data == str(there / "text.txt")
@@ -70,7 +70,7 @@ def test_a_run_that_moved_together_with_its_base_and_data_is_read_and_goes_on(th
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "whole"])
-def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, capsys):
+def test_moved_base_can_be_renamed_and_is_verified(there, name, capsys):
     (there / "bases").rename(there / "elsewhere")
     base, tuned = str(there / "elsewhere" / "base"), there / name
     run = ["--model", str(tuned)]
@@ -79,7 +79,7 @@ def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, 
         "evaluate": [*run, "--data", str(there / "text.txt")],
         "convert": [*run, "--to", str(there / "converted")],
     }
-    if name == "whole":  # which needs no base: a flag without effect is refused
+    if name == "whole":  # needs no base, and a flag without effect is rejected
         load_run(tuned)
         with pytest.raises(
             ConfigError, match=r"init_from is .*the run holds all of its parameters"
@@ -107,4 +107,4 @@ def test_a_base_that_moved_alone_is_named_anew_and_is_the_same_one(there, name, 
     with pytest.raises(CheckpointError, match="other: parameters have sha256"):
         fit(dataclasses.replace(config, init_from=other), resume=True)
     assert fit(config, resume=True).step == 3
-    load_run(tuned)  # its config names the base where it is now
+    load_run(tuned)  # its config names the base at its new location

@@ -1,4 +1,4 @@
-"""Optimizers against their published steps in NumPy's float64, and the parameters they apply to."""
+"""Optimizers against published formulas in float64 NumPy, and the parameters they apply to."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ LEAF = dict(is_leaf=lambda shape: isinstance(shape, tuple))
 
 
 def followed(optimizer, rng, oracle):
-    """Take steps with ours and with `oracle(name, p, g, n, state) -> p`; return both trees."""
+    """Take steps with the optimizer and `oracle(name, p, g, n, state) -> p`; return both trees."""
     params = jax.tree.map(lambda shape: rng.standard_normal(shape), SHAPES, **LEAF)
     chain = make_optimizer(replace(BASE, optimizer=optimizer))
 
@@ -83,7 +83,7 @@ def adam_step(g, n, memory, beta1, beta2):
     return mu / (1 - beta1 ** (n + 1)) / (np.sqrt(nu / (1 - beta2 ** (n + 1))) + 1e-8)
 
 
-def test_lion_steps_by_the_sign_of_its_mean_gradient(rng):
+def test_lion_steps_by_sign_of_mean_gradient(rng):
     def oracle(name, p, g, n, memory):
         mean = memory.get("mean", 0.0)
         step = np.sign(0.8 * mean + 0.2 * g)
@@ -99,7 +99,7 @@ def adafactor_step(g, n, memory, smallest):
     weight = 1 - (n + 1.0) ** -0.7
     square = g**2 + 1e-30
     if g.ndim >= 2 and sorted(g.shape)[-2] >= smallest:
-        # the two longest axes, the longest last; the mean of what both leave
+        # the two longest axes, the longest last, and the mean over the others
         longest = np.argsort(g.shape, kind="stable")[-2:]
         d1, d0 = int(longest[0]), int(longest[1])
         row = weight * memory.get("row", 0.0) + (1 - weight) * square.mean(axis=d0, keepdims=True)
@@ -113,7 +113,7 @@ def adafactor_step(g, n, memory, smallest):
     return step / max(1.0, np.sqrt((step**2).mean()) / 0.5)
 
 
-def test_adafactor_holds_a_row_and_a_column_of_second_moments_and_clips_each_step(rng):
+def test_adafactor_factors_second_moments_and_clips_each_step(rng):
     def oracle(name, p, g, n, memory):
         return p - RATE * (adafactor_step(g, n, memory, 3) + decayed(name) * p)
 
@@ -136,7 +136,7 @@ BLOCK = {
 
 
 def layers_of(rng, scale=1.0):
-    """Return arrays of three looped blocks; those of the first are 50 times as large."""
+    """Return arrays of three looped blocks; those of the first are 50 times larger."""
 
     def drawn(size):
         draw = lambda shape: np.float32(size * rng.standard_normal(shape))  # noqa: E731
@@ -159,8 +159,8 @@ def layers_of(rng, scale=1.0):
     ],
     ids=lambda own: f"{type(own).__name__} {getattr(own, 'smallest_factored', '')}".strip(),
 )
-def test_a_scanned_stack_is_stepped_as_a_looped_one(optimizer, rng):
-    """Also where the gradient of one layer is far larger, and for a vector of an own block."""
+def test_scanned_stack_is_updated_like_looped_one(optimizer, rng):
+    """Includes a layer with a far larger gradient, and a vector with its own block."""
     chain = make_optimizer(replace(BASE, optimizer=optimizer))
     update, looped = jax.jit(chain.update), layers_of(rng, scale=0.1)
     scanned = stack_layers(looped)
@@ -176,7 +176,7 @@ def test_a_scanned_stack_is_stepped_as_a_looped_one(optimizer, rng):
 
 
 @pytest.mark.parametrize("blocks", ["block_0", "blocks"])
-def test_adafactor_takes_each_expert_of_each_layer_as_a_parameter_of_its_own(blocks, rng):
+def test_adafactor_treats_each_expert_of_each_layer_separately(blocks, rng):
     shapes = {"kernel": (5, 11, 7), "bias": (5, 7), "a": (5, 11, 3)}
     layers = (3,) if blocks == "blocks" else ()
     chain = make_optimizer(
@@ -185,7 +185,7 @@ def test_adafactor_takes_each_expert_of_each_layer_as_a_parameter_of_its_own(blo
         ))
     )  # fmt: skip
 
-    def drawn():  # the first expert of the first layer has a far larger gradient
+    def drawn():  # the first expert of the first layer gets a far larger gradient
         found = {name: rng.standard_normal(layers + shape) for name, shape in shapes.items()}
         for leaf in found.values():
             leaf[(0,) * (len(layers) + 1)] *= 50
@@ -207,8 +207,8 @@ def test_adafactor_takes_each_expert_of_each_layer_as_a_parameter_of_its_own(blo
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
-def test_sgd_steps_against_the_decayed_sum_of_gradients(rng, momentum):
-    """w - rate g without momentum, as the lectures write it (Polyak 1964 with it)."""
+def test_sgd_follows_decayed_sum_of_gradients(rng, momentum):
+    """w - rate g without momentum, as in the lectures; Polyak (1964) with momentum."""
 
     def oracle(name, p, g, n, memory):
         memory["sum"] = g + momentum * memory.get("sum", 0.0)
@@ -219,7 +219,7 @@ def test_sgd_steps_against_the_decayed_sum_of_gradients(rng, momentum):
 
 
 def orthogonalised(matrix):
-    """Return five Newton-Schulz iterations of Jordan et al. 2024, of a matrix of float64."""
+    """Apply five Newton-Schulz iterations (Jordan et al. 2024) to a float64 matrix."""
     x = matrix / np.linalg.norm(matrix)
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
@@ -229,8 +229,8 @@ def orthogonalised(matrix):
 
 
 @pytest.mark.slow
-def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adamw(rng):
-    """Of the query [D, (N H)] and the output [(N H), D] of attention, not of [D, N] or the like."""
+def test_muon_orthogonalizes_block_matrices_and_leaves_rest_to_adamw(rng):
+    """The attention matrices are [D, (N H)] for the query and [(N H), D] for the output."""
 
     def oracle(name, p, g, n, memory):
         if not name.endswith("kernel"):
@@ -246,7 +246,7 @@ def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adamw
     jax.tree.map(lambda a, b: assert_near(a, b, 2e-5), ours, wanted)
 
 
-def test_muon_takes_each_of_the_stacked_layers_as_a_matrix_of_its_own():
+def test_muon_treats_each_stacked_layer_as_separate_matrix():
     config = ModelConfig(d_model=22, num_heads=2, num_layers=3, max_len=13, glu=True)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     found = matrix_dimensions(params)
@@ -260,8 +260,8 @@ def test_muon_takes_each_of_the_stacked_layers_as_a_matrix_of_its_own():
     assert stacked["attention"]["out"]["kernel"] == ((1, 2), (3,))
 
 
-def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
-    """z steps by AdamW's rule, x is the mean of all z, gradients are those of y between them."""
+def test_schedule_free_is_evaluated_at_average_of_steps(rng):
+    """z follows AdamW, x is the mean of all z, and gradients are taken at y between them."""
 
     def oracle(name, p, g, n, memory):
         z, x = memory.get("z", p), memory.get("x", p)
@@ -288,7 +288,7 @@ def test_schedule_free_is_evaluated_at_the_average_of_its_steps(rng):
     [AdamW(), SGD(momentum=0.7), Adafactor(), Lion(), Muon(), ScheduleFree()],
     ids=lambda o: type(o).__name__,
 )
-def test_frozen_parameters_stay_whatever_the_optimizer(optimizer, rng):
+def test_frozen_parameters_do_not_change_with_any_optimizer(optimizer, rng):
     config = replace(BASE, optimizer=optimizer, frozen=("tokens",))
     params = jax.tree.map(
         lambda s: jnp.asarray(rng.standard_normal(s), jnp.float32), SHAPES, **LEAF
@@ -304,7 +304,7 @@ def test_frozen_parameters_stay_whatever_the_optimizer(optimizer, rng):
     assert np.abs(used["block_0"]["out"]["kernel"] - params["block_0"]["out"]["kernel"]).min() > 0
 
 
-def test_a_frozen_name_is_whole_parts_of_a_path():
+def test_frozen_name_matches_whole_path_components():
     names = ["block_1/bias", "block_1/kernel", "block_10/kernel", "embed/tokens"]
     params = unflatten_dict(dict.fromkeys(names, jnp.zeros(3)), sep="/")
 
@@ -320,14 +320,14 @@ def test_a_frozen_name_is_whole_parts_of_a_path():
             frozen(part)
 
 
-def test_the_gradient_of_what_is_frozen_changes_no_update():
-    """However large it is: it does not count in the norm that is clipped."""
+def test_frozen_gradients_do_not_affect_updates():
+    """However large it is, a frozen gradient does not count in the clipped norm."""
     chain = make_optimizer(replace(BASE, frozen=("held",), clip_norm=1.0))
     params = {"held": np.ones((3, 5), np.float32), "moved": np.ones((5, 2), np.float32)}
     update, found = jax.jit(chain.update), []
     for size in (0.0, 1e6):
         state, updates = chain.init(params), None
-        for held, slope in ((size, 0.25), (0.0, -0.125)):  # the second step tells of the first
+        for held, slope in ((size, 0.25), (0.0, -0.125)):  # the second step depends on the first
             grads = {"held": np.full((3, 5), held), "moved": np.full((5, 2), slope)}
             updates, state = update(jax.tree.map(np.float32, grads), state, params)
         found.append(updates)
@@ -341,8 +341,8 @@ def linear_loss(params, batch, key):
 
 
 @pytest.mark.slow
-def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
-    """Each step is 2^-12 of a weight, a sixteenth of what rounding to the nearest would notice."""
+def test_bfloat16_parameters_follow_tiny_updates_on_average(rng):
+    """Each step is 2^-12 of a weight, a sixteenth of what rounding to nearest would keep."""
     rates = dict(learning_rate=2**-12, min_learning_rate=2**-12)
     config = replace(BASE, optimizer=AdamW(weight_decay=0.0), **rates)
     optimizer = make_optimizer(config)
@@ -359,8 +359,8 @@ def test_bfloat16_parameters_move_on_average_by_steps_too_small_to_see(rng):
     assert moved.mean() == pytest.approx(64 * 2**-12, rel=0.03)
 
 
-def test_a_quarter_of_the_way_is_rounded_up_a_quarter_of_the_time():
-    """Next to 1, numbers of bfloat16 are 2^-7 apart; one that it has stays itself."""
+def test_quarter_of_spacing_is_rounded_up_a_quarter_of_the_time():
+    """Near 1, bfloat16 has a spacing of 2^-7; representable values do not change."""
     x = np.full((3, 4096), 1.0, np.float32)
     x[0] += 2.0**-9
     x[1] += 2.0**-7
@@ -371,17 +371,17 @@ def test_a_quarter_of_the_way_is_rounded_up_a_quarter_of_the_time():
 
 
 @pytest.mark.slow
-def test_rounding_at_random_keeps_exact_numbers_and_what_is_not_finite():
+def test_stochastic_rounding_keeps_exact_and_non_finite_values():
     exact = jnp.array([0.0, 1.0, -3.5, 2.0**100, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     found = round_stochastically(exact, jax.random.key(0))
     assert np.array_equal(np.asarray(found, np.float32), np.asarray(exact), equal_nan=True)
-    between = jnp.full(20_000, 1 + 2**-9, jnp.float32)  # a quarter of the way to the next one
+    between = jnp.full(20_000, 1 + 2**-9, jnp.float32)  # a quarter of the spacing above 1
     found = np.asarray(round_stochastically(between, jax.random.key(1)), np.float32)
     assert set(np.unique(found)) == {1.0, 1.0 + 2**-7}
     assert (found > 1).mean() == pytest.approx(0.25, abs=0.015)
 
 
-def test_the_average_follows_its_formula_and_waits_where_a_step_is_rejected(rng):
+def test_average_follows_formula_and_skips_rejected_steps(rng):
     optimizer = make_optimizer(replace(BASE, optimizer=AdamW(weight_decay=0.0)))
     step = make_train_step(linear_loss, optimizer, ema_decay=0.75)
     start = rng.standard_normal((5, 3)).astype(np.float32)

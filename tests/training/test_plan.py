@@ -1,4 +1,4 @@
-"""Plans of steps: what is counted, against closed forms, and programs of devices not attached."""
+"""Plans of steps: counts against closed forms, and programs for devices that are not attached."""
 
 import math
 import os
@@ -47,8 +47,8 @@ CPU = Hardware("cpu", None, 1)
 
 
 @pytest.mark.slow
-def test_operations_are_those_of_the_products_in_closed_form():
-    """Llama 3 8B: 2 x (parameters without the input table) a token, and causal attention."""
+def test_flops_match_closed_form():
+    """Llama 3 8B: 2 x (parameters without the input table) per token, plus causal attention."""
     config, length = preset("llama3-8b"), 4096
     table = config.vocab_size * config.d_model
     norms = (2 * config.num_layers + 1) * config.d_model
@@ -60,7 +60,7 @@ def test_operations_are_those_of_the_products_in_closed_form():
 
 
 def brute(config, length, source=0):
-    """Count multiplications and additions of one sequence one by one."""
+    """Count the multiplications and additions of one sequence by brute force."""
     d, n, k, h, f = (
         config.d_model,
         config.num_heads,
@@ -73,7 +73,7 @@ def brute(config, length, source=0):
         own = 2 * d * n * h * queries * 2 + 2 * 2 * d * k * h * keys
         return own + 4 * n * h * pairs
 
-    feed = 2 * d * f * (3 if config.glu else 2)  # none where f is 0
+    feed = 2 * d * f * (3 if config.glu else 2)  # 0 if f is 0
 
     def seen(size, window, causal):
         reach = size if window is None else window
@@ -112,13 +112,13 @@ def brute(config, length, source=0):
     ],
     ids=["decoder", "windows", "sinks", "attention alone", "encoder", "encoder-decoder"],
 )
-def test_operations_of_every_kind_are_counted_one_by_one(config):
+def test_flops_match_brute_force_count(config):
     source = 7 if config.kind == "encoder-decoder" else 0
     assert forward_flops(config, 11, source) == brute(config, 11, source)
 
 
 def traced_products(jaxpr):
-    """Count the multiplications and additions of the products of matrices in a jaxpr."""
+    """Count the multiplications and additions of matrix products in a jaxpr."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and min(v.aval.ndim for v in eqn.invars) > 1:
@@ -170,8 +170,8 @@ OF_MODEL = dict(
         if kind != "decoder" and (kind, what) != ("shared", "adapters_of_values")
     ],
 )
-def test_what_is_frozen_takes_the_products_that_a_step_takes(monkeypatch, kind, what):
-    """They are counted in the program of value and gradient, in which every pair is multiplied."""
+def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, what):
+    """They are counted in the program of value and gradient, which multiplies every pair."""
     config = replace(SMALL, implementation="xla", **OF_MODEL[kind])
     stack = "encoder" if kind in ("post", "shared") else "decoder"
     given = {
@@ -204,7 +204,7 @@ def test_what_is_frozen_takes_the_products_that_a_step_takes(monkeypatch, kind, 
     assert found == pytest.approx(traced_products(used), rel=1e-12)
 
 
-def test_a_plan_counts_no_gradients_of_what_is_frozen():
+def test_plan_counts_no_gradients_of_frozen_parameters():
     model = ModelConfig(vocab_size=65, d_model=256, num_layers=4, num_heads=4, max_len=128)
     names = tuple(f"decoder/block_{i}/{b}" for i in range(4) for b in ("attention", "feed_forward"))
     run = TrainConfig(model=model, batch_size=4)
@@ -213,9 +213,9 @@ def test_a_plan_counts_no_gradients_of_what_is_frozen():
         plan_training(config, CPU, compiled=False)
         for config in (run, replace(run, frozen=names), adapted)
     )
-    kernels = 4 * (4 + 8) * 256**2  # whose gradients are a product more for each token
+    kernels = 4 * (4 + 8) * 256**2  # their gradients take one more product per token
     assert (whole.flops - frozen.flops) / whole.tokens == pytest.approx(2 * kernels, rel=0.01)
-    assert lora.flops < frozen.flops  # also the first block's own input has no gradient
+    assert lora.flops < frozen.flops  # the input of the first block has no gradient either
     assert flops_utilisation(adapted, 1e6, "NVIDIA H200", 1) == pytest.approx(
         1e6 * lora.flops / lora.tokens / CHIPS["h200"].flops
     )
@@ -252,8 +252,8 @@ ENTRY %main (p: f32[32]) -> f32[32] {
 """
 
 
-def test_bytes_between_devices_are_read_off_a_program():
-    """A gather in a loop of five turns, once; a scatter as the TPU writes it; two sums in one."""
+def test_traffic_is_read_from_program_text():
+    """A gather in a loop of five iterations, a scatter as TPUs write it, and two sums in one."""
     found = network_traffic(HLO, 32)
     assert found.unknown_loops == 0
     assert found.bytes == {
@@ -280,13 +280,13 @@ def test_bytes_between_devices_are_read_off_a_program():
         ("%s = f32[4] reduce-scatter(%x), replica_groups={{0,1,2,3}}", 48),
     ],
 )
-def test_what_an_asynchronous_collective_sends_is_its_result(line, sent):
+def test_asynchronous_collective_counts_only_its_result(line, sent):
     text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n"
     assert network_traffic(text, 4).total == sent
 
 
 @pytest.mark.long
-def test_a_plan_for_this_machine_is_of_the_step_that_a_run_takes():
+def test_plan_for_this_machine_matches_step_of_run():
     plan = plan_training(RUN, CPU)
     size = 4 * num_params(SMALL)
     assert plan.memory.parameters == size
@@ -301,17 +301,17 @@ def test_a_plan_for_this_machine_is_of_the_step_that_a_run_takes():
 
 
 @pytest.mark.slow
-def test_a_plan_of_decoding_has_the_cache_and_the_parameters_once():
+def test_decoding_plan_counts_cache_and_parameters_once():
     plan = plan_decoding(SMALL, CPU, batch_size=3, length=13)
     assert plan.memory.parameters == 4 * num_params(SMALL)
     assert plan.cache == cache_bytes(SMALL, 3, 13)
     assert plan.memory.working < plan.memory.parameters
-    # one token: the matrices once a row, and all keys of the cache
+    # one token: the matrices once per row, and all keys of the cache
     matrices = 2 * (SMALL.num_layers * (4 * 32**2 + 2 * 32 * 48) + 61 * 32)
     assert plan.flops == 3 * (matrices + SMALL.num_layers * 13 * 4 * 32)
 
 
-def test_a_table_that_has_rows_looked_up_is_not_read_whole():
+def test_lookup_table_is_not_counted_as_read():
     chip = replace(CHIPS["h200"], bandwidth=1.0)
     untied = replace(SMALL, tie_embeddings=False)
     tied, own = (
@@ -329,7 +329,7 @@ def test_a_table_that_has_rows_looked_up_is_not_read_whole():
 
 
 @pytest.mark.slow
-def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
+def test_oversized_state_is_not_compiled_and_remedies_are_listed():
     chip = replace(CHIPS["h200"], memory=11 * num_params(SMALL))
     hardware = replace(CPU, chip=chip)
     plan = plan_training(RUN, hardware)
@@ -339,16 +339,16 @@ def test_a_state_that_does_not_fit_is_not_compiled_and_what_would_fit_is_said():
     mild = "--remat full --scan-layers True --batch-size 1"
     assert flags == [f"{mild} --param-dtype bfloat16 --optimizer adafactor"]
     assert largest_batch(RUN, hardware, plan) is None
-    # of 16 bytes a parameter a chip has room for 11
+    # a chip has room for 11 of the 16 bytes per parameter
     assert least_chips(RUN, hardware) == 2
-    # a width of 36 is whole on each of 8 chips
+    # a width of 36 is replicated on each of 8 chips
     wide = replace(RUN, model=replace(SMALL, d_model=36), mesh=MeshConfig(fsdp=8), batch_size=8)
     held = plan_training(wide, replace(hardware, count=8), compiled=False)
     assert held.memory.parameters == 4 * num_params(wide.model)
 
 
-def test_a_state_is_refused_where_its_gradients_have_no_room(monkeypatch):
-    """16 bytes a parameter with AdamW: itself, two moments and the gradient."""
+def test_state_without_room_for_gradients_is_rejected(monkeypatch):
+    """AdamW takes 16 bytes per parameter: value, two moments and gradient."""
     shape = jax.ShapeDtypeStruct((7, 13), jnp.float32)
     state = SimpleNamespace(params=shape, opt_state=(shape, shape), average=None)
     monkeypatch.setattr(memory, "device_memory", lambda: 16 * 7 * 13)
@@ -359,7 +359,7 @@ def test_a_state_is_refused_where_its_gradients_have_no_room(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_planned_in_float32_whatever_the_parameters(dtype):
+def test_gradients_are_planned_in_float32(dtype):
     count = num_params(SMALL)
     held = plan_training(replace(RUN, param_dtype=dtype), CPU, compiled=False).memory
     size = {"float32": 4, "bfloat16": 2}[dtype]
@@ -369,7 +369,7 @@ def test_gradients_are_planned_in_float32_whatever_the_parameters(dtype):
 
 
 @pytest.mark.long
-def test_the_largest_batch_fits_and_a_larger_one_does_not():
+def test_largest_batch_fits_and_larger_one_does_not():
     run = replace(RUN, model=replace(SMALL, num_layers=1))
     first = plan_training(run, CPU)
     chip = replace(CHIPS["h200"], memory=3 * first.total)
@@ -379,7 +379,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
     assert size > 4 and not plan_training(replace(run, batch_size=size * 5 // 4), hardware).fits
 
 
-def test_hardware_is_named_and_what_there_is_not_is_refused():
+def test_hardware_names_are_parsed_and_unknown_ones_rejected():
     assert find_hardware("tpu-v5e-256").count == 256
     assert find_hardware("tpu-v5p-8").count == 4  # eight cores
     assert find_hardware("h200-8") == Hardware("h200-8", CHIPS["h200"], 8)
@@ -387,7 +387,7 @@ def test_hardware_is_named_and_what_there_is_not_is_refused():
         "tpu-v5e-7": "N must be one of 1, 4, 8",
         "tpu-v5p-7": "N must be one of 2, 8",
         "tpu-v9-8": "must be cpu, h200",
-        "h200-3": "a machine has 1, 2, 4 or 8",
+        "h200-3": "N must be 1, 2, 4 or 8",
         "cpu-1000": "needs 1000 CPU devices",
         "cpu-0": "N must be at least 1",
         "cpu-²": "must be cpu, h200",
@@ -398,13 +398,13 @@ def test_hardware_is_named_and_what_there_is_not_is_refused():
         plan_training(replace(RUN, mesh=MeshConfig(data=2)), CPU)
 
 
-def test_chips_are_known_by_the_names_that_jax_has_for_them():
+def test_chips_are_found_by_device_kind():
     assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
     assert chip_of("NVIDIA H200") is CHIPS["h200"] and chip_of("cpu") is None
 
 
 @pytest.mark.slow
-def test_a_lock_that_another_process_holds_or_left_is_no_reason_to_install_anything():
+def test_foreign_libtpu_lock_does_not_block_planning():
     pytest.importorskip("libtpu")
     code = (
         "import fcntl; file = open('/tmp/libtpu_lockfile', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
@@ -418,7 +418,7 @@ def test_a_lock_that_another_process_holds_or_left_is_no_reason_to_install_anyth
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
 
 
-def test_a_package_that_is_there_is_not_advised(monkeypatch):
+def test_installed_package_is_not_suggested(monkeypatch):
     pytest.importorskip("libtpu")
 
     def broken(*given, **named):
@@ -432,7 +432,7 @@ def test_a_package_that_is_there_is_not_advised(monkeypatch):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("usual_compilation")
-def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
+def test_llama_3_8b_is_planned_for_256_unattached_chips():
     pytest.importorskip("libtpu")
     model = preset("llama3-8b", scan_layers=True, remat="full")
     mesh = MeshConfig(fsdp=64, tensor=4)
@@ -443,21 +443,21 @@ def test_llama_3_8b_is_planned_for_256_chips_that_are_not_attached():
     assert plan.memory.optimizer == pytest.approx(8 * num_params(model) / 256, rel=0.01)
     assert plan.bounds is not None and plan.bounds.compute == pytest.approx(0.251, rel=0.01)
     if plan.traffic is not None:
-        # the matrices in bfloat16, forward and backward; six sums of the activations a layer
+        # the matrices in bfloat16, forward and backward, and six sums of activations per layer
         matrices = 2 * (num_params(model) - 2 * 128256 * 4096) / 4
         assert plan.traffic.bytes["all-gather"] == pytest.approx(2 * matrices, rel=0.15)
         sums = 6 * 32 * 4096 * 4096 * 2 * 2 * 3 / 4
         assert plan.traffic.bytes["all-reduce"] == pytest.approx(sums, rel=0.1)
 
 
-def test_what_a_library_writes_to_the_errors_of_the_process_is_left_out(capfd):
+def test_library_output_to_standard_error_is_suppressed(capfd):
     with hardware._quiet():
         os.write(2, b"a library's words")
     os.write(2, b"ours")
     assert capfd.readouterr().err == "ours"
 
 
-def test_a_grid_has_as_many_chips_as_it_is_named_for():
+def test_grids_have_stated_number_of_chips():
     for grids in hardware._GRIDS.values():
         for count, shape in grids.items():
             assert math.prod(map(int, shape.split("x"))) == count

@@ -1,4 +1,4 @@
-"""Preferences between answers: the loss against NumPy, the data, and runs that learn them."""
+"""Preferences between answers: the loss against NumPy, the data, and training runs."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def a_batch(rng, rows=3, length=7):
 
 
 def log_probs(params, batch):
-    """Of each answer, in float64, from the logits of one row at a time: [B, 2]."""
+    """Return the log-probability of each answer [B, 2], in float64, one row at a time."""
     rows = []
     for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
         for half in range(2):
@@ -58,7 +58,7 @@ def log_probs(params, batch):
 @pytest.mark.slow
 @pytest.mark.long_except("3")
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_the_loss_is_that_of_the_paper(rng, chunk):
+def test_loss_matches_paper(rng, chunk):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA), loss_chunk=chunk)
     params, reference = (init_params(MODEL, jax.random.key(seed)) for seed in (0, 1))
     batch = a_batch(rng)
@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_the_paper(rng, chunk):
 
 
 @pytest.mark.slow
-def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
+def test_loss_starts_at_log_2_and_separates_answers(rng):
     config = TrainConfig(model=MODEL, task=PreferenceTask(beta=BETA))
     params, batch = init_params(MODEL, jax.random.key(0)), a_batch(rng)
     loss = preference_loss(config, BETA)
@@ -103,7 +103,7 @@ def test_at_the_start_it_is_log_2_and_pushes_the_two_apart(rng):
 
 
 @pytest.mark.slow
-def test_log_probabilities_in_chunks_are_those_at_once(rng):
+def test_chunked_log_probabilities_match_full(rng):
     hidden = jnp.array(rng.normal(size=(2, 10, 4)), jnp.float32)
     table = jnp.array(rng.normal(size=(7, 4)), jnp.float32)
     labels = jnp.array(rng.integers(0, 7, (2, 10)), jnp.int32).at[0, 3:6].set(IGNORE)
@@ -129,7 +129,7 @@ WORDS = ["to be", "or not", "that is", "the question", "a sea", "of troubles"]
 
 
 def pairs_file(path, messages=False, count=60):
-    """The preferred answer repeats the first letter of the prompt, the other its last."""
+    """The preferred answer repeats the first letter of the prompt, the other one its last."""
     lines = []
     for i in range(count):
         prompt = WORDS[i % 6] + " " + WORDS[(i // 6) % 6]
@@ -188,14 +188,14 @@ ADAPTERS = LoraConfig(rank=4, targets="all-linear")
         (False, ADAPTERS),
     ],
 )
-def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
+def test_run_learns_preferred_answers(tmp_path, messages, lora):
     base = a_base(tmp_path, ChatTask() if messages else LanguageTask(documents="lines"))
     pairs_file(tmp_path / "pairs.jsonl", messages)
     rate = 2e-3 if lora is None else 1e-2
     result = fit(a_run(tmp_path, base, lora=lora, learning_rate=rate))
     assert result.accuracy == 1.0
-    assert result.val_loss < 0.3  # of log 2 = 0.69
-    assert result.perplexity is None  # a loss of pairs says nothing of a token
+    assert result.val_loss < 0.3  # starts at log 2 = 0.69
+    assert result.perplexity is None  # the loss is per pair, not per token
     said = summary(result)
     assert "nats per pair" in said and "100.0% of the pairs" in said and "perplexity" not in said
     lines = (tmp_path / "run/sample.txt").read_text().splitlines()
@@ -207,7 +207,7 @@ def test_a_run_learns_which_answers_are_preferred(tmp_path, messages, lora):
 @pytest.mark.slow
 @pytest.mark.long_except("None")
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.1)])
-def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
+def test_resumed_preference_run_is_bit_identical(tmp_path, lora):
     base = a_base(tmp_path, LanguageTask(documents="lines"))
     pairs_file(tmp_path / "pairs.jsonl")
     config = a_run(tmp_path, base, steps=9, eval_every=9, sample_tokens=0, lora=lora,
@@ -227,7 +227,10 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
         ('{"prompt": "a", "chosen": "b"}', "line 2: lacks rejected: must be {"),
         ("[1]", "line 2: lacks prompt, chosen, rejected: must be {"),
         ("{", "line 2: not JSON"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "line 2: chosen and rejected are the"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+            "line 2: chosen and rejected are eq",
+        ),
         (
             '{"prompt": "a", "chosen": "b", "rejected": 3}',
             "line 2: prompt is 'a': all three must be strings",
@@ -249,7 +252,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, lora):
         ),
     ],
 )
-def test_bad_pairs_are_one_line(tmp_path, line, message):
+def test_invalid_pairs_raise(tmp_path, line, message):
     file = with_a_bad_pair(tmp_path, line)
     model = ModelConfig(d_model=32, num_layers=1, num_heads=4, max_len=48)
     with pytest.raises(DataError) as caught:
@@ -267,7 +270,7 @@ def with_a_bad_pair(folder, line):
 
 
 @pytest.mark.slow
-def test_bad_pairs_begin_no_run(tmp_path, base_of_lines):
+def test_invalid_pairs_start_no_run(tmp_path, base_of_lines):
     with_a_bad_pair(tmp_path, "[1]")
     with pytest.raises(DataError, match="line 2: lacks prompt, chosen, rejected"):
         fit(a_run(tmp_path, base_of_lines))
@@ -280,7 +283,7 @@ def base_of_lines(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_does_not_go_together_is_one_line(tmp_path, base_of_lines):
+def test_incompatible_settings_raise(tmp_path, base_of_lines):
     pairs_file(tmp_path / "pairs.jsonl")
     config = a_run(tmp_path, base_of_lines)
     with pytest.raises(ConfigError, match="init_from is None: must name the model that task 'pref"):

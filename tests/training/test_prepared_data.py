@@ -1,4 +1,4 @@
-"""Training on prepared folders: which rows a step reads, in which order, and what is refused."""
+"""Training on prepared folders: the rows of each step, their order, and rejected folders."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ MODEL = ModelConfig(d_model=22, num_heads=2, num_layers=1, d_ff=29, max_len=13, 
 
 
 def prepared_lines(path, name, lines, **changes):
-    """Write `lines` to a text and prepare a folder of it, `name`, next to it."""
+    """Write `lines` to a text file and prepare the folder `name` from it."""
     (path / f"{name}.txt").write_text("\n".join(lines))
     usual = dict(documents="lines", tokenizer="byte", val_fraction=0.2)
     return prepare(PrepareConfig(data=(str(path / f"{name}.txt"),), **usual | changes), path / name)
@@ -52,7 +52,7 @@ def prepared_lines(path, name, lines, **changes):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Prepare two folders, of 211 documents and of 101, that no document is in both of."""
+    """Prepare two folders of 211 and 101 documents with no document in common."""
     path = tmp_path_factory.mktemp("prepared")
     for name, count in (("web", 211), ("books", 101)):
         lines = [f"{name} {i} " + name[0] * (i * 7 % 23) for i in range(count)]
@@ -74,13 +74,13 @@ def documents(**changes):
 
 
 def stream(folders, name, part="train"):
-    """Read the tokens of a part by NumPy alone."""
+    """Read the tokens of a part with NumPy only."""
     files = sorted((folders / name).glob(f"{part}-0*.bin"))
     return np.concatenate([np.fromfile(file, "<u2") for file in files]).astype(np.int32)
 
 
 def pieces(tokens, end, length):
-    """Return what documents read and what they are to predict, at most `length` at a time."""
+    """Return the inputs and labels of documents, in pieces of at most `length`."""
     (bounds,) = np.nonzero(tokens == end)
     found = []
     for a, b in itertools.pairwise(bounds):
@@ -108,7 +108,7 @@ def same(one, two):
         assert a.shape == b.shape and np.array_equal(a, b)
 
 
-def test_windows_follow_each_other_and_label_each_token_once(folders):
+def test_windows_are_consecutive_and_label_each_token_once(folders):
     tokens = stream(folders, "web")
     corpus = open_corpus(folders / "web")
     count = (len(tokens) - 1) // 13
@@ -121,7 +121,7 @@ def test_windows_follow_each_other_and_label_each_token_once(folders):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_document_rows_hold_each_piece_of_a_document_once_and_none_sees_another(folders, packed):
+def test_document_rows_contain_each_piece_once_and_separate_documents(folders, packed):
     corpus = open_corpus(folders / "web")
     rows = DocumentRows(corpus.train, 17, packed)
     found = Counter()
@@ -134,25 +134,25 @@ def test_document_rows_hold_each_piece_of_a_document_once_and_none_sees_another(
         assert packed or segments.max() == 1
     wanted = Counter(pieces(stream(folders, "web"), end_id(corpus.tokenizer), 17))
     assert found == wanted and sum(found.values()) > 200
-    if packed:  # a row is as full as one may ask
+    if packed:  # rows are nearly full
         used = sum(len(piece) // 2 for piece in wanted.elements())
         assert used > 0.9 * len(rows) * 17
 
 
-def test_packing_keeps_to_the_room_and_the_open_rows(rng):
+def test_packing_respects_room_and_open_rows(rng):
     sizes = rng.integers(1, 30, 997).astype(np.int32)
     rows = pack(sizes, 29, fullest=True)
     used = np.bincount(rows, weights=sizes)
     assert used.max() <= 29 and used.min() > 0
     assert np.array_equal(rows, pack(sizes, 29, fullest=True))
     assert used.sum() > 0.95 * 29 * len(used)
-    for piece in range(len(sizes)):  # none is opened while another has room
+    for piece in range(len(sizes)):  # no row is opened while another has room
         if rows[piece] > rows[:piece].max(initial=-1):
             before = np.bincount(rows[:piece], sizes[:piece], minlength=1)[-20:]
             assert piece == 0 or (29 - before < sizes[piece]).all()
 
 
-def test_a_row_that_is_nearly_full_is_closed_when_there_are_too_many(monkeypatch):
+def test_fullest_row_is_closed_when_too_many_are_open(monkeypatch):
     sizes = np.array([9, 8, 7, 1, 3, 1], np.int32)
     assert pack(sizes, 10, fullest=True).tolist() == [0, 1, 2, 0, 2, 1]
     monkeypatch.setattr(training_rows, "OPEN_ROWS", 2)
@@ -160,7 +160,7 @@ def test_a_row_that_is_nearly_full_is_closed_when_there_are_too_many(monkeypatch
 
 
 @pytest.mark.slow
-def test_a_packed_document_has_the_logits_that_it_has_alone(folders):
+def test_packed_document_has_logits_of_single_document(folders):
     task = load_task(
         config(folders, task=documents(), batch_size=40, model=replace(MODEL, max_len=31))
     )
@@ -178,7 +178,7 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
-def test_every_epoch_reads_every_row_once_in_another_order(folders, task):
+def test_each_epoch_reads_every_row_once_in_new_order(folders, task):
     made = load_task(config(folders, task=task))
     count = len(made.rows[0])
     steps = -(-2 * count // 12)
@@ -201,13 +201,13 @@ def test_every_epoch_reads_every_row_once_in_another_order(folders, task):
 @pytest.mark.parametrize(
     "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.long)]
 )
-def test_restored_at_each_of_24_steps_the_whole_remainder_is_the_same(folders, task):
+def test_restoring_at_any_step_gives_same_remainder(folders, task):
     given = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
     whole = load_task(given)
     rows = [len(r) for r in whole.rows]
     steps = 36
     assert 2 * rows[0] < 0.7 * 28 * steps and 2 * rows[1] < 0.3 * 28 * steps  # two epochs
-    assert rows[0] < 0.7 * 28 * 20 and rows[1] < 0.3 * 28 * 20  # one before the last restored
+    assert rows[0] < 0.7 * 28 * 20 and rows[1] < 0.3 * 28 * 20  # still the first epoch
     wanted = [jax.device_get(whole.inputs(step)) for step in range(steps)]
     assert len({batch.tokens.tobytes() for batch in wanted}) == steps
     for position in range(24):
@@ -217,7 +217,7 @@ def test_restored_at_each_of_24_steps_the_whole_remainder_is_the_same(folders, t
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_and_goes_on_is_the_same_bit_for_bit_across_the_epochs(folders, tmp_path):
+def test_resumed_run_is_bit_identical_across_epochs(folders, tmp_path):
     given = config(folders, "books", batch_size=20, steps=8)
     assert 3 * 40 < len(load_task(given).rows[0]) < 6 * 40  # the first epoch ends after the stop
     straight = fit(replace(given, out=str(tmp_path / "straight")))
@@ -229,7 +229,7 @@ def test_a_run_that_stops_and_goes_on_is_the_same_bit_for_bit_across_the_epochs(
     assert resumed.val_loss == straight.val_loss is not None
 
 
-def test_the_folders_of_a_mixture_have_their_shares():
+def test_folders_of_mixture_have_their_shares():
     for weights in ([0.7, 0.3], [5, 1, 2], [1, 1], [0.999, 0.001]):
         mixture = Mixture(weights)
         shares = np.array(weights) / np.sum(weights)
@@ -239,7 +239,7 @@ def test_the_folders_of_a_mixture_have_their_shares():
             assert np.abs(counts - shares * end).max() <= len(weights)
         far = 10 * prepared.MIXTURE + 17
         folders = np.append(folders, [mixture[far + i][0] for i in range(5)])
-        for folder in range(len(weights)):  # none of its rows is left out
+        for folder in range(len(weights)):  # none of its rows is skipped
             own = rows[folders[:30_000] == folder]
             assert np.array_equal(own, np.arange(len(own)))
     mixture = Mixture([2, 1])
@@ -253,7 +253,7 @@ def test_the_folders_of_a_mixture_have_their_shares():
 @pytest.mark.parametrize(
     ("weights", "share"), [((0.7, 0.3), 0.7), ((1.0, 3.0), 0.25), (None, None)]
 )
-def test_a_step_reads_the_folders_by_weight(folders, weights, share):
+def test_step_reads_folders_by_weight(folders, weights, share):
     task = load_task(config(folders, "web", "books", data_weights=weights, task=documents()))
     count = [len(rows) for rows in task.rows]
     share = count[0] / sum(count) if share is None else share
@@ -265,7 +265,7 @@ def test_a_step_reads_the_folders_by_weight(folders, weights, share):
     assert abs(sum(seen) - share * len(seen)) <= 2
 
 
-def test_two_processes_read_the_halves_of_what_one_reads(folders, monkeypatch):
+def test_two_processes_read_halves_of_single_process_batch(folders, monkeypatch):
     task = load_task(config(folders, "web", "books"))
     reads = []
     real = Part.read
@@ -290,7 +290,7 @@ def test_two_processes_read_the_halves_of_what_one_reads(folders, monkeypatch):
         task.inputs(0, 0, 4)
 
 
-def test_a_process_reads_its_own_share_unless_it_is_told(folders, monkeypatch):
+def test_process_reads_its_own_rows_by_default(folders, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 2)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     task = load_task(config(folders))
@@ -325,7 +325,7 @@ print("the same")
 
 
 @pytest.mark.long
-def test_two_processes_that_run_put_one_batch_together(folders):
+def test_two_running_processes_assemble_one_batch(folders):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -342,7 +342,7 @@ def test_two_processes_that_run_put_one_batch_together(folders):
 
 
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
-def test_an_evaluation_reads_the_held_out_documents_in_order_each_label_once(folders, task):
+def test_evaluation_reads_held_out_labels_once_in_order(folders, task):
     made = load_task(config(folders, "web", "books", task=task))
     batches = list(made.evaluation())
     labels = np.concatenate([batch.labels.reshape(-1) for batch in batches])
@@ -359,7 +359,7 @@ def test_an_evaluation_reads_the_held_out_documents_in_order_each_label_once(fol
 
 
 @pytest.mark.slow
-def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
+def test_steps_do_not_wait_for_slow_storage(folders, monkeypatch):
     real = Part.read
 
     def read(part, start, into):
@@ -367,7 +367,7 @@ def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
         real(part, start, into)
 
     monkeypatch.setattr(Part, "read", read)
-    task = load_task(config(folders))  # 12 rows a step
+    task = load_task(config(folders))  # 12 rows per step
     waits = []
     for step in range(25):
         start = time.perf_counter()
@@ -380,7 +380,7 @@ def test_steps_do_not_wait_for_storage_that_is_slow(folders, monkeypatch):
     assert np.median(waits[1:]) < 0.012
 
 
-def test_the_loss_of_characters_counts_the_end_of_each_document(tmp_path):
+def test_loss_per_character_counts_document_ends(tmp_path):
     lines = [f"wörd {i} and word {i * i}" for i in range(200)]
     corpus = prepared_lines(tmp_path, "out", lines, tokenizer="bpe", bpe_vocab_size=300)
     task = load_task(config(tmp_path, "out"))
@@ -391,7 +391,7 @@ def test_the_loss_of_characters_counts_the_end_of_each_document(tmp_path):
     assert corpus.val.characters > labels
 
 
-def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
+def test_mixture_uses_tokenizer_of_its_folders(folders):
     given = config(folders, "web", "books", val_data=str(folders / "books"))
     task = load_task(given, Tokenizers(ByteTokenizer()))
     streams = [stream(folders, name) for name in ("web", "books")]
@@ -399,7 +399,7 @@ def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
         np.testing.assert_array_equal(found, tokens)
     held_out = len(stream(folders, "books", "val"))
     rows = [(len(tokens) - 1) // 13 for tokens in streams]
-    assert [len(part) for part in task.rows] == rows  # whole windows, the rest is left out
+    assert [len(part) for part in task.rows] == rows  # full windows; the remainder is dropped
     parts = ", ".join(
         f"{folders / name}: {len(tokens):,} tokens in {count:,} rows"
         for name, tokens, count in zip(("web", "books"), streams, rows, strict=True)
@@ -412,13 +412,13 @@ def test_a_mixture_is_one_task_of_the_tokenizer_that_its_folders_have(folders):
     documented = replace(given, task=documents())
     corpus = open_corpus(folders / "books")
     task = load_task(documented)
-    task.tokenizers = Tokenizers(CharTokenizer("ab"))  # of which a character is no byte
+    task.tokenizers = Tokenizers(CharTokenizer("ab"))  # its characters are not bytes
     loss, unit = task.per_character(1.5)
     labels, ends = corpus.val.tokens - 1, corpus.val.documents
     assert (loss, unit) == (1.5 * labels / (corpus.val.characters + ends), "character")
 
 
-def test_a_damaged_folder_is_refused_before_anything_is_written(folders, tmp_path):
+def test_damaged_folder_is_rejected_before_anything_is_written(folders, tmp_path):
     out = prepared_lines(tmp_path, "out", [f"line {i}" for i in range(300)]).path
     file = out / "train-00000.bin"
     content = bytearray(file.read_bytes())
@@ -433,17 +433,17 @@ def test_a_damaged_folder_is_refused_before_anything_is_written(folders, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_shard_cut_short_during_a_run_ends_it_with_one_line(folders, tmp_path):
+def test_shard_truncated_during_run_stops_it_with_one_line(folders, tmp_path):
     prepared_lines(tmp_path, "out", [f"line {i}" for i in range(3000)], val_fraction=0.01)
     task = load_task(config(tmp_path, "out"))
     task.inputs(0)
     os.truncate(tmp_path / "out" / "train-00000.bin", 50)
     with pytest.raises(DataError, match=r"train-00000.bin: ends before byte \d+: was cut short"):
-        for step in range(1, 300):  # what was read ahead before the cut is whole
+        for step in range(1, 300):  # steps that were read ahead are intact
             task.inputs(step)
 
 
-def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
+def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
     prepared_lines(tmp_path, "other", [f"other {i}" for i in range(300)], tokenizer="char")
     both = f"{folders / 'web'},{tmp_path / 'other'}"
     encoder = replace(MODEL, kind="encoder")
@@ -462,7 +462,7 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
         vocabulary = changes.pop("vocab", None)
         with pytest.raises(error, match=said):
             load_task(config(folders, **changes), vocab_size=vocabulary)
-    with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*txt': no prepared"):
+    with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*txt', which is not"):
         load_task(config(tmp_path, "other.txt", task=documents()))
     weights = r"data_weights is .*: must be one weight for each of the "
     with pytest.raises(ConfigError, match=weights + "0"):
@@ -476,7 +476,7 @@ def test_what_does_not_fit_a_prepared_folder_is_one_line(folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_refuses_other_data_and_other_weights(folders, tmp_path):
+def test_resumed_run_rejects_changed_data_and_weights(folders, tmp_path):
     given = config(
         folders, "web", "books", data_weights=(1.0, 2.0), out=str(tmp_path / "run"), steps=3
     )
@@ -490,7 +490,7 @@ def test_a_resumed_run_refuses_other_data_and_other_weights(folders, tmp_path):
 
 
 @pytest.mark.long
-def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folders, tmp_path):
+def test_trained_model_continues_on_folder_with_its_tokenizer(folders, tmp_path):
     first = config(folders, "web", out=str(tmp_path / "first"), steps=3)
     fit(first)
     second = replace(
@@ -504,7 +504,7 @@ def test_a_model_of_a_run_goes_on_learning_from_a_folder_of_its_tokenizer(folder
 
 
 @pytest.mark.slow
-def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
+def test_command_trains_on_mixture(folders, tmp_path, capsys):
     flags = (
         "--steps 2 --context 13 --batch-size 4 --d-model 20 --num-heads 2 --num-layers 1 --d-ff 29 "
         "--sample-tokens 5 --documents prepared --data-weights 0.7,0.3"
@@ -529,7 +529,7 @@ def test_the_command_trains_on_a_mixture(folders, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_text_in_memory_needs_no_grain(tmp_path):
+def test_text_in_memory_does_not_need_grain(tmp_path):
     (tmp_path / "text").write_text("some text " * 100)
     script = (
         "import sys; from transformer_jax.config import TrainConfig;"
@@ -541,7 +541,7 @@ def test_a_text_in_memory_needs_no_grain(tmp_path):
     assert ended.stdout == "False\n", ended.stderr
 
 
-def test_a_prepared_folder_without_grain_names_the_package(folders, monkeypatch):
+def test_prepared_folder_without_grain_names_package(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     config = TrainConfig(data=str(folders / "web"), context=7)
     with pytest.raises(ConfigError, match=r"^data is .*web': reading .* pip install grain$"):
@@ -569,7 +569,7 @@ for data in sys.argv[1:]:
 
 
 @pytest.mark.long
-def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path):
+def test_reading_corpus_takes_far_less_memory_than_corpus(tmp_path):
     for name, size in (("small", 3), ("large", 40)):
         lines = [f"{i:09999d}" for i in range(size * 100)]
         prepared_lines(tmp_path, name, lines, val_fraction=0.01)
@@ -581,8 +581,8 @@ def test_reading_all_of_a_corpus_takes_far_less_memory_than_the_corpus(tmp_path)
 
 
 @pytest.mark.long
-def test_a_run_over_a_mesh_reads_what_one_device_reads(folders):
-    """Here with one device: tests/multi_device has more."""
+def test_run_over_mesh_reads_same_rows_as_one_device(folders):
+    """With one device; tests/multi_device covers more."""
     one = config(folders, out=str(folders / "one"), steps=3)
     over = replace(one, out=str(folders / "over"), mesh=MeshConfig(data=1))
     assert fit(one).val_loss == pytest.approx(fit(over).val_loss, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Progress is shown where work is long, on the stream that is not the result's."""
+"""Progress of long decoding, on standard error."""
 
 import io
 import sys
@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def decode(monkeypatch):
-    """Tell of `batch` examples more every `seconds`; return what was written to stderr."""
+    """Report `batch` more examples every `seconds`; return the output to stderr."""
 
     def run(total, batch, seconds, stream, report):
         clock = iter(range(0, 10**6, seconds))
@@ -29,10 +29,10 @@ def decode(monkeypatch):
     return run
 
 
-def test_a_terminal_shows_one_line_of_decoding_and_removes_it(decode):
-    """From ten seconds on: after the second batch of 7 s."""
+def test_terminal_shows_one_decoding_line_and_erases_it(decode):
+    """Shown after ten seconds, hence after the second batch of 7 s."""
     report = DecodingLine()
-    for _ in range(2):  # it may begin again
+    for _ in range(2):  # can be restarted
         text = decode(1100, 300, 7, Terminal(), report)
         assert text == (
             "\rdecoded  600/1100  0:12 left"
@@ -41,7 +41,7 @@ def test_a_terminal_shows_one_line_of_decoding_and_removes_it(decode):
         )  # fmt: skip
 
 
-def test_another_output_gets_about_twenty_lines_of_decoding(decode):
+def test_other_outputs_get_about_twenty_decoding_lines(decode):
     text = decode(3201, 32, 2, io.StringIO(), Lines().decoded)
     lines = text.splitlines()
     assert 15 < len(lines) <= 20 and text.endswith("\n")
@@ -51,6 +51,6 @@ def test_another_output_gets_about_twenty_lines_of_decoding(decode):
 
 
 @pytest.mark.parametrize(("total", "batch", "seconds"), [(5, 32, 99), (256, 32, 1), (64, 32, 4)])
-def test_little_decoding_shows_nothing(decode, total, batch, seconds):
+def test_short_decoding_shows_nothing(decode, total, batch, seconds):
     for stream in (Terminal(), io.StringIO()):
         assert decode(total, batch, seconds, stream, DecodingLine()) == ""

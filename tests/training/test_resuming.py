@@ -1,4 +1,4 @@
-"""Every task, stopped and gone on with, has the bits of a run that was never stopped."""
+"""A stopped and resumed run of any task is bit-identical to an uninterrupted one."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 
 
 class Said(Silent):
-    """Keeps the lines of a run."""
+    """Records the lines of a run."""
 
     def __init__(self):
         self.lines = []
@@ -33,7 +33,7 @@ LINES = [f"{a} {b}" for a in ("to be", "or not", "that is") for b in ("a sea", "
 
 
 def written(folder, name: str) -> str:
-    """A file of a task's examples: more than a step reads, fewer than the steps of a run do."""
+    """A data file with more examples than a step reads, and fewer than a whole run reads."""
     match name:
         case "seq2seq" | "prefix":
             rows = [f"{line}\t{line[::-1]}" for line in LINES * 3]
@@ -53,7 +53,7 @@ def written(folder, name: str) -> str:
 
 @pytest.mark.long_except("chat", "classify", "copy", "masked", "prefix", "seq2seq")
 @pytest.mark.parametrize("name", [n for n in TASKS if TASKS[n] is not PreferenceTask])
-def test_a_task_goes_on_bit_for_bit(tmp_path, name):
+def test_resumed_task_is_bit_identical(tmp_path, name):
     recipe = task_recipe(TASKS[name]())
     task = recipe.task
     changes = {"judged": 0, "examples": 60} if hasattr(task, "examples") else {}
@@ -79,8 +79,8 @@ def test_a_task_goes_on_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, None), (None, 1)])
-def test_the_best_is_chosen_among_losses_that_were_measured_alike(tmp_path, before, after):
-    """The oracle is a run that was never resumed, whose parameters have the same bits."""
+def test_best_checkpoint_is_chosen_among_comparable_losses(tmp_path, before, after):
+    """The oracle is an uninterrupted run, whose parameters are bit-identical."""
     recipe = task_recipe(TASKS["language"]())
     config = dataclasses.replace(
         recipe, model=dataclasses.replace(recipe.model, d_model=16, num_layers=1, num_heads=2),
@@ -108,6 +108,6 @@ def test_the_best_is_chosen_among_losses_that_were_measured_alike(tmp_path, befo
              for step in kept}  # fmt: skip
     assert {step: m["val_loss"] for step, m in found.items() if step != 5} == wanted
     assert again.best_step == whole.best_step == load_run(out).step == min(wanted, key=wanted.get)
-    same = Said()  # evaluations that are the same are not repeated
+    same = Said()  # comparable evaluations are not repeated
     fit(dataclasses.replace(parts, eval_batches=after, steps=9), resume=True, progress=same)
     assert not any("eval_batches changed" in text for text in same.lines)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def examples(count, longest, prefix=False, seed=5):
-    """Draw examples whose first token is their number + 1, so that rows can be told apart."""
+    """Draw examples whose first token is their index + 1, which identifies rows."""
     random = np.random.default_rng(seed)
     found = []
     for number in range(count):
@@ -37,25 +37,25 @@ def examples(count, longest, prefix=False, seed=5):
     return found
 
 
-def test_every_epoch_reads_every_row_once_in_another_order():
+def test_every_epoch_reads_each_row_once_in_new_order():
     rows = bucketed(examples(41, 7))
     read = [rows.step(3, step, 2, 5).tokens[..., 0].ravel() for step in range(10)]
     first, second = np.concatenate(read[:5]), np.concatenate(read[5:])
     for epoch in (first, second):
         numbers, counts = np.unique(epoch, return_counts=True)
         assert numbers.tolist() == list(range(1, 42))
-        assert counts.sum() == 50  # the last step takes nine rows again
+        assert counts.sum() == 50  # the last step repeats nine rows
     assert not np.array_equal(first, second)
 
 
-def test_epochs_of_one_step_have_orders_of_their_own():
+def test_single_step_epochs_have_different_orders():
     rows = bucketed(examples(41, 7))
     first, second, third = (rows.step(3, step, 1, 41).tokens[:, :, 0].tolist() for step in range(3))
     assert sorted(first[0]) == sorted(second[0]) == list(range(1, 42))
     assert first != second != third != first
 
 
-def test_the_rows_of_a_step_follow_from_seed_and_step_alone():
+def test_rows_of_step_depend_only_on_seed_and_step():
     made = [bucketed(examples(41, 7)).step(seed, step, 2, 5) for seed, step in [(3, 4)] * 2]
     assert np.array_equal(made[0].tokens, made[1].tokens)
     for seed, step in ((4, 4), (3, 5)):
@@ -63,7 +63,7 @@ def test_the_rows_of_a_step_follow_from_seed_and_step_alone():
         assert not np.array_equal(made[0].tokens, other.tokens)
 
 
-def test_an_evaluation_reads_every_row_once_and_pads_the_last_batch_with_nothing():
+def test_evaluation_reads_every_row_once_and_pads_last_batch_with_empty_rows():
     rows = bucketed(examples(13, 7))
     batches = list(rows.batches(5))
     assert [batch.tokens.shape[0] for batch in batches] == [5, 5, 5]
@@ -72,7 +72,7 @@ def test_an_evaluation_reads_every_row_once_and_pads_the_last_batch_with_nothing
     assert labels == rows.labels == sum(len(e.labels) - 1 for e in examples(13, 7))
 
 
-def test_buckets_hold_rows_of_about_one_length(monkeypatch):
+def test_buckets_contain_rows_of_similar_length(monkeypatch):
     monkeypatch.setattr(training_rows, "BUCKET_ROWS", 10)
     given = examples(61, 41)
     rows = bucketed(given)
@@ -89,7 +89,7 @@ def test_buckets_hold_rows_of_about_one_length(monkeypatch):
     assert padded < 0.75 * 61 * 48
 
 
-def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
+def test_packing_keeps_examples_whole_and_is_used_if_two_fit():
     given = examples(23, 7)
     (rows,) = packed(given, 13).buckets
     found = set()
@@ -109,8 +109,8 @@ def test_packing_keeps_every_example_whole_and_pays_where_two_fit():
 
 
 @pytest.mark.parametrize("fullest", [False, True])
-def test_a_piece_joins_the_first_or_the_fullest_open_row_with_room(fullest):
-    """Brute force over all rows; 64 are open: those begun last, or of those with room."""
+def test_piece_joins_first_or_fullest_open_row_with_room(fullest):
+    """Brute force over all rows; 64 are open: the most recent, or those with room."""
     sizes, length = np.random.default_rng(3).integers(1, 30, 997), 29
     rooms, begun, wanted = {}, [], []
     for size in sizes:
@@ -120,7 +120,7 @@ def test_a_piece_joins_the_first_or_the_fullest_open_row_with_room(fullest):
             row, rooms[len(rooms)] = len(rooms), length
             begun.append(row)
             if len(begun) > 64:
-                # with `fullest`, full rows do not count and the fullest is closed
+                # with `fullest`, full rows do not count, and the fullest one is closed
                 begun.remove(min(begun[:-1], key=lambda row: rooms[row]) if fullest else begun[0])
         rooms[row] -= size
         begun = [row for row in begun if rooms[row] or not fullest]
@@ -128,23 +128,23 @@ def test_a_piece_joins_the_first_or_the_fullest_open_row_with_room(fullest):
     found = pack(sizes, length, fullest)
     if not fullest:
         assert found.tolist() == wanted
-    held = np.bincount(found, sizes)  # equally full rows are alike: which is taken is free
+    held = np.bincount(found, sizes)  # any of several equally full rows may be used
     assert held.max() <= length and np.array_equal(
         np.sort(held), np.sort(np.bincount(wanted, sizes))
     )
     assert len(held) > 256, "too few rows for any to be closed"
 
 
-def test_an_example_fills_exactly_the_room_that_is_left():
-    """4 and 3 are a row of 7, then 5 and 2; 1 more begins the next."""
+def test_example_can_fill_remaining_room_exactly():
+    """4 and 3 fill a row of 7, and so do 5 and 2; one more example starts the next row."""
     assert pack(np.array([4, 5, 3, 2, 1]), 7).tolist() == [0, 1, 0, 1, 2]
 
 
-def test_pieces_beyond_the_first_block_of_them_have_rows_of_their_own():
+def test_pieces_beyond_first_block_get_rows():
     assert np.array_equal(pack(np.ones(2**16 + 3, np.int32), 1), np.arange(2**16 + 3))
 
 
-def test_a_prefix_of_a_packed_example_is_its_first_tokens_wherever_it_lies():
+def test_prefix_of_packed_example_covers_its_first_tokens():
     given = [
         Batch(np.arange(n, dtype=np.int32), np.arange(n), prefix=np.arange(n) < n % 4)
         for n in range(4, 11)
@@ -173,7 +173,7 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_batch_has_the_loss_of_the_examples_one_by_one(name):
+def test_packed_loss_matches_examples_one_by_one(name):
     given = examples(19, 7, prefix=name == "prefix")
     model = MODELS[name]
     if isinstance(model, NgramConfig):

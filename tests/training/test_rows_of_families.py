@@ -1,4 +1,4 @@
-"""What a row holds for each family of published models, written by hand."""
+"""Contents of a row for each family of published models, written by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "\u2581"]
 PAD, BOS, EOS, UNK, MASK, SPACE = range(6)
 A, B, C = 6, 7, 8
 SIZES = dict(vocab_size=9, d_model=8, num_heads=1, num_layers=1, max_len=11)
-CASES = {  # what is around a text; ids of the config; source, what is read, labels of "ab" -> "ca"
+CASES = {  # tokens around a text; config ids; source, inputs and labels of "ab" -> "ca"
     "t5": (
         "$A </s>", dict(decoder_start_token_id=PAD),
         [SPACE, A, B, EOS], [PAD, SPACE, C, A], [SPACE, C, A, EOS],
@@ -71,7 +71,7 @@ def tokenizer_of(
     languages: tuple[str, ...] = (),
     **roles: str,
 ) -> PretrainedTokenizer:
-    """Make one of SentencePiece's kind; with `letters`, a BPE of bytes that has these alone."""
+    """Create a SentencePiece-like tokenizer or, with `letters`, a byte BPE of only these."""
     pieces = [(token, 0.0) for token in TOKENS] + [(letter, -1.0) for letter in "abc"]
     library = Tokenizer(models.Unigram(pieces, unk_id=UNK))
     if letters is not None:
@@ -91,7 +91,7 @@ def tokenizer_of(
 
 
 class Folder:
-    """A published folder, of which only the config is read."""
+    """A published folder; only its config is read."""
 
     path = Path("model")
     where = "model/config.json"
@@ -104,7 +104,7 @@ class Folder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pair_is_read_as_its_family_reads_it(case):
+def test_pair_has_rows_of_its_family(case):
     around, ids, source, reads, labels = CASES[case]
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     tokenizer = with_targets(tokenizer_of(around), Folder(ids), model)
@@ -126,7 +126,7 @@ def test_a_pair_is_read_as_its_family_reads_it(case):
         with_targets(tokenizer_of(around), Folder({}), model)
 
 
-TRANSLATORS = {  # around a text; the start; and of "ab" -> "ca": source, what is read, labels, stop
+TRANSLATORS = {  # around a text; the start; and for "ab" -> "ca": source, inputs, labels, stop
     "mbart": ("$A </s> en_XX", 10, ([SPACE, A, B, EOS, 11], [9, SPACE, C, A, EOS],
                                     [SPACE, C, A, EOS, 9])),
     "mbart-50, nllb": ("en_XX $A </s>", EOS, ([11, SPACE, A, B, EOS], [EOS, 9, SPACE, C, A],
@@ -137,8 +137,8 @@ TRANSLATORS = {  # around a text; the start; and of "ab" -> "ca": source, what i
 
 
 @pytest.mark.parametrize("name", TRANSLATORS)
-def test_a_translator_reads_one_language_and_has_targets_of_another(name):
-    """Languages are ids 9 to 11; from de_DE, 11, into en_XX, 9."""
+def test_translator_reads_one_language_and_targets_another(name):
+    """Languages are ids 9 to 11; translates from de_DE (11) into en_XX (9)."""
     around, start, rows = TRANSLATORS[name]
     model = ModelConfig(kind="encoder-decoder", **SIZES | dict(vocab_size=12))
     ids = dict(decoder_start_token_id=start)
@@ -160,7 +160,7 @@ def test_a_translator_reads_one_language_and_has_targets_of_another(name):
             with_languages(before, *wrong)
 
 
-def test_what_has_no_language_around_its_texts_is_refused():
+def test_tokenizer_without_language_tokens_is_rejected():
     model = ModelConfig(kind="encoder-decoder", **SIZES | dict(vocab_size=12))
     folder = Folder(dict(decoder_start_token_id=EOS))
     for around in ("<s> $A </s>", "en_XX $A ro_RO", None):
@@ -169,19 +169,19 @@ def test_what_has_no_language_around_its_texts_is_refused():
             with_languages(tokenizer, "en_XX", "ro_RO")
 
 
-def test_a_decoder_has_no_languages():
+def test_decoder_has_no_languages():
     text = TextModel(ModelConfig(**SIZES), {}, tokenizer_of("en_XX $A", languages=LANGUAGES))
     with pytest.raises(ConfigError, match="languages: plain is not a published encoder-decoder"):
         LanguageModel(text, "plain").with_languages("en_XX", "ro_RO")
 
 
-def test_tokens_without_roles_are_no_languages():
-    """The end of a text could be taken for one, and targets would end with the start."""
+def test_tokens_without_roles_are_not_languages():
+    """Otherwise, the end of a text could be taken for a language."""
     bare = replace(tokenizer_of("$A </s>"), roles=(), target_ids=(("decoder_start_token_id", PAD),))
     assert bare.languages == {} and target_of(bare).labels == ((), (EOS,))
 
 
-def test_what_is_never_written_is_kept_with_the_tokenizer():
+def test_banned_tokens_are_stored_with_tokenizer():
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     never = dict(bad_words_ids=[[PAD], [EOS], [A, B]], suppress_tokens=[C], eos_token_id=EOS)
     ids = dict(decoder_start_token_id=PAD) | never
@@ -194,7 +194,7 @@ def test_what_is_never_written_is_kept_with_the_tokenizer():
             tokenizer_from_json(json.dumps(content))
 
 
-def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
+def test_run_with_added_tokens_keeps_rows_and_convert_names_them():
     model = ModelConfig(kind="encoder-decoder", **SIZES)
     tokenizer = SpecialTokens(CharTokenizer("abc"), ("bos", "eos"))
     config = TrainConfig(model=model, task=Seq2SeqTask())
@@ -222,7 +222,7 @@ def test_a_run_with_tokens_of_its_own_keeps_its_rows_and_convert_names_them():
         (None, dict(cls="<mask>", sep="</s>"), [MASK, SPACE, A, B]),
     ],
 )
-def test_an_encoder_reads_a_text_between_what_its_tokenizer_puts_around_it(around, roles, row):
+def test_encoder_reads_text_between_special_tokens(around, roles, row):
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     pair = Pair("y", "ab", "line 1")
@@ -233,7 +233,7 @@ def test_an_encoder_reads_a_text_between_what_its_tokenizer_puts_around_it(aroun
         class_example(short, Tokenizers(tokenizer_of(around, **roles)), pair)
 
 
-def test_a_token_that_the_model_has_not_is_refused_by_its_line():
+def test_token_unknown_to_model_is_rejected_with_line():
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES | {"vocab_size": B})
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     tokenizers = Tokenizers(tokenizer_of("<s> $A </s>", cls="<s>", sep="</s>", mask="<mask>"))
@@ -248,7 +248,7 @@ def test_a_token_that_the_model_has_not_is_refused_by_its_line():
     ("around", "row"),
     [(None, [MASK, SPACE, A]), ("$A </s>", [MASK, SPACE, A, EOS]), ("<s> $A", [BOS, SPACE, A])],
 )
-def test_a_converted_classifier_reads_the_rows_that_were_learnt(around, row):
+def test_converted_classifier_reads_training_rows(around, row):
     model = ModelConfig(kind="encoder", num_classes=2, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=("x", "y")))
     tokenizer = tokenizer_of(around, cls="<mask>", sep="</s>")
@@ -260,7 +260,7 @@ def test_a_converted_classifier_reads_the_rows_that_were_learnt(around, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["LABEL_{}", "{}"])
-def test_a_head_without_names_has_numbered_classes_in_their_order(form):
+def test_unnamed_head_has_numbered_classes_in_order(form):
     labels = tuple(sorted(form.format(i) for i in range(11)))  # 10 before 2
     model = ModelConfig(kind="encoder", num_classes=11, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=labels))
@@ -272,17 +272,17 @@ def test_a_head_without_names_has_numbered_classes_in_their_order(form):
     assert params["classifier"]["bias"].tolist() == [int(label.split("_")[-1]) for label in labels]
 
 
-def test_a_frame_is_what_stands_around_any_text():
+def test_frame_surrounds_any_text():
     assert frame(tokenizer_of("<s> <s> $A <mask> </s>")) == ((BOS, BOS), (MASK, EOS))
     assert frame(tokenizer_of(None)) == ((), ()) == frame(CharTokenizer("ab"))
-    for letters in ("abc", "CGT"):  # and for texts without an "a"
+    for letters in ("abc", "CGT"):  # including texts without "a"
         own = tokenizer_of("<s> $A <mask> </s>", letters)
         assert frame(own) == ((BOS,), (MASK, EOS)), letters
     target = target_of(replace(tokenizer_of(None), target_ids=(("decoder_start_token_id", 0),)))
     assert target.stop == (EOS,) and target.labels == ((), (EOS,))
 
 
-def test_a_task_leaves_out_the_heads_that_it_does_not_train():
+def test_task_drops_heads_that_it_does_not_train():
     classes = train_preset("bert-base", task=ClassifyTask()).model
     assert not classes.masked_token_head and not classes.logit_bias
     bert = replace(classes, num_classes=2, masked_token_head=True, logit_bias=True)

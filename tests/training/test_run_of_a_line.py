@@ -1,4 +1,4 @@
-"""A run that fits a line: every number that it writes, next to the same steps in NumPy."""
+"""A run that fits a line: every number in its metrics against the same steps in NumPy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIRST = [0.5, -0.25]
 
 
 def micro_batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return x [A, B, 2], y [A, B] and the weights [A, B] of step 1, 2, ...: of unequal sums."""
+    """Return x [A, B, 2], y [A, B] and weights [A, B] of step 1, 2, ..., with unequal sums."""
     rng = np.random.default_rng(step)
     x = rng.standard_normal((2, 3, 2)).astype(np.float32)
     y = (x @ np.float32([1.5, -0.5]) + 0.1 * rng.standard_normal((2, 3))).astype(np.float32)
@@ -42,7 +42,7 @@ def micro_batches(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line(OwnTask):
-    """Fit a line to points."""
+    """Task of fitting a line to points."""
 
     @property
     def loaded_by(self):
@@ -92,7 +92,7 @@ class LineTask(TrainingTask):
 
 
 def oracle(eval_batches: int) -> tuple[list[dict], np.ndarray, np.ndarray]:
-    """Return what each step measures, in float64, and the last parameters and their average."""
+    """Return the measurements of each step in float64, the last parameters and their average."""
     w = np.array(FIRST)
     average, total, lines, updates = w, np.zeros(2), [], 0
     for step in range(1, STEPS + 1):
@@ -165,7 +165,7 @@ def close(found: np.ndarray) -> object:
     return pytest.approx(np.asarray(found), rel=2e-4)
 
 
-def test_a_run_writes_the_numbers_of_the_same_steps_in_numpy(config):
+def test_metrics_of_run_match_numpy(config):
     told, folder = Told(), Path(config.out)
     result = fit(config, progress=told)
     lines, w, average = oracle(2)
@@ -184,7 +184,7 @@ def test_a_run_writes_the_numbers_of_the_same_steps_in_numpy(config):
     assert result.scores["distance"] == pytest.approx(np.abs(average - [1.5, -0.5]).max(), rel=1e-3)
     assert (folder / "sample.txt").read_text() == slope + "\n"
     assert json.loads((folder / "scores.json").read_text()) == result.scores
-    assert result.perplexity is None  # a loss of points
+    assert result.perplexity is None  # the loss is per point
     assert told.begun == (0, STEPS) and told.steps == [*range(1, STEPS + 1)]
     kept = checkpoint.saved_steps(folder / "checkpoints")
     assert kept == sorted({best, 12, 14})
@@ -212,7 +212,7 @@ def test_a_run_writes_the_numbers_of_the_same_steps_in_numpy(config):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_last_whole_checkpoint(config):
+def test_run_resumes_from_last_intact_checkpoint(config):
     stops = deque([False] * 7 + [True])
     assert fit(config, stop=stops.popleft).interrupted
     checkpoints = Path(config.out) / "checkpoints"

@@ -1,4 +1,4 @@
-"""Learning rates against their formulas, and parameters that stay as they are."""
+"""Learning rates against their formulas, and frozen parameters."""
 
 import math
 
@@ -23,7 +23,7 @@ PEAK, END, WARMUP, STEPS, DECAY = 0.7, 0.1, 7, 31, 5
 
 
 def after_warmup(name, count):
-    """Return the rate of an update from the warm-up on, from the formula in float64."""
+    """Return the rate of an update after the warm-up, from the formula in float64."""
     left = STEPS - WARMUP
     share = min((count - WARMUP) / left, 1.0)
     match name:
@@ -42,7 +42,7 @@ def after_warmup(name, count):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "inverse_sqrt", "wsd", "constant"])
-def test_a_schedule_rises_in_a_line_and_then_follows_its_formula(name):
+def test_schedule_warms_up_linearly_then_follows_formula(name):
     config = TrainConfig(
         schedule=name, steps=STEPS, warmup_steps=WARMUP, learning_rate=PEAK,
         min_learning_rate=END, decay_steps=DECAY if name == "wsd" else None,
@@ -54,7 +54,7 @@ def test_a_schedule_rises_in_a_line_and_then_follows_its_formula(name):
     assert_near(found, np.array(wanted), 1e-6)
 
 
-def test_a_run_that_ends_within_its_warm_up_has_no_more():
+def test_run_can_end_during_warmup():
     config = TrainConfig(
         steps=WARMUP, warmup_steps=WARMUP, learning_rate=PEAK, min_learning_rate=END
     )
@@ -63,7 +63,7 @@ def test_a_run_that_ends_within_its_warm_up_has_no_more():
     assert_near(found, np.array([*rising, END, END]), 1e-6)
 
 
-def test_the_decay_of_wsd_is_a_tenth_of_the_steps_where_none_is_named():
+def test_wsd_decays_over_a_tenth_of_steps_by_default():
     config = TrainConfig(
         schedule="wsd", steps=50, warmup_steps=0, learning_rate=1.0, min_learning_rate=0.0
     )
@@ -73,8 +73,8 @@ def test_the_decay_of_wsd_is_a_tenth_of_the_steps_where_none_is_named():
 
 
 @pytest.mark.long
-def test_the_norm_of_a_step_is_of_what_is_trained_and_the_rest_is_not_computed(rng):
-    """With all frozen but one block's feed-forward layer, it is the root of that one's squares."""
+def test_gradient_norm_and_products_cover_only_trained_parameters(rng):
+    """With only one block's feed-forward layer trained, the norm is that of its gradient."""
     model = ModelConfig(vocab_size=5, d_model=6, num_heads=2, num_layers=2, d_ff=7, max_len=3)
     names = ("embed", "decoder/norm", "decoder/block_0", "decoder/block_1/attention",
              "decoder/block_1/norm_attention", "decoder/block_1/norm_feed_forward")  # fmt: skip

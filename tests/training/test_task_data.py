@@ -1,4 +1,4 @@
-"""Check the batches that tasks make of files, generated pairs, and what is refused."""
+"""Batches that tasks create from files, generated pairs, and rejected data."""
 
 import datetime
 import json
@@ -74,7 +74,7 @@ def write(tmp_path, content, name="data.txt"):
 PAIRS = "".join(f"{a}{b}\t{b}{a}{a}\n" for a in "abcde" for b in "vwxyz")
 
 
-def test_a_pair_of_a_decoder_is_one_row_whose_target_alone_is_learnt(tmp_path):
+def test_decoder_pair_is_one_row_with_labels_on_target(tmp_path):
     task = load_task(run(PrefixTask(packed=False), write(tmp_path, PAIRS)))
     ids = special_ids(task.tokenizers.tokenizer)
     assert list(ids) == ["sep", "eos"] and task.config.model.vocab_size == 12
@@ -85,10 +85,10 @@ def test_a_pair_of_a_decoder_is_one_row_whose_target_alone_is_learnt(tmp_path):
     assert bucket.prefix[0].tolist() == [True] * 3 + [False] * 5
     causal = load_task(run(PrefixTask(bidirectional=False), write(tmp_path, PAIRS)))
     assert causal.train.buckets[0].prefix is None
-    assert causal.train.buckets[0].segments is not None  # 24 tokens hold three pairs
+    assert causal.train.buckets[0].segments is not None  # three pairs fit in 24 tokens
 
 
-def test_a_pair_of_an_encoder_decoder_is_a_source_and_a_target_that_begins_and_ends(tmp_path):
+def test_encoder_decoder_pair_is_source_and_framed_target(tmp_path):
     task = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS)))
     ids = special_ids(task.tokenizers.tokenizer)
     a, v = task.tokenizers.tokenizer.encode("av")
@@ -99,7 +99,7 @@ def test_a_pair_of_an_encoder_decoder_is_a_source_and_a_target_that_begins_and_e
     assert bucket.labels[0].tolist() == [v, a, a, ids["eos"], *[IGNORE] * 4]
 
 
-def test_parallel_files_are_the_pairs_of_their_lines(tmp_path):
+def test_parallel_files_are_paired_by_line(tmp_path):
     sources = "".join(line.split("\t")[0] + "\n" for line in PAIRS.splitlines())
     targets = "".join(line.split("\t")[1] + "\n" for line in PAIRS.splitlines())
     one, two = write(tmp_path, sources, "a"), write(tmp_path, targets, "b")
@@ -109,7 +109,7 @@ def test_parallel_files_are_the_pairs_of_their_lines(tmp_path):
     assert np.array_equal(apart.train.buckets[0].labels, joined.train.buckets[0].labels)
 
 
-def test_separate_vocabularies_know_their_own_side_alone(tmp_path):
+def test_separate_vocabularies_cover_only_their_side(tmp_path):
     file = write(tmp_path, "ab\txyz\n" * 20)
     task = load_task(run(Seq2SeqTask(vocabulary="separate"), file))
     assert task.tokenizers.source == CharTokenizer("ab")
@@ -121,7 +121,7 @@ def test_separate_vocabularies_know_their_own_side_alone(tmp_path):
     assert task.config.model.source_vocab_size == task.config.model.vocab_size == 5 + 2
 
 
-def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
+def test_hidden_tokens_have_configured_shares(tmp_path):
     text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 20011))
     config = run(MaskedTask(rate=0.2, replaced=0.6, random=0.3), write(tmp_path, text))
     task = load_task(config)
@@ -132,7 +132,7 @@ def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
     assert abs(hidden.mean() - 0.2) < 0.01
     assert abs((tokens[hidden] == mask).mean() - 0.6) < 0.03
     other = (tokens[hidden] != mask) & (tokens[hidden] != labels[hidden])
-    assert abs(other.mean() - 0.3 * 0.9) < 0.03  # one random letter in ten is the right one
+    assert abs(other.mean() - 0.3 * 0.9) < 0.03  # one random letter in ten is correct by chance
     assert not (tokens[~hidden] == mask).any()
     assert not np.array_equal(batches[0].labels, batches[1].labels)
     again = load_task(config)
@@ -141,8 +141,8 @@ def test_hidden_tokens_have_the_shares_that_the_task_names(tmp_path):
     assert first == second and len(first) > 10
 
 
-def test_what_is_hidden_of_a_window_does_not_depend_on_the_batch_around_it(tmp_path):
-    """Nor on how a step is split; so a held-out loss is the same with batches of any size."""
+def test_hidden_tokens_do_not_depend_on_batch(tmp_path):
+    """Nor on the split of a step, so the held-out loss does not depend on the batch size."""
     text = "".join(np.random.default_rng(3).choice(list("abcdefghij"), 2003))
     config = replace(run(MaskedTask(), write(tmp_path, text)), eval_batches=None)
     one, two, five = (load_task(replace(config, batch_size=size)) for size in (1, 2, 5))
@@ -160,8 +160,8 @@ def test_what_is_hidden_of_a_window_does_not_depend_on_the_batch_around_it(tmp_p
 
 
 @pytest.mark.parametrize("count", [72, 71, 73])
-def test_an_evaluation_of_hidden_tokens_covers_every_whole_window(tmp_path, count):
-    """Also the last one, where the held-out part is a multiple of a window's 24 tokens."""
+def test_masked_evaluation_covers_every_full_window(tmp_path, count):
+    """Includes the last one if the held-out part is a multiple of the window's 24 tokens."""
     letters = np.random.default_rng(5).choice(list("abcdefghij"), 800 + count)
     text = "".join(letters)
     held_out = write(tmp_path, text[800:], "held_out.txt")
@@ -192,7 +192,7 @@ def test_whole_words_are_hidden_together(tmp_path):
     assert hidden > 500
 
 
-def test_a_class_is_a_head_s_of_an_encoder_and_a_token_of_a_decoder(tmp_path):
+def test_class_is_head_output_of_encoder_and_token_of_decoder(tmp_path):
     file = write(tmp_path, "up\tabc\ndown\tcba\n" * 10)
     task = load_task(run(ClassifyTask(), file))
     assert task.config.task.labels == ("down", "up") and task.config.model.num_classes == 2
@@ -208,7 +208,7 @@ def test_a_class_is_a_head_s_of_an_encoder_and_a_token_of_a_decoder(tmp_path):
     assert bucket.labels[1].tolist() == [*[IGNORE] * 3, ids["label:down"], *[IGNORE] * 4]
 
 
-def test_of_a_conversation_only_the_assistant_is_learnt(tmp_path):
+def test_only_assistant_tokens_are_labels(tmp_path):
     talk = [("user", "ab"), ("assistant", "cd"), ("user", "a"), ("assistant", "d")]
     line = json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) + "\n"
     task = load_task(run(ChatTask(packed=False), write(tmp_path, line * 10)))
@@ -222,7 +222,7 @@ def test_of_a_conversation_only_the_assistant_is_learnt(tmp_path):
     assert bucket.labels[0, :11].tolist() == wanted
 
 
-def test_documents_begin_and_end_and_are_packed_where_they_are_short(tmp_path):
+def test_documents_are_framed_and_packed_if_short(tmp_path):
     file = write(tmp_path, "ab\ncab\n\nb\n" * 9)
     task = load_task(run(LanguageTask(documents="lines"), file))
     (rows,) = task.train.buckets
@@ -253,7 +253,7 @@ def test_documents_begin_and_end_and_are_packed_where_they_are_short(tmp_path):
     ],
     ids=["reverse", "addition", "addition reversed", "modular", "recall"],
 )
-def test_generated_targets_are_what_the_task_says(task, target):
+def test_generated_targets_match_task_definition(task, target):
     pairs = generate_pairs(task, 7)
     assert len({source for source, _ in pairs}) == len(pairs) >= 400
     assert all(target(source) == written for source, written in pairs)
@@ -261,12 +261,12 @@ def test_generated_targets_are_what_the_task_says(task, target):
 
 
 @pytest.mark.parametrize("task", [ReverseTask, CopyTask])
-def test_generated_strings_have_every_length_from_the_least_to_the_greatest(task):
+def test_generated_strings_have_every_length(task):
     pairs = generate_pairs(task(min_length=2, max_length=5, letters=7, examples=300), 3)
     assert {len(source) for source, _ in pairs} == {2, 3, 4, 5}
 
 
-def test_generated_dates_are_the_same_day_in_other_words():
+def test_generated_dates_denote_same_day():
     forms = "%d %B %Y", "%B %d, %Y", "%d. %b %Y", "%b %d %Y"
     for source, target in generate_pairs(DatesTask(examples=300), 7):
         days = set()
@@ -289,20 +289,20 @@ def recursive_distance(one, two):
     )
 
 
-def test_edit_distance_is_that_of_its_definition():
+def test_edit_distance_matches_definition():
     random = np.random.default_rng(11)
     for _ in range(60):
         one, two = ("".join(random.choice(list("abc"), random.integers(0, 6))) for _ in "12")
         assert edit_distance(one, two) == recursive_distance(one, two)
 
 
-def test_texts_are_compared_by_whole_texts_and_by_words():
+def test_texts_are_compared_whole_and_by_word():
     found = compare_texts(["a b c", "x ", "p q"], ["a b d", "x", "q"])
     assert found["exact_match"] == pytest.approx(1 / 3)
     assert found["word_error_rate"] == pytest.approx(2 / 5)
 
 
-def test_bleu_and_chrf_are_sacrebleu_s():
+def test_bleu_and_chrf_match_sacrebleu():
     pytest.importorskip("sacrebleu")
     same = compare_texts(["the cat sat on the mat"], ["the cat sat on the mat"])
     other = compare_texts(["the cat sat on a mat"], ["the cat sat on the mat"])
@@ -310,18 +310,18 @@ def test_bleu_and_chrf_are_sacrebleu_s():
     assert 0 < other["bleu"] < 100
 
 
-def test_bleu_is_left_out_if_no_wanted_text_has_four_words():
+def test_bleu_is_omitted_if_no_reference_has_four_words():
     pytest.importorskip("sacrebleu")
     short = compare_texts(["the cat", "a dog"], ["the cat", "a dog"])
     assert "bleu" not in short and short["chrf"] == pytest.approx(100)
     assert compare_texts(["the cat", "a"], ["the cat", "a dog sat here"])["bleu"] == 0
 
 
-def test_f1_is_the_mean_over_classes_that_occur():
+def test_f1_is_mean_over_occurring_classes():
     said, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
     confusion = confusion_matrix(said, wanted, 4)
     assert confusion.tolist() == [[1, 0, 1, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    # F1 of 0: precision 1/2, recall 1/2; of 1: precision 1, recall 2/3; of 2: nothing right
+    # class 0: precision 1/2, recall 1/2; class 1: precision 1, recall 2/3; class 2: never right
     assert macro_f1(confusion) == pytest.approx((0.5 + 0.8 + 0.0) / 3)
 
 
@@ -331,7 +331,11 @@ REFUSED = {
     "empty line": (Seq2SeqTask(), "a\tb\n\nc\td\n", "line 2: it is empty"),
     "no target": (Seq2SeqTask(), "a\tb\nc\t\n", "line 2: 'c\\t': must be a source, one tab"),
     "empty file": (ClassifyTask(), "", "it is empty"),
-    "one pair": (Seq2SeqTask(), "a\tb\n", "1 pairs: must have one for training and one held out"),
+    "one pair": (
+        Seq2SeqTask(),
+        "a\tb\n",
+        "1 pairs: must have at least one for",
+    ),
     "long": (Seq2SeqTask(), "a\tb\n" + "a" * 30 + "\tb\n", "line 2: source: 30 tokens: a sequence"),
     "long row": (PrefixTask(), "a\tb\na\t" + "b" * 23 + "\n", "line 2: source and target: 25 tok"),
     "encoding": (Seq2SeqTask(), b"a\tb\n\xff\tb\n", "byte 4 is 0xff: not UTF-8"),
@@ -346,12 +350,16 @@ REFUSED = {
     "no messages": (ChatTask(), '{"text": "a"}\n', "line 1: must be {"),
     "role": (ChatTask(), '{"messages": [{"role": "cat", "content": "a"}]}\n', "must have a role"),
     "no answer": (ChatTask(), '{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to"),
-    "one document": (LanguageTask(documents="lines"), "abc\n", "1 lines: must have one for train"),
+    "one document": (
+        LanguageTask(documents="lines"),
+        "abc\n",
+        "1 lines: must have at least one",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_that_cannot_be_used_is_named_in_one_line(tmp_path, name):
+def test_unusable_data_raises_in_one_line(tmp_path, name):
     task, content, message = REFUSED[name]
     file = write(tmp_path, content)
     with pytest.raises(DataError) as caught:
@@ -360,22 +368,22 @@ def test_data_that_cannot_be_used_is_named_in_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_different_length_are_refused_by_both_lengths(tmp_path):
+def test_parallel_files_of_different_length_are_rejected(tmp_path):
     one, two = write(tmp_path, "a\nb\nc\n", "a"), write(tmp_path, "x\ny\n", "b")
-    with pytest.raises(DataError, match=r"a has 3 lines, .*b has 2: parallel files have as many"):
+    with pytest.raises(DataError, match=r"a has 3 lines, .*b has 2: parallel files must have"):
         load_task(run(Seq2SeqTask(targets=str(two)), one))
     with pytest.raises(DataError, match="targets is '/nowhere': must be a file"):
         load_task(run(Seq2SeqTask(targets="/nowhere"), one))
 
 
-def test_models_that_cannot_learn_a_task_are_named_by_the_recipe():
+def test_recipe_rejects_models_that_cannot_learn_task():
     for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
         rule = f"model is '{architecture}': task '{name}' is learnt by another"
         with pytest.raises(ConfigError, match=rule):
             task_recipe(TASKS[name](), architecture)
 
 
-def test_the_recipe_of_a_recurrent_classifier_reads_from_both_ends():
+def test_recurrent_classifier_recipe_is_bidirectional():
     for cell in ("lstm", "gru", "rnn"):
         model = task_recipe(ClassifyTask(), cell).model
         assert isinstance(model, RecurrentConfig) and model.cell == cell and model.bidirectional
@@ -383,7 +391,7 @@ def test_the_recipe_of_a_recurrent_classifier_reads_from_both_ends():
         assert again.model == model
 
 
-def test_words_come_back_with_one_space_between_them():
+def test_word_tokenizer_normalizes_spaces():
     tokenizer = WordTokenizer.train("b a  b\nc a b", 2)
     assert tokenizer.words == ("b", "a")
     ids = tokenizer.encode("a  b c\nb")
@@ -392,7 +400,7 @@ def test_words_come_back_with_one_space_between_them():
     assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
 
 
-def test_special_tokens_stand_after_the_text_s_and_for_no_text():
+def test_special_tokens_follow_text_tokens_and_decode_to_nothing():
     base = CharTokenizer("abc")
     tokenizer = with_special_tokens(with_special_tokens(base, ["sep"]), ["sep", "eos"])
     assert tokenizer == SpecialTokens(base, ("sep", "eos")) and tokenizer.vocab_size == 5
@@ -403,8 +411,8 @@ def test_special_tokens_stand_after_the_text_s_and_for_no_text():
         SpecialTokens(base, ("a", "a"))
 
 
-def test_a_text_that_the_tokenizer_does_not_know_is_named_by_its_line(tmp_path):
-    """Judge a run, whose tokenizer is its own, on another file."""
+def test_text_unknown_to_tokenizer_raises_with_line(tmp_path):
+    """Evaluates a run with a trained tokenizer on another file."""
     tokenizers = load_task(run(Seq2SeqTask(), write(tmp_path, PAIRS))).tokenizers
     other = write(tmp_path, "av\tva\nax\txQ\n", "other.tsv")
     with pytest.raises(
@@ -413,7 +421,7 @@ def test_a_text_that_the_tokenizer_does_not_know_is_named_by_its_line(tmp_path):
         load_task(run(Seq2SeqTask(), other, val_data=str(other)), tokenizers)
 
 
-def test_a_held_out_file_of_its_own_leaves_the_other_whole(tmp_path):
+def test_separate_held_out_file_leaves_training_file_whole(tmp_path):
     one, two = write(tmp_path, PAIRS), write(tmp_path, "ax\txa\n", "val")
     task = load_task(run(Seq2SeqTask(), one, val_data=str(two)))
     assert sum(task.train.counts) == 25 and [p.source for p in task.pairs] == ["ax"]
@@ -423,8 +431,8 @@ def test_a_held_out_file_of_its_own_leaves_the_other_whole(tmp_path):
     assert (len(found.data.train), len(found.data.val), found.data.val_characters) == (90, 30, 30)
 
 
-def test_a_masked_model_of_a_classifier_leaves_its_head_out():
-    """Its config has no classes, and its parameters of the head have no place."""
+def test_masked_model_from_classifier_drops_its_head():
+    """Its config has no classes, and parameters of a head are rejected."""
     model = ModelConfig(kind="encoder", num_classes=3, **SMALL)
     assert fine_tuning(model, "runs/classes", MaskedTask()).model == replace(
         model, num_classes=None
@@ -435,7 +443,7 @@ def test_a_masked_model_of_a_classifier_leaves_its_head_out():
     assert lines == ["parameters that the new model lacks: classifier/kernel"]
 
 
-def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():
+def test_grown_table_keeps_rows_and_other_shapes_are_rejected():
     fresh = {"table": jnp.zeros((5, 2)), "head": jnp.zeros(3)}
     found, lines = merged(fresh, {"table": jnp.arange(6.0).reshape(3, 2)})
     assert found["table"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 0], [0, 0]]
@@ -447,7 +455,7 @@ def test_rows_of_a_table_that_grew_are_kept_and_another_shape_is_refused():
 
 @pytest.mark.parametrize("task", [ChatTask(), PreferenceTask()], ids=["chat", "preference"])
 @pytest.mark.parametrize("wrong", ["template", "surrogate"])
-def test_what_cannot_be_written_of_a_conversation_names_file_and_line(tmp_path, task, wrong):
+def test_unencodable_conversation_raises_with_file_and_line(tmp_path, task, wrong):
     if wrong == "template":
         template = (
             "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad') }}"

@@ -1,4 +1,4 @@
-"""Training: the step against NumPy, and runs that stop, break and go on bit for bit."""
+"""Training: the step against NumPy, and runs that stop, fail and resume bit for bit."""
 
 import errno
 import os
@@ -108,13 +108,13 @@ def changed(config: TrainConfig, **changes) -> TrainConfig:
 
 @pytest.fixture(autouse=True)
 def fresh_trace_counter():
-    """chex counts traces by the place and source of a function: tests of one name share them."""
+    """chex counts traces by location and source of a function: tests with one name share them."""
     chex.clear_trace_counter()
 
 
 @pytest.fixture
 def traced_once(monkeypatch):
-    """One program for training and one for evaluation serve all runs: another trace raises."""
+    """All runs share one program for training and one for evaluation: another trace raises."""
 
     def once(make):
         return lambda *args, **named: chex.assert_max_traces(make(*args, **named), n=1)
@@ -127,7 +127,7 @@ def traced_once(monkeypatch):
 
 
 def after(steps: int):
-    """A `stop` that ends a run after so many of its own steps."""
+    """A `stop` that ends a run after a number of its own steps."""
     left = iter([False] * (steps - 1))
     return lambda: next(left, True)
 
@@ -156,7 +156,7 @@ OF_THE_MACHINE = {
     "tokens_per_second", "seconds", "seconds_data", "seconds_step", "seconds_evaluation",
     "seconds_checkpoint", "peak_memory",
 }  # fmt: skip
-"""What is measured of a run that another one of the same numbers has otherwise."""
+"""Metrics that differ between two runs with the same numerics."""
 
 
 def metrics(config: TrainConfig) -> list[dict]:
@@ -185,7 +185,7 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.long_except("accumulation")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, traced_once, variant):
+def test_resumed_run_is_bit_identical(config, monkeypatch, traced_once, variant):
     read: list[tuple] = []
 
     def spy(seed, step, shape, count):
@@ -209,7 +209,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(config, monkeypatch, trac
     assert read == order
     assert_same_state(resumed.state, whole.state)
     assert (resumed.val_loss, resumed.best_step) == (whole.val_loss, whole.best_step)
-    assert half.val_loss is not None  # it was told to stop where an evaluation is due
+    assert half.val_loss is not None  # it stopped at a step with an evaluation
     assert metrics(parts) == metrics(straight)
     for step in (15, 20):
         one, other = (
@@ -226,11 +226,11 @@ KEEP = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
     lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-"""An optimizer whose state is the gradient it was given."""
+"""An optimizer that stores the gradient as its state."""
 
 
 def numpy_loss(logits, labels) -> tuple[float, int]:
-    """Summed negative log-likelihood and token count, in float64."""
+    """Return the summed negative log-likelihood and the token count, in float64."""
     logits = np.asarray(logits).astype(np.float64)
     top = logits.max(-1, keepdims=True)
     logs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
@@ -245,14 +245,14 @@ SMALL = replace(MODEL, vocab_size=31, dropout=0.0)
 
 @pytest.fixture(scope="module")
 def step():
-    """A step of SMALL that gives the gradient."""
+    """A step of SMALL that exposes the gradient."""
     return make_train_step(batch_loss(SMALL), KEEP)
 
 
-def test_micro_batches_weighted_by_tokens_are_one_big_batch(rng, step):
+def test_micro_batches_match_one_big_batch(rng, step):
     tokens = rng.integers(0, 31, (4, 13)).astype(np.int32)
     labels = rng.integers(0, 31, (4, 13)).astype(np.int32)
-    for row, length in enumerate((13, 2, 7, 0)):  # a row of nothing, too
+    for row, length in enumerate((13, 2, 7, 0)):  # including an empty row
         labels[row, length:] = IGNORE
     params = init_params(SMALL, jax.random.key(3))
     logits, _ = jax.jit(build(SMALL).apply)({"params": params}, tokens)
@@ -278,7 +278,7 @@ def test_micro_batches_weighted_by_tokens_are_one_big_batch(rng, step):
 
 
 @pytest.mark.slow
-def test_a_step_without_labels_has_no_loss_and_no_gradient(step):
+def test_step_without_labels_has_zero_loss_and_gradient(step):
     tokens = jnp.ones((4, 1, 13), jnp.int32)
     state = init_state(SMALL, KEEP, 3)
     state, measured = step(state, Batch(tokens, jnp.full_like(tokens, IGNORE)))
@@ -288,7 +288,7 @@ def test_a_step_without_labels_has_no_loss_and_no_gradient(step):
 
 
 @pytest.mark.slow
-def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
+def test_dropout_differs_by_step_and_micro_batch():
     model = replace(MODEL, dropout=0.5, vocab_size=31)
     optimizer = KEEP
     step = make_train_step(batch_loss(model), optimizer)
@@ -308,7 +308,7 @@ def test_dropout_draws_anew_at_each_step_and_in_each_micro_batch():
 
 
 def touchy_loss(params, batch, key):
-    """Finite for ordinary numbers; at a label 0 the gradient alone is NaN."""
+    """Finite for ordinary numbers; only the gradient is NaN at a label of 0."""
     mean = jnp.sum(params["w"] * batch.tokens) + jnp.sum(jnp.sqrt(params["v"] * batch.labels))
     return mean, jnp.ones(())
 
@@ -319,7 +319,7 @@ def touchy_loss(params, batch, key):
     ("what", "token", "label"),
     [("loss", np.nan, 1), ("loss", np.inf, 1), ("gradient", 1.0, 0), ("overflow", 3e38, 1)],
 )
-def test_a_step_that_is_not_finite_changes_nothing(what, token, label, count):
+def test_non_finite_step_changes_nothing(what, token, label, count):
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.5))
     step = make_train_step(chex.assert_max_traces(touchy_loss, n=1), optimizer)
 
@@ -345,7 +345,7 @@ def test_a_step_that_is_not_finite_changes_nothing(what, token, label, count):
 
 
 @pytest.mark.slow
-def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(config):
+def test_ten_non_finite_steps_in_a_row_stop_run(config):
     wild = replace(config, learning_rate=1e37, checkpoint_every=1, keep=40, eval_every=100)
     wild = replace(wild, steps=40, optimizer=AdamW(weight_decay=0.0))
     with pytest.raises(RunError, match=r"step 1\d: loss or gradient was not finite 10 times"):
@@ -363,10 +363,8 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rejected", [MOST_REJECTED - 1, MOST_REJECTED])
-def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
-    config, monkeypatch, rejected
-):
-    """Steps 3 and on are rejected, so many of them."""
+def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, rejected):
+    """A number of steps, from step 3 on, are rejected."""
     assert MOST_REJECTED == 10
     programs_of = run.programs_of
 
@@ -393,7 +391,7 @@ def test_the_tenth_rejected_step_in_a_row_ends_the_run_and_the_ninth_does_not(
 
 
 def numpy_rate(config: TrainConfig, count: int) -> float:
-    if count < config.warmup:  # also where the run ends before the warm-up does
+    if count < config.warmup:  # even if the run ends during the warm-up
         return config.learning_rate * (count + 1) / (config.warmup + 1)
     if count >= config.steps:
         return config.min_learning_rate
@@ -403,7 +401,7 @@ def numpy_rate(config: TrainConfig, count: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog):
+def test_warmup_longer_than_run_warns_in_python(config, caplog):
     fit(replace(config, steps=2, warmup_steps=2))
     said = "warmup_steps is 2: learning_rate 0.001 is not reached in 2 steps"
     assert [
@@ -411,7 +409,7 @@ def test_a_warm_up_that_outlasts_the_run_is_said_from_python_too(config, caplog)
     ] == [said]
 
 
-def test_what_may_be_meant_and_seldom_is_has_a_line(config):
+def test_probably_unintended_settings_warn(config):
     dropped = replace(config.model, dropout=0.25, attention_dropout=0.5)
     assert [*_warnings(replace(config, model=dropped))] == []
     pairs = replace(
@@ -429,7 +427,7 @@ def test_what_may_be_meant_and_seldom_is_has_a_line(config):
 @pytest.mark.parametrize(
     "experts", [{}, dict(score="sigmoid"), dict(normalize=False), dict(top_k=2), dict(count=1)]
 )
-def test_a_router_without_a_gradient_is_said(config, experts):
+def test_router_without_gradient_warns(config, experts):
     own = Experts(**dict(count=3, top_k=1) | experts)
     weights = lambda logits: (route(own, logits)[1] @ jnp.arange(1.0, own.top_k + 1)).sum()  # noqa: E731
     moved = (
@@ -440,14 +438,14 @@ def test_a_router_without_a_gradient_is_said(config, experts):
     assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in said)
 
 
-def test_the_rate_warms_up_and_falls_as_a_cosine(config):
+def test_rate_warms_up_and_decays_as_cosine(config):
     for steps, warmup in ((20, 3), (20, 0), (7, 20), (20, 20)):
         now = replace(config, steps=steps, warmup_steps=warmup)
         expected = [numpy_rate(now, n) for n in range(25)]
         assert_near(learning_rate_schedule(now)(jnp.arange(25)), expected, 1e-6)
 
 
-def test_the_optimizer_is_adamw_with_clipping(rng):
+def test_optimizer_matches_adamw_with_clipping(rng):
     """Five steps against the published update, in float64."""
     config = TrainConfig(
         learning_rate=0.1, min_learning_rate=0.01, warmup_steps=2, steps=5, clip_norm=1.7,
@@ -489,7 +487,7 @@ def test_the_optimizer_is_adamw_with_clipping(rng):
         assert_near(ours[name], params[name], 2e-6, name)
 
 
-def test_weight_decay_leaves_the_same_parameters_alone_when_layers_are_stacked():
+def test_weight_decay_skips_same_parameters_in_stacked_layers():
     config = ModelConfig(
         d_model=22, num_heads=2, num_layers=3, max_len=13, qk_norm=True, attention_sinks=True,
         logit_bias=True, glu=True, tie_embeddings=False,
@@ -509,7 +507,7 @@ def test_weight_decay_leaves_the_same_parameters_alone_when_layers_are_stacked()
         assert block[name] is False
 
 
-def test_windows_predict_the_next_token_and_nothing_past_the_end():
+def test_windows_predict_next_token_and_nothing_past_end():
     corpus = jnp.asarray(np.arange(100, 117) % 251, jnp.uint8)  # 17 tokens
     found = windows(corpus, jnp.asarray([[0, 3], [11, 17]], jnp.int32), 7)
     assert found.tokens.shape == found.labels.shape == (2, 2, 7)
@@ -521,7 +519,7 @@ def test_windows_predict_the_next_token_and_nothing_past_the_end():
 
 
 @pytest.mark.slow
-def test_evaluation_weighs_every_held_out_token_once(rng):
+def test_evaluation_counts_every_held_out_token_once(rng):
     model = replace(MODEL, vocab_size=31, dropout=0.0)
     corpus = rng.integers(0, 31, 97).astype(np.uint8)
     params = init_params(model, jax.random.key(1))
@@ -543,7 +541,7 @@ def test_evaluation_weighs_every_held_out_token_once(rng):
 
 
 @pytest.mark.slow
-def test_a_run_is_kept_in_its_folder_and_loaded(config):
+def test_run_is_saved_in_folder_and_loaded(config):
     config = replace(config, log_every=8, sample_tokens=7, checkpoint_every=20)
     result = fit(config)
     folder = RunFolder(Path(config.out))
@@ -581,7 +579,7 @@ def test_a_run_is_kept_in_its_folder_and_loaded(config):
     assert last.tokenizer.to_bytes(last.tokenizer.encode("the cat")) == b"the cat"
 
 
-def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
+def test_smoothed_curve_neither_lags_nor_leaves_losses(rng):
     rising = tuple(float(n) for n in range(211))
     assert_near(smooth(rising), rising, 1e-12)
     noise = tuple(rng.standard_normal(211))
@@ -591,7 +589,7 @@ def test_the_drawn_curve_neither_lags_nor_leaves_the_losses(rng):
 
 
 @pytest.mark.slow
-def test_random_batches_evaluate_the_same_windows_every_time(config, monkeypatch):
+def test_random_evaluation_batches_are_same_every_time(config, monkeypatch):
     seen = []
 
     def spy(step, params, held_out, batches):
@@ -615,7 +613,7 @@ def test_fifty_steps_of_three_runs_compile_once(config, traced_once):
 
 
 @pytest.mark.slow
-def test_a_step_needs_no_hidden_transfer_and_makes_no_nan(config):
+def test_step_has_no_implicit_transfer_and_no_nan(config):
     fit(config, stop=after(1))  # compile and initialise
     again = replace(config, out=config.out + "-again")
     with jax.transfer_guard("disallow"), jax.debug_nans(True), jax.checking_leaks():
@@ -623,7 +621,7 @@ def test_a_step_needs_no_hidden_transfer_and_makes_no_nan(config):
 
 
 @pytest.mark.long
-def test_a_finished_run_can_be_finished_again_and_prolonged(config):
+def test_finished_run_can_be_resumed_and_extended(config):
     first = fit(config)
     again = fit(config, resume=True)
     assert again.val_loss == first.val_loss
@@ -646,7 +644,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_run_does_not_go_on_with_other_settings(started, text, tmp_path):
+def test_run_does_not_resume_with_changed_settings(started, text, tmp_path):
     before = contents(started.out)
     wrong = changed(replace(started, learning_rate=0.5, seed=3), d_model=32)
     with pytest.raises(ConfigError) as caught:
@@ -665,7 +663,7 @@ def test_a_run_does_not_go_on_with_other_settings(started, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_not_overwritten(started):
+def test_run_is_not_overwritten(started):
     before = contents(started.out)
     with pytest.raises(ConfigError, match="holds a run"):
         fit(started)
@@ -673,7 +671,7 @@ def test_a_run_is_not_overwritten(started):
 
 
 @pytest.mark.slow
-def test_another_run_in_the_folder_is_named(started):
+def test_other_run_in_folder_is_reported(started):
     before = contents(started.out)
     with locked(Path(started.out)):
         owner = (Path(started.out) / "lock").read_text().strip()
@@ -684,9 +682,9 @@ def test_another_run_in_the_folder_is_named(started):
 
 
 @pytest.mark.slow
-def test_a_lock_whose_process_is_gone_is_replaced(started):
+def test_stale_lock_is_replaced(started):
     lock = Path(started.out) / "lock"
-    lock.write_text("1\n")  # a process that lives, but does not hold it
+    lock.write_text("1\n")  # a live process that does not hold the lock
     assert fit(started, resume=True, stop=after(1)).step == 8
     assert not lock.exists()
 
@@ -700,7 +698,7 @@ class Told(Silent):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(config):
+def test_damaged_checkpoint_is_reported_and_previous_one_resumes(config):
     whole = fit(config)
     parts = replace(config, out=config.out + "-parts")
     fit(parts, stop=after(13))
@@ -721,7 +719,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(config):
 
 
 @pytest.mark.slow
-def test_without_a_good_checkpoint_a_run_does_not_go_on(started):
+def test_run_without_intact_checkpoint_does_not_resume(started):
     for path in Path(started.out).glob("checkpoints/step-*"):
         largest_file(path, "params").write_bytes(b"")
     before = contents(started.out)
@@ -731,7 +729,7 @@ def test_without_a_good_checkpoint_a_run_does_not_go_on(started):
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(started):
+def test_run_that_lost_checkpoints_does_not_restart(started):
     for path in Path(started.out).glob("checkpoints/step-*"):
         path.rename(path.with_name("elsewhere-" + path.name))
     before = contents(started.out)
@@ -741,9 +739,9 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(started):
 
 
 @pytest.mark.slow
-def test_a_run_in_its_own_data_folder_goes_on(config, text, tmp_path):
+def test_run_in_its_own_data_folder_resumes(config, text, tmp_path):
     (tmp_path / "texts").mkdir()
-    content = text.read_bytes()[:-1]  # what is read of it ends in a newline
+    content = text.read_bytes()[:-1]  # reading appends a newline
     (tmp_path / "texts" / "a.txt").write_bytes(content)
     inside = replace(config, data=str(tmp_path / "texts"), out=str(tmp_path / "texts" / "one"))
     fit(inside, stop=after(2))
@@ -753,13 +751,13 @@ def test_a_run_in_its_own_data_folder_goes_on(config, text, tmp_path):
     assert len(other.train) + len(other.val) == len(content) + 1
 
 
-def test_a_folder_with_only_the_lock_of_a_dead_process_is_unused(tmp_path):
+def test_folder_with_only_stale_lock_counts_as_unused(tmp_path):
     (tmp_path / "lock").write_text("1\n")
     check_unused(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_of_any_name_is_drawn(tmp_path):
+def test_run_of_any_name_is_plotted(tmp_path):
     folder = RunFolder(tmp_path / "f$_$x")
     folder.path.mkdir()
     folder.metrics_file.write_text('{"step": 1, "loss": 2.5}\n')
@@ -769,7 +767,7 @@ def test_a_run_of_any_name_is_drawn(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers=[1,2]", "a b*?{c} 100% #\nn\u0303", "~"])
-def test_a_run_in_a_folder_of_any_name_is_read_and_goes_on(config, name):
+def test_run_in_folder_of_any_name_is_read_and_resumes(config, name):
     odd = replace(config, out=f"{config.out}/{name}/")
     fit(odd, stop=after(2))
     assert fit(odd, resume=True, stop=after(1)).step == 3
@@ -785,13 +783,13 @@ def test_a_run_in_a_folder_of_any_name_is_read_and_goes_on(config, name):
         ("/".join(["d" * 97] * 41), "must have at most 3840"),
     ],
 )
-def test_a_folder_that_can_be_none_is_refused_before_anything(config, name, rule):
+def test_invalid_folder_name_is_rejected_first(config, name, rule):
     with pytest.raises(ConfigError, match=rf"^out is .*{rule}$"):
         fit(replace(config, out=name, data="no such file"))
 
 
 @pytest.mark.slow
-def test_a_run_stays_in_its_folder_though_the_process_moves(config, tmp_path, monkeypatch):
+def test_run_stays_in_folder_when_process_changes_directory(config, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -806,7 +804,7 @@ def test_a_run_stays_in_its_folder_though_the_process_moves(config, tmp_path, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP"])
-def test_a_file_system_without_locks_is_named_and_nothing_is_left(config, monkeypatch, code):
+def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch, code):
     def refuse(handle, how):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
@@ -820,7 +818,7 @@ def test_a_file_system_without_locks_is_named_and_nothing_is_left(config, monkey
 
 
 @pytest.mark.slow
-def test_a_changed_tokenizer_is_seen(started):
+def test_changed_tokenizer_is_detected(started):
     file = Path(started.out) / "tokenizer.json"
     file.write_text(file.read_text().replace("a", "b", 1))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: sha256 mismatch"):
@@ -828,7 +826,7 @@ def test_a_changed_tokenizer_is_seen(started):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_lost_before_its_first_checkpoint_starts_again(config):
+def test_run_lost_before_first_checkpoint_restarts(config):
     whole = fit(replace(config, out=config.out + "-whole"))
     fit(config, stop=after(3))
     for path in Path(config.out).glob("checkpoints/step-*"):
@@ -838,7 +836,7 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_starts_again(config):
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_keeps_its_checkpoints(config):
+def test_full_disk_stops_run_and_keeps_checkpoints(config):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Filling(Silent):
@@ -862,13 +860,13 @@ def test_a_full_disk_ends_the_run_and_keeps_its_checkpoints(config):
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_an_os_error(config, text):
+def test_folder_that_cannot_be_created_raises_os_error(config, text):
     with pytest.raises(OSError, match="Not a directory"):
         fit(replace(config, out=str(text / "run")))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
-def test_text_is_trained_on_with_decoders_only(config, kind):
+def test_language_task_requires_decoder(config, kind):
     rule = f"task is 'language': is learnt by a decoder, the model is of kind '{kind}'"
     with pytest.raises(ConfigError, match=rule):
         fit(changed(config, kind=kind))
@@ -876,7 +874,7 @@ def test_text_is_trained_on_with_decoders_only(config, kind):
 
 
 @pytest.mark.long
-def test_a_vocabulary_may_be_wider_than_its_tokenizer_but_not_narrower(config):
+def test_vocabulary_can_be_larger_than_tokenizer_but_not_smaller(config):
     with pytest.raises(ConfigError, match="vocab_size is 3: must be at least"):
         fit(config, vocab_size=3)
     assert not Path(config.out).exists()
@@ -885,7 +883,7 @@ def test_a_vocabulary_may_be_wider_than_its_tokenizer_but_not_narrower(config):
     assert wide.state.params["embed"]["tokens"].shape == (97, 22)
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
+def test_model_larger_than_memory_is_rejected_before_creation(config):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError, match=r"model has [\d,]+ parameters: needs [\d,.]+ GiB on"):
         fit(changed(config, d_model=10**9))
@@ -894,15 +892,15 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(config):
 
 
 @pytest.mark.parametrize("model", [ModelConfig(), RecurrentConfig()])
-def test_a_step_larger_than_the_memory_is_told_what_its_model_can_do(model):
+def test_step_larger_than_memory_lists_remedies(model):
     memory = StepMemory(0, 0, 0, 2**60)
-    rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* use a smaller batch_size with more "
+    rule = r"batch_size is 5: a step needs [\d,.]+ GiB on each device .* with more accumulation, "
     with pytest.raises(ConfigError, match=rule) as error:
         check_step(memory, TrainConfig(model=model, batch_size=5))
     assert ("remat=" in str(error.value)) == isinstance(model, ModelConfig)
 
 
-def test_a_text_too_short_leaves_no_run_folder(config, tmp_path):
+def test_too_short_text_leaves_no_run_folder(config, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("abc" * 9)
     with pytest.raises(DataError, match="held-out part has 6 tokens"):
@@ -911,7 +909,7 @@ def test_a_text_too_short_leaves_no_run_folder(config, tmp_path):
 
 
 @pytest.mark.parametrize("name", [None, *PRESETS])
-def test_a_config_comes_back_from_its_file(name):
+def test_config_round_trips_through_file(name):
     kind = "decoder" if name is None else preset(name).kind
     task = next(task() for task in TASKS.values() if kind in task().shapes)
     config = replace(train_preset(name, task=task), eval_batches=7, learning_rate=1 / 3)
@@ -920,7 +918,7 @@ def test_a_config_comes_back_from_its_file(name):
 
 @pytest.mark.parametrize("architecture", names_of(AnyModelConfig))
 @pytest.mark.parametrize("name", TASKS)
-def test_the_recipe_of_every_task_and_model_comes_back_from_its_file(name, architecture):
+def test_every_recipe_round_trips_through_file(name, architecture):
     try:
         config = task_recipe(TASKS[name](), architecture)
     except ConfigError as error:
@@ -931,7 +929,7 @@ def test_the_recipe_of_every_task_and_model_comes_back_from_its_file(name, archi
     assert type(again.model) is type(config.model)
 
 
-def test_absent_keys_of_a_config_are_the_defaults():
+def test_absent_config_keys_are_defaults():
     config = config_from_json('{"model": {"kind": "decoder", "d_model": 8}, "steps": 7}')
     assert config == TrainConfig(model=ModelConfig(d_model=8), steps=7)
     assert config.task == LanguageTask()
@@ -958,14 +956,14 @@ def test_absent_keys_of_a_config_are_the_defaults():
         ("", "not JSON"),
     ],
 )
-def test_a_hostile_config_is_refused_by_key(text, message):
+def test_hostile_config_is_rejected_by_key(text, message):
     with pytest.raises(ConfigError) as caught:
         config_from_json(text)
     assert message in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_config_too_long_is_not_read(tmp_path):
+def test_oversized_config_is_not_read(tmp_path):
     folder = RunFolder(tmp_path)
     folder.config_file.write_bytes(b" " * (2**23 + 1))
     with pytest.raises(ConfigError, match="longer than 8388608 bytes"):

@@ -1,4 +1,4 @@
-"""Rows of prompts and answers from published folders: what they hold, learn and end with."""
+"""Rows of prompts and answers for published folders: contents, labels and end tokens."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ DATED = "{{ strftime_now('%d %b %Y') }} " + CHATML
 
 
 def byte_level():
-    """Bytes, and ` yes` as one token; special tokens from 260 on."""
+    """Byte tokenizer with ` yes` as one token and special tokens from 260 on."""
     words = ["Ġy", "Ġye", "Ġyes", "es"]
     vocabulary = byte_letters() | {word: 256 + n for n, word in enumerate(words)}
     merges = [("Ġ", "y"), ("Ġy", "e"), ("Ġye", "s")]
@@ -68,7 +68,7 @@ def byte_level():
 
 
 def spaces(kind):
-    """SentencePiece's kind: a mark stands for a space, and one is put before a text."""
+    """SentencePiece-like tokenizer: a mark replaces spaces, and one is added before a text."""
     letters = "\u2581abcdefghijklmnopqrstuvwxyzANSWER2+=4:|<>/_\n "
     vocabulary = {letter: n for n, letter in enumerate(dict.fromkeys(["<unk>", *letters]))}
     pieces = ["\u2581yes", "\u2581b"]
@@ -121,7 +121,7 @@ def talk(*texts):
 
 
 def task_of(tmp_path, tokenizer, task, *lines, vocab_size=None):
-    """Load a task whose lines are all of these, and once more as what is held out."""
+    """Load a task with these lines, both for training and held out."""
     data = tmp_path / "data.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     data.write_text("".join(f"{text}\n" for text in texts))
@@ -137,7 +137,7 @@ def task_of(tmp_path, tokenizer, task, *lines, vocab_size=None):
 
 
 def rows(task):
-    """Return the (whole row, what is learnt of it) of each example."""
+    """Return (whole row, its learned part) of each example."""
     found = []
     for bucket in task.train.buckets:
         for tokens, labels in zip(bucket.tokens, bucket.labels, strict=True):
@@ -147,7 +147,7 @@ def rows(task):
     return found
 
 
-def test_a_turn_is_the_template_s_text_and_all_of_the_answer_is_learnt(tmp_path):
+def test_turn_is_template_text_and_whole_answer_is_learned(tmp_path):
     tokenizer = folder(tmp_path)
     messages = talk("a", "ANSWER", "b", "yes")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
@@ -158,7 +158,7 @@ def test_a_turn_is_the_template_s_text_and_all_of_the_answer_is_learnt(tmp_path)
     assert tokenizer.to_bytes(learnt) == b"ANSWER<|im_end|>\nyes<|im_end|>\n"
 
 
-def test_a_template_that_asks_otherwise_than_it_answers_is_refused_by_line(tmp_path):
+def test_template_with_mismatched_generation_prompt_is_rejected_with_line(tmp_path):
     tokenizer = folder(tmp_path, THINKS)
     fine = dict(messages=talk("a", "<think>\nhm"))
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), fine)
@@ -172,7 +172,7 @@ def test_a_template_that_asks_otherwise_than_it_answers_is_refused_by_line(tmp_p
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
-def test_an_answer_is_apart_where_a_token_would_stretch_over_its_begin(tmp_path):
+def test_answer_starts_its_own_token(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=talk("a", "yes")))
     ((whole, learnt),) = rows(task)
@@ -184,7 +184,7 @@ def test_an_answer_is_apart_where_a_token_would_stretch_over_its_begin(tmp_path)
     assert tokenizer.to_bytes(turn.answer) == b"yes</s>"
 
 
-def test_a_row_begins_anew_where_a_template_forgets_what_was_said(tmp_path):
+def test_new_row_starts_if_template_drops_earlier_text(tmp_path):
     tokenizer = folder(tmp_path, FORGETS)
     messages = talk("ab", "cd", "ef", "gh")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
@@ -199,7 +199,7 @@ def test_a_row_begins_anew_where_a_template_forgets_what_was_said(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "prepend"])
-def test_no_space_is_invented_between_a_prompt_and_its_answer(tmp_path, kind):
+def test_no_space_is_added_between_prompt_and_answer(tmp_path, kind):
     tokenizer = folder(tmp_path, None, kind)
     pair = dict(prompt="2+2=", chosen="4", rejected="yes b")
     task = task_of(tmp_path, tokenizer, PreferenceTask(), pair)
@@ -210,14 +210,14 @@ def test_no_space_is_invented_between_a_prompt_and_its_answer(tmp_path, kind):
         whole = [*tokens[: last + 1].tolist(), int(learnt[last])]
         assert tokenizer.decode(whole) == f"{text}</s>"
         assert tokenizer.to_bytes(learnt[learnt != IGNORE].tolist()).decode() == f"{text[4:]}</s>"
-    # where the prompt's tokens are no beginning of the whole's
+    # if the prompt's tokens are not a prefix of the whole's
     assert tokenizer.decode(np.concatenate(text_turn(tokenizer, "a ", "yes"))) == "a yes</s>"
     task = task_of(tmp_path, tokenizer, PrefixTask(packed=False), "2+2=\t4 b")
     ((whole, learnt),) = rows(task)
     assert tokenizer.to_bytes(learnt) == b"4 b</s>"
 
 
-def test_a_text_begins_with_what_its_tokenizer_begins_texts_with(tmp_path):
+def test_text_begins_with_tokenizer_prefix(tmp_path):
     tokenizer = folder(tmp_path, None, bos=True)
     bos, eos = (tokenizer.special_ids[role] for role in ("bos", "eos"))
     turn = text_turn(tokenizer, "ab", "c")
@@ -244,7 +244,7 @@ def test_a_text_begins_with_what_its_tokenizer_begins_texts_with(tmp_path):
         (dict(config=dict(eos_token_id=[261, 9999])), [261]),
     ],
 )  # fmt: skip
-def test_ends_are_those_of_the_first_file_that_names_them(tmp_path, files, ids):
+def test_end_tokens_come_from_first_file_that_names_them(tmp_path, files, ids):
     tokenizer = folder(tmp_path, **files)
     assert list(tokenizer.stop_ids) == ids
     assert tokenizer_from_json(tokenizer.to_json()) == tokenizer
@@ -253,9 +253,9 @@ def test_ends_are_those_of_the_first_file_that_names_them(tmp_path, files, ids):
 
 
 @pytest.mark.parametrize("preference", [False, True])
-def test_what_ends_an_answer_in_the_template_ends_what_is_written(tmp_path, preference):
+def test_template_end_token_ends_generation(tmp_path, preference):
     tokenizer = folder(tmp_path)
-    assert tokenizer.stop_ids == (261,)  # </s>, which no turn ends with
+    assert tokenizer.stop_ids == (261,)  # </s>, which ends no turn
     line, task = dict(messages=talk("a", "b")), ChatTask()
     if preference:
         line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
@@ -265,17 +265,17 @@ def test_what_ends_an_answer_in_the_template_ends_what_is_written(tmp_path, pref
     assert end_ids(own) == own.stop_ids == (261, 263)
     assert found.end is None and "learnt after" not in found.described()
     assert token_ids(own, "decoder", 265)["eos_token_id"] == [261, 263]
-    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), task, line)  # as a resumed run
+    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), task, line)  # like a resumed run
     assert again.tokenizers.tokenizer == own
 
 
-def test_a_template_that_ends_no_turn_is_said_and_eos_is_learnt(tmp_path):
+def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     messages = talk("a", "b", "c", "d </s>")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
     line = "the chat template does not end assistant turns: '</s>' is learned after each"
     assert task.described().endswith(line)
-    assert [learnt[-1] for _, learnt in rows(task)] == [261, ord("\n")]  # it was there
+    assert [learnt[-1] for _, learnt in rows(task)] == [261, ord("\n")]  # already in the template
     nothing = folder(tmp_path / "none", ENDLESS, tokenizer_config=dict(eos_token=None))
     with pytest.raises(DataError, match="no eos_token: nothing would end an answer"):
         task_of(tmp_path, nothing, ChatTask(), dict(messages=messages))
@@ -289,13 +289,13 @@ def test_a_template_that_ends_no_turn_is_said_and_eos_is_learnt(tmp_path):
         (PrefixTask(), "a\tb", "line 1: has token 261, '</s>': the model has 257 tokens"),
     ],
 )
-def test_a_token_that_the_model_has_not_is_named_by_its_line(tmp_path, task, line, where):
+def test_token_unknown_to_model_raises_with_line(tmp_path, task, line, where):
     with pytest.raises(DataError, match=f"data.jsonl, {where}"):
         task_of(tmp_path, folder(tmp_path), task, line, vocab_size=257)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
+def test_unreadable_prompt_raises_in_one_line(tmp_path):
     tokenizer = folder(tmp_path)
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
@@ -307,7 +307,7 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
         answer_sources(config, Tokenizers(tokenizer), params, ["a"])
 
 
-def test_the_date_of_a_template_is_that_of_the_run_s_start(tmp_path, monkeypatch):
+def test_template_date_is_start_of_run(tmp_path, monkeypatch):
     tokenizer, line = folder(tmp_path, DATED), dict(messages=talk("a", "b"))
 
     class Clock(datetime):
@@ -322,7 +322,7 @@ def test_the_date_of_a_template_is_that_of_the_run_s_start(tmp_path, monkeypatch
     first = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
     own = first.tokenizers.tokenizer
     assert own.to_bytes(rows(first)[0][0]).startswith(b"03 May 2031 ")
-    Clock.day = 4  # a run that starts today has today's date, one that goes on has its own
+    Clock.day = 4  # a new run has today's date; a resumed one keeps its own
     again = task_of(tmp_path, tokenizer_from_json(own.to_json()), ChatTask(packed=False), line)
     assert rows(again) == rows(first) and again.tokenizers == first.tokenizers
     other = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
@@ -339,9 +339,9 @@ REASONED = "<think>\nlong reasoning</think>42"
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_an_answer_that_a_template_cuts_is_learnt_whole(tmp_path, thinks):
+def test_answer_shortened_by_template_is_learned_in_full(tmp_path, thinks):
     template = CUTS
-    if thinks:  # and asks for the reasoning
+    if thinks:  # and prompts for the reasoning
         template = CUTS.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     tokenizer = folder(tmp_path, template)
     messages = talk("a", REASONED, "b", REASONED.replace("42", "43"))
@@ -354,7 +354,7 @@ def test_an_answer_that_a_template_cuts_is_learnt_whole(tmp_path, thinks):
     )
     asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert found[0] == asked.format("a") + f"{REASONED}<|im_end|>\n"
-    # what was said before is read as it is when the model is used: without its reasoning
+    # earlier answers are read as when the model is used, without their reasoning
     before = asked.format("a") + "42<|im_end|>\n" + asked.format("b")
     assert found[1] == before + f"{messages[-1]['content']}<|im_end|>\n"
     pair = dict(prompt=talk("a"), chosen=messages[1:2], rejected=messages[3:])
@@ -366,7 +366,7 @@ def test_an_answer_that_a_template_cuts_is_learnt_whole(tmp_path, thinks):
 
 
 @pytest.mark.slow
-def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
+def test_scored_messages_include_text_dropped_by_template(tmp_path):
     tokenizer = folder(tmp_path, CUTS)
     config = ModelConfig(vocab_size=265, d_model=8, num_layers=1, num_heads=1, max_len=97)
     params = init_params(config, jax.random.key(0))
@@ -386,7 +386,7 @@ def test_two_messages_are_scored_with_what_a_template_cuts(tmp_path):
         ("m.content if m.role != 'user'", "does not write message 2, 'Ask', unchanged"),
     ],
 )
-def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written, reason):
+def test_template_that_changes_message_is_rejected_with_line(tmp_path, written, reason):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", written))
     messages = [dict(role="system", content="Rule"), *talk("Ask", "Be <b>")]
     remedy = "change the file, or the chat_template of the tokenizer"
@@ -398,7 +398,7 @@ def test_a_template_that_changes_a_message_is_refused_by_line(tmp_path, written,
         task_of(tmp_path, tokenizer, PreferenceTask(), pair)
 
 
-def test_a_message_that_a_template_drops_is_missed_where_another_says_the_same(tmp_path):
+def test_dropped_message_is_detected_despite_equal_message(tmp_path):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content if loop.index0 != 2"))
     task_of(tmp_path, tokenizer, ChatTask(), dict(messages=talk("Ask", "b")))
     with pytest.raises(DataError, match=r"line 1: message 4: .* does not write message 3, 'Ask'"):
@@ -407,7 +407,7 @@ def test_a_message_that_a_template_drops_is_missed_where_another_says_the_same(t
     task_of(tmp_path, quotes, ChatTask(), dict(messages=talk("Ask", "b")))
 
 
-def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):
+def test_extra_message_fields_are_learned_or_rejected(tmp_path):
     thought = CHATML.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content")
     answer = dict(role="assistant", content="b", reasoning_content="so")
     line = dict(messages=[*talk("a"), answer])
@@ -423,16 +423,16 @@ def test_what_a_message_says_beside_its_content_is_learnt_or_refused(tmp_path):
         rule = f"line 1: message 2: the chat template does not write its {field} unchanged"
         with pytest.raises(DataError, match=rule):
             task_of(tmp_path, tokenizer, ChatTask(), line)
-        with pytest.raises(DataError, match=f"line 1: message 2: has {field}, which is not read"):
+        with pytest.raises(DataError, match=f"line 1: message 2: has {field}, which needs"):
             task_of(tmp_path, folder(tmp_path, None), ChatTask(), line)
         line["messages"][1][field] = None
         task_of(tmp_path, folder(tmp_path), ChatTask(), line)
     line["messages"][1]["weight"] = 0
-    with pytest.raises(DataError, match="line 1: message 2 has weight 0: must be 1, since every"):
+    with pytest.raises(DataError, match="line 1: message 2 has weight 0: must be 1, since all"):
         task_of(tmp_path, folder(tmp_path), ChatTask(), line)
 
 
-def test_a_template_s_own_error_names_the_line(tmp_path):
+def test_template_error_names_line(tmp_path):
     picky = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     tokenizer = folder(tmp_path, picky)
     short, long = (dict(messages=talk(*texts)) for texts in ("ab", "abcd"))
@@ -445,14 +445,14 @@ def test_a_template_s_own_error_names_the_line(tmp_path):
         task_of(tmp_path, tokenizer, ChatTask(), greeting)
 
 
-def test_what_is_learnt_is_what_a_message_is_prompted_with(tmp_path):
+def test_training_rows_match_prompts(tmp_path):
     tokenizer = folder(tmp_path)
     messages = talk("a", "b", "c", "d")
     turn = message_turn(tokenizer, messages)
     assert turn.prompt.tolist() == prompt_ids(tokenizer, messages[:-1]).tolist()
 
 
-def test_drawn_rows_are_those_of_transformers():
+def test_random_rows_match_transformers():
     pytest.importorskip("transformers")
     from tests.training.fuzz_answers import fuzz
 
@@ -460,7 +460,7 @@ def test_drawn_rows_are_those_of_transformers():
     assert number == 25 and not failed, failed
 
 
-def test_no_space_is_put_before_a_rest_alone(tmp_path):
+def test_no_space_is_added_before_continuation(tmp_path):
     tokenizer = folder(tmp_path, None, "metaspace")
     rest = tokenizer.encode("b</s>b", begins=False)
     usual = tokenizer.encode("b</s>b")
@@ -469,7 +469,7 @@ def test_no_space_is_put_before_a_rest_alone(tmp_path):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("messages", [False, True])
-def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, messages):
+def test_preference_run_is_prompted_as_trained(tmp_path, messages):
     tokenizer = folder(tmp_path)  # with a chat template
     line = dict(prompt="a", chosen="b", rejected="c")
     if messages:
@@ -488,7 +488,7 @@ def test_a_run_of_preferences_is_prompted_as_it_was_trained(tmp_path, messages):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_documents_begin_as_their_tokenizer_begins_texts(tmp_path, monkeypatch, bos):
+def test_documents_begin_with_tokenizer_prefix(tmp_path, monkeypatch, bos):
     tokenizer = folder(tmp_path, None, bos=bos)
     first, end = (tokenizer.special_ids[role] for role in ("bos" if bos else "eos", "eos"))
     texts = [f"{n} ab" for n in range(23)]
@@ -516,7 +516,7 @@ def test_documents_begin_as_their_tokenizer_begins_texts(tmp_path, monkeypatch, 
     assert [ids.tolist() for ids in read] == [[first]]
 
 
-def test_converted_ends_are_those_that_the_model_has(tmp_path):
+def test_converted_end_tokens_are_in_model_vocabulary(tmp_path):
     tokenizer = folder(tmp_path, config=dict(eos_token_id=[261, 263]))  # </s> and <|im_end|>
     assert token_ids(tokenizer, "decoder", 263)["eos_token_id"] == 261
     found = token_ids(tokenizer, "decoder", 257)
@@ -525,7 +525,7 @@ def test_converted_ends_are_those_that_the_model_has(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["ban", "force"])
-def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, flag):
+def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
     tokenizer = folder(tmp_path / "tokenizer")
     model = ModelConfig(
         vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17, use_bias=False,
@@ -539,7 +539,7 @@ def test_a_text_of_tokens_that_the_model_has_not_is_one_line(tmp_path, capsys, f
     assert said == f"generate: {flag} is 'b<|im_end|>': has id 263: the model has 257 tokens\n"
 
 
-def test_tools_of_a_conversation_are_refused_by_line(tmp_path):
+def test_conversation_with_tools_is_rejected_with_line(tmp_path):
     lines = {
         ChatTask(): dict(messages=talk("a", "b")),
         PreferenceTask(): dict(prompt="a", chosen="b", rejected="c"),
@@ -552,7 +552,7 @@ def test_tools_of_a_conversation_are_refused_by_line(tmp_path):
         task_of(tmp_path, folder(tmp_path), task, line | dict(tools=None))
 
 
-def test_marks_of_what_is_generated_are_said_not_to_be_read(tmp_path):
+def test_ignored_generation_marks_are_reported(tmp_path):
     marked = CHATML.replace("{{ m.content", "{% generation %}{{ m.content").replace(
         "\n{% endfor", "{% endgeneration %}\n{% endfor"
     )
@@ -561,7 +561,7 @@ def test_marks_of_what_is_generated_are_said_not_to_be_read(tmp_path):
     assert task.described().endswith(line)
 
 
-def test_answers_of_the_same_tokens_are_refused_by_line(tmp_path):
+def test_answers_with_equal_tokens_are_rejected_with_line(tmp_path):
     tokenizer = folder(tmp_path, CHATML.replace("m.content", "m.content | trim"))
     pair = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "b ")[1:])
     with pytest.raises(DataError, match=r"line 1: chosen and rejected have the same tokens"):

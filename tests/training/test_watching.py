@@ -1,4 +1,4 @@
-"""What a run says beside its losses: phases, use of a chip, trackers, profiles, spikes."""
+"""Monitoring of a run: phases, chip utilization, trackers, profiles, spikes."""
 
 import dataclasses
 import json
@@ -44,14 +44,14 @@ def lines_of(config):
 
 
 @pytest.mark.slow
-def test_the_phases_add_up_to_the_time_that_passed(config):
+def test_phases_sum_to_elapsed_time(config):
     fit(config)
     lines = lines_of(config)
     assert [line["step"] for line in lines] == [1, 4, 8, 12, 16, 20, 24]
     for line in lines:
         parts = [line[f"seconds_{phase}"] for phase in PHASES]
         assert min(parts) >= 0 and line["peak_memory"] > 2**20
-        assert "flops_utilisation" not in line  # no peak of a CPU is published
+        assert "flops_utilisation" not in line  # CPUs have no published peak
     total = sum(line["seconds"] for line in lines)
     known = sum(line[f"seconds_{phase}"] for line in lines for phase in PHASES)
     assert 0.5 * total < known <= total * 1.001
@@ -59,7 +59,7 @@ def test_the_phases_add_up_to_the_time_that_passed(config):
     assert sum(line["seconds_checkpoint"] for line in lines) > 0
 
 
-def test_a_phase_counts_its_own_time_alone(monkeypatch):
+def test_phase_counts_only_its_own_time(monkeypatch):
     now = iter([0.0, 1.0, 4.0, 4.5, 6.5, 9.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     phases = Phases()  # 0
@@ -69,18 +69,18 @@ def test_a_phase_counts_its_own_time_alone(monkeypatch):
         pass
     found = phases.taken()  # 9
     assert (found["seconds_data"], found["seconds_step"], found["seconds"]) == (3.0, 2.0, 9.0)
-    with pytest.raises(KeyError), phases.of("step"):  # 10 to 12: counted though it fails
+    with pytest.raises(KeyError), phases.of("step"):  # 10 to 12: counted even though it fails
         raise KeyError
     assert phases._seconds["step"] == 2.0
 
 
-def test_the_use_of_a_chip_is_operations_over_its_peak(config):
+def test_utilization_is_flops_over_peak(config):
     model = ModelConfig(
         vocab_size=50, d_model=64, num_layers=3, num_heads=4, d_ff=256, max_len=32, glu=False
     )
     config = dataclasses.replace(config, model=model, context=32)
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256) + 50 * 64
-    attention = 3 * 2 * 64 * (32 + 1) / 2  # scores and sums over what a token sees, on average
+    attention = 3 * 2 * 64 * (32 + 1) / 2  # scores and sums over visible tokens, on average
     each = 6 * (blocks + attention)
     found = flops_utilisation(config, 1e6, "NVIDIA H200", 2)
     assert_near(found, 1e6 * each / (2 * CHIPS["h200"].flops), 1e-6)
@@ -88,7 +88,7 @@ def test_the_use_of_a_chip_is_operations_over_its_peak(config):
 
 
 class Fake:
-    """A tracker as a package of others would be, which notes what it is told."""
+    """A tracker like one from a third-party package, which records its calls."""
 
     def __init__(self, fails_at=None):
         self.told, self.closed, self.fails_at = [], 0, fails_at
@@ -105,7 +105,7 @@ class Fake:
 @pytest.mark.slow
 @pytest.mark.long_except("wandb")
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_is_told_every_line_and_closed(config, monkeypatch, name):
+def test_tracker_gets_every_line_and_is_closed(config, monkeypatch, name):
     run, given = Fake(), []
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace()
@@ -122,7 +122,7 @@ def test_a_tracker_is_told_every_line_and_closed(config, monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(config, monkeypatch):
+def test_failing_tracker_is_removed_and_run_continues(config, monkeypatch):
     run, said = Fake(fails_at=8), []
     module = types.ModuleType("trackio")
     module.__spec__ = types.SimpleNamespace()
@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(config, monkeypatc
     assert line == "log: trackio failed and is disabled (OSError: no network)"
 
 
-def test_a_package_that_is_missing_is_said_before_anything_is_written(config, monkeypatch):
+def test_missing_package_raises_before_anything_is_written(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^log has 'wandb': needs wandb: pip install wandb$"):
         fit(dataclasses.replace(config, log=("wandb",)))
@@ -148,7 +148,7 @@ def test_a_package_that_is_missing_is_said_before_anything_is_written(config, mo
 
 
 @pytest.mark.slow
-def test_tensorboard_reads_what_was_measured(config):
+def test_tensorboard_reads_measurements(config):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
@@ -168,8 +168,8 @@ def test_tensorboard_reads_what_was_measured(config):
 
 
 @pytest.mark.long
-def test_nothing_that_watches_changes_a_bit(config, tmp_path):
-    """The watched run has a process of its own: XLA's profiler may end one with libtpu in it."""
+def test_watching_does_not_change_results(config, tmp_path):
+    """The watched run gets its own process: XLA's profiler may crash one that uses libtpu."""
     plain = fit(config)
     watched = tmp_path / "watched"
     flags = (
@@ -195,7 +195,7 @@ def test_nothing_that_watches_changes_a_bit(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
+def test_profile_contains_only_its_steps(config, monkeypatch):
     calls, steps = [], []
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append((path, len(steps))))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append((None, len(steps))))
@@ -215,19 +215,19 @@ def test_a_profile_is_of_its_steps_alone(config, monkeypatch):
     assert calls == [(loop.Path(config.out) / "profile", 4), (None, 7)]
 
 
-def test_a_loss_stands_out_above_the_median(tmp_path):
+def test_loss_above_median_is_spike(tmp_path):
     found = Spikes(2.0, tmp_path)
     assert not any(found.stands_out(loss, 1.0) for loss in [9.0, *[1.0] * 8])
-    assert not found.stands_out(5.0, 1.0)  # of nine before it nothing is known yet
+    assert not found.stands_out(5.0, 1.0)  # nine losses are too few to judge
     assert not found.stands_out(1.9, 1.0)
     assert found.stands_out(2.1, 1.0)
     assert found.stands_out(float("nan"), 1.0) and found.stands_out(1.0, float("inf"))
-    for _ in range(200):  # what stands out is no measure of what follows
+    for _ in range(200):  # spikes do not enter the median
         assert found.stands_out(2.1, 1.0)
 
 
 @pytest.mark.slow
-def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypatch):
+def test_saved_spike_batch_reproduces_loss(config, monkeypatch):
     monkeypatch.setattr(spikes, "LEAST", 3)
     states, compiled = {}, run.programs_of
 
@@ -263,7 +263,7 @@ def test_the_batch_of_a_spike_is_kept_and_gives_its_loss_again(config, monkeypat
 
 
 @pytest.mark.slow
-def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monkeypatch):
+def test_only_spikes_are_saved_up_to_limit(config, monkeypatch):
     fit(dataclasses.replace(config, dump_batch=50.0))
     assert not (loop.Path(config.out) / "spikes").exists()
     monkeypatch.setattr(spikes, "MOST", 2)
@@ -274,7 +274,7 @@ def test_a_run_without_a_spike_keeps_nothing_and_no_run_keeps_many(config, monke
 
 
 @pytest.mark.long
-def test_what_watches_may_change_when_a_run_goes_on(config):
+def test_watching_settings_can_change_on_resume(config):
     fit(dataclasses.replace(config, steps=8))
     result = fit(
         dataclasses.replace(config, log=("tensorboard",), profile="1-2", dump_batch=3.0),

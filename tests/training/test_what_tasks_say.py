@@ -1,4 +1,4 @@
-"""What a task shows of held-out examples and how it judges them, with answers that are given."""
+"""Samples and metrics of a task on held-out examples, with predefined answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ READER = ModelConfig(kind="encoder", max_len=40, **SIZES)
 
 @pytest.fixture
 def of(tmp_path):
-    """Load a task whose held-out part is a file of its own."""
+    """Load a task with a separate held-out file."""
 
     def load(task, model, train="", held_out="", **changes):
         files = {"data": train, "val_data": held_out}
@@ -65,7 +65,7 @@ def of(tmp_path):
     return load
 
 
-def test_pairs_show_what_was_wanted_and_judge_the_first(of, monkeypatch):
+def test_pairs_sample_shows_references_and_judge_uses_first(of, monkeypatch):
     task = of(Seq2SeqTask(judged=3), WRITER, "a\tx y\nb\tz\n", "a\tx y\nb\tz\na b\ty z\nb a\tz x\n")
     written, asked = {"a": "x y", "b": "y", "a b": "y z", "b a": "z"}, []
 
@@ -95,7 +95,7 @@ TALKS = [
 ]
 
 
-def test_talks_and_preferences_show_their_first_answers(of, monkeypatch):
+def test_chat_and_preference_samples_show_first_answers(of, monkeypatch):
     asked = []
 
     def answer(config, tokenizers, params, messages, number, num_tokens, what=None):
@@ -123,7 +123,7 @@ def test_talks_and_preferences_show_their_first_answers(of, monkeypatch):
     assert asked == [(name, n, 5, preferences.PROMPT_HAS) for n, name in enumerate("ab")]
 
 
-def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
+def test_classes_are_judged_by_argmax(of, monkeypatch):
     held_out = "x\tab\ny\tb\nz\tba\nx\tbb\nx\ta\n"
     train = "x\tab\ny\tb\nz\tba\n"
     logits = np.log(np.array([
@@ -146,7 +146,7 @@ def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
         }  # fmt: skip
         assert [batch.tokens.shape[0] for batch, *_ in seen] == [3, 3, 3]
         ids = special_ids(task.tokenizers.tokenizer)
-        batch, columns, built = seen[2]  # a text, one that fills the batch up, and the longest
+        batch, columns, built = seen[2]  # a text, a filler row, and the longest text
         assert built == build(task.config.model)
         if model is READER:
             assert columns is None and batch.labels.tolist() == [0, IGNORE, IGNORE]
@@ -159,20 +159,20 @@ def test_classes_are_judged_by_the_likeliest(of, monkeypatch):
         rows = iter(logits)
         monkeypatch.setattr(classify, "_class_logits", lambda *g, rows=rows: np.stack([next(rows)]))
         edited = task.edited({"embedding": abs})
-        assert edited.judge(PARAMS)["accuracy"] == 3 / 5  # a text at a time
+        assert edited.judge(PARAMS)["accuracy"] == 3 / 5  # one text at a time
         given = task.config, task.tokenizers, PARAMS, ["ab"]
         shown = classify.label_texts(*given, edited.model)
         assert shown == [("z", pytest.approx(0.98))]
 
 
-def test_texts_with_their_classes_are_shown(of, monkeypatch):
+def test_classification_sample_shows_texts_with_classes(of, monkeypatch):
     task = of(ClassifyTask(), READER, "x\tab\ny\tb\n", "x\tab\ny\tb\n")
     said = lambda *given: [("x", 0.756), ("x", 0.5)]  # noqa: E731
     monkeypatch.setattr(classify, "label_texts", said)
     assert task.sample(PARAMS) == "x 0.76: ab\nx 0.50 (wanted: y): b"
 
 
-def test_signals_are_judged_by_their_letters_and_classes(monkeypatch):
+def test_signals_are_judged_by_letters_and_classes(monkeypatch):
     config = small(TonesTask(examples=9, judged=3), val_fraction=0.5)
     task, asked, report = load_task(config), [], print
     edited = task.edited({"embedding": abs})
@@ -215,7 +215,7 @@ def test_signals_are_judged_by_their_letters_and_classes(monkeypatch):
     assert sizes == [3, 2] and task.judge(PARAMS)["accuracy"] == 3 / 4
 
 
-def test_a_masked_text_is_judged_by_each_token_hidden_alone(of, monkeypatch):
+def test_masked_task_is_judged_one_hidden_token_at_a_time(of, monkeypatch):
     text = "abcdefgh" * 40
     task = of(MaskedTask(rate=0.4), READER, text, context=13, val_fraction=0.3)
     mask, length = task.masking.mask, task.length
@@ -247,7 +247,7 @@ def test_a_masked_text_is_judged_by_each_token_hidden_alone(of, monkeypatch):
         assert (one, two) == (("_", "a") if one == "_" else (three, three))
 
 
-def test_rows_are_documents_for_a_model_that_counts():
+def test_rows_are_documents_for_counting_model():
     class Two(RowsTask):
         pass
 
@@ -271,7 +271,7 @@ def test_rows_are_documents_for_a_model_that_counts():
 
 @pytest.fixture
 def decoder(monkeypatch):
-    """Replace what decodes by recorders; what is written are the ids of `written`."""
+    """Replace the decoders with recorders that return the ids of `written`."""
     found = SimpleNamespace(calls=[], written=[[1, 2, 9], [3, -1, -1]])
 
     def keep(name, result):
@@ -297,7 +297,7 @@ def decoder(monkeypatch):
 LETTERS = with_special_tokens(CharTokenizer("abcd"), ["sep", "eos"])
 
 
-def test_a_decoder_is_asked_to_go_on_after_the_sources(decoder):
+def test_decoder_continues_after_sources(decoder):
     model = ModelConfig(vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=PrefixTask(bidirectional=False, beams=1), model=model, context=11)
     given = config, Tokenizers(LETTERS), PARAMS
@@ -325,14 +325,14 @@ def test_a_decoder_is_asked_to_go_on_after_the_sources(decoder):
     named = decoder.calls[-1][2]
     told = named["num_beams"], named["num_results"], named["length_penalty"]
     assert told == (4, 3, LengthPenalty(0.5)) and named["num_tokens"] == 11
-    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': 12 tokens, the model was"):
+    with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': has 12 tokens, but the"):
         answers.answer_sources(*given, ["a" * 11])
     assert answers.answer_sources(*given, ["a" * 10]) == ["b"]
     with pytest.raises(DataError, match="prompt is '': a source must have at least one token"):
         answers.answer_sources(*given, [""])
 
 
-def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
+def test_encoder_decoder_reads_sources_and_starts_as_trained(decoder):
     letters = with_special_tokens(CharTokenizer("abcd"), ["bos", "eos"])
     model = ModelConfig(kind="encoder-decoder", vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=Seq2SeqTask(beams=2), model=model, context=7)
@@ -347,7 +347,7 @@ def test_an_encoder_decoder_reads_the_sources_and_begins_as_it_learnt(decoder):
     assert "lengths" not in named and "limits" not in named
 
 
-def test_sources_are_read_by_length_a_batch_at_a_time(monkeypatch):
+def test_sources_are_batched_by_length(monkeypatch):
     model = ModelConfig(vocab_size=6, max_len=99, **SIZES)
     config = TrainConfig(task=PrefixTask(), model=model)
     read, told, edited = [], [], build(model).edited({"embedding": abs})
@@ -370,10 +370,10 @@ def test_sources_are_read_by_length_a_batch_at_a_time(monkeypatch):
     assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and told == [(0, 6), (4, 6), (6, 6)]
     read.clear()
     answers.answer_sources(*given[:3], given[3][:3], **more)
-    assert read == [[1, 5, 9]]  # one batch is as large as it is
+    assert read == [[1, 5, 9]]  # a single batch is not padded
 
 
-def test_a_prompt_that_is_a_prefix_is_read_in_both_directions(monkeypatch):
+def test_prefix_prompt_is_read_in_both_directions(monkeypatch):
     positions = np.array([[0, 1, 2, -1], [0, 1, 2, 3]])
     usual = lambda self, tokens, state, valid: {"positions": jnp.array(positions), "a": 1}  # noqa: E731
     monkeypatch.setattr(answers.ModelStep, "arguments", usual)

@@ -1,7 +1,7 @@
 """Batches of examples, and the logits, loss and scores of any model on them.
 
-All tasks except `preference` share one loss, the cross-entropy of labels. The labels of a batch
-decide what is learned: next tokens, hidden tokens, targets or classes.
+All tasks except `preference` share one loss, the cross-entropy of the labels of a batch. The labels
+are next tokens, hidden tokens, targets or classes, depending on the task.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def row_order(
 class Mixture:
     """Mixture of folders: maps each row of an endless order to (folder, row of that folder).
 
-    The pattern repeats every MIXTURE rows, of which folder f gets round(MIXTURE w_f / sum(w)), at
+    The pattern repeats every MIXTURE rows. Folder f gets round(MIXTURE w_f / sum(w)) of them, at
     least one, evenly spaced.
     """
 

@@ -25,7 +25,7 @@ from transformer_jax.training.tasks.task import Inputs
 from transformer_jax.training.trackers import Trackers
 
 MOST_REJECTED = 10
-"""Consecutive steps with a non-finite loss or gradient after which a run stops."""
+"""Number of consecutive steps with a non-finite loss or gradient that stops a run."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Report:
     def read(self, step: int, metrics: Metrics, inputs: Inputs | None) -> StepNumbers:
         """Wait for a step's measurements and show them.
 
-        The batch of a loss that stands out is saved, up to a limit. Raises RunError after
-        MOST_REJECTED rejected steps in a row.
+        The batch of a loss spike is saved, up to a limit. Raises RunError after MOST_REJECTED
+        rejected steps in a row.
         """
         with self.phases.of("step"):
             metrics = jax.device_get(metrics)

@@ -1,4 +1,4 @@
-"""Loss spikes: saved batches of steps whose loss stands out, for inspection and replay.
+"""Loss spikes: batches of steps with an unusually high loss, saved for inspection and replay.
 
 OUT/spikes/step-00000120.npz contains the arrays of the step's micro-batches, leaves [A, B, ...],
 under the field names of `Batch`, with `step`, `loss` and `grad_norm`. The .txt file next to it
@@ -25,7 +25,7 @@ RECENT = 50
 """Number of recent losses whose median a loss is compared with."""
 
 LEAST = 10
-"""Minimum number of losses before one can stand out."""
+"""Minimum number of losses before one can count as a spike."""
 
 MOST = 10
 """Maximum number of batches in a run's folder."""
@@ -39,7 +39,7 @@ class Spikes:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def stands_out(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step's loss or gradient stands out; if not, its loss enters the median."""
+        """Whether a step is a spike; if not, its loss enters the median."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         enough = len(self._recent) >= LEAST
         high = finite and enough and loss > self.factor * statistics.median(self._recent)

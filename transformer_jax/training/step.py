@@ -29,7 +29,7 @@ _ROUNDING = np.uint32(2**32 - 1)
 
 @value_class(pytree=True)
 class TrainState:
-    """Everything that a step changes, and the key from which all its randomness follows.
+    """Everything that a step changes, and the key that determines all its randomness.
 
     Attributes:
         step: number of steps taken, including rejected ones.

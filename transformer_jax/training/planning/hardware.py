@@ -62,7 +62,7 @@ class Hardware:
     chip: Chip | None
     """Published peaks; None for a CPU."""
     count: int
-    """Number of chips, each of which is one JAX device."""
+    """Number of chips; each is one JAX device."""
 
     def devices(self) -> list[jax.Device]:
         """Return devices to compile for; raises ConfigError if a package for them is missing."""
@@ -92,7 +92,7 @@ class Hardware:
             raise _missing(self.name, 'pip install "jax[cuda13]"', error) from None
 
     def lowering(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which programs are lowered for these devices, not the current one."""
+        """Return a context that lowers programs for these devices instead of the current one."""
         if self.chip is None or self.name.startswith("cpu"):
             return contextlib.nullcontext()
         return using(
@@ -168,7 +168,7 @@ def _missing(name: str, how: str, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress what a library writes to standard error of the process."""
+    """Suppress the output of a library to standard error of the process."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

@@ -72,7 +72,7 @@ class Plan:
     traffic: Traffic | None = None
     """None if nothing was compiled, or if this jaxlib cannot read the program."""
     looked_up: int = 0
-    """Bytes of the tables of which a decoding step reads only single rows: positions, and tokens if
+    """Bytes of tables from which a decoding step reads only a few rows: positions, and tokens if
     the logits have a separate table."""
 
     @property

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Conversations(RowsTask):
-    """Conversations, of which the assistant's turns are learned."""
+    """Conversations; only the assistant's turns are learned."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -79,7 +79,7 @@ class Conversations(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), rows(train), rows(val))
 
     def described(self) -> str:
-        """Describe the number and length of the rows, and what ends an answer."""
+        """Describe the number and length of the rows, and the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
@@ -124,7 +124,7 @@ def answer_messages(
 def _examples(
     config: TrainConfig, tokenizer: Tokenizer, where: str, messages: Messages
 ) -> list[Batch]:
-    """Tokenize a conversation into a row, in which only the assistant's tokens are labels.
+    """Tokenize a conversation into a row; only the assistant's tokens are labels.
 
     If a later turn does not continue the row, a new row starts: a template may write less of an
     answer once another message follows it.
@@ -173,7 +173,7 @@ def _read_file(
 
 
 def _messages(where: str, read: Json) -> Messages:
-    """Return the messages of a line; DataError states what is wrong with them."""
+    """Return the messages of a line; raises DataError if it is malformed."""
     messages = read.get("messages") if isinstance(read, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: must be {{"messages": [{{"role": ..., "content": ...}}, ...]}}')

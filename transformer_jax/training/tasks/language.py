@@ -130,7 +130,7 @@ class LanguageWindows(TrainingTask):
 
 
 class LanguageDocuments(RowsTask):
-    """Documents, each of which ends with <eos>.
+    """Documents that end with <eos>.
 
     A document begins with the tokens that its tokenizer puts before a text, or else with <eos>.
     """

@@ -1,9 +1,9 @@
 """Masked language modeling (Devlin et al. 2019, 3.1), with new masks at every step.
 
-A share `rate` of the tokens is predicted. Of these, `replaced` become the mask token, `random` a
-random token, and the rest stay, so that a model learns to attend to every token. An evaluation
-hides the same tokens every time. A published model reads each window between the special tokens of
-its tokenizer; special tokens are never hidden.
+The model predicts a share `rate` of the tokens. A share `replaced` of these become the mask token,
+`random` become a random token, and the rest stay, so that the model learns to attend to every
+token. An evaluation hides the same tokens every time. A published model reads each window between
+the special tokens of its tokenizer; special tokens are never hidden.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PSEUDO_WINDOWS = 4
 
 
 class MaskedWindows(TrainingTask):
-    """Windows of a text in which tokens are hidden."""
+    """Windows of a text with hidden tokens."""
 
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
@@ -224,7 +224,7 @@ def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 
 
 def masked_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:  # i32[n]
-    """Encode a text in which "[MASK]" or "_" is the mask, between the tokenizer's special tokens.
+    """Encode a text with masks, "[MASK]" or "_", between the tokenizer's special tokens.
 
     The mask token of a published tokenizer can also be spelled out.
     """

@@ -2,8 +2,8 @@
 
 An encoder-decoder reads the source and generates <bos> target <eos>; if it starts from a published
 model, it uses that model's rows (see `target_of`). A decoder reads both in one row, source <sep>
-target <eos>, of which only the target is learned; with a prefix, the tokens of the source attend to
-each other in both directions.
+target <eos>, and learns only the target; with a prefix, the tokens of the source attend to each
+other in both directions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preference data: pairs of answers to a prompt, one of which is preferred.
+"""Preference data: prompts with a chosen and a rejected answer.
 
 Each line of the file is an object {"prompt": ..., "chosen": ..., "rejected": ...}. All three are
 strings, or all are lists of messages {"role": ..., "content": ...} as in conversations, with
@@ -111,7 +111,7 @@ class Preferences(RowsTask):
         super().__init__(config, tokenizers, sha256_of(content), *rows)
 
     def described(self) -> str:
-        """Describe the number and length of the rows, and what ends an answer."""
+        """Describe the number and length of the rows, and the end of an answer."""
         return "; ".join(filter(None, (super().described(), self.end)))
 
     def sample(self, params: Params) -> str:
@@ -175,7 +175,7 @@ def _rows(config: TrainConfig, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> R
 
 
 def _pair(where: str, read: Json) -> Pair:
-    """Return the pair of a line; DataError states what is wrong with it."""
+    """Return the pair of a line; raises DataError if it is malformed."""
     if not isinstance(read, dict) or any(name not in read for name in FIELDS):
         lacks = [name for name in FIELDS if not isinstance(read, dict) or name not in read]
         rule = 'must be {"prompt": ..., "chosen": ..., "rejected": ...}'

@@ -76,7 +76,7 @@ def text_turn(tokenizer: Tokenizer, prompt: str, answer: str) -> Turn:
 
 
 def source_ids(tokenizer: Tokenizer, source: str) -> np.ndarray:  # i32[n]
-    """Return the ids of a source and the separator, after which its target is learned."""
+    """Return the ids of a source and of the separator that precedes its target."""
     return _ids(prompt_ids(tokenizer, source), [special_ids(tokenizer)["sep"]])
 
 
@@ -202,11 +202,11 @@ def talk_turns(tokenizer: Tokenizer, where: str, messages: Messages) -> list[Tur
 def tokenizer_of_talks(
     tokenizer: Tokenizer, where: str, messages: Messages
 ) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a run on messages like these, and a line about what is learned.
+    """Return the tokenizer of a run on messages like these, and a line about the end of answers.
 
-    The token with which its chat template ends an answer becomes the end of a text, and the time
-    that the template may write is fixed at the start of the run. Raises DataError if nothing ends
-    an answer.
+    The token that ends an answer in its chat template becomes the end of a text, and the time that
+    the template may write is fixed at the start of the run. Raises DataError if nothing ends an
+    answer.
     """
     if not (isinstance(tokenizer, PretrainedTokenizer) and tokenizer.chat_templates):
         return tokenizer, None
