@@ -519,7 +519,7 @@ def test_forced_tokens_of_targets_come_after_other_processors(monkeypatch):
     tokenizer = replace(tiny().tokenizer, target_ids=ids)
     model = LanguageModel(TextModel(config, {}, tokenizer, (257,)), "here")
     targets = model.targets((Ban(3),))
-    (_, _, prompt, state), named = targets._begin([targets.encode("x")], 9)
+    (_, _, prompt, state), named = targets._decoding_arguments([targets.encode("x")], 9)
     assert prompt.tolist() == [[258]] and state == "state"
     assert (named["num_tokens"], named["stop"]) == (9, (257,))
     assert named["processors"][-3:] == (Ban(3), Force(5), ForceLast(9, 6))

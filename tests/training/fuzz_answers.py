@@ -113,8 +113,8 @@ def draw_library(rng):
     size = int(rng.integers(280, 340))
     if kind.startswith("bytes"):
         library = Library(models.BPE())
-        given = dict(add_prefix_space=chance(0.3), use_regex=kind == "bytes")
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(**given)
+        options = dict(add_prefix_space=chance(0.3), use_regex=kind == "bytes")
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
         library.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -163,7 +163,7 @@ def words(rng):
     return ends[0] + " ".join(str(w) for w in rng.choice(WORDS, rng.integers(1, 5))) + ends[1]
 
 
-def said(rng):
+def random_answer(rng):
     """Return an answer, possibly with reasoning at the start."""
     if rng.random() < 0.5:
         return words(rng)
@@ -177,9 +177,9 @@ def loose(text):
     return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
 
 
-def same(what, found, wanted):
+def same(label, found, wanted):
     if list(map(int, found)) != list(map(int, wanted)):
-        raise AssertionError(f"{what}: {list(map(int, found))}, transformers has {list(wanted)}")
+        raise AssertionError(f"{label}: {list(map(int, found))}, transformers has {list(wanted)}")
 
 
 def check(rng, folder):
@@ -189,12 +189,12 @@ def check(rng, folder):
     library, kind = draw_library(rng)
     name = str(rng.choice(list(TEMPLATES)))
     library.save(str(folder / "tokenizer.json"))
-    beside = dict(
+    settings = dict(
         bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATES[name],
         tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(beside))
-    own = load_tokenizer_folder(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer_folder(folder)
     other = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     case = f"{kind}, {name}"
     marks = library.get_added_tokens_decoder().values()
@@ -206,17 +206,19 @@ def check(rng, folder):
         return other.decode([int(i) for i in found])
 
     roles = ["system"] * int(rng.random() < 0.3) + ["user", "assistant"] * int(rng.integers(1, 3))
-    talk = [dict(role=r, content=said(rng) if r == "assistant" else words(rng)) for r in roles]
+    talk = [
+        dict(role=r, content=random_answer(rng) if r == "assistant" else words(rng)) for r in roles
+    ]
     wanted, refused = [], False
     for at, role in enumerate(roles):
         if role != "assistant":
             continue
         try:
-            given = dict(tokenize=False)
-            base = other.apply_chat_template(talk[:at], **given)
-            prompt = other.apply_chat_template(talk[:at], add_generation_prompt=True, **given)
+            options = dict(tokenize=False)
+            base = other.apply_chat_template(talk[:at], **options)
+            prompt = other.apply_chat_template(talk[:at], add_generation_prompt=True, **options)
             for cut in (dict(), dict(whole=True)):  # for templates that shorten answers
-                whole = other.apply_chat_template(talk[: at + 1], **given, **cut)
+                whole = other.apply_chat_template(talk[: at + 1], **options, **cut)
                 tail = whole[len(commonprefix([base, whole])) :]  # noqa: RUF071
                 if is_there := loose(talk[at]["content"]) in loose(tail):
                     break
@@ -232,10 +234,10 @@ def check(rng, folder):
         for i in range(at):  # dropped text may occur in another message
             if roles[i] != "assistant" and "assistant" not in roles[i:at]:
                 changed = [*talk[:i], talk[i] | dict(content="\ue000"), *talk[i + 1 : at]]
-                after = other.apply_chat_template(changed, add_generation_prompt=True, **given)
+                after = other.apply_chat_template(changed, add_generation_prompt=True, **options)
                 refused |= after == prompt
     try:
-        trained, _ = tokenizer_of_talks(own, "line 1", talk)
+        trained, _ = tokenizer_of_talks(loaded, "line 1", talk)
         turns = talk_turns(trained, "line 1", talk)
     except DataError as error:
         assert refused, f"{case}: {talk}: refused: {error}"
@@ -247,32 +249,32 @@ def check(rng, folder):
         labels = [
             row.labels for row in _examples(TrainConfig(model=model), trained, "line 1", talk)
         ]
-        learnt = sum(len(turn.answer) for turn in turns)
-        assert sum((row != IGNORE).sum() for row in labels) == learnt, f"{case}: labels are lost"
+        learned = sum(len(turn.answer) for turn in turns)
+        assert sum((row != IGNORE).sum() for row in labels) == learned, f"{case}: labels are lost"
     for turn, (prompt, whole) in zip(turns, wanted, strict=False):
         before, everything = ids(prompt), ids(whole)
-        what = f"{case}: {talk}"
-        same(f"{what}: prompt", turn.prompt, before)
+        label = f"{case}: {talk}"
+        same(f"{label}: prompt", turn.prompt, before)
         answer = list(turn.answer)
-        assert set(answer) & set(trained.stop_ids), f"{what}: no end is learnt"
+        assert set(answer) & set(trained.stop_ids), f"{label}: no end is learned"
         if everything[: len(before)] == before:
             rest = everything[len(before) :]
-            same(f"{what}: answer", answer[: len(rest)], rest)
-            assert len(answer) - len(rest) in (0, 1), what
+            same(f"{label}: answer", answer[: len(rest)], rest)
+            assert len(answer) - len(rest) in (0, 1), label
         else:
             found, text = read([*before, *answer]), read(everything)
             if any(mark.lstrip or mark.rstrip for mark in marks):  # also strips the prompt's spaces
                 found, text = ("".join(one.split()) for one in (found, text))
-            rule = f"{what}: {found!r}, transformers has {text!r}"
+            rule = f"{label}: {found!r}, transformers has {text!r}"
             assert text in (found, found.removesuffix("</s>")), rule
     prompt, answer = words(rng), words(rng)
-    turn = text_turn(own, prompt, answer)
+    turn = text_turn(loaded, prompt, answer)
     same(f"{case}: {prompt!r}", turn.prompt, other(prompt).input_ids)
     found, text = read(np.concatenate(turn)), read(other(prompt + answer).input_ids) + "</s>"
     assert found == text, f"{case}: {prompt!r}, {answer!r}: {found!r}, transformers has {text!r}"
-    source = source_ids(own, prompt)
+    source = source_ids(loaded, prompt)
     same(f"{case}: source {prompt!r}", source[:-1], other(prompt).input_ids)
-    target = own.decode(target_ids(own, answer), begins=False)
+    target = loaded.decode(target_ids(loaded, answer), begins=False)
     normal = (
         library.normalizer.normalize_str(answer) if "NFKC" in str(library.normalizer) else answer
     )
@@ -297,9 +299,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    number, failed = fuzz(given.seed, seconds=60 * given.minutes)
-    print(f"{number} cases of seed {given.seed}: {len(failed)} wrong")
+    args = parser.parse_args()
+    number, failed = fuzz(args.seed, seconds=60 * args.minutes)
+    print(f"{number} cases of seed {args.seed}: {len(failed)} wrong")
     print("\n".join(failed[:20]))
     sys.exit(bool(failed))
 

@@ -152,12 +152,12 @@ def check_seq2seq(rng, config, tokenizers, tokenizer, model, texts):
 
 
 def check_loss(config, params, tokenizer, model, pairs):
-    given = torch_batch(tokenizer, [(pair.source, pair.target) for pair, _ in pairs])
+    inputs = torch_batch(tokenizer, [(pair.source, pair.target) for pair, _ in pairs])
     labels = [wanted_labels(tokenizer, pair.target) for pair, _ in pairs]
     longest = max(map(len, labels))
-    given["labels"] = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+    inputs["labels"] = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
     with torch.no_grad():
-        want = float(model(**given).loss)
+        want = float(model(**inputs).loss)
     batch = padded([row for _, row in pairs], False)
     summed, count, _ = np.asarray(jax.jit(batch_scores(config.model))(params, batch))
     assert abs(summed / count - want) < 1e-4 * max(1.0, want), (summed / count, want)
@@ -176,9 +176,9 @@ def check_classes(rng, config, tokenizers, tokenizer, texts):
 def check_hidden(config, start, params, tokenizer, model, rows):
     """Compare the classes if the model has a head with two classes, else its first hidden state."""
     batch = padded([row for _, row in rows], True)
-    given = tokenizer([pair.target for pair, _ in rows], return_tensors="pt", padding=True)
+    inputs = tokenizer([pair.target for pair, _ in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
-        out = model(**given, output_hidden_states=True)
+        out = model(**inputs, output_hidden_states=True)
     if type(model).__name__.endswith("SequenceClassification"):
         got, want = batch_logits(config.model)(params, batch, None), out.logits
     else:
@@ -200,10 +200,10 @@ def check_written(rng, tokenizers, tokenizer, vocab_size, folder):
         (folder / name).write_bytes(content)
     again = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     for _ in range(7):
-        given = text(rng)
-        assert again(given).input_ids == tokenizer(given).input_ids, given
+        sample = text(rng)
+        assert again(sample).input_ids == tokenizer(sample).input_ids, sample
         library = Tokenizer.from_str(json.loads(json.dumps(files["tokenizer.json"].decode())))
-        assert library.encode(given).ids == tokenizer(given).input_ids, given
+        assert library.encode(sample).ids == tokenizer(sample).input_ids, sample
 
 
 def case(seed, texts=300):
@@ -222,14 +222,14 @@ def case(seed, texts=300):
         pairs = start.config.kind == "encoder-decoder"
         task = Seq2SeqTask() if pairs else ClassifyTask(labels=LABELS)
         config = fine_tuning(start.config, str(folder), task)
-        given = start.params(False)
+        loaded = start.params(False)
         if pairs:
             rows = check_seq2seq(rng, config, start.tokenizers, theirs, model, texts)
-            check_loss(config, given, theirs, model, rows)
+            check_loss(config, loaded, theirs, model, rows)
         else:
             config = with_classes(config)
             rows = check_classes(rng, config, start.tokenizers, theirs, texts)
-            params, _ = start_params(config, start, given, jax.random.key(seed))
+            params, _ = start_params(config, start, loaded, jax.random.key(seed))
             shapes = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
             assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
             check_hidden(config, start, params, theirs, model, rows)
@@ -247,8 +247,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    end, seed, failed, seen = time.perf_counter() + given.minutes * 60, given.seed, [], {}
+    args = parser.parse_args()
+    end, seed, failed, seen = time.perf_counter() + args.minutes * 60, args.seed, [], {}
     while time.perf_counter() < end:
         try:
             name = case(seed)
@@ -257,7 +257,7 @@ def main():
             failed.append(f"seed {seed}: {error}")
             print(failed[-1], flush=True)
         seed += 1
-    print(f"{seed - given.seed} cases from seed {given.seed} on: {len(failed)} wrong")
+    print(f"{seed - args.seed} cases from seed {args.seed} on: {len(failed)} wrong")
     print("right cases:", ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
     sys.exit(bool(failed))
 

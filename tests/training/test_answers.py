@@ -39,19 +39,19 @@ def likeliest(config, params, sources, prompts, written):
     rows = [[*prompt, *target] for prompt, target in zip(prompts, written, strict=True)]
     width = min(max(map(len, rows)), 13)  # the last token that fits is generated but not read
     tokens = np.array([(row + [0] * width)[:width] for row in rows])
-    given = {}
+    kwargs = {}
     if len(prompts[0]) == 1:
         longest = max(map(len, sources))
         padded = np.array([list(s) + [0] * (longest - len(s)) for s in sources])
         valid = np.arange(longest)[None] < np.array([[len(s)] for s in sources])
-        given["source"] = padded
+        kwargs["source"] = padded
         if isinstance(config.model, ModelConfig):
-            given["source_positions"] = np.where(valid, np.arange(longest)[None], -1)
+            kwargs["source_positions"] = np.where(valid, np.arange(longest)[None], -1)
         else:
-            given["source_valid"] = valid
+            kwargs["source_valid"] = valid
     if isinstance(config.task, PrefixTask) and config.task.bidirectional:
-        given["mask"] = Causal() | Prefix(jnp.asarray([len(prompt) for prompt in prompts]))
-    logits, _ = jax.jit(build(config.model).apply)({"params": params}, tokens, **given)
+        kwargs["mask"] = Causal() | Prefix(jnp.asarray([len(prompt) for prompt in prompts]))
+    logits, _ = jax.jit(build(config.model).apply)({"params": params}, tokens, **kwargs)
     return np.asarray(logits.argmax(axis=-1))
 
 
@@ -87,14 +87,14 @@ def test_batched_targets_match_full_forward(name):
     two_rows = "bos" in ids
     prompts = [[ids["bos"]] if two_rows else [*source, ids["sep"]] for source in sources]
     read = sources if two_rows else [np.array(prompt, np.int32) for prompt in prompts]
-    begun, named = Targets(config, tokenizers, params)._begin(read, None)
+    begun, named = Targets(config, tokenizers, params)._decoding_arguments(read, None)
     written = generate(*begun, **named).rows()
     likely = likeliest(config, params, sources, prompts, written)
     for row, prompt, target in zip(likely, prompts, written, strict=True):
         limit = 13 if two_rows else 14 - len(prompt)  # regardless of the other rows
-        said = row[len(prompt) - 1 :]
-        assert np.array_equal(said[: len(target)], target)
-        assert len(target) == limit or said[len(target)] == ids["eos"]
+        predicted = row[len(prompt) - 1 :]
+        assert np.array_equal(predicted[: len(target)], target)
+        assert len(target) == limit or predicted[len(target)] == ids["eos"]
     assert len({tuple(target) for target in written}) > 1
 
 
@@ -119,11 +119,11 @@ def test_beam_answers_do_not_depend_on_batch(name, num_tokens, monkeypatch):
     """Sources of 1 to 12 letters, with a padded last batch; two have room for 1 and 2 tokens."""
     monkeypatch.setattr(answers, "BATCH", 3)
     config, tokenizers, params = untrained(*WITH_BEAMS[name], seed=VARIOUS.get(name, 4))
-    told = []
+    reports = []
     write = partial(answer_sources, config, tokenizers, params, beams=3, num_tokens=num_tokens)
-    together = write(MANY, report=lambda *counts: told.append(counts))
+    together = write(MANY, report=lambda *counts: reports.append(counts))
     assert together == [write([source])[0] for source in MANY]
-    assert told == [(0, 7), (3, 7), (6, 7), (7, 7)]
+    assert reports == [(0, 7), (3, 7), (6, 7), (7, 7)]
     assert len(set(together)) > 3
     if isinstance(config.model, ModelConfig) and config.model.kind == "decoder":
         most = [min(13 - len(source), num_tokens or 13) for source in MANY]

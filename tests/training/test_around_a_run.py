@@ -41,11 +41,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture
 def world(monkeypatch):
     """Three simulated processes, one after the other; the others get the broadcast of the first."""
-    found = SimpleNamespace(index=0, told=None, met=[])
+    found = SimpleNamespace(index=0, sent=None, met=[])
 
     def broadcast(value):
-        found.told = value if found.index == 0 else found.told
-        return found.told
+        found.sent = value if found.index == 0 else found.sent
+        return found.sent
 
     def gathered(value, tiled=False):
         return np.concatenate([value] * 3) if tiled else np.stack([value, value, False])
@@ -71,7 +71,7 @@ def test_first_process_works_and_all_raise_its_error(world):
         OSError("d"),
         KeyError(7),
     )
-    known = ConfigError, RunError, CheckpointError, OSError
+    known_errors = ConfigError, RunError, CheckpointError, OSError
     for error in errors:
 
         def fails(error=error):
@@ -79,12 +79,12 @@ def test_first_process_works_and_all_raise_its_error(world):
 
         kind = RuntimeError if isinstance(error, KeyError) else type(error)
         for world.index in (0, 2):
-            with pytest.raises((*known, RuntimeError, KeyError)) as caught:
+            with pytest.raises((*known_errors, RuntimeError, KeyError)) as caught:
                 processes.by_first(fails)
             assert type(caught.value) is (kind if world.index else type(error))
-            told = str(error).encode()[: 4096 - len(type(error).__name__) - 1]
-            assert world.index == 0 or str(caught.value).encode()[:4000] == told[:4000]
-            assert world.told.dtype == np.uint8 and world.told.shape == (4096,)
+            sent = str(error).encode()[: 4096 - len(type(error).__name__) - 1]
+            assert world.index == 0 or str(caught.value).encode()[:4000] == sent[:4000]
+            assert world.sent.dtype == np.uint8 and world.sent.shape == (4096,)
     world.index = 0
     first = processes.time_of_first()
     world.index = 1
@@ -171,12 +171,12 @@ def test_progress_prints_twenty_lines_with_time_left(monkeypatch, capsys):
         lines.step(step, 1 / step, None if step < 3 else 12345.6)
     lines.say("done")
     lines.stop()
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
         "step  2/45  loss 0.5000  2:09 left", "step  4/45  loss 0.2500  12,346 tokens/s  2:03 left"
     ]  # fmt: skip
-    assert said[-2:] == ["step 45/45  loss 0.0222  12,346 tokens/s  0:00 left", "done"]
-    assert len(said) == 22 + 1 + 1
+    assert lines[-2:] == ["step 45/45  loss 0.0222  12,346 tokens/s  0:00 left", "done"]
+    assert len(lines) == 22 + 1 + 1
     assert progress._clock(3723.4) == "1:02:03" and progress._clock(59.6) == "1:00"
 
 
@@ -219,8 +219,8 @@ def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
 
     def recorder(name, fails=None):
         def called(method):
-            def call(*given, **named):
-                calls.append((name, method, given, named))
+            def call(*args, **kwargs):
+                calls.append((name, method, args, kwargs))
                 if method == fails:
                     raise RuntimeError(f"no\n {name}")
                 return SimpleNamespace(
@@ -234,14 +234,14 @@ def test_trackers_get_numbers_and_failing_one_is_removed(monkeypatch, tmp_path):
 
     for name, fails in (("tensorboardX", None), ("wandb", "log"), ("trackio", None)):
         monkeypatch.setitem(sys.modules, name, recorder(name, fails))
-    config, said, folder = TrainConfig(), [], tmp_path / "a run"
-    trackers = Trackers(("tensorboard", "wandb", "trackio"), folder, config, said.append)
+    config, lines, folder = TrainConfig(), [], tmp_path / "a run"
+    trackers = Trackers(("tensorboard", "wandb", "trackio"), folder, config, lines.append)
     line = {"step": 3, "loss": 0.5, "grad_norm": None, "seconds": 2}
     trackers.write(3, line)
     trackers.write(4, {"step": 4, "loss": 0.25})
     trackers.close()
     trackers.close()
-    assert said == ["log: wandb failed and is disabled (RuntimeError: no wandb)"]
+    assert lines == ["log: wandb failed and is disabled (RuntimeError: no wandb)"]
     opened = dict(project="transformer_jax", name="a run", resume="allow", config=asdict(config))
     identity = calls[1][3].pop("id")
     assert len(identity) == 16 and int(identity, 16) >= 0

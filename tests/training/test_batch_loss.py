@@ -54,19 +54,19 @@ def batch_of(name, rng):
 @pytest.mark.parametrize("name", MODELS)
 def test_chunked_loss_matches_full_loss(name, rng):
     """Loss, weight and gradients, with dropout, smoothing and z-loss; the oracle has no chunks."""
-    config, given = MODELS[name], batch_of(name, rng)
+    config, examples = MODELS[name], batch_of(name, rng)
     params = init_params(config, jax.random.key(1))
     found = []
     for chunk in (11, 4):
         key = jax.random.key(2) if config.dropout else None
         loss = batch_loss(config, 0.1, z_loss=0.01, chunk=chunk)
         measure = jax.jit(jax.value_and_grad(loss, has_aux=True))
-        found.append(measure(params, given, key))
+        found.append(measure(params, examples, key))
         logits = f"f32[{3 * 11},37]", "f32[3,11,37]"
-        program = str(jax.make_jaxpr(measure)(params, given, None))
+        program = str(jax.make_jaxpr(measure)(params, examples, None))
         assert any(shape in program for shape in logits) == (chunk == 11)
     ((whole, weight), slopes), ((parts, same), part_slopes) = found
-    assert float(weight) == float(same) == (np.asarray(given.labels) != IGNORE).sum()
+    assert float(weight) == float(same) == (np.asarray(examples.labels) != IGNORE).sum()
     assert_near(parts, np.asarray(whole), 1e-6)
     assert_gradients_near(part_slopes, slopes, 2e-5)
 
@@ -76,16 +76,16 @@ def test_chunked_loss_matches_full_loss(name, rng):
 @pytest.mark.parametrize("name", MODELS)
 def test_chunked_scores_match_full_scores(name, rng, monkeypatch):
     """Includes lengths that are not a multiple of the chunk."""
-    config, given = MODELS[name], batch_of(name, rng)
+    config, examples = MODELS[name], batch_of(name, rng)
     params = init_params(config, jax.random.key(1))
-    whole = jax.jit(batch_scores(config))(params, given)
+    whole = jax.jit(batch_scores(config))(params, examples)
     monkeypatch.setattr(batch, "LOGITS_AT_ONCE", 0)
     monkeypatch.setattr(batch, "TOKENS_OF_CHUNK", 12)
     parts = jax.jit(batch_scores(config))
-    assert "f32[3,4,37]" in str(jax.make_jaxpr(parts)(params, given))
-    assert float(whole[1]) == (np.asarray(given.labels) != IGNORE).sum() > 0
-    assert_near(parts(params, given), np.asarray(whole), 1e-6)
-    assert float(parts(params, given)[2]) == float(whole[2])
+    assert "f32[3,4,37]" in str(jax.make_jaxpr(parts)(params, examples))
+    assert float(whole[1]) == (np.asarray(examples.labels) != IGNORE).sum() > 0
+    assert_near(parts(params, examples), np.asarray(whole), 1e-6)
+    assert float(parts(params, examples)[2]) == float(whole[2])
 
 
 def test_large_logits_are_computed_in_chunks():

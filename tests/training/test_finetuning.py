@@ -71,7 +71,7 @@ def test_adapters_learn_and_only_they_are_saved(base, tmp_path):
     after = load_run(config.out, "last").params
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
     flat = jax.tree_util.tree_leaves_with_path(moved)
-    assert {path[-1].key for path, own in flat if own} == {"kernel"}
+    assert {path[-1].key for path, is_kernel in flat if is_kernel} == {"kernel"}
     query = adapters["decoder"]["block_1"]["attention"]["query"]
     old = np.asarray(before["decoder"]["block_1"]["attention"]["query"]["kernel"], np.float64)
     sum_ = LORA.scale * np.asarray(query["a"], np.float64) @ np.asarray(query["b"], np.float64)
@@ -132,26 +132,26 @@ def test_measured_loss_matches_merged_parameters(base, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("held", ["bfloat16", "int8", "int4"])
-def test_quantized_base_has_nearly_same_loss(base, tmp_path, held):
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int8", "int4"])
+def test_quantized_base_has_nearly_same_loss(base, tmp_path, base_dtype):
     """The state has the same size; the loss before the first step differs only by quantization."""
     whole = tuned_config(tmp_path, base, "whole", steps=1)
-    fewer = dataclasses.replace(LORA, base=held)
+    fewer = dataclasses.replace(LORA, base=base_dtype)
     config = tuned_config(tmp_path, base, "fewer", steps=1, lora=fewer)
     results = [fit(one) for one in (whole, config)]
     losses = [result.val_loss for result in results]
     assert losses[0] != losses[1]
-    assert abs(losses[0] - losses[1]) < {"bfloat16": 0.01, "int8": 0.02, "int4": 0.3}[held]
+    assert abs(losses[0] - losses[1]) < {"bfloat16": 0.01, "int8": 0.02, "int4": 0.3}[base_dtype]
     assert load_run(config.out, "last").params["decoder"]["norm"]["scale"].dtype == jnp.float32
 
 
 @pytest.mark.long
 def test_changed_base_is_rejected(base, tmp_path):
-    own = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
-    fit(own)
-    config = tuned_config(tmp_path, own)
+    changed_base = dataclasses.replace(base, out=str(tmp_path / "own"), steps=10, eval_every=10)
+    fit(changed_base)
+    config = tuned_config(tmp_path, changed_base)
     fit(config)
-    fit(dataclasses.replace(own, steps=20), resume=True)  # now its best parameters differ
+    fit(dataclasses.replace(changed_base, steps=20), resume=True)  # now its best parameters differ
     with pytest.raises(CheckpointError, match=r"own: parameters have sha256 .* the run began with"):
         fit(dataclasses.replace(config, steps=20), resume=True)
     with pytest.raises(CheckpointError, match="the run began with"):
@@ -229,9 +229,9 @@ def test_run_continues_between_looped_and_scanned_stacks(base, tmp_path, lora):
     """A step with rate 0 keeps the initial parameters, so the loss is that of the looped run."""
 
     def began(name, init_from, scan_layers):
-        given = dict(init_from=init_from, lora=lora, steps=1, eval_every=1)
-        given |= dict(learning_rate=1e-20, min_learning_rate=0.0)
-        config = tuned_config(tmp_path, base, name, **given)
+        changes = dict(init_from=init_from, lora=lora, steps=1, eval_every=1)
+        changes |= dict(learning_rate=1e-20, min_learning_rate=0.0)
+        config = tuned_config(tmp_path, base, name, **changes)
         model = dataclasses.replace(config.model, scan_layers=scan_layers)
         return fit(dataclasses.replace(config, model=model)).val_loss
 

@@ -263,20 +263,20 @@ def test_classification_reaches_95_percent(tmp_path, model):
 @pytest.mark.slow
 def test_pair_model_translates_lines_and_is_evaluated_on_file(tmp_path, capsys, monkeypatch):
     """Uses only the run's folder, through the commands that a user types."""
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
 
-    class Told(Silent):
+    class Recorder(Silent):
         def decoded(self, done, total):
-            told.append((done, total))
+            reports.append((done, total))
 
-    monkeypatch.setattr(DecodingLine, "__call__", lambda self, *counts: told.append(counts))
+    monkeypatch.setattr(DecodingLine, "__call__", lambda self, *counts: reports.append(counts))
     model = MODELS["gru translator"]
     config = run(tmp_path, ReverseTask(**STRINGS), "gru translator", 120)
     assert model is config.model
-    fit(config, progress=Told())
-    total = told[0][1]
-    assert total > 32 and told == [(n, total) for n in [*range(0, total, 32), total]]
-    told.clear()
+    fit(config, progress=Recorder())
+    total = reports[0][1]
+    assert total > 32 and reports == [(n, total) for n in [*range(0, total, 32), total]]
+    reports.clear()
     (tmp_path / "lines.txt").write_text("abcd\nedc\na\n")
     folder = ["--model", config.out]
     assert run_command(["generate", *folder, "--prompts", str(tmp_path / "lines.txt")]) == 0
@@ -288,7 +288,7 @@ def test_pair_model_translates_lines_and_is_evaluated_on_file(tmp_path, capsys, 
     assert run_command(judged) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["exact_match"] == 0.75
-    assert told == [(0, 4), (4, 4)]
+    assert reports == [(0, 4), (4, 4)]
     assert found["perplexity"] == pytest.approx(np.exp(found["nats_per_token"]))
     for argv, message in (
         (["--prompt", "xyz"], "character 0 is U+0078 'x': not among the 5 characters"),
@@ -307,19 +307,19 @@ def test_masked_model_becomes_classifier_with_new_head(tmp_path, capsys):
     text.write_text("".join(line.split("\t")[1] + "\n" for line in lines))
     masked = run(tmp_path, MaskedTask(), "encoder", 2, data=str(text))
     before = fit(replace(masked, batch_size=8))
-    said = []
+    lines = []
 
-    class Said:
-        start = step = decoded = stop = staticmethod(lambda *given: None)
-        say = staticmethod(said.append)
+    class LineRecorder:
+        start = step = decoded = stop = staticmethod(lambda *args: None)
+        say = staticmethod(lines.append)
 
     config = replace(
         masked, task=ClassifyTask(), model=before.config.model, data=data, init_from=masked.out,
         tokenizer="pretrained", out=str(tmp_path / "classes"), frozen=("encoder", "embed/tokens"),
         batch_size=8,
     )  # fmt: skip
-    after = fit(config, progress=Said())
-    (new,) = [line for line in said if line.startswith("new parameters: ")]
+    after = fit(config, progress=LineRecorder())
+    (new,) = [line for line in lines if line.startswith("new parameters: ")]
     assert "classifier/kernel" in new and "pooler/bias" in new and "embed/tokens[12:]" in new
     old, now = before.state.params, after.state.params
     assert_same_state(now["encoder"], old["encoder"])

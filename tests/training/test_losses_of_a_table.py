@@ -25,17 +25,17 @@ CONFIG = ModelConfig(
 )
 
 
-GIVEN: list[dict] = []
+CALLS: list[dict] = []
 
 
 class Table(CheckedModule):
-    """Table of next-token logits by token; `given` records the other arguments of a call."""
+    """Table of next-token logits by token; `CALLS` records the arguments of a call."""
 
     config: ModelConfig
 
-    def apply(self, variables, tokens, *, method="__call__", **given):
+    def apply(self, variables, tokens, *, method="__call__", **kwargs):
         params = variables["params"]
-        GIVEN[:] = [given | {"method": method}]
+        CALLS[:] = [kwargs | {"method": method}]
         x = params["x"][tokens]
         if method == "output_layer":
             return x, params["table"], params["bias"]
@@ -84,7 +84,7 @@ def test_losses_and_scores_match_formula_full_and_chunked(rng, monkeypatch):
         monkeypatch.setattr(batches, "TOKENS_OF_CHUNK", 4)
         loss = batch_loss(CONFIG, SMOOTHING, z_loss=Z, chunk=chunk, row_shards=shards)
         assert_near(jax.jit(loss)(params, batch, None), (mean, counts.sum()), 1e-5)
-        assert GIVEN == [{"key": None, "method": "__call__" if chunk == 14 else "output_layer"}]
+        assert CALLS == [{"key": None, "method": "__call__" if chunk == 14 else "output_layer"}]
         if chunk != 5:
             found = jax.jit(batch_scores(CONFIG, row_shards=shards))(params, batch)
             assert_near(found, scores, 1e-5)
@@ -102,8 +102,10 @@ def test_preference_scores_match_formula(rng):
     def rewards(params):
         logits = logits_of(params, batch.tokens)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        known = np.where(batch.labels == IGNORE, 0, batch.labels)[..., None]
-        log_p = np.where(batch.labels == IGNORE, 0, np.take_along_axis(log_p, known, -1)[..., 0])
+        picked_labels = np.where(batch.labels == IGNORE, 0, batch.labels)[..., None]
+        log_p = np.where(
+            batch.labels == IGNORE, 0, np.take_along_axis(log_p, picked_labels, -1)[..., 0]
+        )
         return BETA * log_p.reshape(5, 2, 7).sum(-1)
 
     gained = rewards(params) - rewards(reference)
@@ -136,10 +138,10 @@ def test_model_receives_fields_of_batch(rng):
         (pair, more, dict(segments=batch.tokens, positions=positions, source=source,
                           mask=Causal() | Padding(valid))),
     ]  # fmt: skip
-    for config, given, wanted in cases:
+    for config, fields, wanted in cases:
         read = batches.batch_logits(config)
-        read(params_of(1), Batch(batch.tokens, batch.labels, **given), None)
-        told = jax.tree.map(np.asarray, GIVEN[0])
+        read(params_of(1), Batch(batch.tokens, batch.labels, **fields), None)
+        received = jax.tree.map(np.asarray, CALLS[0])
         wanted = jax.tree.map(np.asarray, {"key": None, "method": "__call__"} | wanted)
-        assert jax.tree.structure(told) == jax.tree.structure(wanted)
-        jax.tree.map(np.testing.assert_array_equal, told, wanted)
+        assert jax.tree.structure(received) == jax.tree.structure(wanted)
+        jax.tree.map(np.testing.assert_array_equal, received, wanted)

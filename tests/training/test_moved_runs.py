@@ -20,7 +20,7 @@ TEXT = "to be or not to be that is the question\n" * 11
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def original(tmp_path_factory):
     """A folder with two bases, a run with adapters and one without, all created in it."""
     folder = tmp_path_factory.mktemp("made")
     model = ModelConfig(d_model=8, num_layers=1, num_heads=2, max_len=16)
@@ -39,45 +39,45 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def there(made, tmp_path, monkeypatch):
+def moved(original, tmp_path, monkeypatch):
     """A copy of that folder elsewhere, with the process in a third folder and the original gone."""
-    shutil.copytree(made / "work", tmp_path / "moved")
-    (made / "work").rename(made / "away")
+    shutil.copytree(original / "work", tmp_path / "moved")
+    (original / "work").rename(original / "away")
     (tmp_path / "third").mkdir()
     monkeypatch.chdir(tmp_path / "third")
     yield tmp_path / "moved"
-    (made / "away").rename(made / "work")
+    (original / "away").rename(original / "work")
 
 
 @pytest.mark.slow
-def test_run_is_read_from_any_working_directory(made, tmp_path, monkeypatch):
-    monkeypatch.chdir(made / "work")
+def test_run_is_read_from_any_working_directory(original, tmp_path, monkeypatch):
+    monkeypatch.chdir(original / "work")
     params = load_run("tuned").params
     monkeypatch.chdir(tmp_path)
-    chex.assert_trees_all_equal(load_run(made / "work" / "tuned").params, params)
-    run = load_run(made / "work" / "tuned").run
-    assert run.init_from == str(made / "work" / "bases" / "base")
-    assert run.data == str(made / "work" / "text.txt")
+    chex.assert_trees_all_equal(load_run(original / "work" / "tuned").params, params)
+    run = load_run(original / "work" / "tuned").run
+    assert run.init_from == str(original / "work" / "bases" / "base")
+    assert run.data == str(original / "work" / "text.txt")
 
 
 @pytest.mark.slow
-def test_run_moved_with_base_and_data_is_read_and_resumes(there):
-    assert load_run(there / "tuned").run.init_from == str(there / "bases" / "base")
-    config = dataclasses.replace(load_run(there / "tuned").run, out=str(there / "tuned"), steps=3)
-    assert config.data == str(there / "text.txt")
+def test_run_moved_with_base_and_data_is_read_and_resumes(moved):
+    assert load_run(moved / "tuned").run.init_from == str(moved / "bases" / "base")
+    config = dataclasses.replace(load_run(moved / "tuned").run, out=str(moved / "tuned"), steps=3)
+    assert config.data == str(moved / "text.txt")
     assert fit(config, resume=True).step == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "whole"])
-def test_moved_base_can_be_renamed_and_is_verified(there, name, capsys):
-    (there / "bases").rename(there / "elsewhere")
-    base, tuned = str(there / "elsewhere" / "base"), there / name
+def test_moved_base_can_be_renamed_and_is_verified(moved, name, capsys):
+    (moved / "bases").rename(moved / "elsewhere")
+    base, tuned = str(moved / "elsewhere" / "base"), moved / name
     run = ["--model", str(tuned)]
     commands = {
         "generate": [*run, "--prompt", "to", "--num-tokens", "2"],
-        "evaluate": [*run, "--data", str(there / "text.txt")],
-        "convert": [*run, "--to", str(there / "converted")],
+        "evaluate": [*run, "--data", str(moved / "text.txt")],
+        "convert": [*run, "--to", str(moved / "converted")],
     }
     if name == "whole":  # needs no base, and a flag without effect is rejected
         load_run(tuned)
@@ -89,10 +89,10 @@ def test_moved_base_can_be_renamed_and_is_verified(there, name, capsys):
             assert main([command, *flags, "--init-from", base]) == 2
             assert "holds all of its parameters" in capsys.readouterr().err
         return
-    said = rf"^run '.*{name}' began from '.*base', .*`init_from=FOLDER` says where it is now$"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"^run '.*{name}' began from '.*base', .*`init_from=FOLDER` says where it is now$"
+    with pytest.raises(ConfigError, match=message):
         load_run(tuned)
-    other = str(there / "elsewhere" / "other")
+    other = str(moved / "elsewhere" / "other")
     for read in (load_run, load_adapters):
         read(tuned, init_from=base)
         with pytest.raises(CheckpointError, match="other: parameters have sha256"):

@@ -117,8 +117,8 @@ def test_adafactor_factors_second_moments_and_clips_each_step(rng):
     def oracle(name, p, g, n, memory):
         return p - RATE * (adafactor_step(g, n, memory, 3) + decayed(name) * p)
 
-    own = Adafactor(decay_rate=0.7, smallest_factored=3, clipping=0.5, weight_decay=0.3)
-    ours, _, wanted, memory = followed(own, rng, oracle)
+    settings = Adafactor(decay_rate=0.7, smallest_factored=3, clipping=0.5, weight_decay=0.3)
+    ours, _, wanted, memory = followed(settings, rng, oracle)
     jax.tree.map(lambda a, b: assert_near(a, b, 5e-6), ours, wanted)
     assert {name for name, kept in memory.items() if "row" in kept} == {
         "block_0/query/kernel", "block_0/out/kernel", "tokens"
@@ -157,7 +157,9 @@ def layers_of(rng, scale=1.0):
         Muon(),
         ScheduleFree(),
     ],
-    ids=lambda own: f"{type(own).__name__} {getattr(own, 'smallest_factored', '')}".strip(),
+    ids=lambda settings: (
+        f"{type(settings).__name__} {getattr(settings, 'smallest_factored', '')}".strip()
+    ),
 )
 def test_scanned_stack_is_updated_like_looped_one(optimizer, rng):
     """Includes a layer with a far larger gradient, and a vector with its own block."""
@@ -200,10 +202,10 @@ def test_adafactor_treats_each_expert_of_each_layer_separately(blocks, rng):
         for name, grad in grads.items():
             found = np.asarray(step[blocks]["feed_forward"]["up"][name])
             for at in np.ndindex(*layers, 5):
-                own = memory.setdefault((name, at), {})
-                wanted = -RATE * adafactor_step(grad[at], n, own, 4)
+                layer_state = memory.setdefault((name, at), {})
+                wanted = -RATE * adafactor_step(grad[at], n, layer_state, 4)
                 assert_near(found[at], wanted, 5e-6, f"{name} {at}")
-    assert {name for (name, _), own in memory.items() if "row" in own} == {"kernel"}
+    assert {name for (name, _), layer_state in memory.items() if "row" in layer_state} == {"kernel"}
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
@@ -241,8 +243,8 @@ def test_muon_orthogonalizes_block_matrices_and_leaves_rest_to_adamw(rng):
         step = orthogonalised(matrix) * 0.2 * np.sqrt(6)
         return p - RATE * (step.reshape(p.shape) + decayed(name) * p)
 
-    own = Muon(momentum=0.7, beta1=0.8, beta2=0.9, weight_decay=0.3)
-    ours, _, wanted, _ = followed(own, rng, oracle)
+    settings = Muon(momentum=0.7, beta1=0.8, beta2=0.9, weight_decay=0.3)
+    ours, _, wanted, _ = followed(settings, rng, oracle)
     jax.tree.map(lambda a, b: assert_near(a, b, 2e-5), ours, wanted)
 
 
@@ -272,8 +274,8 @@ def test_schedule_free_is_evaluated_at_average_of_steps(rng):
         memory.update(z=z, x=x)
         return 0.8 * x + 0.2 * z
 
-    own = ScheduleFree(beta1=0.8, beta2=0.9, weight_decay=0.3)
-    ours, state, wanted, memory = followed(own, rng, oracle)
+    settings = ScheduleFree(beta1=0.8, beta2=0.9, weight_decay=0.3)
+    ours, state, wanted, memory = followed(settings, rng, oracle)
     jax.tree.map(lambda a, b: assert_near(a, b, 5e-6), ours, wanted)
     used = jax.tree_util.tree_flatten_with_path(averaged_params(state, ours))[0]
     for path, leaf in used:
@@ -308,8 +310,8 @@ def test_frozen_name_matches_whole_path_components():
     names = ["block_1/bias", "block_1/kernel", "block_10/kernel", "embed/tokens"]
     params = unflatten_dict(dict.fromkeys(names, jnp.zeros(3)), sep="/")
 
-    def frozen(*given):
-        return [n for n, m in flatten_dict(is_frozen(given, params), sep="/").items() if m]
+    def frozen(*names):
+        return [n for n, m in flatten_dict(is_frozen(names, params), sep="/").items() if m]
 
     assert frozen("block_1") == frozen("block_1/") == names[:2]
     assert frozen("block_10", "block_1/kernel") == names[1:3]
@@ -322,16 +324,19 @@ def test_frozen_name_matches_whole_path_components():
 
 def test_frozen_gradients_do_not_affect_updates():
     """However large it is, a frozen gradient does not count in the clipped norm."""
-    chain = make_optimizer(replace(BASE, frozen=("held",), clip_norm=1.0))
-    params = {"held": np.ones((3, 5), np.float32), "moved": np.ones((5, 2), np.float32)}
+    chain = make_optimizer(replace(BASE, frozen=("fixed",), clip_norm=1.0))
+    params = {"fixed": np.ones((3, 5), np.float32), "moved": np.ones((5, 2), np.float32)}
     update, found = jax.jit(chain.update), []
     for size in (0.0, 1e6):
         state, updates = chain.init(params), None
-        for held, slope in ((size, 0.25), (0.0, -0.125)):  # the second step depends on the first
-            grads = {"held": np.full((3, 5), held), "moved": np.full((5, 2), slope)}
+        for frozen_gradient, slope in (
+            (size, 0.25),
+            (0.0, -0.125),
+        ):  # the second step depends on the first
+            grads = {"fixed": np.full((3, 5), frozen_gradient), "moved": np.full((5, 2), slope)}
             updates, state = update(jax.tree.map(np.float32, grads), state, params)
         found.append(updates)
-    assert not np.any(found[1]["held"]) and np.all(found[0]["moved"])
+    assert not np.any(found[1]["fixed"]) and np.all(found[0]["moved"])
     np.testing.assert_array_equal(found[0]["moved"], found[1]["moved"])
 
 

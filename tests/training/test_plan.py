@@ -70,8 +70,8 @@ def brute(config, length, source=0):
     )
 
     def block(queries, keys, pairs, window=None):
-        own = 2 * d * n * h * queries * 2 + 2 * 2 * d * k * h * keys
-        return own + 4 * n * h * pairs
+        projections = 2 * d * n * h * queries * 2 + 2 * 2 * d * k * h * keys
+        return projections + 4 * n * h * pairs
 
     feed = 2 * d * f * (3 if config.glu else 2)  # 0 if f is 0
 
@@ -161,46 +161,48 @@ OF_MODEL = dict(
 
 @pytest.mark.slow_except("decoder-kernels", "parallel-part_of_a_block")
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [("decoder", what) for what in FROZEN]
+    ("kind", "case"),
+    [("decoder", case) for case in FROZEN]
     + [
-        (kind, what)
+        (kind, case)
         for kind in OF_MODEL
-        for what in ("all_trained", "part_of_a_block", "adapters_of_values")
-        if kind != "decoder" and (kind, what) != ("shared", "adapters_of_values")
+        for case in ("all_trained", "part_of_a_block", "adapters_of_values")
+        if kind != "decoder" and (kind, case) != ("shared", "adapters_of_values")
     ],
 )
-def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, what):
+def test_flops_of_frozen_parameters_match_traced_products(monkeypatch, kind, case):
     """They are counted in the program of value and gradient, which multiplies every pair."""
     config = replace(SMALL, implementation="xla", **OF_MODEL[kind])
     stack = "encoder" if kind in ("post", "shared") else "decoder"
-    given = {
+    options = {
         name: tuple(part.replace("decoder", stack) for part in value)
-        if name == "frozen" else value for name, value in FROZEN[what].items()
+        if name == "frozen" else value for name, value in FROZEN[case].items()
     }  # fmt: skip
     monkeypatch.setattr(flops, "_pairs", lambda window, length, *_: length**2)
     tokens, source = jnp.ones((1, 7), int), jnp.ones((1, 5), int)
     read = dict(source=source) if kind == "pairs" else {}
-    lora, names = given.get("lora"), given.get("frozen", ())
+    lora, names = options.get("lora"), options.get("frozen", ())
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     base = None if lora is None else jax.eval_shape(lambda p: frozen_part(p, lora), params)
 
-    def loss(own, base):
+    def loss(trained, base):
         if lora is not None:
-            own = rejoined(base, own, lora)
+            trained = rejoined(base, trained, lora)
         elif names:
-            marked = is_frozen(names, own)
-            own = jax.tree.map(lambda x, m: jax.lax.stop_gradient(x) if m else x, own, marked)
-        found = build(config).apply({"params": own}, tokens, **read)
+            marked = is_frozen(names, trained)
+            trained = jax.tree.map(
+                lambda x, m: jax.lax.stop_gradient(x) if m else x, trained, marked
+            )
+        found = build(config).apply({"params": trained}, tokens, **read)
         return jnp.sum(found[0] if isinstance(found, tuple) else found)
 
-    own = params
+    trained = params
     if lora is not None:
-        own = jax.eval_shape(lambda p: trained_part(p, lora, jax.random.key(0)), params)
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(own, base).jaxpr
+        trained = jax.eval_shape(lambda p: trained_part(p, lora, jax.random.key(0)), params)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(trained, base).jaxpr
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     length = 5 if kind == "pairs" else 0
-    found = training_flops(config, 7, length, **given)
+    found = training_flops(config, 7, length, **options)
     assert found == pytest.approx(traced_products(used), rel=1e-12)
 
 
@@ -314,16 +316,16 @@ def test_decoding_plan_counts_cache_and_parameters_once():
 def test_lookup_table_is_not_counted_as_read():
     chip = replace(CHIPS["h200"], bandwidth=1.0)
     untied = replace(SMALL, tie_embeddings=False)
-    tied, own = (
+    tied, untied = (
         replace(
             plan_decoding(model, CPU, batch_size=3, length=13), hardware=replace(CPU, chip=chip)
         )
         for model in (SMALL, untied)
     )
     table = 4 * SMALL.vocab_size * SMALL.d_model
-    assert own.memory.parameters - tied.memory.parameters == table
+    assert untied.memory.parameters - tied.memory.parameters == table
     positions = 4 * SMALL.max_len * SMALL.d_model
-    for plan in (tied, own):
+    for plan in (tied, untied):
         moved = plan.bounds.memory - 2 * plan.memory.working
         assert moved == tied.memory.parameters - positions + tied.cache
 
@@ -343,8 +345,8 @@ def test_oversized_state_is_not_compiled_and_remedies_are_listed():
     assert least_chips(RUN, hardware) == 2
     # a width of 36 is replicated on each of 8 chips
     wide = replace(RUN, model=replace(SMALL, d_model=36), mesh=MeshConfig(fsdp=8), batch_size=8)
-    held = plan_training(wide, replace(hardware, count=8), compiled=False)
-    assert held.memory.parameters == 4 * num_params(wide.model)
+    resident = plan_training(wide, replace(hardware, count=8), compiled=False)
+    assert resident.memory.parameters == 4 * num_params(wide.model)
 
 
 def test_state_without_room_for_gradients_is_rejected(monkeypatch):
@@ -361,11 +363,11 @@ def test_state_without_room_for_gradients_is_rejected(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_planned_in_float32(dtype):
     count = num_params(SMALL)
-    held = plan_training(replace(RUN, param_dtype=dtype), CPU, compiled=False).memory
+    resident = plan_training(replace(RUN, param_dtype=dtype), CPU, compiled=False).memory
     size = {"float32": 4, "bfloat16": 2}[dtype]
     moments, counters = 2 * 4 * count, 2 * 4
-    assert (held.parameters, held.working) == (size * count, 4 * count)
-    assert (held.optimizer, held.inputs) == (moments + counters, 0)
+    assert (resident.parameters, resident.working) == (size * count, 4 * count)
+    assert (resident.optimizer, resident.inputs) == (moments + counters, 0)
 
 
 @pytest.mark.long
@@ -421,7 +423,7 @@ def test_foreign_libtpu_lock_does_not_block_planning():
 def test_installed_package_is_not_suggested(monkeypatch):
     pytest.importorskip("libtpu")
 
-    def broken(*given, **named):
+    def broken(*args, **named):
         raise RuntimeError("broken")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", broken)

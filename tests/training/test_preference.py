@@ -47,11 +47,11 @@ def log_probs(params, batch):
     rows = []
     for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
         for half in range(2):
-            one, said = tokens.reshape(2, -1)[half], np.asarray(labels).reshape(2, -1)[half]
+            one, target = tokens.reshape(2, -1)[half], np.asarray(labels).reshape(2, -1)[half]
             logits, _ = build(MODEL).apply({"params": params}, one[None])
             logits = np.asarray(logits[0], np.float64)
             logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            rows.append(sum(logs[t, said[t]] for t in range(len(said)) if said[t] != IGNORE))
+            rows.append(sum(logs[t, i] for t, i in enumerate(target) if i != IGNORE))
     return np.array(rows).reshape(-1, 2)
 
 
@@ -107,10 +107,10 @@ def test_chunked_log_probabilities_match_full(rng):
     hidden = jnp.array(rng.normal(size=(2, 10, 4)), jnp.float32)
     table = jnp.array(rng.normal(size=(7, 4)), jnp.float32)
     labels = jnp.array(rng.integers(0, 7, (2, 10)), jnp.int32).at[0, 3:6].set(IGNORE)
-    given = dict(softcap=2.0, logit_bias=jnp.arange(7.0), ignore_label=IGNORE)
+    options = dict(softcap=2.0, logit_bias=jnp.arange(7.0), ignore_label=IGNORE)
 
     def total(hidden, size):
-        return label_scores(hidden, table, labels, chunk_size=size, **given)[0].sum()
+        return label_scores(hidden, table, labels, chunk_size=size, **options)[0].sum()
 
     (one, d_one), (two, d_two) = (jax.value_and_grad(total)(hidden, size) for size in (10, 3))
     assert_near(one, two, 1e-6)
@@ -118,11 +118,11 @@ def test_chunked_log_probabilities_match_full(rng):
     logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T + np.arange(7)
     logits = 2 * np.tanh(logits / 2)
     logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    said = np.asarray(labels)
-    picked = np.take_along_axis(logs, np.maximum(said, 0)[..., None], -1)[..., 0]
-    assert_near(one, picked[said != IGNORE].sum(), 1e-5)
-    each, _ = label_scores(hidden, table, labels, chunk_size=3, **given)
-    assert_near(each, np.where(said == IGNORE, 0, picked), 1e-5)
+    flat = np.asarray(labels)
+    picked = np.take_along_axis(logs, np.maximum(flat, 0)[..., None], -1)[..., 0]
+    assert_near(one, picked[flat != IGNORE].sum(), 1e-5)
+    each, _ = label_scores(hidden, table, labels, chunk_size=3, **options)
+    assert_near(each, np.where(flat == IGNORE, 0, picked), 1e-5)
 
 
 WORDS = ["to be", "or not", "that is", "the question", "a sea", "of troubles"]
@@ -137,8 +137,8 @@ def pairs_file(path, messages=False, count=60):
         if answers[0] == answers[1]:
             continue
         if messages:
-            said = [[{"role": "assistant", "content": a}] for a in answers]
-            values = [{"role": "user", "content": prompt}], *said
+            output = [[{"role": "assistant", "content": a}] for a in answers]
+            values = [{"role": "user", "content": prompt}], *output
         else:
             values = prompt + ":", *answers
         lines.append(json.dumps(dict(zip(("prompt", "chosen", "rejected"), values, strict=True))))
@@ -196,8 +196,10 @@ def test_run_learns_preferred_answers(tmp_path, messages, lora):
     assert result.accuracy == 1.0
     assert result.val_loss < 0.3  # starts at log 2 = 0.69
     assert result.perplexity is None  # the loss is per pair, not per token
-    said = summary(result)
-    assert "nats per pair" in said and "100.0% of the pairs" in said and "perplexity" not in said
+    output = summary(result)
+    assert (
+        "nats per pair" in output and "100.0% of the pairs" in output and "perplexity" not in output
+    )
     lines = (tmp_path / "run/sample.txt").read_text().splitlines()
     assert lines[0].startswith("user: " if messages else "prompt: ")
     assert lines[1].startswith("answer: ")

@@ -202,8 +202,8 @@ def test_each_epoch_reads_every_row_once_in_new_order(folders, task):
     "task", [LanguageTask(), pytest.param(documents(), marks=pytest.mark.long)]
 )
 def test_restoring_at_any_step_gives_same_remainder(folders, task):
-    given = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
-    whole = load_task(given)
+    run = config(folders, "web", "books", task=task, data_weights=(0.7, 0.3), batch_size=14)
+    whole = load_task(run)
     rows = [len(r) for r in whole.rows]
     steps = 36
     assert 2 * rows[0] < 0.7 * 28 * steps and 2 * rows[1] < 0.3 * 28 * steps  # two epochs
@@ -211,17 +211,17 @@ def test_restoring_at_any_step_gives_same_remainder(folders, task):
     wanted = [jax.device_get(whole.inputs(step)) for step in range(steps)]
     assert len({batch.tokens.tobytes() for batch in wanted}) == steps
     for position in range(24):
-        task = load_task(given) if position % 8 == 0 else whole  # another process, or a step back
+        task = load_task(run) if position % 8 == 0 else whole  # another process, or a step back
         for step in range(position, steps):
             same(task.inputs(step), wanted[step])
 
 
 @pytest.mark.slow
 def test_resumed_run_is_bit_identical_across_epochs(folders, tmp_path):
-    given = config(folders, "books", batch_size=20, steps=8)
-    assert 3 * 40 < len(load_task(given).rows[0]) < 6 * 40  # the first epoch ends after the stop
-    straight = fit(replace(given, out=str(tmp_path / "straight")))
-    stopped = replace(given, out=str(tmp_path / "stopped"))
+    run = config(folders, "books", batch_size=20, steps=8)
+    assert 3 * 40 < len(load_task(run).rows[0]) < 6 * 40  # the first epoch ends after the stop
+    straight = fit(replace(run, out=str(tmp_path / "straight")))
+    stopped = replace(run, out=str(tmp_path / "stopped"))
     steps = iter([False, False, True])
     assert fit(stopped, stop=lambda: next(steps)).step == 3
     resumed = fit(stopped, resume=True)
@@ -240,13 +240,13 @@ def test_folders_of_mixture_have_their_shares():
         far = 10 * prepared.MIXTURE + 17
         folders = np.append(folders, [mixture[far + i][0] for i in range(5)])
         for folder in range(len(weights)):  # none of its rows is skipped
-            own = rows[folders[:30_000] == folder]
-            assert np.array_equal(own, np.arange(len(own)))
+            folder_rows = rows[folders[:30_000] == folder]
+            assert np.array_equal(folder_rows, np.arange(len(folder_rows)))
     mixture = Mixture([2, 1])
     turns = [mixture[i] for i in range(prepared.MIXTURE - 3, 3 * prepared.MIXTURE)]
     for folder in (0, 1):
-        own = [row for f, row in turns if f == folder]
-        assert own == list(range(own[0], own[0] + len(own)))
+        folder_rows = [row for f, row in turns if f == folder]
+        assert folder_rows == list(range(folder_rows[0], folder_rows[0] + len(folder_rows)))
 
 
 @pytest.mark.slow_except("None-None")
@@ -337,8 +337,8 @@ def test_two_running_processes_assemble_one_batch(folders):
         )
         for process in range(2)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in both]
-    assert all("the same" in text for text in said), said
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert all("the same" in text for text in outputs), outputs
 
 
 @pytest.mark.parametrize("task", [LanguageTask(), documents()])
@@ -392,8 +392,8 @@ def test_loss_per_character_counts_document_ends(tmp_path):
 
 
 def test_mixture_uses_tokenizer_of_its_folders(folders):
-    given = config(folders, "web", "books", val_data=str(folders / "books"))
-    task = load_task(given, Tokenizers(ByteTokenizer()))
+    run = config(folders, "web", "books", val_data=str(folders / "books"))
+    task = load_task(run, Tokenizers(ByteTokenizer()))
     streams = [stream(folders, name) for name in ("web", "books")]
     for found, tokens in zip(task.documents(), streams, strict=True):
         np.testing.assert_array_equal(found, tokens)
@@ -408,8 +408,8 @@ def test_mixture_uses_tokenizer_of_its_folders(folders):
     assert task.per_character(1.5) == (1.5, "byte") and task.tokens_per_step == 2 * 6 * 13
     other = f"its tokenizer differs from {folders}/run: prepare it with `tokenizer={folders}/run`"
     with pytest.raises(ConfigError, match=f"web': {other}$"):
-        load_task(given, Tokenizers(CharTokenizer("ab")))
-    documented = replace(given, task=documents())
+        load_task(run, Tokenizers(CharTokenizer("ab")))
+    documented = replace(run, task=documents())
     corpus = open_corpus(folders / "books")
     task = load_task(documented)
     task.tokenizers = Tokenizers(CharTokenizer("ab"))  # its characters are not bytes
@@ -458,9 +458,9 @@ def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
         (DataError, r"books: train has \d+ tokens, a window of context 3000 needs 3001",
          {"data": str(folders / "books"), "model": replace(MODEL, max_len=3000)}),
     ]  # fmt: skip
-    for error, said, changes in cases:
+    for error, message, changes in cases:
         vocabulary = changes.pop("vocab", None)
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             load_task(config(folders, **changes), vocab_size=vocabulary)
     with pytest.raises(ConfigError, match=r"documents is 'prepared': data is .*txt', which is not"):
         load_task(config(tmp_path, "other.txt", task=documents()))
@@ -477,13 +477,13 @@ def test_settings_incompatible_with_prepared_folder_raise(folders, tmp_path):
 
 @pytest.mark.slow
 def test_resumed_run_rejects_changed_data_and_weights(folders, tmp_path):
-    given = config(
+    run = config(
         folders, "web", "books", data_weights=(1.0, 2.0), out=str(tmp_path / "run"), steps=3
     )
-    fit(given)
-    later = replace(given, steps=4)
+    fit(run)
+    later = replace(run, steps=4)
     with pytest.raises(ConfigError, match=r"data \(sha256\)"):
-        swapped = ",".join(reversed(given.data.split(",")))
+        swapped = ",".join(reversed(run.data.split(",")))
         fit(replace(later, data=swapped), resume=True)
     with pytest.raises(ConfigError, match=r"data_weights: \(1.0, 2.0\) -> \(2.0, 1.0\)"):
         fit(replace(later, data_weights=(2.0, 1.0)), resume=True)
@@ -511,14 +511,14 @@ def test_command_trains_on_mixture(folders, tmp_path, capsys):
     )
     data = f"{folders / 'web'},{folders / 'books'}"
     assert train.main([*flags.split(), "--data", data, "--out", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
-    assert "web: 3,334 tokens in" in said and "held-out loss" in said and "per byte" in said
+    output = capsys.readouterr().out
+    assert "web: 3,334 tokens in" in output and "held-out loss" in output and "per byte" in output
     assert train.main(["--out", str(tmp_path / "run"), "--resume", "--steps", "3"]) == 0
     capsys.readouterr()
     run = ["--model", str(tmp_path / "run")]
     found = []
-    for given in (str(folders / "web"), f"{folders / 'web'},{folders / 'books'}"):
-        assert run_command(["evaluate", *run, "--data", given, "--json"]) == 0
+    for data in (str(folders / "web"), f"{folders / 'web'},{folders / 'books'}"):
+        assert run_command(["evaluate", *run, "--data", data, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out)["nats_per_byte"])
     assert found[0] != found[1] and 3.0 < found[1] < 6.0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -19,7 +19,7 @@ from transformer_jax.training.progress import Silent
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
 
 
-class Said(Silent):
+class Recorder(Silent):
     """Records the lines of a run."""
 
     def __init__(self):
@@ -95,19 +95,19 @@ def test_best_checkpoint_is_chosen_among_comparable_losses(tmp_path, before, aft
     parts = dataclasses.replace(config, eval_batches=before, out=str(out))
     calls = iter(range(100))
     assert fit(parts, stop=lambda: next(calls) == 4).step == 5
-    folder, said = RunFolder(out), Said()
+    folder, recorder = RunFolder(out), Recorder()
     first = {m["step"]: m["val_loss"] for m in folder.read_metrics() if "val_loss" in m}
     assert [*first] == [2, 4] and all(first[step] != wanted[step] for step in first)
-    again = fit(dataclasses.replace(parts, eval_batches=after), resume=True, progress=said)
+    again = fit(dataclasses.replace(parts, eval_batches=after), resume=True, progress=recorder)
     line = f"eval_batches changed from {before} to {after}: held-out loss"
     assert [f"step {step}: {line} {wanted[step]:.4f}, was {first[step]:.4f}" for step in first] == [
-        text for text in said.lines if "eval_batches changed" in text
+        text for text in recorder.lines if "eval_batches changed" in text
     ]
     kept = checkpoint.saved_steps(folder.checkpoints)
     found = {step: checkpoint.read_manifest(checkpoint.step_path(folder.checkpoints, step)).metadata
              for step in kept}  # fmt: skip
     assert {step: m["val_loss"] for step, m in found.items() if step != 5} == wanted
     assert again.best_step == whole.best_step == load_run(out).step == min(wanted, key=wanted.get)
-    same = Said()  # comparable evaluations are not repeated
+    same = Recorder()  # comparable evaluations are not repeated
     fit(dataclasses.replace(parts, eval_batches=after, steps=9), resume=True, progress=same)
     assert not any("eval_batches changed" in text for text in same.lines)

@@ -74,35 +74,35 @@ def test_evaluation_reads_every_row_once_and_pads_last_batch_with_empty_rows():
 
 def test_buckets_contain_rows_of_similar_length(monkeypatch):
     monkeypatch.setattr(training_rows, "BUCKET_ROWS", 10)
-    given = examples(61, 41)
-    rows = bucketed(given)
+    batches = examples(61, 41)
+    rows = bucketed(batches)
     assert len(rows.buckets) == 4
     lengths = [bucket.tokens.shape[1] for bucket in rows.buckets]
     assert lengths == sorted(lengths) and all(length % 8 == 0 for length in lengths)
     for bucket in rows.buckets:
         for tokens, labels in zip(bucket.tokens, bucket.labels, strict=True):
-            own = given[tokens[0] - 1]
-            size = len(own.tokens)
-            assert np.array_equal(tokens[:size], own.tokens) and not tokens[size:].any()
-            assert np.array_equal(labels[:size], own.labels) and (labels[size:] == IGNORE).all()
+            example = batches[tokens[0] - 1]
+            size = len(example.tokens)
+            assert np.array_equal(tokens[:size], example.tokens) and not tokens[size:].any()
+            assert np.array_equal(labels[:size], example.labels) and (labels[size:] == IGNORE).all()
     padded = sum(bucket.tokens.size for bucket in rows.buckets)
     assert padded < 0.75 * 61 * 48
 
 
 def test_packing_keeps_examples_whole_and_is_used_if_two_fit():
-    given = examples(23, 7)
-    (rows,) = packed(given, 13).buckets
+    batches = examples(23, 7)
+    (rows,) = packed(batches, 13).buckets
     found = set()
     for tokens, labels, segments in zip(rows.tokens, rows.labels, rows.segments, strict=True):
         for number in range(1, segments.max() + 1):
             (at,) = np.nonzero(segments == number)
             assert np.array_equal(at, np.arange(at[0], at[-1] + 1))
-            own = given[tokens[at[0]] - 1]
-            assert np.array_equal(tokens[at], own.tokens)
-            assert np.array_equal(labels[at], own.labels)
+            example = batches[tokens[at[0]] - 1]
+            assert np.array_equal(tokens[at], example.tokens)
+            assert np.array_equal(labels[at], example.labels)
             found.add(tokens[at[0]])
     assert len(found) == 23
-    (together,), (apart,) = (laid_out(given, length).buckets for length in (13, 7))
+    (together,), (apart,) = (laid_out(batches, length).buckets for length in (13, 7))
     assert np.array_equal(together.tokens, rows.tokens) and apart.segments is None
     with pytest.raises(DataError, match="example 0 has 5 tokens: must be at most 4"):
         packed([Batch(np.arange(5), np.arange(5))], 4)
@@ -128,11 +128,11 @@ def test_piece_joins_first_or_fullest_open_row_with_room(fullest):
     found = pack(sizes, length, fullest)
     if not fullest:
         assert found.tolist() == wanted
-    held = np.bincount(found, sizes)  # any of several equally full rows may be used
-    assert held.max() <= length and np.array_equal(
-        np.sort(held), np.sort(np.bincount(wanted, sizes))
+    totals_of_rows = np.bincount(found, sizes)  # any of several equally full rows may be used
+    assert totals_of_rows.max() <= length and np.array_equal(
+        np.sort(totals_of_rows), np.sort(np.bincount(wanted, sizes))
     )
-    assert len(held) > 256, "too few rows for any to be closed"
+    assert len(totals_of_rows) > 256, "too few rows for any to be closed"
 
 
 def test_example_can_fill_remaining_room_exactly():
@@ -145,11 +145,11 @@ def test_pieces_beyond_first_block_get_rows():
 
 
 def test_prefix_of_packed_example_covers_its_first_tokens():
-    given = [
+    batches = [
         Batch(np.arange(n, dtype=np.int32), np.arange(n), prefix=np.arange(n) < n % 4)
         for n in range(4, 11)
     ]
-    (rows,) = packed(given, 13).buckets
+    (rows,) = packed(batches, 13).buckets
     found, first = [], set()
     for segments, prefix in zip(rows.segments, rows.prefix, strict=True):
         for number in range(1, segments.max() + 1):
@@ -174,10 +174,10 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_loss_matches_examples_one_by_one(name):
-    given = examples(19, 7, prefix=name == "prefix")
+    batches = examples(19, 7, prefix=name == "prefix")
     model = MODELS[name]
     if isinstance(model, NgramConfig):
-        model, params = count_ngrams(model, [example.tokens for example in given])
+        model, params = count_ngrams(model, [example.tokens for example in batches])
     else:
         params = init_params(model, jax.random.key(2))
     scores = jax.jit(batch_scores(model))
@@ -185,7 +185,7 @@ def test_packed_loss_matches_examples_one_by_one(name):
     def totals(rows):
         return sum(np.asarray(scores(params, batch), np.float64) for batch in rows.batches(4))
 
-    apart, together = totals(bucketed(given)), totals(packed(given, 19))
-    assert apart[1] == together[1] == sum(len(e.labels) - 1 for e in given)
+    apart, together = totals(bucketed(batches)), totals(packed(batches, 19))
+    assert apart[1] == together[1] == sum(len(e.labels) - 1 for e in batches)
     assert_near(together[0] / together[1], apart[0] / apart[1], 1e-5)
     assert apart[2] == together[2]

@@ -115,12 +115,12 @@ def test_pair_has_rows_of_its_family(case):
     assert example.source.tolist() == source
     assert (example.tokens.tolist(), example.labels.tolist()) == (reads, labels)
     keys = token_ids(back, model.kind, model.vocab_size)
-    given = {"forced_bos_token_id": None, "forced_eos_token_id": None} | ids
-    start = given.pop("bos_token_id", None)
+    fields = {"forced_bos_token_id": None, "forced_eos_token_id": None} | ids
+    start = fields.pop("bos_token_id", None)
     assert (
         keys
         == dict(bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=start)
-        | given
+        | fields
     )
     with pytest.raises(ConfigError, match="decoder_start_token_id is missing"):
         with_targets(tokenizer_of(around), Folder({}), model)
@@ -209,8 +209,8 @@ def test_run_with_added_tokens_keeps_rows_and_convert_names_them():
     library = Tokenizer.from_str(files["tokenizer.json"].decode())
     assert library.encode("cab").ids == [2, 0, 1]
     assert [library.token_to_id(f"<{name}>") for name in ("bos", "eos", "unk")] == [3, 4, 5]
-    beside = json.loads(files["tokenizer_config.json"])
-    assert (beside["bos_token"], beside["eos_token"]) == ("<bos>", "<eos>")
+    settings = json.loads(files["tokenizer_config.json"])
+    assert (settings["bos_token"], settings["eos_token"]) == ("<bos>", "<eos>")
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_unnamed_head_has_numbered_classes_in_order(form):
     labels = tuple(sorted(form.format(i) for i in range(11)))  # 10 before 2
     model = ModelConfig(kind="encoder", num_classes=11, **SIZES)
     config = TrainConfig(model=model, task=ClassifyTask(labels=labels))
-    given = init_params(model, jax.random.key(0))
-    given["classifier"]["bias"] = np.arange(11.0)
-    start = StartModel(model, Tokenizers(tokenizer_of(None)), lambda scanned: given)
-    params, changes = start_params(config, start, given, jax.random.key(1))
+    loaded = init_params(model, jax.random.key(0))
+    loaded["classifier"]["bias"] = np.arange(11.0)
+    start = StartModel(model, Tokenizers(tokenizer_of(None)), lambda scanned: loaded)
+    params, changes = start_params(config, start, loaded, jax.random.key(1))
     assert changes == []
     assert params["classifier"]["bias"].tolist() == [int(label.split("_")[-1]) for label in labels]
 
@@ -276,8 +276,8 @@ def test_frame_surrounds_any_text():
     assert frame(tokenizer_of("<s> <s> $A <mask> </s>")) == ((BOS, BOS), (MASK, EOS))
     assert frame(tokenizer_of(None)) == ((), ()) == frame(CharTokenizer("ab"))
     for letters in ("abc", "CGT"):  # including texts without "a"
-        own = tokenizer_of("<s> $A <mask> </s>", letters)
-        assert frame(own) == ((BOS,), (MASK, EOS)), letters
+        tokenizer = tokenizer_of("<s> $A <mask> </s>", letters)
+        assert frame(tokenizer) == ((BOS,), (MASK, EOS)), letters
     target = target_of(replace(tokenizer_of(None), target_ids=(("decoder_start_token_id", 0),)))
     assert target.stop == (EOS,) and target.labels == ((), (EOS,))
 

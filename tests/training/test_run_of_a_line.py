@@ -117,7 +117,7 @@ def oracle(eval_batches: int) -> tuple[list[dict], np.ndarray, np.ndarray]:
     return lines, w, average
 
 
-class Told(Silent):
+class Recorder(Silent):
     def __init__(self):
         self.lines, self.steps, self.begun = [], [], None
 
@@ -166,8 +166,8 @@ def close(found: np.ndarray) -> object:
 
 
 def test_metrics_of_run_match_numpy(config):
-    told, folder = Told(), Path(config.out)
-    result = fit(config, progress=told)
+    recorder, folder = Recorder(), Path(config.out)
+    result = fit(config, progress=recorder)
     lines, w, average = oracle(2)
     last = lines[-1]
     assert written(config.out) == wanted_lines([1, 3, 4, 6, 8, 9, 12, 14], [3, 6, 9, 12, 14], None)
@@ -185,7 +185,7 @@ def test_metrics_of_run_match_numpy(config):
     assert (folder / "sample.txt").read_text() == slope + "\n"
     assert json.loads((folder / "scores.json").read_text()) == result.scores
     assert result.perplexity is None  # the loss is per point
-    assert told.begun == (0, STEPS) and told.steps == [*range(1, STEPS + 1)]
+    assert recorder.begun == (0, STEPS) and recorder.steps == [*range(1, STEPS + 1)]
     kept = checkpoint.saved_steps(folder / "checkpoints")
     assert kept == sorted({best, 12, 14})
     spikes = folder / "spikes"
@@ -193,19 +193,27 @@ def test_metrics_of_run_match_numpy(config):
         f"step-{step:08d}.npz" for step in (NAN, SPIKE)
     ]
     batch = read_batch(spikes / f"step-{SPIKE:08d}.npz")
-    for found, given in zip(
+    for found, saved in zip(
         (batch.tokens, batch.labels, batch.valid), micro_batches(SPIKE), strict=True
     ):
-        np.testing.assert_array_equal(found, given)
+        np.testing.assert_array_equal(found, saved)
     with np.load(spikes / f"step-{SPIKE:08d}.npz") as content:
         assert content["step"] == SPIKE
         assert content["loss"] == close(lines[SPIKE - 1]["loss"])
         assert content["grad_norm"] == close(lines[SPIKE - 1]["grad_norm"])
-    said = [line for line in told.lines if line.startswith("step ")]
-    assert [int(line.split()[1].rstrip(":")) for line in said] == [3, NAN, 6, 9, SPIKE, 12, 14]
+    step_lines = [line for line in recorder.lines if line.startswith("step ")]
+    assert [int(line.split()[1].rstrip(":")) for line in step_lines] == [
+        3,
+        NAN,
+        6,
+        9,
+        SPIKE,
+        12,
+        14,
+    ]
     wanted = f"held-out loss {last['val_loss']:.4f}, accuracy {last['val_accuracy']:.3f}"
-    assert said[-1] == f"step 14: {wanted}"
-    assert told.lines[:2] == [
+    assert step_lines[-1] == f"step 14: {wanted}"
+    assert recorder.lines[:2] == [
         "model: 2 parameters, vocabulary of 256, on cpu",
         "points near a line",
     ]
@@ -223,10 +231,10 @@ def test_run_resumes_from_last_intact_checkpoint(config):
         stream.write("{broken\n")
     with pytest.raises(ConfigError, match=r"run: cannot resume with other settings: seed: 0 -> 3$"):
         fit(dataclasses.replace(config, seed=3), resume=True)
-    again, told = dataclasses.replace(config, eval_batches=1), Told()
-    result = fit(again, resume=True, progress=told)
+    again, recorder = dataclasses.replace(config, eval_batches=1), Recorder()
+    result = fit(again, resume=True, progress=recorder)
     lines, w, average = oracle(1)
-    assert told.begun == (6, STEPS) and told.steps == [*range(7, STEPS + 1)]
+    assert recorder.begun == (6, STEPS) and recorder.steps == [*range(7, STEPS + 1)]
     assert result.state.params["w"] == close(w) and result.state.average["w"] == close(average)
     old = wanted_lines([1, 3, 4, 6], [3, 6], None)
     assert written(config.out) == old + wanted_lines([8, 9, 12, 14], [9, 12, 14], 1)
@@ -238,9 +246,9 @@ def test_run_resumes_from_last_intact_checkpoint(config):
         "tokenizer_sha256": metadata["tokenizer_sha256"],
     }  # fmt: skip
     before, after = oracle(2)[0][5]["val_loss"], lines[5]["val_loss"]
-    fault, alike, cut, _, described, *_ = told.lines
+    fault, reevaluated, cut, _, described, *_ = recorder.lines
     assert fault.endswith("the manifest says 113; trying the previous checkpoint")
-    what = f"held-out loss {after:.4f}, was {before:.4f}"
-    assert alike == f"step 6: eval_batches was None and is 1: {what}"
+    loss_line = f"held-out loss {after:.4f}, was {before:.4f}"
+    assert reevaluated == f"step 6: eval_batches changed from None to 1: {loss_line}"
     assert cut == f"{config.out}/metrics.jsonl: dropped damaged lines: 1"
     assert described == "points near a line, from step 6 on"

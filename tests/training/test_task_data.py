@@ -171,8 +171,10 @@ def test_masked_evaluation_covers_every_full_window(tmp_path, count):
     found = []
     for batch in task.evaluation():
         assert batch.tokens.shape == (2, 24)
-        there = np.where(batch.labels != IGNORE, batch.labels, batch.tokens)
-        found += [row for row, labels in zip(there, batch.labels, strict=True) if labels.max() >= 0]
+        original = np.where(batch.labels != IGNORE, batch.labels, batch.tokens)
+        found += [
+            row for row, labels in zip(original, batch.labels, strict=True) if labels.max() >= 0
+        ]
     assert np.array_equal(found, np.asarray(task.data.val)[: count // 24 * 24].reshape(-1, 24))
 
 
@@ -216,9 +218,9 @@ def test_only_assistant_tokens_are_labels(tmp_path):
     (bucket,) = task.train.buckets
     user, assistant, eos = (ids[name] for name in ("user", "assistant", "eos"))
     whole = [user, 0, 1, assistant, 2, 3, eos, user, 0, assistant, 3, eos]
-    learnt = [False] * 4 + [True] * 3 + [False] * 3 + [True] * 2
+    learned = [False] * 4 + [True] * 3 + [False] * 3 + [True] * 2
     assert bucket.tokens[0, :11].tolist() == whole[:-1]
-    wanted = [i if yes else IGNORE for i, yes in zip(whole, learnt, strict=True)][1:]
+    wanted = [i if yes else IGNORE for i, yes in zip(whole, learned, strict=True)][1:]
     assert bucket.labels[0, :11].tolist() == wanted
 
 
@@ -318,8 +320,8 @@ def test_bleu_is_omitted_if_no_reference_has_four_words():
 
 
 def test_f1_is_mean_over_occurring_classes():
-    said, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
-    confusion = confusion_matrix(said, wanted, 4)
+    predicted, wanted = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 1, 0])
+    confusion = confusion_matrix(predicted, wanted, 4)
     assert confusion.tolist() == [[1, 0, 1, 0], [1, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     # class 0: precision 1/2, recall 1/2; class 1: precision 1, recall 2/3; class 2: never right
     assert macro_f1(confusion) == pytest.approx((0.5 + 0.8 + 0.0) / 3)
@@ -378,7 +380,7 @@ def test_parallel_files_of_different_length_are_rejected(tmp_path):
 
 def test_recipe_rejects_models_that_cannot_learn_task():
     for name, architecture in (("masked", "ngram"), ("seq2seq", "window"), ("classify", "ngram")):
-        rule = f"model is '{architecture}': task '{name}' is learnt by another"
+        rule = f"model is '{architecture}': task '{name}' is learned by another"
         with pytest.raises(ConfigError, match=rule):
             task_recipe(TASKS[name](), architecture)
 
@@ -467,10 +469,10 @@ def test_unencodable_conversation_raises_with_file_and_line(tmp_path, task, wron
     else:
         tokenizer, bad, rule = ByteTokenizer(), "\ud800", "a lone surrogate"
 
-    def talk(asked):
+    def talk(question):
         user, one, two = (
             [{"role": role, "content": text}]
-            for role, text in (("user", asked), ("assistant", "yes"), ("assistant", "no"))
+            for role, text in (("user", question), ("assistant", "yes"), ("assistant", "no"))
         )
         if isinstance(task, ChatTask):
             return json.dumps({"messages": user + one})

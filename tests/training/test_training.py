@@ -261,8 +261,8 @@ def test_micro_batches_match_one_big_batch(rng, step):
         batch = Batch(
             jnp.asarray(tokens.reshape(count, -1, 13)), jnp.asarray(labels.reshape(count, -1, 13))
         )
-        own = jax.tree.map(jnp.copy, params)
-        state = start_state(own, KEEP, jax.random.key(3))
+        copied = jax.tree.map(jnp.copy, params)
+        state = start_state(copied, KEEP, jax.random.key(3))
         state, measured = step(state, batch)
         assert float(measured.weight) == 22
         found[count] = (state.opt_state, float(measured.loss), float(measured.grad_norm))
@@ -316,10 +316,10 @@ def touchy_loss(params, batch, key):
 @pytest.mark.slow_except("gradient-1.0-0-1")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
-    ("what", "token", "label"),
+    ("kind", "token", "label"),
     [("loss", np.nan, 1), ("loss", np.inf, 1), ("gradient", 1.0, 0), ("overflow", 3e38, 1)],
 )
-def test_non_finite_step_changes_nothing(what, token, label, count):
+def test_non_finite_step_changes_nothing(kind, token, label, count):
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.5))
     step = make_train_step(chex.assert_max_traces(touchy_loss, n=1), optimizer)
 
@@ -334,7 +334,7 @@ def test_non_finite_step_changes_nothing(what, token, label, count):
     before = jax.device_get((state.params, state.opt_state))
     for bad in (1, 2):
         state, measured = step(state, batch(token, label))
-        assert np.isfinite(float(measured.loss)) == (what in ("gradient", "overflow"))
+        assert np.isfinite(float(measured.loss)) == (kind in ("gradient", "overflow"))
         assert not np.isfinite(float(measured.grad_norm))
         assert_same_state((state.params, state.opt_state), before)
         assert (int(state.step), int(state.rejected)) == (1 + bad, bad)
@@ -369,7 +369,7 @@ def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, r
     programs_of = run.programs_of
 
     def rejecting(task):
-        own, programs = programs_of(task)
+        moe, programs = programs_of(task)
 
         def step(state, corpus, starts, **frozen):
             state, measured = programs.train_step(state, corpus, starts, **frozen)
@@ -378,7 +378,7 @@ def test_tenth_rejected_step_stops_run_and_ninth_does_not(config, monkeypatch, r
             loss = jnp.where(bad > 0, jnp.nan, measured.loss)
             return state, replace(measured, loss=loss, rejected_in_a_row=jnp.int32(bad))
 
-        return own, replace(programs, train_step=step)
+        return moe, replace(programs, train_step=step)
 
     monkeypatch.setattr(run, "programs_of", rejecting)
     if rejected < MOST_REJECTED:
@@ -403,10 +403,10 @@ def numpy_rate(config: TrainConfig, count: int) -> float:
 @pytest.mark.slow
 def test_warmup_longer_than_run_warns_in_python(config, caplog):
     fit(replace(config, steps=2, warmup_steps=2))
-    said = "warmup_steps is 2: learning_rate 0.001 is not reached in 2 steps"
+    warned = "warmup_steps is 2: learning_rate 0.001 is not reached in 2 steps"
     assert [
         record.getMessage() for record in caplog.records if "warmup" in record.name + record.msg
-    ] == [said]
+    ] == [warned]
 
 
 def test_probably_unintended_settings_warn(config):
@@ -428,14 +428,16 @@ def test_probably_unintended_settings_warn(config):
     "experts", [{}, dict(score="sigmoid"), dict(normalize=False), dict(top_k=2), dict(count=1)]
 )
 def test_router_without_gradient_warns(config, experts):
-    own = Experts(**dict(count=3, top_k=1) | experts)
-    weights = lambda logits: (route(own, logits)[1] @ jnp.arange(1.0, own.top_k + 1)).sum()  # noqa: E731
-    moved = (
-        np.abs(jax.jit(jax.grad(weights))(np.arange(2.0 * own.count).reshape(2, -1))).max() > 1e-9
-    )
-    said = [*_warnings(replace(config, model=replace(config.model, experts=own)))]
-    assert bool(said) == (not moved and own.count > 1) == (experts.keys() <= {"score"})
-    assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in said)
+    moe = Experts(**dict(count=3, top_k=1) | experts)
+
+    def weights(logits):
+        return (route(moe, logits)[1] @ jnp.arange(1.0, moe.top_k + 1)).sum()
+
+    slope = jax.jit(jax.grad(weights))(np.arange(2.0 * moe.count).reshape(2, -1))
+    moved = np.abs(slope).max() > 1e-9
+    warned = [*_warnings(replace(config, model=replace(config.model, experts=moe)))]
+    assert bool(warned) == (not moved and moe.count > 1) == (experts.keys() <= {"score"})
+    assert all("top_k=1 and normalize=True" in s and "with normalize=False" in s for s in warned)
 
 
 def test_rate_warms_up_and_decays_as_cosine(config):
@@ -468,8 +470,8 @@ def test_optimizer_matches_adamw_with_clipping(rng):
     for n in range(5):
         scale = 0.05 if n == 3 else 1.0
         grads = {name: scale * rng.standard_normal(shape) for name, shape in shapes.items()}
-        given = {name: jnp.asarray(g, jnp.float32) for name, g in grads.items()}
-        ours, state = update(given, state, ours)
+        gradients = {name: jnp.asarray(g, jnp.float32) for name, g in grads.items()}
+        ours, state = update(gradients, state, ours)
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         clipped += norm > 1.7
         for name, g in grads.items():
@@ -689,7 +691,7 @@ def test_stale_lock_is_replaced(started):
     assert not lock.exists()
 
 
-class Told(Silent):
+class Recorder(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -708,9 +710,9 @@ def test_damaged_checkpoint_is_reported_and_previous_one_resumes(config):
     content = bytearray(file.read_bytes())
     content[99] ^= 16
     file.write_bytes(content)
-    told = Told()
-    fit(replace(parts, keep=1), resume=True, progress=told, stop=after(1))
-    assert f"{file}: sha256 mismatch; trying the previous checkpoint" in told.lines
+    recorder = Recorder()
+    fit(replace(parts, keep=1), resume=True, progress=recorder, stop=after(1))
+    assert f"{file}: sha256 mismatch; trying the previous checkpoint" in recorder.lines
     assert saved_steps(folder)[-1] == 11
     aside = folder / "step-00000013.damaged"
     assert (aside / file.relative_to(folder / "step-00000013")).read_bytes() == content
@@ -839,7 +841,7 @@ def test_run_lost_before_first_checkpoint_restarts(config):
 def test_full_disk_stops_run_and_keeps_checkpoints(config):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class Filling(Silent):
+    class DiskFiller(Silent):
         def step(self, step, loss, tokens_per_second):
             if step == 8:
                 while not saved_steps(Path(config.out) / "checkpoints"):
@@ -848,7 +850,7 @@ def test_full_disk_stops_run_and_keeps_checkpoints(config):
 
     try:
         with pytest.raises(OSError, match="too large"):
-            fit(config, progress=Filling())
+            fit(config, progress=DiskFiller())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     folder = Path(config.out) / "checkpoints"
@@ -867,7 +869,7 @@ def test_folder_that_cannot_be_created_raises_os_error(config, text):
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
 def test_language_task_requires_decoder(config, kind):
-    rule = f"task is 'language': is learnt by a decoder, the model is of kind '{kind}'"
+    rule = f"task is 'language': is learned by a decoder, the model is of kind '{kind}'"
     with pytest.raises(ConfigError, match=rule):
         fit(changed(config, kind=kind))
     assert not Path(config.out).exists()

@@ -106,11 +106,11 @@ def folder(path, template=CHATML, kind="bytes", bos=False, **files):
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", library.token_to_id("<s>"))]
         )
     library.save(str(path / "tokenizer.json"))
-    beside = dict(bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
+    settings = dict(bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
     if template is not None:
-        beside["chat_template"] = template
-    beside |= files.pop("tokenizer_config", {})
-    for name, content in {"tokenizer_config": beside, **files}.items():
+        settings["chat_template"] = template
+    settings |= files.pop("tokenizer_config", {})
+    for name, content in {"tokenizer_config": settings, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return load_tokenizer_folder(path)
 
@@ -151,11 +151,11 @@ def test_turn_is_template_text_and_whole_answer_is_learned(tmp_path):
     tokenizer = folder(tmp_path)
     messages = talk("a", "ANSWER", "b", "yes")
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
-    ((whole, learnt),) = rows(task)
+    ((whole, learned),) = rows(task)
     assert tokenizer.to_bytes(whole).decode() == tokenizer.chat(
         messages, add_generation_prompt=False
     )
-    assert tokenizer.to_bytes(learnt) == b"ANSWER<|im_end|>\nyes<|im_end|>\n"
+    assert tokenizer.to_bytes(learned) == b"ANSWER<|im_end|>\nyes<|im_end|>\n"
 
 
 def test_template_with_mismatched_generation_prompt_is_rejected_with_line(tmp_path):
@@ -175,10 +175,10 @@ def test_template_with_mismatched_generation_prompt_is_rejected_with_line(tmp_pa
 def test_answer_starts_its_own_token(tmp_path):
     tokenizer = folder(tmp_path, ENDLESS)
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=talk("a", "yes")))
-    ((whole, learnt),) = rows(task)
+    ((whole, learned),) = rows(task)
     prompt = tokenizer.encode("user: a\nassistant: ")
     assert whole[: len(prompt)] == prompt.tolist()
-    assert tokenizer.to_bytes(learnt) == b"yes\n</s>"
+    assert tokenizer.to_bytes(learned) == b"yes\n</s>"
     turn = text_turn(tokenizer, "say ", "yes")
     assert turn.prompt.tolist() == tokenizer.encode("say ").tolist()
     assert tokenizer.to_bytes(turn.answer) == b"yes</s>"
@@ -190,12 +190,12 @@ def test_new_row_starts_if_template_drops_earlier_text(tmp_path):
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
     found = sorted(rows(task))
     assert len(found) == 2
-    for number, (whole, learnt) in zip((2, 4), sorted(found, key=lambda row: len(row[0])),
+    for number, (whole, learned) in zip((2, 4), sorted(found, key=lambda row: len(row[0])),
                                        strict=True):  # fmt: skip
         text = tokenizer.chat(messages[:number], add_generation_prompt=False)
         assert tokenizer.to_bytes(whole).decode() == text
-        said = messages[number - 1]["content"]
-        assert tokenizer.to_bytes(learnt).decode() == f"{said}<|im_end|>\n"
+        content = messages[number - 1]["content"]
+        assert tokenizer.to_bytes(learned).decode() == f"{content}<|im_end|>\n"
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "prepend"])
@@ -205,16 +205,16 @@ def test_no_space_is_added_between_prompt_and_answer(tmp_path, kind):
     task = task_of(tmp_path, tokenizer, PreferenceTask(), pair)
     halves = task.train.buckets[0].tokens[0].reshape(2, -1)
     labels = task.train.buckets[0].labels[0].reshape(2, -1)
-    for tokens, learnt, text in zip(halves, labels, ("2+2=4", "2+2=yes b"), strict=True):
-        last = int(np.flatnonzero(learnt != IGNORE)[-1])
-        whole = [*tokens[: last + 1].tolist(), int(learnt[last])]
+    for tokens, learned, text in zip(halves, labels, ("2+2=4", "2+2=yes b"), strict=True):
+        last = int(np.flatnonzero(learned != IGNORE)[-1])
+        whole = [*tokens[: last + 1].tolist(), int(learned[last])]
         assert tokenizer.decode(whole) == f"{text}</s>"
-        assert tokenizer.to_bytes(learnt[learnt != IGNORE].tolist()).decode() == f"{text[4:]}</s>"
+        assert tokenizer.to_bytes(learned[learned != IGNORE].tolist()).decode() == f"{text[4:]}</s>"
     # if the prompt's tokens are not a prefix of the whole's
     assert tokenizer.decode(np.concatenate(text_turn(tokenizer, "a ", "yes"))) == "a yes</s>"
     task = task_of(tmp_path, tokenizer, PrefixTask(packed=False), "2+2=\t4 b")
-    ((whole, learnt),) = rows(task)
-    assert tokenizer.to_bytes(learnt) == b"4 b</s>"
+    ((whole, learned),) = rows(task)
+    assert tokenizer.to_bytes(learned) == b"4 b</s>"
 
 
 def test_text_begins_with_tokenizer_prefix(tmp_path):
@@ -261,12 +261,14 @@ def test_template_end_token_ends_generation(tmp_path, preference):
         line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
         task = PreferenceTask()
     found = task_of(tmp_path, tokenizer, task, line)
-    own = found.tokenizers.tokenizer
-    assert end_ids(own) == own.stop_ids == (261, 263)
-    assert found.end is None and "learnt after" not in found.described()
-    assert token_ids(own, "decoder", 265)["eos_token_id"] == [261, 263]
-    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), task, line)  # like a resumed run
-    assert again.tokenizers.tokenizer == own
+    coder = found.tokenizers.tokenizer
+    assert end_ids(coder) == coder.stop_ids == (261, 263)
+    assert found.end is None and "learned after" not in found.described()
+    assert token_ids(coder, "decoder", 265)["eos_token_id"] == [261, 263]
+    again = task_of(
+        tmp_path, tokenizer_from_json(coder.to_json()), task, line
+    )  # like a resumed run
+    assert again.tokenizers.tokenizer == coder
 
 
 def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
@@ -275,7 +277,7 @@ def test_template_without_end_is_reported_and_eos_is_learned(tmp_path):
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
     line = "the chat template does not end assistant turns: '</s>' is learned after each"
     assert task.described().endswith(line)
-    assert [learnt[-1] for _, learnt in rows(task)] == [261, ord("\n")]  # already in the template
+    assert [learned[-1] for _, learned in rows(task)] == [261, ord("\n")]  # already in the template
     nothing = folder(tmp_path / "none", ENDLESS, tokenizer_config=dict(eos_token=None))
     with pytest.raises(DataError, match="no eos_token: nothing would end an answer"):
         task_of(tmp_path, nothing, ChatTask(), dict(messages=messages))
@@ -299,9 +301,9 @@ def test_unreadable_prompt_raises_in_one_line(tmp_path):
     tokenizer = folder(tmp_path)
     model = ModelConfig(vocab_size=257, d_model=8, num_layers=1, num_heads=1, max_len=17)
     params = init_params(model, jax.random.key(0))
-    given = dict(sampler=Sample(), key=jax.random.key(0))
+    options = dict(sampler=Sample(), key=jax.random.key(0))
     with pytest.raises(ValueError, match="the prompt has id 263: the model has 257 tokens"):
-        TextGenerator(model, params, tokenizer, **given).complete("<|im_end|>", 3)
+        TextGenerator(model, params, tokenizer, **options).complete("<|im_end|>", 3)
     config = TrainConfig(model=model, task=PrefixTask(), init_from="x", tokenizer="pretrained")
     with pytest.raises(DataError, match="prompt is 'a': has token 261"):
         answer_sources(config, Tokenizers(tokenizer), params, ["a"])
@@ -320,19 +322,19 @@ def test_template_date_is_start_of_run(tmp_path, monkeypatch):
     for module in (processes, chat_template):
         monkeypatch.setattr(module, "datetime", Clock)
     first = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
-    own = first.tokenizers.tokenizer
-    assert own.to_bytes(rows(first)[0][0]).startswith(b"03 May 2031 ")
+    coder = first.tokenizers.tokenizer
+    assert coder.to_bytes(rows(first)[0][0]).startswith(b"03 May 2031 ")
     Clock.day = 4  # a new run has today's date; a resumed one keeps its own
-    again = task_of(tmp_path, tokenizer_from_json(own.to_json()), ChatTask(packed=False), line)
+    again = task_of(tmp_path, tokenizer_from_json(coder.to_json()), ChatTask(packed=False), line)
     assert rows(again) == rows(first) and again.tokenizers == first.tokenizers
     other = task_of(tmp_path, tokenizer, ChatTask(packed=False), line)
     assert other.tokenizers.tokenizer.to_bytes(rows(other)[0][0]).startswith(b"04 May 2031 ")
-    written = json.loads(tokenizer_files(own, 1)[0]["tokenizer_config.json"])
+    written = json.loads(tokenizer_files(coder, 1)[0]["tokenizer_config.json"])
     assert written["chat_template"] == DATED
     plain = task_of(tmp_path, folder(tmp_path), ChatTask(packed=False), line)
     assert plain.tokenizers.tokenizer.now is None
     with pytest.raises(DataError, match="now is 'today': must be a time"):
-        dataclasses.replace(own, now="today")
+        dataclasses.replace(coder, now="today")
 
 
 REASONED = "<think>\nlong reasoning</think>42"
@@ -347,22 +349,22 @@ def test_answer_shortened_by_template_is_learned_in_full(tmp_path, thinks):
     messages = talk("a", REASONED, "b", REASONED.replace("42", "43"))
     task = task_of(tmp_path, tokenizer, ChatTask(packed=False), dict(messages=messages))
     found = sorted((tokenizer.to_bytes(ids).decode() for ids, _ in rows(task)), key=len)
-    learnt = [tokenizer.to_bytes(ids).decode() for _, ids in rows(task)]
+    learned = [tokenizer.to_bytes(ids).decode() for _, ids in rows(task)]
     begun = "<think>\n" if thinks else ""
-    assert sorted(learnt) == sorted(
+    assert sorted(learned) == sorted(
         m["content"].removeprefix(begun) + "<|im_end|>\n" for m in messages[1::2]
     )
-    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    assert found[0] == asked.format("a") + f"{REASONED}<|im_end|>\n"
+    question = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert found[0] == question.format("a") + f"{REASONED}<|im_end|>\n"
     # earlier answers are read as when the model is used, without their reasoning
-    before = asked.format("a") + "42<|im_end|>\n" + asked.format("b")
+    before = question.format("a") + "42<|im_end|>\n" + question.format("b")
     assert found[1] == before + f"{messages[-1]['content']}<|im_end|>\n"
     pair = dict(prompt=talk("a"), chosen=messages[1:2], rejected=messages[3:])
     task = task_of(tmp_path, tokenizer, PreferenceTask(), pair)
     labels = task.train.buckets[0].labels[0].reshape(2, -1)
     for half, message in zip(labels, messages[1::2], strict=True):
-        said = tokenizer.to_bytes(half[half != IGNORE].tolist()).decode()
-        assert said == message["content"].removeprefix(begun) + "<|im_end|>\n"
+        learned = tokenizer.to_bytes(half[half != IGNORE].tolist()).decode()
+        assert learned == message["content"].removeprefix(begun) + "<|im_end|>\n"
 
 
 @pytest.mark.slow
@@ -476,13 +478,13 @@ def test_preference_run_is_prompted_as_trained(tmp_path, messages):
         line = dict(prompt=talk("a"), chosen=talk("", "b")[1:], rejected=talk("", "c")[1:])
     task = task_of(tmp_path, tokenizer, PreferenceTask(), line)
     config = config_from_json(config_to_json(task.config))
-    own = task.tokenizers.tokenizer
+    coder = task.tokenizers.tokenizer
     assert config.task.messages is messages
-    model = LanguageModel(TextModel(config.model, {}, own, run=config), "here")
+    model = LanguageModel(TextModel(config.model, {}, coder, run=config), "here")
     assert model.kind == ("chat" if messages else "text")
     read = model.read_messages if messages else model.read
-    learnt = message_turn(own, talk("a", "b")) if messages else text_turn(own, "a", "b")
-    assert read("a").tolist() == learnt.prompt.tolist()
+    learned = message_turn(coder, talk("a", "b")) if messages else text_turn(coder, "a", "b")
+    assert read("a").tolist() == learned.prompt.tolist()
     with pytest.raises(ConfigError, match=f"messages is {not messages}: the data has "):
         task_of(tmp_path, tokenizer, PreferenceTask(messages=not messages), line)
 
@@ -496,11 +498,11 @@ def test_documents_begin_with_tokenizer_prefix(tmp_path, monkeypatch, bos):
     task = task_of(tmp_path, tokenizer, LanguageTask(documents="lines", packed=False), *texts)
     assert sorted(whole for whole, _ in rows(task)) == wanted
 
-    given = PrepareConfig(
+    settings = PrepareConfig(
         data=(str(tmp_path / "data.jsonl"),), documents="lines", tokenizer=str(tmp_path),
         val_fraction=0.3,
     )  # fmt: skip
-    corpus = prepare(given, tmp_path / "prepared", tokenizer=tokenizer)
+    corpus = prepare(settings, tmp_path / "prepared", tokenizer=tokenizer)
     found = []
     for part in (corpus.train, corpus.val):
         layout = DocumentRows(part, 31, packed=False)
@@ -533,10 +535,10 @@ def test_stop_text_unknown_to_model_raises_in_one_line(tmp_path, capsys, flag):
     )  # fmt: skip
     files, _ = tokenizer_files(tokenizer, 257)
     save_pretrained(tmp_path / "model", model, init_params(model, jax.random.key(0)), files=files)
-    given = ["--model", str(tmp_path / "model"), "--prompt", "a", "--num-tokens", "2"]
-    assert generate_command([*given, f"--{flag}", "b<|im_end|>"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"generate: {flag} is 'b<|im_end|>': has id 263: the model has 257 tokens\n"
+    flags = ["--model", str(tmp_path / "model"), "--prompt", "a", "--num-tokens", "2"]
+    assert generate_command([*flags, f"--{flag}", "b<|im_end|>"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"generate: {flag} is 'b<|im_end|>': has id 263: the model has 257 tokens\n"
 
 
 def test_conversation_with_tools_is_rejected_with_line(tmp_path):

@@ -53,8 +53,8 @@ def test_phases_sum_to_elapsed_time(config):
         assert min(parts) >= 0 and line["peak_memory"] > 2**20
         assert "flops_utilisation" not in line  # CPUs have no published peak
     total = sum(line["seconds"] for line in lines)
-    known = sum(line[f"seconds_{phase}"] for line in lines for phase in PHASES)
-    assert 0.5 * total < known <= total * 1.001
+    counted_seconds = sum(line[f"seconds_{phase}"] for line in lines for phase in PHASES)
+    assert 0.5 * total < counted_seconds <= total * 1.001
     assert lines[3]["seconds_evaluation"] > 0 == lines[1]["seconds_evaluation"]
     assert sum(line["seconds_checkpoint"] for line in lines) > 0
 
@@ -87,16 +87,16 @@ def test_utilization_is_flops_over_peak(config):
     assert flops_utilisation(config, 1e6, "cpu", 1) is None
 
 
-class Fake:
+class FakeTracker:
     """A tracker like one from a third-party package, which records its calls."""
 
     def __init__(self, fails_at=None):
-        self.told, self.closed, self.fails_at = [], 0, fails_at
+        self.records, self.closed, self.fails_at = [], 0, fails_at
 
     def log(self, numbers, step):
         if step == self.fails_at:
             raise OSError("no network")
-        self.told.append((step, numbers))
+        self.records.append((step, numbers))
 
     def finish(self):
         self.closed += 1
@@ -106,37 +106,37 @@ class Fake:
 @pytest.mark.long_except("wandb")
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_tracker_gets_every_line_and_is_closed(config, monkeypatch, name):
-    run, given = Fake(), []
+    run, inits = FakeTracker(), []
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace()
-    module.init = lambda **settings: given.append(settings) or run
+    module.init = lambda **settings: inits.append(settings) or run
     monkeypatch.setitem(sys.modules, name, module)
     fit(dataclasses.replace(config, log=(name,)))
     lines = lines_of(config)
-    assert [step for step, _ in run.told] == [line["step"] for line in lines]
-    for (_, numbers), line in zip(run.told, lines, strict=True):
+    assert [step for step, _ in run.records] == [line["step"] for line in lines]
+    for (_, numbers), line in zip(run.records, lines, strict=True):
         assert numbers == {k: float(v) for k, v in line.items() if k != "step" and v is not None}
     assert run.closed == 1
-    assert given[0]["name"] == "run" and given[0]["resume"] == "allow"
-    assert given[0]["config"]["steps"] == 24
+    assert inits[0]["name"] == "run" and inits[0]["resume"] == "allow"
+    assert inits[0]["config"]["steps"] == 24
 
 
 @pytest.mark.slow
 def test_failing_tracker_is_removed_and_run_continues(config, monkeypatch):
-    run, said = Fake(fails_at=8), []
+    run, lines = FakeTracker(fails_at=8), []
     module = types.ModuleType("trackio")
     module.__spec__ = types.SimpleNamespace()
     module.init = lambda **settings: run
     monkeypatch.setitem(sys.modules, "trackio", module)
 
-    class Telling(loop.Silent):
+    class LineRecorder(loop.Silent):
         def say(self, line):
-            said.append(line)
+            lines.append(line)
 
-    result = fit(dataclasses.replace(config, log=("trackio",)), progress=Telling())
+    result = fit(dataclasses.replace(config, log=("trackio",)), progress=LineRecorder())
     assert result.step == 24
-    assert [step for step, _ in run.told] == [1, 4]
-    (line,) = [line for line in said if line.startswith("log:")]
+    assert [step for step, _ in run.records] == [1, 4]
+    (line,) = [line for line in lines if line.startswith("log:")]
     assert line == "log: trackio failed and is disabled (OSError: no network)"
 
 
@@ -186,11 +186,11 @@ def test_watching_does_not_change_results(config, tmp_path):
     assert done.returncode == 0, done.stderr
     config, plain = (RunFolder(loop.Path(r)).read_config() for r in (watched, plain.config.out))
     changes = {"out", "log", "profile", "dump_batch"}
-    told = {line.partition(":")[0] for line in differences(plain, config)}
-    assert told <= changes, told
+    changed = {line.partition(":")[0] for line in differences(plain, config)}
+    assert changed <= changes, changed
     one, two = (load_run(folder, "last").params for folder in (watched, tmp_path / "run"))
-    for own, other in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        assert_same_bits(own, other)
+    for ours, other in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert_same_bits(ours, other)
     assert list((watched / "profile").rglob("*.xplane.pb"))
 
 
@@ -201,8 +201,8 @@ def test_profile_contains_only_its_steps(config, monkeypatch):
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append((None, len(steps))))
     compiled = run.programs_of
 
-    def counted(*given):
-        config, programs = compiled(*given)
+    def counted(*inits):
+        config, programs = compiled(*inits)
 
         def step(*arguments, **named):
             steps.append(1)
@@ -231,8 +231,8 @@ def test_saved_spike_batch_reproduces_loss(config, monkeypatch):
     monkeypatch.setattr(spikes, "LEAST", 3)
     states, compiled = {}, run.programs_of
 
-    def kept(*given):
-        config, programs = compiled(*given)
+    def kept(*inits):
+        config, programs = compiled(*inits)
 
         def step(state, *arguments, **named):
             states[int(state.step) + 1] = jax.tree.map(np.array, state.params)

@@ -57,21 +57,21 @@ def of(tmp_path):
 
     def load(task, model, train="", held_out="", **changes):
         files = {"data": train, "val_data": held_out}
-        given = {name: str(tmp_path / name) for name, text in files.items() if text}
-        for name in given:
+        args = {name: str(tmp_path / name) for name, text in files.items() if text}
+        for name in args:
             (tmp_path / name).write_text(files[name])
-        return load_task(TrainConfig(task=task, model=model, **given, **changes))
+        return load_task(TrainConfig(task=task, model=model, **args, **changes))
 
     return load
 
 
 def test_pairs_sample_shows_references_and_judge_uses_first(of, monkeypatch):
     task = of(Seq2SeqTask(judged=3), WRITER, "a\tx y\nb\tz\n", "a\tx y\nb\tz\na b\ty z\nb a\tz x\n")
-    written, asked = {"a": "x y", "b": "y", "a b": "y z", "b a": "z"}, []
+    written, calls = {"a": "x y", "b": "y", "a b": "y z", "b a": "z"}, []
 
-    def answer(config, tokenizers, params, sources, **given):
+    def answer(config, tokenizers, params, sources, **args):
         assert (config, tokenizers, params) == (task.config, task.tokenizers, PARAMS)
-        asked.append((sources, given))
+        calls.append((sources, args))
         return [written[source] for source in sources]
 
     monkeypatch.setattr(pairs, "answer_sources", answer)
@@ -82,7 +82,7 @@ def test_pairs_sample_shows_references_and_judge_uses_first(of, monkeypatch):
     found = edited.judge(PARAMS, report)
     assert found["exact_match"] == pytest.approx(2 / 3)
     assert found["word_error_rate"] == pytest.approx(1 / 5)
-    assert asked == [
+    assert calls == [
         (["a", "b", "a b", "b a"], {}),
         (["a", "b", "a b"], {"report": report, "model": edited.model}),
     ]
@@ -96,23 +96,23 @@ TALKS = [
 
 
 def test_chat_and_preference_samples_show_first_answers(of, monkeypatch):
-    asked = []
+    calls = []
 
     def answer(config, tokenizers, params, messages, number, num_tokens, what=None):
-        asked.append((messages, number, num_tokens, what))
+        calls.append((messages, number, num_tokens, what))
         return f"answer {number}"
 
     monkeypatch.setattr(chat, "answer_messages", answer)
     monkeypatch.setattr(preferences, "answer_messages", answer)
-    said = [[dict(role=role, content=text) for role, text in talk] for talk in TALKS]
-    lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in said)
+    output = [[dict(role=role, content=text) for role, text in talk] for talk in TALKS]
+    lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in output)
     model = ModelConfig(max_len=60, **SIZES)
     task = of(ChatTask(), model, lines, lines, sample_tokens=17)
     assert task.sample(PARAMS) == (
         "user: hi\nassistant: answer 0\nsystem: be\nuser: yo\nassistant: answer 1"
     )
-    assert asked == [(said[0][:1], 0, 17, None), (said[1][:2], 1, 17, None)]
-    asked.clear()
+    assert calls == [(output[0][:1], 0, 17, None), (output[1][:2], 1, 17, None)]
+    calls.clear()
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "b", "chosen": "c", "rejected": "a"},
@@ -120,7 +120,7 @@ def test_chat_and_preference_samples_show_first_answers(of, monkeypatch):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     task = of(PreferenceTask(), model, lines, lines, sample_tokens=5)
     assert task.sample(PARAMS) == "prompt: a\nanswer: answer 0\nprompt: b\nanswer: answer 1"
-    assert asked == [(name, n, 5, preferences.PROMPT_HAS) for n, name in enumerate("ab")]
+    assert calls == [(name, n, 5, preferences.PROMPT_HAS) for n, name in enumerate("ab")]
 
 
 def test_classes_are_judged_by_argmax(of, monkeypatch):
@@ -135,11 +135,11 @@ def test_classes_are_judged_by_argmax(of, monkeypatch):
         rows = iter(logits[:5])
         seen.clear()
 
-        def given(model, params, batch, columns, rows=rows):
+        def args(model, params, batch, columns, rows=rows):
             seen.append((batch, columns, model))
             return np.stack([next(rows, np.zeros(3)) for _ in range(2)] + [np.zeros(3)])
 
-        monkeypatch.setattr(classify, "_class_logits", given)
+        monkeypatch.setattr(classify, "_class_logits", args)
         assert task.judge(PARAMS) == {
             "accuracy": 3 / 5, "macro_f1": pytest.approx((2 / 3 + 0 + 1) / 3),
             "confusion x as y": 1.0, "confusion y as x": 1.0,
@@ -160,27 +160,27 @@ def test_classes_are_judged_by_argmax(of, monkeypatch):
         monkeypatch.setattr(classify, "_class_logits", lambda *g, rows=rows: np.stack([next(rows)]))
         edited = task.edited({"embedding": abs})
         assert edited.judge(PARAMS)["accuracy"] == 3 / 5  # one text at a time
-        given = task.config, task.tokenizers, PARAMS, ["ab"]
-        shown = classify.label_texts(*given, edited.model)
-        assert shown == [("z", pytest.approx(0.98))]
+        args = task.config, task.tokenizers, PARAMS, ["ab"]
+        sample = classify.label_texts(*args, edited.model)
+        assert sample == [("z", pytest.approx(0.98))]
 
 
 def test_classification_sample_shows_texts_with_classes(of, monkeypatch):
     task = of(ClassifyTask(), READER, "x\tab\ny\tb\n", "x\tab\ny\tb\n")
-    said = lambda *given: [("x", 0.756), ("x", 0.5)]  # noqa: E731
-    monkeypatch.setattr(classify, "label_texts", said)
+    output = lambda *args: [("x", 0.756), ("x", 0.5)]  # noqa: E731
+    monkeypatch.setattr(classify, "label_texts", output)
     assert task.sample(PARAMS) == "x 0.76: ab\nx 0.50 (wanted: y): b"
 
 
 def test_signals_are_judged_by_letters_and_classes(monkeypatch):
     config = small(TonesTask(examples=9, judged=3), val_fraction=0.5)
-    task, asked, report = load_task(config), [], print
+    task, calls, report = load_task(config), [], print
     edited = task.edited({"embedding": abs})
     wanted = [signal.target for signal in task.signals]
     longest = max(map(len, wanted))
 
-    def write(config, tokenizers, params, sources, **given):
-        asked.append(given)
+    def write(config, tokenizers, params, sources, **args):
+        calls.append(args)
         assert all(a is b.values for a, b in zip(sources, task.signals, strict=False))
         return [wanted[0] + "a", *wanted[1 : len(sources)]]
 
@@ -188,12 +188,12 @@ def test_signals_are_judged_by_letters_and_classes(monkeypatch):
     found = edited.judge(PARAMS, report)
     letters = sum(map(len, wanted[:3]))
     assert found == {"exact_match": 2 / 3, "letter_error_rate": pytest.approx(1 / letters)}
-    told = dict(num_tokens=max(map(len, wanted[:3])) + 1, report=report, model=edited.model)
-    assert asked == [told]
-    shown = [f"tones of {name} -> {name}" for name in wanted[:5]]
-    shown[0] += f"a   (wanted: {wanted[0]})"
-    assert task.sample(PARAMS) == "\n".join(shown)
-    assert asked[1] == dict(num_tokens=longest + 1, report=None, model=task.model)
+    expected = dict(num_tokens=max(map(len, wanted[:3])) + 1, report=report, model=edited.model)
+    assert calls == [expected]
+    sample = [f"tones of {name} -> {name}" for name in wanted[:5]]
+    sample[0] += f"a   (wanted: {wanted[0]})"
+    assert task.sample(PARAMS) == "\n".join(sample)
+    assert calls[1] == dict(num_tokens=longest + 1, report=None, model=task.model)
 
     task = load_task(small(DigitsTask(examples=9, judged=4), "encoder", val_fraction=0.5))
     right = [DIGITS.index(signal.target) for signal in task.signals]
@@ -205,13 +205,13 @@ def test_signals_are_judged_by_letters_and_classes(monkeypatch):
         return np.array([next(rows) for _ in pictures])
 
     monkeypatch.setattr(continuous, "_classes", classes)
-    said = task.sample(PARAMS).splitlines()
+    output = task.sample(PARAMS).splitlines()
     name = DIGITS[right[0]]
     article = "an" if name == "eight" else "a"
-    assert said[0] == (
+    assert output[0] == (
         f"picture of {article} {name} -> {DIGITS[(right[0] + 1) % 10]}   (wanted: {name})"
     )
-    assert said[1].endswith(f"{DIGITS[right[1]]} -> {DIGITS[right[1]]}") and len(said) == 5
+    assert output[1].endswith(f"{DIGITS[right[1]]} -> {DIGITS[right[1]]}") and len(output) == 5
     assert sizes == [3, 2] and task.judge(PARAMS)["accuracy"] == 3 / 4
 
 
@@ -228,10 +228,10 @@ def test_masked_task_is_judged_one_hidden_token_at_a_time(of, monkeypatch):
 
     monkeypatch.setattr(masked, "scored", score)
     assert task.judge(PARAMS) == {"pseudo_perplexity": pytest.approx(math.exp(0.5))}
-    told = [row for row in rows if (row[1] != IGNORE).any()]
+    expected = [row for row in rows if (row[1] != IGNORE).any()]
     windows = min(masked.PSEUDO_WINDOWS, len(task.data.val) // length)
-    assert len(told) == windows * length
-    for number, (tokens, labels) in enumerate(told):
+    assert len(expected) == windows * length
+    for number, (tokens, labels) in enumerate(expected):
         (at,) = np.flatnonzero(labels != IGNORE)
         first = len(task.masking.frame.first)
         assert tokens[at] == mask and at == number % length + first
@@ -240,15 +240,15 @@ def test_masked_task_is_judged_one_hidden_token_at_a_time(of, monkeypatch):
         np.testing.assert_array_equal(whole, window)
     guess = lambda model, params, tokens: np.eye(30)[np.zeros_like(tokens)]  # noqa: E731
     monkeypatch.setattr(masked, "_logits", guess)
-    _, hidden, _, filled, _, shown = task.sample(PARAMS).split("\n")
-    assert shown == task.tokenizers.tokenizer.decode(task.data.val[:length])
-    assert "_" in hidden and len(hidden) == len(filled) == len(shown) == length
-    for one, two, three in zip(hidden, filled, shown, strict=True):
+    _, hidden, _, filled, _, sample = task.sample(PARAMS).split("\n")
+    assert sample == task.tokenizers.tokenizer.decode(task.data.val[:length])
+    assert "_" in hidden and len(hidden) == len(filled) == len(sample) == length
+    for one, two, three in zip(hidden, filled, sample, strict=True):
         assert (one, two) == (("_", "a") if one == "_" else (three, three))
 
 
 def test_rows_are_documents_for_counting_model():
-    class Two(RowsTask):
+    class TwoRows(RowsTask):
         pass
 
     tokens = np.array([[1, 2, 3, 0], [4, 0, 0, 0]])
@@ -260,7 +260,7 @@ def test_rows_are_documents_for_counting_model():
         segments=np.array([[1, 1, 2, 2], [1, 0, 0, 0]]),
     )  # fmt: skip
     config = TrainConfig(batch_size=3, accumulation=2)
-    task = Two(config, None, "", Rows((plain, packed)), Rows((plain,)))
+    task = TwoRows(config, None, "", Rows((plain, packed)), Rows((plain,)))
     found = [row.tolist() for row in task.documents()]
     assert found == [[1, 2, 3, 9], [4, 8], [1, 2, 7], [3, 4, 8], [5, 6]]
     assert task.tokens_per_step == 24
@@ -275,15 +275,15 @@ def decoder(monkeypatch):
     found = SimpleNamespace(calls=[], written=[[1, 2, 9], [3, -1, -1]])
 
     def keep(name, result):
-        def call(*given, **named):
-            found.calls.append((name, given, named))
+        def call(*args, **kwargs):
+            found.calls.append((name, args, kwargs))
             return result() if callable(result) else result
 
         monkeypatch.setattr(answers, name, call)
 
     keep("init_decode_state", "state")
     keep("_read_sources", "source state")
-    step = SimpleNamespace(told=lambda **named: ("step", named))
+    step = SimpleNamespace(told=lambda **kwargs: ("step", kwargs))
     keep("make_step", step)
     keep("generate", lambda: SimpleNamespace(rows=lambda: [np.array(x) for x in found.written]))
     best = lambda: SimpleNamespace(  # noqa: E731
@@ -300,36 +300,41 @@ LETTERS = with_special_tokens(CharTokenizer("abcd"), ["sep", "eos"])
 def test_decoder_continues_after_sources(decoder):
     model = ModelConfig(vocab_size=6, max_len=20, **SIZES)
     config = TrainConfig(task=PrefixTask(bidirectional=False, beams=1), model=model, context=11)
-    given = config, Tokenizers(LETTERS), PARAMS
-    assert answers.answer_sources(*given, ["ab", "abcd"]) == ["bc", "d"]
-    (_, state, _), (name, (step, params, prompt, held), named) = (
+    args = config, Tokenizers(LETTERS), PARAMS
+    assert answers.answer_sources(*args, ["ab", "abcd"]) == ["bc", "d"]
+    (_, state, _), (name, (step, params, prompt, memory), kwargs) = (
         next(call for call in decoder.calls if call[0] == one)
         for one in ("init_decode_state", "generate")
     )
     assert state == (model, PARAMS, 2, 11)
-    assert (name, step, params, held) == ("generate", ("step", {"apart": True}), PARAMS, "state")
+    assert (name, step, params, memory) == (
+        "generate",
+        ("step", {"apart": True}),
+        PARAMS,
+        "state",
+    )
     assert prompt.tolist() == [[0, 1, 4, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
-    assert named.pop("lengths").tolist() == [3, 5] and named.pop("limits").tolist() == [9, 7]
-    assert named == dict(num_tokens=11, stop=(5,), processors=())
+    assert kwargs.pop("lengths").tolist() == [3, 5] and kwargs.pop("limits").tolist() == [9, 7]
+    assert kwargs == dict(num_tokens=11, stop=(5,), processors=())
     decoder.calls.clear()
     decoder.written = [[1, 5, 5], [5, -1, -1]]
-    assert answers.answer_sources(*given, ["ab", "abcd"], num_tokens=4) == ["b", ""]
-    named = decoder.calls[-1][2]
-    assert named["num_tokens"] == 4 and named["limits"].tolist() == [4, 4]
-    written = answers.answer_sources(*given, ["ab", "abcd"], beams=3)
+    assert answers.answer_sources(*args, ["ab", "abcd"], num_tokens=4) == ["b", ""]
+    kwargs = decoder.calls[-1][2]
+    assert kwargs["num_tokens"] == 4 and kwargs["limits"].tolist() == [4, 4]
+    written = answers.answer_sources(*args, ["ab", "abcd"], beams=3)
     assert written == ["bc", "d"]
-    named = decoder.calls[-1][2]
-    assert (named["num_beams"], named["length_penalty"]) == (3, LengthPenalty(1.0))
-    scored = answers.Targets(*given).search("ab", beams=4, results=3, length_penalty=0.5)
+    kwargs = decoder.calls[-1][2]
+    assert (kwargs["num_beams"], kwargs["length_penalty"]) == (3, LengthPenalty(1.0))
+    scored = answers.Targets(*args).search("ab", beams=4, results=3, length_penalty=0.5)
     assert scored == [(-0.5, "bc"), (-1.0, "cc")]  # the last has no token
-    named = decoder.calls[-1][2]
-    told = named["num_beams"], named["num_results"], named["length_penalty"]
-    assert told == (4, 3, LengthPenalty(0.5)) and named["num_tokens"] == 11
+    kwargs = decoder.calls[-1][2]
+    expected = kwargs["num_beams"], kwargs["num_results"], kwargs["length_penalty"]
+    assert expected == (4, 3, LengthPenalty(0.5)) and kwargs["num_tokens"] == 11
     with pytest.raises(DataError, match="prompt is 'aaaaaaaaaaa': has 12 tokens, but the"):
-        answers.answer_sources(*given, ["a" * 11])
-    assert answers.answer_sources(*given, ["a" * 10]) == ["b"]
+        answers.answer_sources(*args, ["a" * 11])
+    assert answers.answer_sources(*args, ["a" * 10]) == ["b"]
     with pytest.raises(DataError, match="prompt is '': a source must have at least one token"):
-        answers.answer_sources(*given, [""])
+        answers.answer_sources(*args, [""])
 
 
 def test_encoder_decoder_reads_sources_and_starts_as_trained(decoder):
@@ -341,18 +346,18 @@ def test_encoder_decoder_reads_sources_and_starts_as_trained(decoder):
     assert (built, params, rows, count, dtype) == (build(model), PARAMS, 2, 7, None)
     assert tokens[:, :3].tolist() == [[2, 0, 0], [0, 1, 0]]  # the shortest source comes first
     assert valid.sum(1).tolist() == [1, 2]
-    name, (_, _, prompt, state), named = decoder.calls[-1]
+    name, (_, _, prompt, state), kwargs = decoder.calls[-1]
     assert (name, prompt.tolist(), state) == ("beam_search", [[4], [4]], "source state")
-    assert (named["num_beams"], named["num_tokens"], named["stop"]) == (2, 7, (5,))
-    assert "lengths" not in named and "limits" not in named
+    assert (kwargs["num_beams"], kwargs["num_tokens"], kwargs["stop"]) == (2, 7, (5,))
+    assert "lengths" not in kwargs and "limits" not in kwargs
 
 
 def test_sources_are_batched_by_length(monkeypatch):
     model = ModelConfig(vocab_size=6, max_len=99, **SIZES)
     config = TrainConfig(task=PrefixTask(), model=model)
-    read, told, edited = [], [], build(model).edited({"embedding": abs})
+    read, expected, edited = [], [], build(model).edited({"embedding": abs})
 
-    def write(step, params, prompt, state, *, lengths, num_tokens, num_beams, **named):
+    def write(step, params, prompt, state, *, lengths, num_tokens, num_beams, **kwargs):
         read.append(lengths.tolist())
         assert (step, params, num_tokens, num_beams) == (edited_step, PARAMS, 8, 3)
         written = SimpleNamespace(scores=None, lengths=np.ones((len(lengths), 1), int))
@@ -363,13 +368,13 @@ def test_sources_are_batched_by_length(monkeypatch):
     monkeypatch.setattr(answers, "beam_search", write)
     monkeypatch.setattr(answers, "BATCH", 4)
     sizes = [5, 1, 9, 3, 7, 2]
-    given = config, Tokenizers(LETTERS), PARAMS, [np.zeros(n, np.int32) for n in sizes]
+    args = config, Tokenizers(LETTERS), PARAMS, [np.zeros(n, np.int32) for n in sizes]
     more = dict(beams=3, num_tokens=8, model=edited)
-    report = lambda *count: told.append(count)  # noqa: E731
-    assert answers.answer_sources(*given, report=report, **more) == ["abcd"[n % 4] for n in sizes]
-    assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and told == [(0, 6), (4, 6), (6, 6)]
+    report = lambda *count: expected.append(count)  # noqa: E731
+    assert answers.answer_sources(*args, report=report, **more) == ["abcd"[n % 4] for n in sizes]
+    assert read == [[1, 2, 3, 5], [7, 9, 9, 9]] and expected == [(0, 6), (4, 6), (6, 6)]
     read.clear()
-    answers.answer_sources(*given[:3], given[3][:3], **more)
+    answers.answer_sources(*args[:3], args[3][:3], **more)
     assert read == [[1, 5, 9]]  # a single batch is not padded
 
 
@@ -378,9 +383,9 @@ def test_prefix_prompt_is_read_in_both_directions(monkeypatch):
     usual = lambda self, tokens, state, valid: {"positions": jnp.array(positions), "a": 1}  # noqa: E731
     monkeypatch.setattr(answers.ModelStep, "arguments", usual)
     step = answers.PrefixStep.__new__(answers.PrefixStep)
-    given = step.arguments(np.zeros((2, 4)), None, None)
-    mask, wanted = given["mask"], Causal() | Prefix(jnp.array([3, 4]))
-    assert type(mask) is type(wanted) and given["a"] == 1
+    args = step.arguments(np.zeros((2, 4)), None, None)
+    mask, wanted = args["mask"], Causal() | Prefix(jnp.array([3, 4]))
+    assert type(mask) is type(wanted) and args["a"] == 1
     one, two = jax.tree.leaves(mask), jax.tree.leaves(wanted)
     assert [np.asarray(x).tolist() for x in one] == [np.asarray(x).tolist() for x in two] != []
     assert "mask" not in step.arguments(np.zeros((2, 1)), None, None)

@@ -188,7 +188,9 @@ def batch_loss(
     whole = partial(
         cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
     )
-    in_chunks = partial(chunked_cross_entropy, **whole.keywords)
+    in_chunks = partial(
+        chunked_cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss, ignore_label=IGNORE
+    )
 
     def loss(
         params: Params, batch: Batch, key: jax.Array | None

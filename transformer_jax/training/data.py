@@ -79,7 +79,7 @@ def read(data: str, out: str | None = None) -> list[Source]:
         if not path.is_dir():
             return [Source(data, path.read_bytes())]
     except FileNotFoundError:
-        rule = "must be a file, a folder, - for standard input, python-docs or shakespeare"
+        rule = "no such file or folder (use - for standard input, python-docs or shakespeare)"
         raise DataError(f"data is {data!r}: {rule}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
