@@ -176,11 +176,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Random mutants",
         "",
-        "`python -m tests.mutants` planted each of these one-token changes alone in a copy of the",
-        "project. A mutant is killed if a test fails. Equivalent mutants, and those that change",
-        "only speed, do not count: `tests/mutants/judged.py` has the judgement of each survivor.",
-        'Shares have their 95 % interval. "First" is the share before survivors of the same draw',
-        "became tests. After that, only a new draw says which share of all mutants is killed.",
+        "`python -m tests.mutants` plants one random one-token change at a time in a copy of the",
+        "project. A mutant is killed if a test fails. Equivalent mutants and mutants that change",
+        "only speed don't count: `tests/mutants/judged.py` records the verdict on each survivor.",
+        'Shares have 95 % intervals. "First" is the share before the survivors of a draw led to',
+        'new tests. "Now" is the share since then; only a new draw gives an unbiased estimate.',
         "",
     ]
     counted = [r for key, r in results.items() if JUDGED.get(key, ("hole", ""))[0] == "hole"]
@@ -198,7 +198,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             now = share(len(quick), len(rows))
             lines.append(f"| {group} | {len(rows)} | {first} | {now} | {also} |")
         lines.append("")
-    lines += ["| survivor of the default tests | change | slow tests | judgement |"]
+    lines += ["| survivor of the default tests | change | slow tests | verdict |"]
     lines += ["|---|---|---|---|"]
     for key, row in sorted(results.items(), key=lambda item: (item[1]["file"], item[0])):
         if row["default"]["killed"]:

@@ -175,23 +175,23 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
     lines = [
         "# Planted bugs",
         "",
-        "`python -m tests.planted_bugs --write tests/planted_bugs.md` planted each of these slips",
-        "alone, in a copy, and ran the tests beside it, none of them long:",
-        f"{seen} of {len(known)} were seen.",
+        "`python -m tests.planted_bugs --write tests/planted_bugs.md` plants one bug at a time in a",
+        "copy of the project and runs the tests of its folder, without the long ones.",
+        f"The tests caught {seen} of {len(known)} bugs.",
     ]
     if len(known) < len(SLIPS):
         lines += [
-            f"The other {len(SLIPS) - len(known)} were not run since their code or tests changed:",
-            "their rows say what saw them before.",
+            f"The other {len(SLIPS) - len(known)} have not run since their code or tests changed;",
+            "their rows show the earlier result.",
         ]
-    lines += ["", "| file | planted | seen by | seconds |", "|---|---|---|---|"]
+    lines += ["", "| file | bug | caught by | seconds |", "|---|---|---|---|"]
     for slip in sorted(SLIPS, key=lambda slip: slip.file):
         result = results.get(slip.name)
         if result is None:
-            test, seconds = said.get(slip.name, ""), "not run anew"
+            test, seconds = said.get(slip.name, ""), "not rerun"
         else:
             found = result["seen"]
-            test = "nobody" if found is None else f"`{found.removeprefix('tests/')}`"
+            test = "no test" if found is None else f"`{found.removeprefix('tests/')}`"
             seconds = f"{result['seconds']:.0f}"
         lines.append(f"| `{slip.file}` | {slip.name} | {test} | {seconds} |")
     return "\n".join(lines) + "\n"
