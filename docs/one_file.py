@@ -1,7 +1,7 @@
 """A decoder-only transformer, GPT-2 or Llama, in one file of plain JAX.
 
-It reads from top to bottom: config, parameters, cache, the parts of a block, the model, and how it
-writes text. Every function is pure, arithmetic is in float32, and these letters give the shapes:
+Read it from top to bottom: config, parameters, cache, the parts of a block, the model, generation.
+Every function is pure, arithmetic is in float32, and these letters give the shapes:
 
     B  batch             N  query heads            D  width of the model
     T  tokens read now   K  key and value heads    F  hidden width of the feed-forward
@@ -18,7 +18,7 @@ from einops import rearrange
 from jax import Array
 
 
-@dataclass(frozen=True)  # hashable, so jax.jit takes it as a static argument
+@dataclass(frozen=True)  # hashable, so it can be a static argument of jax.jit
 class Config:  # the defaults are the smallest GPT-2 (Radford et al. 2019)
     vocab_size: int = 50257  # V
     d_model: int = 768  # D
@@ -27,19 +27,19 @@ class Config:  # the defaults are the smallest GPT-2 (Radford et al. 2019)
     num_kv_heads: int = 12  # K; fewer than N: G query heads share one (Ainslie et al. 2023)
     d_ff: int = 3072  # F
     max_len: int = 1024  # tokens of the longest text
-    rope_base: float | None = None  # of rotary positions (Su et al. 2021); None: learned vectors
+    rope_base: float | None = None  # rotary positions (Su et al. 2021); None: learned vectors
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
-    swiglu: bool = False  # a gated feed-forward (Shazeer 2020)
+    swiglu: bool = False  # gated feed-forward (Shazeer 2020)
     use_bias: bool = True
-    tie_embeddings: bool = True  # the table of embeddings is the output matrix too
+    tie_embeddings: bool = True  # the embedding table is also the output matrix
 
 
 def init_params(config: Config, key: Array) -> dict:
     """Draw tables and kernels from N(0, 0.02^2); scales are 1 and biases 0."""
     D, F, V, L = config.d_model, config.d_ff, config.vocab_size, config.num_layers
     N, K, H = config.num_heads, config.num_kv_heads, config.d_model // config.num_heads
-    keys = iter(jax.random.split(key, 3 + 7 * L))  # of 3 tables, and 7 kernels in each block
+    keys = iter(jax.random.split(key, 3 + 7 * L))  # 3 tables, and 7 kernels per block
 
     def table(*shape: int) -> Array:
         return 0.02 * jax.random.normal(next(keys), shape)
@@ -68,9 +68,9 @@ def init_params(config: Config, key: Array) -> dict:
     return {"embed": embed, "decoder": decoder}
 
 
-class Cache(NamedTuple):  # of the tokens read so far: slot s holds the token at position s
+class Cache(NamedTuple):  # the tokens so far: slot s contains the token at position s
     layers: tuple[tuple[Array, Array], ...]  # keys and values of each block, [B, S, K, H] both
-    length: Array  # i32[]: slots that are filled
+    length: Array  # i32[]: filled slots
 
 
 def init_cache(config: Config, batch: int, capacity: int) -> Cache:
@@ -80,13 +80,13 @@ def init_cache(config: Config, batch: int, capacity: int) -> Cache:
 
 
 def linear(params: dict, equation: str, x: Array) -> Array:
-    """Return x W (+ b); "BTD,DNH->BTNH" takes x from width D to N heads of width H."""
+    """Return x W (+ b); "BTD,DNH->BTNH" maps x from width D to N heads of width H."""
     y = jnp.einsum(equation, x, params["kernel"])
     return y + params["bias"][None, None] if "bias" in params else y
 
 
 def norm(params: dict, config: Config, x: Array) -> Array:  # [B, T, D] -> [B, T, D]
-    """Return (x - mean) / sqrt(var + eps) * scale (+ bias); RMSNorm takes the mean to be 0."""
+    """Return (x - mean) / sqrt(var + eps) * scale (+ bias); RMSNorm has mean 0."""
     if config.norm == "layernorm":
         x = x - x.mean(axis=-1, keepdims=True)
     x = x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + config.norm_eps)
@@ -95,7 +95,7 @@ def norm(params: dict, config: Config, x: Array) -> Array:  # [B, T, D] -> [B, T
 
 
 def rope(x: Array, positions: Array, base: float) -> Array:  # [B, T, N, H], i32[T]
-    """Turn pair i of a head, (x_i, x_{i + H/2}), by position * base^(-2i/H) radians."""
+    """Rotate pair i of a head, (x_i, x_{i + H/2}), by position * base^(-2i/H) radians."""
     i = jnp.arange(x.shape[-1] // 2)  # [H/2]
     angles = jnp.outer(positions, base ** (-i / len(i)))[None, :, None]  # [1, T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -110,11 +110,11 @@ def attention(
     q = linear(params["query"], "BTD,DNH->BTNH", x)
     k = linear(params["key"], "BTD,DKH->BTKH", x)
     v = linear(params["value"], "BTD,DKH->BTKH", x)
-    if config.rope_base is not None:  # before they are cached: a key stays where it stands
+    if config.rope_base is not None:  # before caching: a key keeps its position
         q, k = rope(q, positions, config.rope_base), rope(k, positions, config.rope_base)
     keys, values = cached
     keys, values = keys.at[:, positions].set(k), values.at[:, positions].set(v)
-    # Causal: a query sees its own slot and those before; later ones hold later tokens, or none yet.
+    # Causal: a query sees its own slot and earlier ones. Later slots have later tokens or none.
     visible = jnp.arange(keys.shape[1])[None] <= positions[:, None]  # bool[T, S]
     q = rearrange(q, "B T (K G) H -> B T K G H", K=config.num_kv_heads)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, keys) * q.shape[-1] ** -0.5  # variance 1
@@ -130,18 +130,18 @@ def feed_forward(params: dict, config: Config, x: Array) -> Array:  # [B, T, D] 
     if config.swiglu:
         hidden = jax.nn.silu(linear(params["gate"], "BTD,DF->BTF", x)) * hidden
     else:
-        hidden = jax.nn.gelu(hidden)  # by tanh, as GPT-2 has it
+        hidden = jax.nn.gelu(hidden)  # the tanh form, as in GPT-2
     return linear(params["down"], "BTF,FD->BTD", hidden)
 
 
 def forward(
     params: dict, config: Config, tokens: Array, cache: Cache | None = None
 ) -> tuple[Array, Cache]:  # i32[B, T] -> [B, T, V]
-    """Return the logits of each next token, and the cache with these tokens in it."""
+    """Return the logits of each next token and the cache extended by these tokens."""
     if cache is None:  # a whole text is one step of T tokens into an empty cache of T slots
         cache = init_cache(config, *tokens.shape)
     positions = cache.length + jnp.arange(tokens.shape[1])  # i32[T]
-    # NaN where a table has no such row, or the cache no such slot; table[id] would take its last.
+    # NaN if there is no such row or slot; plain table[id] would return the last row.
     x = jnp.take(params["embed"]["tokens"], tokens, axis=0).astype(jnp.float32)  # [B, T, D]
     x = jnp.where((positions < cache.layers[0][0].shape[1])[None, :, None], x, jnp.nan)
     if config.rope_base is None:
@@ -162,7 +162,7 @@ def forward(
 
 def sample(key: Array, logits: Array, temperature: float, top_k: int | None) -> Array:
     """Draw from softmax(logits / temperature) over the k best: [B, V] -> i32[B]."""
-    if temperature == 0:  # the limit: the best has all of the probability
+    if temperature == 0:  # in the limit, the best token has probability 1
         return logits.argmax(axis=-1)
     if top_k is not None:
         worst = jax.lax.top_k(logits, top_k)[0][:, -1:]  # [B, 1]: the k-th best
@@ -181,7 +181,7 @@ def generate(
     logits, cache = forward(params, config, prompt, init_cache(config, len(prompt), length))
 
     def step(carry: tuple[Array, Cache], key: Array) -> tuple[tuple[Array, Cache], Array]:
-        logits, cache = carry  # of the last token, [B, V]
+        logits, cache = carry  # last token, [B, V]
         token = sample(key, logits, temperature, top_k)
         logits, cache = forward(params, config, token[:, None], cache)
         return (logits[:, -1], cache), token
@@ -190,7 +190,7 @@ def generate(
     return tokens.T
 
 
-if __name__ == "__main__":  # greedy: a text written through the cache, and read all at once
+if __name__ == "__main__":  # greedy: generate through the cache, then read at once
     config = Config(vocab_size=97, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=64,
                     tie_embeddings=False)  # fmt: skip
     params = init_params(config, jax.random.key(0))

@@ -175,8 +175,8 @@ def table(results: dict[str, dict[str, Any]], earlier: str) -> str:
     lines = [
         "# Planted bugs",
         "",
-        "`python -m tests.planted_bugs --write tests/planted_bugs.md` plants one bug at a time in a",
-        "copy of the project and runs the tests of its folder, without the long ones.",
+        "`python -m tests.planted_bugs --write tests/planted_bugs.md` plants one bug at a time in",
+        "a copy of the project and runs the tests of its folder, without the long ones.",
         f"The tests caught {seen} of {len(known)} bugs.",
     ]
     if len(known) < len(SLIPS):
