@@ -1,4 +1,4 @@
-"""The shape of the whole: which file may import which, and what importing the library costs."""
+"""Architecture: which file may import which, and the cost of importing the library."""
 
 import ast
 import json
@@ -20,11 +20,11 @@ PACKAGE, KERNELS = ROOT / "transformer_jax", ROOT / "kernels"
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch", "tensorflow", "yaml"}
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 LIBRARY = [path for path in MODULES if "lectures" not in path.parts]
-"""Modules but for the lectures, which use the package as its users do."""
+"""All modules except the lectures, which use the package as its users do."""
 
 
 def imports(path: Path) -> set[str]:
-    """Return the dotted names of the modules that a file imports, other libraries included."""
+    """Return the dotted names of all modules that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def imports(path: Path) -> set[str]:
 
 
 def layers(container: str) -> list[set[str]]:
-    """Return the places of a contract of layers from the ground up."""
+    """Return the layers of a contract from bottom to top."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     (found,) = (c for c in tools["importlinter"]["contracts"] if c.get("containers") == [container])
     return [set(names.split(" | ")) for names in found["layers"][::-1]]
@@ -45,7 +45,7 @@ def floors() -> list[set[str]]:
     return layers("transformer_jax")[:-1]  # the last is __main__
 
 
-def test_the_drawing_and_the_table_of_the_architecture_page_have_the_floors_of_the_contract():
+def test_architecture_page_matches_layer_contract():
     page = (ROOT / "docs" / "architecture.md").read_text()
     drawing = page.split("```")[1].replace("imports", "")
     rows = re.split(r"^ +(\d+) ", drawing, flags=re.M)[1:]
@@ -60,7 +60,7 @@ def test_the_drawing_and_the_table_of_the_architecture_page_have_the_floors_of_t
 
 
 def test_every_package_is_installed():
-    """Packages are listed one by one, those of `kernels/` as they are seen in the package."""
+    """Packages are listed individually, those of `kernels/` under their name in the package."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     names = {
         ".".join((name, *path.parent.relative_to(folder).parts))
@@ -70,18 +70,19 @@ def test_every_package_is_installed():
     assert sorted(listed) == sorted(names)
 
 
-def test_the_ground_floor_imports_nothing_of_the_package():
+def test_bottom_layer_imports_nothing_from_package():
     modules = [PACKAGE / f"{name}.py" for name in floors()[0] - {"kernels"}]
     kernels = list(KERNELS.rglob("*.py"))
     assert kernels
     for path in modules + kernels:
         others = {"jax", "jaxlib", "numpy"} | ({"flax"} if path in modules else set())
         for name in imports(path):
-            own = path in kernels and name.startswith("transformer_jax.kernels")
-            assert own or name.split(".")[0] in others | sys.stdlib_module_names, f"{path}: {name}"
+            allowed = path in kernels and name.startswith("transformer_jax.kernels")
+            allowed |= name.split(".")[0] in others | sys.stdlib_module_names
+            assert allowed, f"{path}: {name}"
 
 
-def test_the_drawing_of_the_backends_of_kernels_has_the_floors_of_their_contract():
+def test_kernels_drawing_matches_layer_contract():
     page = (ROOT / "docs" / "architecture.md").read_text()
     drawing = page.split("Inside `kernels`")[1].split("```")[1].replace("imports", "")
     drawn = [set(re.findall(r"\w+", line)) for line in drawing.strip().splitlines()]
@@ -89,15 +90,15 @@ def test_the_drawing_of_the_backends_of_kernels_has_the_floors_of_their_contract
     assert set.union(*drawn) == {path.parent.name for path in KERNELS.glob("*/__init__.py")}
 
 
-def test_the_folder_of_kernels_is_seen_inside_the_package():
-    """Editors, mypy and import-linter follow the link; so does what is installed."""
+def test_kernels_folder_is_linked_into_package():
+    """Editors, mypy and import-linter follow the link; the installed package has the folder."""
     assert (PACKAGE / "kernels").is_symlink() and (PACKAGE / "kernels").samefile(KERNELS)
 
 
 @pytest.mark.slow
-def test_an_implementation_of_attention_is_one_file_and_one_entry():
-    """Nothing but the entry writes its name, and nothing outside its folder imports its class."""
-    names = set(api.IMPLEMENTATIONS) - {"xla"}  # the reference, which derivatives fall back on
+def test_attention_implementation_is_one_file_and_one_entry():
+    """Only the entry contains its name, and nothing outside its folder imports its class."""
+    names = set(api.IMPLEMENTATIONS) - {"xla"}  # the reference, the fallback of derivatives
     classes = {type(api.IMPLEMENTATIONS[name]) for name in names}
     entries = PACKAGE / "attention" / "api.py"
     for path in {*LIBRARY, *KERNELS.rglob("*.py")} - {entries}:
@@ -111,7 +112,7 @@ def test_an_implementation_of_attention_is_one_file_and_one_entry():
 
 
 @pytest.mark.slow
-def test_no_module_imports_the_package_as_a_whole():
+def test_no_module_imports_the_top_level_package():
     for path in LIBRARY:
         tree = ast.parse(path.read_text())
         assert "transformer_jax" not in {
@@ -123,13 +124,13 @@ def test_no_module_imports_the_package_as_a_whole():
                 assert {alias.name for alias in node.names} <= places, f"{path}:{node.lineno}"
 
 
-def test_config_needs_the_standard_library_only():
+def test_config_imports_only_the_standard_library():
     for path in (PACKAGE / "config").glob("*.py"):
         for name in imports(path):
-            own = name.startswith(
+            allowed = name.startswith(
                 ("transformer_jax.config", "transformer_jax.values", "transformer_jax.lectures")
             )
-            assert own or name.split(".")[0] in sys.stdlib_module_names, (
+            assert allowed or name.split(".")[0] in sys.stdlib_module_names, (
                 f"{path.name} imports {name}"
             )
 
@@ -140,7 +141,7 @@ def test_config_needs_the_standard_library_only():
 @pytest.mark.parametrize(
     "path", [*MODULES, ROOT / "train.py"], ids=lambda p: ".".join(p.parts[-2:])[:-3]
 )
-def test_nothing_unpickles_or_evaluates(path):
+def test_no_module_unpickles_or_evaluates(path):
     assert not {name.split(".")[0] for name in imports(path)} & FORBIDDEN
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -159,7 +160,7 @@ heavy = ["optax", "grain", "orbax.checkpoint", "tyro", "tokenizers", "matplotlib
 print(json.dumps({"backends": len(xla_bridge._backends), "public": len(transformer_jax.__all__),
                   "new": [m for m in heavy if m in sys.modules and m not in flax]}))
 """
-    # flax imports some of these itself; what we add to that is ours.
+    # flax imports some of these itself, so test only what this package adds
     code = "import flax.linen, sys\nflax = set(sys.modules)\n" + code
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
@@ -170,8 +171,8 @@ print(json.dumps({"backends": len(xla_bridge._backends), "public": len(transform
     assert 20 < seen["public"] <= 90
 
 
-def test_the_first_docstring_lists_the_public_names_and_others_are_found_in_their_module():
-    table = transformer_jax.__doc__.split("models.lora`:\n")[1].split("\nTraining")[0]
+def test_package_docstring_lists_public_names():
+    table = transformer_jax.__doc__.split("models.lora`:\n")[1].split("\nThe modules")[0]
     listed = [line[19:] for line in table.splitlines()]
     names = [name for line in listed for name in re.findall(r"\w+", line)]
     assert sorted(names) == sorted(transformer_jax.__all__)
@@ -181,7 +182,7 @@ def test_the_first_docstring_lists_the_public_names_and_others_are_found_in_thei
         transformer_jax.merge_lora  # noqa: B018
 
 
-def test_modules_are_attributes_before_they_are_imported():
+def test_modules_are_imported_on_attribute_access():
     code = """
 import sys, transformer_jax as tj
 loaded = [f"transformer_jax.{name}" in sys.modules for name in ("inside", "pretrained", "server")]
@@ -195,6 +196,6 @@ print(any(loaded), {"inside", "masks"} <= set(dir(tj)), bool(tj.decoding.Slots a
     assert out.stdout == "False True True\n"
 
 
-def test_the_citation_has_the_version_of_the_package():
+def test_citation_has_package_version():
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited[1] == transformer_jax.__version__

@@ -1,4 +1,4 @@
-"""Each public name says in its docstring what it takes: help(), an editor and the site show it."""
+"""Docstrings of public names describe their arguments, for help(), editors and the website."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def functions():
     """Return public functions, methods, and calls of models, by name, with their docstrings.
 
-    What a method takes may be said by the method it overrides.
+    A method may inherit its documentation from the method that it overrides.
     """
     found = {name: (x, inspect.getdoc(x)) for name, x in PUBLIC.items() if inspect.isfunction(x)}
     for name, kind in CLASSES.items():
         for method, x in vars(kind).items():
-            own = inspect.unwrap(getattr(x, "__func__", x))
+            function = inspect.unwrap(getattr(x, "__func__", x))
             called = method == "__call__" and issubclass(kind, nn.Module)
-            if inspect.isfunction(own) and (called or not method.startswith("_")):
+            if inspect.isfunction(function) and (called or not method.startswith("_")):
                 said = [
                     getattr(base, method).__doc__ or ""
                     for base in kind.mro()
                     if hasattr(base, method)
                 ]
                 full = [inspect.cleandoc(one) for one in said if "Args:" in one]
-                found[f"{name}.{method}"] = own, (full or said)[0]
+                found[f"{name}.{method}"] = function, (full or said)[0]
     return found
 
 
@@ -68,28 +68,29 @@ def section(docstring, title):
 
 FUNCTIONS = functions()
 FLAX = "parent", "name"
-"""Fields that flax gives every module."""
+"""Fields that flax adds to every module."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_two_arguments_describes_each_of_them(name):
+def test_docstring_describes_every_argument(name):
     function, docstring = FUNCTIONS[name]
     taken = inspect.signature(function).parameters.values()
-    own = [x.name for x in taken if x.kind not in VARIADIC and x.name not in ("self", "cls")]
+    arguments = [x.name for x in taken if x.kind not in VARIADIC and x.name not in ("self", "cls")]
     described = section(docstring, "Args")
-    if len(own) > 1 or described:
-        assert described == own
+    if len(arguments) > 1 or described:
+        assert described == arguments
 
 
 @pytest.mark.parametrize(
     "name", [n for n, kind in CLASSES.items() if dataclasses.is_dataclass(kind)]
 )
-def test_a_value_describes_each_of_its_fields(name):
+def test_docstring_describes_every_field(name):
     kind = CLASSES[name]
     described = section(inspect.getdoc(kind), "Attributes")
-    own = kind.__annotations__  # inherited fields are described where they are declared
-    given = FLAX if issubclass(kind, nn.Module) else ()
-    fields = [x.name for x in dataclasses.fields(kind) if x.name in own and x.name not in given]
+    annotations = kind.__annotations__  # inherited fields are described where they are declared
+    excluded = FLAX if issubclass(kind, nn.Module) else ()
+    fields = [x.name for x in dataclasses.fields(kind) if x.name in annotations]
+    fields = [name for name in fields if name not in excluded]
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
     texts = {
         one.target.id

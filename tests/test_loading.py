@@ -1,4 +1,4 @@
-"""What is said of a model that is loaded, and the program of an exported one: nothing compiles."""
+"""Loading of text models, and the program of an exported decoder, without compilation."""
 
 from __future__ import annotations
 
@@ -21,34 +21,32 @@ from transformer_jax.tokenizers.trained import CharTokenizer
 CONFIG = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2)
 
 
-def test_a_model_in_another_dtype_computes_in_it():
+def test_model_with_parameters_in_another_dtype_computes_in_it():
     params = {"a": np.float32([1.5, 2**-20]), "count": np.int32([3])}
     model = TextModel(CONFIG, params, CharTokenizer("abc"), (9,))
     found = loading.with_parameters_in(model, "bfloat16")
     assert found.config == replace(CONFIG, dtype="bfloat16") and found.stop_ids == (9,)
     assert found.params["a"].dtype == jnp.bfloat16 and found.params["count"].dtype == jnp.int32
-    own = replace(model, config=RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3))
+    recurrent = replace(model, config=RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3))
     for call, message in (
-        (lambda: loading.with_parameters_in(own, "bfloat16"), "dtype is 'bfloat16'"),
-        (lambda: loading.with_weights_held(own, "int8"), "weights is 'int8'"),
+        (lambda: loading.with_parameters_in(recurrent, "bfloat16"), "dtype is 'bfloat16'"),
+        (lambda: loading.with_weights_held(recurrent, "int8"), "weights is 'int8'"),
     ):
-        with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig has float32 alone"):
+        with pytest.raises(ValueError, match=f"{message}: a RecurrentConfig supports only float32"):
             call()
 
 
-def test_weights_are_held_in_fewer_bits_with_the_embeddings(monkeypatch):
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        loading, "quantize", lambda *given, **options: asked.append((given, options))
-    )
+def test_quantized_weights_include_embeddings(monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(loading, "quantize", lambda *args, **options: calls.append((args, options)))
     loading.with_weights_held(TextModel(CONFIG, {"a": 1}, CharTokenizer("abc")), "int4")
-    assert asked == [(({"a": 1}, "int4"), {"embeddings": True})]
+    assert calls == [(({"a": 1}, "int4"), {"embeddings": True})]
 
 
-def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_path):
+def test_adapter_run_finds_its_base_model(monkeypatch, tmp_path):
     run = TrainConfig(model=CONFIG)
     assert loading._begun_from(run, None) is run
-    with pytest.raises(ValueError, match="init_from is 'm': the run holds all of its parameters"):
+    with pytest.raises(ValueError, match="init_from is 'm': the run has no adapters"):
         loading._begun_from(run, "m")
     tuned = replace(run, lora=LoraConfig(), init_from="old", tokenizer="pretrained")
     assert loading._begun_from(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
@@ -59,13 +57,13 @@ def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_p
         return str(error.value)
 
     assert lost(str(tmp_path)) == lost(None) == "no model"
-    assert lost(str(tmp_path / "gone")).startswith("run 'run' began from '")
-    assert lost(str(tmp_path / "gone")).endswith("`init_from=FOLDER` says where it is now")
+    assert lost(str(tmp_path / "gone")).startswith("run 'run' started from '")
+    assert lost(str(tmp_path / "gone")).endswith("if it has moved, pass init_from=FOLDER")
 
     stacks = dict(block_0={"w": np.ones(3)}, out=7), dict(blocks={"w": np.ones((1, 3))}, out=7)
     loaded = SimpleNamespace(params=stacks[0])
     monkeypatch.setattr(loading, "load_run", lambda path: loaded)
-    monkeypatch.setattr(loading, "load_pretrained", lambda path, **given: (path, given))
+    monkeypatch.setattr(loading, "load_pretrained", lambda path, **options: (path, options))
     expected = {"dtype": "float32", "scan_layers": True}
     assert loading.base_params(str(tmp_path), True) == expected
     assert not loading.is_run(str(tmp_path))
@@ -77,16 +75,16 @@ def test_a_run_of_adapters_finds_the_model_that_it_began_from(monkeypatch, tmp_p
             jax.tree.map(np.testing.assert_array_equal, found, stacks[scanned])
     monkeypatch.setattr(loading, "sha256_of", lambda params: "1" * 64)
     loading.check_base("m", {}, {"base_sha256": "1" * 64})
-    message = "m: parameters have sha256 1{16}: the run began with 2{16}, so this is another model"
+    message = "m: parameters have sha256 1{16}: the run started from 2{16}, so this is a different"
     with pytest.raises(CheckpointError, match=message):
         loading.check_base("m", {}, {"base_sha256": "2" * 64})
 
 
-def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_path):
-    asked: list[Any] = []
+def test_export_program_prints_ids_or_text(monkeypatch, capsys, tmp_path):
+    calls: list[Any] = []
 
     def decode(folder, prompts, count):
-        asked.append((folder, prompts, count))
+        calls.append((folder, prompts, count))
         return [[*prompt, 7] for prompt in prompts]
 
     def run(*arguments: str) -> list[str]:
@@ -99,12 +97,12 @@ def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_p
     about = {"context": 70, "first": [1]}
     monkeypatch.setattr(decode_exported, "read_about", lambda folder: about)
     assert run("12,5 , 9", " 3 ") == ["12,5,9,7", "3,7"]
-    assert asked.pop() == (tmp_path, [[12, 5, 9], [3]], 64)
+    assert calls.pop() == (tmp_path, [[12, 5, 9], [3]], 64)
     about["context"] = 11
     run("1,2,3")
     run("1,2", "--num-tokens", "5")
     run(",".join("1" * 12))
-    assert [count for _, _, count in asked] == [11 - 3 + 1, 5, 1]
+    assert [count for _, _, count in calls] == [11 - 3 + 1, 5, 1]
     for wrong in ("a", "1,", "1 2", "-1", ""):
         with pytest.raises(ValueError, match="must be token ids, such as 12,5,9: the folder has"):
             decode_exported._ids(wrong)
@@ -116,23 +114,23 @@ def test_the_program_of_an_export_prints_ids_or_texts(monkeypatch, capsys, tmp_p
         decode=lambda ids: "".join(chr(i + 97) for i in ids),
     )
     monkeypatch.setattr(decode_exported, "_read", lambda file, read: letters)
-    assert run("cd") == ["bcdh"] and asked[-1][1] == [[1, 2, 3]]
+    assert run("cd") == ["bcdh"] and calls[-1][1] == [[1, 2, 3]]
 
 
-def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
-    """A part that the run trained whole keeps its place, and the base gives none of it."""
+def test_adapters_are_merged_with_their_base_model(monkeypatch):
+    """Parts that the run trained without adapters are not taken from the base model."""
     monkeypatch.setattr(
         loading, "init_params", lambda config, key: {"a": jnp.ones(2), "b": jnp.ones(3)}
     )
     base = {"a": np.float32([5, 6]), "b": np.float32([7, 8, 9])}
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def base_params(init_from, scanned):
-        asked.append((init_from, scanned))
+        calls.append((init_from, scanned))
         return base
 
     monkeypatch.setattr(loading, "base_params", base_params)
-    monkeypatch.setattr(loading, "check_base", lambda *given: asked.append(given))
+    monkeypatch.setattr(loading, "check_base", lambda *args: calls.append(args))
     config = SimpleNamespace(
         init_from="m", model=replace(CONFIG, scan_layers=True), trained_whole=("b",)
     )
@@ -141,4 +139,4 @@ def test_adapters_are_merged_with_the_model_that_they_are_of(monkeypatch):
         "a": [5, 6],
         "b": [0] * 3,
     }
-    assert asked == [("m", True), ("m", base, {"base_sha256": "x"})]
+    assert calls == [("m", True), ("m", base, {"base_sha256": "x"})]

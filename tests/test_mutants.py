@@ -1,4 +1,4 @@
-"""The changes of `python -m tests.mutants` are those that it names, and their names are stable."""
+"""Mutations of `python -m tests.mutants` and the stability of their keys."""
 
 import pytest
 
@@ -25,7 +25,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("old", CHANGES)
-def test_changes_of_an_expression_are_those_of_its_kind(old, tmp_path):
+def test_mutations_of_each_kind_of_expression(old, tmp_path):
     (tmp_path / "x.py").write_text(
         f"def g(a: int, b: 'c < d' = a):\n    return (  # é\n        {old})\n"
     )
@@ -39,7 +39,7 @@ def test_changes_of_an_expression_are_those_of_its_kind(old, tmp_path):
         assert (mutant.where, mutant.line) == ("g", 3)
 
 
-def test_names_of_mutants_do_not_depend_on_other_functions(tmp_path):
+def test_mutant_keys_do_not_depend_on_other_functions(tmp_path):
     texts = (
         "def f(a):\n    return a + 1\n",
         "import os\n\n\ndef f(a):\n    return a + 1\n\n\nb = f(2) < 3\n",

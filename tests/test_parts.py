@@ -1,4 +1,4 @@
-"""`--part` of the tests: a run of CI takes one part of those that are slow, and all others."""
+"""`--part` of the tests: a CI run takes one part of the slow tests, and all other tests."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Item:
         return self if self.slow and name == "slow" else None
 
 
-def test_each_slow_test_is_in_one_part_and_each_quick_one_in_all():
+def test_slow_tests_are_in_one_part_and_quick_tests_in_all():
     tests = [Item(f"tests/test_a.py::test_b[{i}]", slow=i % 4 != 0) for i in range(400)]
     taken = Counter()
     for which in (1, 2, 3):
@@ -39,6 +39,6 @@ def test_each_slow_test_is_in_one_part_and_each_quick_one_in_all():
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/3", "1/3/3", ""])
-def test_what_is_no_part_is_refused(text):
+def test_invalid_part_is_refused(text):
     with pytest.raises(Exception, match=f"part is '{text}': must be I/N with I from 1 to N"):
         conftest.part(text)

@@ -1,8 +1,8 @@
-"""A call gives the result of what foreign code reads now, not of what it read before.
+"""Calls with foreign code use the values that the code reads now, not those of earlier calls.
 
-The right values are those of a definition: an average of the values that a mask shows, or the
-token that a step, a processor or a sampler written here chooses. Where a model is intercepted, they
-are those of a new function of its own `jax.jit`, which JAX has not traced before.
+The expected values follow from definitions: the average of the visible values, or the token that a
+custom step, processor or sampler chooses. For an intercepted model they are those of a new function
+under its own `jax.jit`, which JAX has not traced before.
 """
 
 import functools
@@ -32,7 +32,7 @@ WORDS = 7
 
 
 class Settable:
-    """Hold a number where a function may read one, and change it there."""
+    """Places from which a function may read a number, each with a way to change it."""
 
     @staticmethod
     def global_name():
@@ -95,8 +95,8 @@ class Settable:
 
     @staticmethod
     def partial():
-        held = {"n": 1}
-        return functools.partial(dict.get, held, "n"), lambda n: held.update(n=n)
+        table = {"n": 1}
+        return functools.partial(dict.get, table, "n"), lambda n: table.update(n=n)
 
 
 KINDS = [name for name in vars(Settable) if not name.startswith("__")]
@@ -110,7 +110,7 @@ def number(request):
 
 @dataclass(frozen=True)
 class StepOf:
-    """Choose the token that a function gives."""
+    """A step that chooses the token that a function returns."""
 
     read: object
 
@@ -119,7 +119,7 @@ class StepOf:
 
 
 def changed(number, call):
-    """Return what a call gives before and after the number it reads goes from 1 to 5."""
+    """Return the results of a call before and after its number changes from 1 to 5."""
     first = call()
     number.put(5)
     return [np.asarray(first).ravel()[0], np.asarray(call()).ravel()[0]]
@@ -137,7 +137,7 @@ def state():
 
 
 @pytest.mark.slow
-def test_a_predicate_is_read_anew(number, implementation="xla"):
+def test_predicate_is_reread(number, implementation="xla"):
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
     mask = tj.Predicate(lambda q, k: k < number.read() + 1)
     found = changed(
@@ -149,15 +149,15 @@ def test_a_predicate_is_read_anew(number, implementation="xla"):
 
 @pytest.mark.slow_except("native")
 @pytest.mark.parametrize("implementation", ["blockwise", "native"])
-def test_a_predicate_is_read_anew_by_each_implementation(implementation):
+def test_each_implementation_rereads_predicate(implementation):
     if implementation == "native" and isinstance(cpu.library(), str):
         pytest.skip(cpu.library())
     read, put = Settable.closure()
-    test_a_predicate_is_read_anew(SimpleNamespace(read=read, put=put), implementation)
+    test_predicate_is_reread(SimpleNamespace(read=read, put=put), implementation)
 
 
 @pytest.mark.slow
-def test_own_masks_biases_and_gradients_are_read_anew():
+def test_custom_masks_biases_and_gradients_are_reread():
     read, put = Settable.closure()
     number = SimpleNamespace(read=read, put=put)
 
@@ -175,7 +175,7 @@ def test_own_masks_biases_and_gradients_are_read_anew():
             return jnp.where(far, -1e9, 0.0)
 
     q, v = jnp.ones((1, 6, 1, 2)), jnp.arange(6.0)[None, :, None, None]
-    attend = lambda v, **given: tj.dot_product_attention(q, q, v, **given)  # noqa: E731
+    attend = lambda v, **options: tj.dot_product_attention(q, q, v, **options)  # noqa: E731
     gradient = jax.grad(lambda v: attend(v, mask=Below()).sum())
     calls = [
         lambda: attend(v, mask=Below()),
@@ -190,27 +190,29 @@ def test_own_masks_biases_and_gradients_are_read_anew():
 
 
 WAYS = {
-    "generate": lambda step, **own: tj.generate(step, (), PROMPT, state(), num_tokens=2, **own),
-    "stream": lambda step, **own: list(
-        tj.stream(step, (), PROMPT, state(), num_tokens=2, **own)
+    "generate": lambda step, **options: tj.generate(
+        step, (), PROMPT, state(), num_tokens=2, **options
+    ),
+    "stream": lambda step, **options: list(
+        tj.stream(step, (), PROMPT, state(), num_tokens=2, **options)
     )[-1],
-    "beams": lambda step, **own: tj.beam_search(
-        step, (), PROMPT, state(), num_tokens=2, num_beams=2, **own
+    "beams": lambda step, **options: tj.beam_search(
+        step, (), PROMPT, state(), num_tokens=2, num_beams=2, **options
     ),
-    "speculation": lambda step, **own: tj.speculate(
-        step, (), PROMPT, state(), proposer=tj.PromptLookup(), num_tokens=2, num_draft=1, **own
+    "speculation": lambda step, **options: tj.speculate(
+        step, (), PROMPT, state(), proposer=tj.PromptLookup(), num_tokens=2, num_draft=1, **options
     ),
-    "slots": lambda step, **own: next(
+    "slots": lambda step, **options: next(
         tj.serve_requests(
             step, (), [tj.Request([3, 2], 2, key=jax.random.key(0))], state(),
-            slots=1, capacity=8, **own,
+            slots=1, capacity=8, **options,
         )
     ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_step_is_read_anew(number, way="generate"):
+def test_step_is_reread(number, way="generate"):
     step = StepOf(number.read)
     found = changed(number, lambda: getattr(out := WAYS[way](step), "tokens", out))
     assert found == [1, 5]
@@ -219,19 +221,19 @@ def test_a_step_is_read_anew(number, way="generate"):
 @pytest.mark.slow
 @pytest.mark.long_except("stream")
 @pytest.mark.parametrize("way", ["stream", "beams", "slots", "speculation"])
-def test_a_step_is_read_anew_in_each_way(way):
+def test_each_decoder_rereads_step(way):
     read, put = Settable.closure()
-    test_a_step_is_read_anew(SimpleNamespace(read=read, put=put), way)
+    test_step_is_reread(SimpleNamespace(read=read, put=put), way)
 
 
 @dataclass(frozen=True)
 class Favour:
-    """Leave the token that a function gives; of logits with a history or without."""
+    """A processor, with or without a history, that keeps only the token that a function returns."""
 
     read: object
 
-    def __call__(self, *given):
-        *_, logits = given
+    def __call__(self, *inputs):
+        *_, logits = inputs
         return jnp.where(jnp.arange(WORDS) == self.read(), logits, -jnp.inf)
 
 
@@ -240,22 +242,22 @@ class Favour:
 @pytest.mark.parametrize(
     ("way", "kind"), [("generate", "processor"), ("stream", "history"), ("slots", "sampler")]
 )
-def test_processors_and_samplers_are_read_anew(way, kind):
+def test_processors_and_samplers_are_reread(way, kind):
     read, put = Settable.closure()
-    own = {
+    options = {
         "processor": dict(sampler=tj.Sample(Favour(read))),
         "history": dict(processors=(Favour(read),)),
         "sampler": dict(sampler=lambda key, x: jnp.full(x.shape[:-1], read())),
     }[kind]
     if way != "slots":
-        own["key"] = jax.random.key(0)
+        options["key"] = jax.random.key(0)
     found = changed(
-        SimpleNamespace(put=put), lambda: getattr(out := WAYS[way](plain, **own), "tokens", out)
+        SimpleNamespace(put=put), lambda: getattr(out := WAYS[way](plain, **options), "tokens", out)
     )
     assert found == [1, 5]
 
 
-def test_the_shape_of_a_step_is_read_anew():
+def test_shape_of_step_is_reread():
     read, put = Settable.closure()
 
     def step(params, tokens, state, *, valid=None):
@@ -270,7 +272,7 @@ CONFIG = tj.ModelConfig(vocab_size=13, d_model=8, num_heads=2, num_layers=1, max
 
 
 def shift(next_fun, args, kwargs, context):
-    """Add a vector after the first block."""
+    """Add a vector to the output of the first block."""
     out = next_fun(*args, **kwargs)
     if context.method_name == "__call__" and context.module.path[-1:] == ("block_0",):
         return out[0] + 3 * jnp.arange(8.0)[None, None], *out[1:]
@@ -280,7 +282,7 @@ def shift(next_fun, args, kwargs, context):
 @pytest.mark.slow
 @pytest.mark.long_except("True")
 @pytest.mark.parametrize("steered_first", [False, True])
-def test_an_interceptor_holds_where_it_stands(steered_first):
+def test_interceptor_applies_exactly_within_its_context(steered_first):
     params = tj.init_params(CONFIG, jax.random.key(1))
     step = tj.make_step(tj.build(CONFIG))
     cache = lambda: tj.init_cache(CONFIG, 1, 16)  # noqa: E731
@@ -288,7 +290,7 @@ def test_an_interceptor_holds_where_it_stands(steered_first):
     def log_prob():
         return float(tj.generate(step, params, PROMPT, cache(), num_tokens=1).log_probs[0, 0])
 
-    def right():  # a new function: JAX has no trace of it
+    def right():  # a new function, without a cached trace
         logits = jax.jit(lambda: step(params, PROMPT, cache())[0])()[0, -1]
         return float(jax.nn.log_softmax(logits).max())
 
@@ -301,7 +303,7 @@ def test_an_interceptor_holds_where_it_stands(steered_first):
 
 
 @pytest.mark.slow
-def test_initial_parameters_of_an_interceptor():
+def test_interceptor_may_add_initial_parameters():
     def with_more(next_fun, args, kwargs, context):
         out = next_fun(*args, **kwargs)
         if context.method_name == "setup" and context.module.path == ():
@@ -317,7 +319,7 @@ def test_initial_parameters_of_an_interceptor():
 
 
 @pytest.mark.slow
-def test_a_method_of_our_models_that_was_replaced(monkeypatch):
+def test_replaced_model_method_is_used(monkeypatch):
     params = tj.init_params(CONFIG, jax.random.key(1))
     step = tj.make_step(tj.build(CONFIG))
 
@@ -334,7 +336,7 @@ def test_a_method_of_our_models_that_was_replaced(monkeypatch):
         )
         assert abs(gen() - before) > 1e-3
     assert gen() == before
-    with monkeypatch.context() as patch:  # an inherited method, which is deleted again
+    with monkeypatch.context() as patch:  # an inherited method, which is removed again
         patch.setattr(tj.build(CONFIG).__class__, "apply", lambda self, *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             gen()
@@ -342,7 +344,7 @@ def test_a_method_of_our_models_that_was_replaced(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_implementation_of_ones_own_is_run_anew(monkeypatch):
+def test_custom_implementation_is_reread(monkeypatch):
     read, put = Settable.closure()
 
     class Mine(Xla):
@@ -358,29 +360,29 @@ def test_an_implementation_of_ones_own_is_run_anew(monkeypatch):
     assert (first, float(attend())) == (1.0, 5.0)
 
 
-def test_which_values_bring_foreign_code():
-    own = tj.make_step(tj.build(CONFIG))
+def test_brings_code_recognises_foreign_values():
+    step = tj.make_step(tj.build(CONFIG))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "a")
     ours = [
-        *(own, tj.build(CONFIG).apply, tj.Sample(tj.Temperature(0.5), tj.TopK(3)), len, mesh),
+        *(step, tj.build(CONFIG).apply, tj.Sample(tj.Temperature(0.5), tj.TopK(3)), len, mesh),
         *(tj.Causal() & ~tj.Window(3), tj.init_cache(CONFIG, 1, 16), jax.nn.silu, jax.nn.gelu),
         *(jnp.dtype("float32"), jnp.float32, functools.partial(jnp.dot, precision=None)),
     ]
-    held, array = {}, np.ones(3)
+    table, array = {}, np.ones(3)
     foreign = [
         tj.Sample(lambda x: x),
         tj.Causal() & tj.Predicate(lambda q, k: k < q),
-        functools.partial(own.__call__, lambda: 0),
+        functools.partial(step.__call__, lambda: 0),
         jax.jit(lambda x: x),
         *(jnp.frompyfunc(lambda q, k: k < q, 2, 1), np.vectorize(lambda q, k: k < q)),
-        *(held.get, array.__add__, functools.partial(held.get, "n")),
+        *(table.get, array.__add__, functools.partial(table.get, "n")),
     ]
     assert not disturbed() and not any(map(brings_code, ours))
     assert all(map(brings_code, foreign))
 
 
-def test_foreign_code_may_read_what_a_transformation_traces():
-    """Its arguments are known, and the closure alone is mapped or differentiated."""
+def test_foreign_code_may_read_traced_values():
+    """The arguments are known, and only the closure is mapped or differentiated."""
 
     @program(static=("function",))
     def call(function, x):
@@ -393,7 +395,7 @@ def test_foreign_code_may_read_what_a_transformation_traces():
 
 
 @pytest.mark.slow
-def test_programs_that_read_other_arguments_are_not_taken_for_each_other():
+def test_programs_that_read_different_arguments_are_distinct():
     def token_of_argument(number):
         def step(params, tokens, state, *, valid=None):
             return jax.nn.one_hot(jnp.full(tokens.shape, params[number]), WORDS), state
@@ -405,7 +407,7 @@ def test_programs_that_read_other_arguments_are_not_taken_for_each_other():
 
 
 @pytest.mark.slow
-def test_functions_on_the_host_are_the_ones_of_now():
+def test_host_callbacks_are_current():
     number = {"of": lambda _: np.int32(1)}
 
     def step(params, tokens, state, *, valid=None):
@@ -425,7 +427,7 @@ def test_functions_on_the_host_are_the_ones_of_now():
 
 
 @pytest.mark.slow
-def test_runs_of_other_settings_of_jax_have_other_programs():
+def test_runs_with_different_jax_settings_have_different_programs():
     of = TrainConfig(model=CONFIG, context=5), lambda batches: batches
     plain, again = (known_programs(*of, trace_context()) for _ in range(2))
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):

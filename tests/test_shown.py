@@ -1,4 +1,4 @@
-"""What is printed of a value: a few lines, shapes and never arrays."""
+"""Reprs of values: a few lines with shapes, never arrays."""
 
 import dataclasses
 import functools
@@ -166,7 +166,7 @@ MADE = {
     "WindowLM": lambda kind: kind(tj.WindowConfig(vocab_size=7)),
     "WordTokenizer": lambda kind: kind(tuple(f"w{i}" for i in range(9973))),
 }
-"""How instances are made of the public classes that need arguments; large where they can be."""
+"""Instances of the public classes that need arguments; large if possible."""
 
 OF_ARRAYS = {
     "Batch", "Circuits", "Dictionary", "DictionaryScores", "FeatureExamples",
@@ -181,7 +181,7 @@ def is_made_by(kind: type) -> Callable[[object], bool]:
 
 def modules() -> list[ModuleType]:
     names = [m.name for m in pkgutil.walk_packages(tj.__path__, "transformer_jax.")]
-    # what kernels are given and make is seen inside a trace alone
+    # arguments and results of kernels exist only inside a trace
     own = [n for n in names if not n.startswith("transformer_jax.kernels") and "__main__" not in n]
     return [tj, *map(importlib.import_module, own)]
 
@@ -198,20 +198,20 @@ def is_shown(kind: object) -> bool:
 def public_classes() -> list[type]:
     packages = [m for m in modules() if hasattr(m, "__path__") and m.__name__.count(".") < 2]
     found = [getattr(m, name) for m in packages for name in getattr(m, "__all__", ())]
-    without = {tj.Mask, OwnBlock, OwnPositions, OwnTask, Proposer, Step}  # what others inherit from
+    without = {tj.Mask, OwnBlock, OwnPositions, OwnTask, Proposer, Step}  # base classes
     return sorted({k for k in found if is_shown(k)} - without, key=lambda k: k.__name__)
 
 
-def test_an_editor_completes_every_public_name_and_no_other():
+def test_dir_lists_exactly_the_public_names():
     for module in (tj, training):
-        shown = {name for name in dir(module) if not name.startswith("_")}
-        modules = {name for name in shown if inspect.ismodule(getattr(module, name))}
-        assert shown - modules == set(module.__all__)
-        assert all(hasattr(module, name) for name in shown)
+        listed = {name for name in dir(module) if not name.startswith("_")}
+        modules = {name for name in listed if inspect.ismodule(getattr(module, name))}
+        assert listed - modules == set(module.__all__)
+        assert all(hasattr(module, name) for name in listed)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "hint"),
     [
         ("make_train_step", ": from transformer_jax.training import make_train_step"),
         ("fine_tuning", ": from transformer_jax.config import fine_tuning"),
@@ -220,21 +220,21 @@ def test_an_editor_completes_every_public_name_and_no_other():
         ("zzzz", ""),
     ],
 )
-def test_a_name_that_is_not_public_says_where_it_is_or_what_is_near(name, said):
+def test_unknown_name_suggests_module_or_nearest_name(name, hint):
     with pytest.raises(
-        AttributeError, match=f"^module 'transformer_jax' has no .* '{name}'{said}$"
+        AttributeError, match=f"^module 'transformer_jax' has no .* '{name}'{hint}$"
     ):
         getattr(tj, name)
 
 
-def test_every_public_class_has_an_instance_to_print():
+def test_every_public_class_has_a_printed_instance():
     for kind in public_classes():
         if kind.__name__ not in {*MADE, *OF_ARRAYS}:
-            inspect.signature(kind).bind()  # TypeError where an argument is missing
+            inspect.signature(kind).bind()  # TypeError if an argument is missing
 
 
 @pytest.mark.slow
-def test_no_public_class_prints_more_than_a_screen_or_an_array():
+def test_no_repr_exceeds_a_screen_or_prints_arrays():
     wrong = {}
     for kind in public_classes():
         name = kind.__name__
@@ -268,7 +268,7 @@ def test_no_class_with_arrays_has_a_generated_repr():
                 assert "transformer_jax" in file or "flax" in file, f"{kind}: {held}"
 
 
-def test_what_is_printed_is_shapes_and_what_differs():
+def test_repr_shows_shapes_and_non_default_fields():
     assert repr(CONFIG) == (
         "ModelConfig(vocab_size=23, d_model=8, num_layers=3, num_heads=2, max_len=17)"
     )
@@ -278,13 +278,13 @@ def test_what_is_printed_is_shapes_and_what_differs():
     assert repr(CharTokenizer("abc")) == "CharTokenizer(3 tokens)"
 
 
-def test_a_consumed_cache_says_so():
+def test_consumed_cache_repr_says_consumed():
     cache = tj.init_cache(CONFIG, 1, 17)
     jax.tree.leaves(cache)[0].delete()
     assert repr(cache) == "ModelCache(consumed)"
 
 
-def test_a_notebook_shows_lines_and_no_bar(monkeypatch):
+def test_notebook_shows_lines_instead_of_progress_bar(monkeypatch):
     assert isinstance(progress.progress_for_notebook(), progress.Silent)
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -292,7 +292,7 @@ def test_a_notebook_shows_lines_and_no_bar(monkeypatch):
     assert isinstance(progress.Bar(), progress.Lines)
 
 
-def test_messages_speak_python_and_those_of_commands_flags(tmp_path):
+def test_messages_use_python_names_and_commands_use_flags(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(tj.ConfigError) as caught:
         check_unused(tmp_path)

@@ -1,6 +1,6 @@
 """Transformers in JAX: one attention function, one algebra of masks, one immutable cache.
 
-The alphabet, everywhere in this library (it is that of `jax.nn`):
+The names of axes, everywhere in this library (as in `jax.nn`):
 
     B  batch             N  query heads          D  model dim
     T  query length      K  key/value heads      F  feed-forward dim
@@ -9,7 +9,7 @@ The alphabet, everywhere in this library (it is that of `jax.nn`):
 
 Query head n reads key/value head n // G. Arrays are [B, T, N, H]; masks are functions of positions.
 
-What is public by this name; the rest is imported from its module, such as `models.lora`:
+Public names; import the rest from its module, such as `models.lora`:
 
     Attention      dot_product_attention, dot_product_attention_weights, explain_attention
     Masks, biases  Mask, Causal, Window, Prefix, Segments, Padding, Dense, Predicate, Bias, ALiBi,
@@ -31,9 +31,9 @@ What is public by this name; the rest is imported from its module, such as `mode
     Files          load_pretrained, save_pretrained, load_tokenizer_folder, load_sentence_encoder,
                    load_lora, save_lora, export_decoder
 
-Training and other functions of arrays have more in their modules: `decoding`, `inside`, `masks`,
-`pretrained`, `server`, `tokenizers` and `training`, as in `tj.inside.zero`. `fit`, the functions
-that read and write runs and published models, and some of these modules are imported on first use.
+The modules `decoding`, `inside`, `masks`, `pretrained`, `server`, `tokenizers` and `training`
+contain more, as in `tj.inside.zero`. Some of these modules, `fit`, and the functions that read and
+write runs and published models are imported on first use.
 """
 
 import dataclasses
@@ -233,14 +233,15 @@ __all__ = [
 def _name_keywords() -> None:
     """Make public classes suggest the intended argument for an unknown keyword."""
     for kind in (value for value in list(globals().values()) if dataclasses.is_dataclass(value)):
-        own: Any = kind
-        if not issubclass(own, nn.Module) and not hasattr(own.__init__, "__wrapped__"):  # a config
-            own.__init__ = known_keywords(own.__init__, own.__name__)
+        cls: Any = kind
+        # configs are wrapped already
+        if not issubclass(cls, nn.Module) and not hasattr(cls.__init__, "__wrapped__"):
+            cls.__init__ = known_keywords(cls.__init__, cls.__name__)
 
 
 _name_keywords()
 
-# The lectures stand above every other folder: they are named here, and imported when needed.
+# `lectures` may import every other folder, so its classes are registered by name and imported later
 register(
     AnyModelConfig,
     **dict.fromkeys(("lstm", "gru", "rnn"), "transformer_jax.lectures.recurrent:RecurrentConfig"),
@@ -274,7 +275,7 @@ _LATER = {
     "save_lora": "pretrained.peft",
     "save_pretrained": "pretrained.save",
 }
-"""Names that `import transformer_jax` does without, by module."""
+"""Names that are imported on first use, with their modules."""
 
 _MODULES = {
     "inside": "inside",
@@ -282,30 +283,32 @@ _MODULES = {
     "pretrained": "pretrained",
     "server": "server",
 }
-"""Modules that are attributes before they are imported."""
+"""Modules that are imported on first use as an attribute."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module, or a name that trains or reads or writes published models, on first use.
+    """Import a name of `_LATER` or `_MODULES` on first use.
 
-    AttributeError for another one, which names the module where it stands, if that was imported, or
-    the nearest name there is.
+    For any other name, raise AttributeError with the imported module that defines it, or with the
+    nearest public name.
     """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name not in _LATER:
         ours = [m for m in list(sys.modules.values()) if m.__name__.startswith(f"{__name__}.")]
-        at = [
+        defined_in = [
             m.__name__
             for m in ours
             if name in getattr(m, "__all__", ())
             or getattr(vars(m).get(name), "__module__", None) == m.__name__
         ]
-        rule = f": from {min(at, key=len)} import {name}" if at else nearest(name, __all__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{rule}")
+        hint = nearest(name, __all__)
+        if defined_in:
+            hint = f": from {min(defined_in, key=len)} import {name}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those that are imported later: an editor completes them."""
+    """Return the public names, including those imported on first use, for completion in editors."""
     return [*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))]

@@ -12,38 +12,38 @@ from transformer_jax.config.fields import nearest
 
 COMMANDS = {
     "train": "train a model for a task; in a checkout also `python train.py`",
-    "generate": "write, answer or translate with a trained or published model",
-    "serve": "answer clients of OpenAI's API over HTTP with a trained or published model",
-    "evaluate": "judge a trained or published model on a file that it has not seen",
+    "generate": "continue, answer or translate text with a trained or published model",
+    "serve": "serve a trained or published model over HTTP with OpenAI's API",
+    "evaluate": "evaluate a trained or published model on a held-out file",
     "inspect": "look inside a model: attention, lens, patching, heads, attribution, as a picture",
-    "tokens": "show the pieces of a text that a model reads, with their ids",
-    "nearest": "list the words whose vectors are nearest to that of a word",
-    "prepare": "turn files of text into a folder of tokens, for corpora larger than memory",
+    "tokens": "show the tokens of a text and their ids",
+    "nearest": "list the words with the embeddings nearest to that of a word",
+    "prepare": "turn text files into a folder of tokens, for corpora larger than memory",
     "compare": "train language models on one text on equal terms: perplexities and a picture",
     "plot": "compare runs: their losses, a table and a picture",
-    "demo": "show what a lecture claims, with your own numbers: a table and a picture",
-    "plan": "say what a step takes on hardware that need not be attached",
+    "demo": "check a claim of a lecture with your own numbers: a table and a picture",
+    "plan": "report the memory and time of a step on hardware that need not be attached",
     "convert": "write a run or a published model as a published checkpoint",
-    "export": "write a decoder as programs that run where this package is not installed",
+    "export": "write a decoder as programs that run without this package",
 }
-"""Each command and its purpose; each is a module of `transformer_jax.cli` with a `main`."""
+"""Each command and its purpose. Each is a module of `transformer_jax.cli` with a `main`."""
 
 LECTURES = "compare", "demo"
 """The commands whose modules are in `transformer_jax.lectures`."""
 
 MOVED = {"attention": "inspect --what attention", "inside": "inspect"}
-"""Names that commands had, and what to type instead."""
+"""Former names of commands, and what to type instead."""
 
 RUN_PROGRAMS = "generate", "serve", "evaluate", "inspect"
-"""The commands that run a model, whose programs are kept for the next time; train says itself."""
+"""The commands whose compiled programs are cached on disk; `train` decides this itself."""
 
 USAGE = "\n".join(
     [
         "usage: python -m transformer_jax COMMAND [--FLAG VALUE ...]",
         "",
-        *(f"  {name:10} {does}" for name, does in COMMANDS.items()),
+        *(f"  {name:10} {purpose}" for name, purpose in COMMANDS.items()),
         "",
-        "The flags of each: python -m transformer_jax COMMAND --help; --version says which this is",
+        "For the flags of a command: python -m transformer_jax COMMAND --help; or --version",
     ]
 )
 
@@ -60,16 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = "lectures" if argv[0] in LECTURES else "cli"
         return importlib.import_module(f"transformer_jax.{folder}.{argv[0]}").main(argv[1:])
     if argv and argv[0] == "--version":
-        own = sys.modules["transformer_jax"].__version__
-        print(f"transformer_jax {own}, jax {version('jax')}")
+        this_version = sys.modules["transformer_jax"].__version__
+        print(f"transformer_jax {this_version}, jax {version('jax')}")
         return 0
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
     if argv:
-        meant = MOVED.get(argv[0])
-        near = f", meant: {meant}" if meant else nearest(argv[0], COMMANDS)
-        rule = f"must be {' or '.join(COMMANDS)}{near}"
+        moved = MOVED.get(argv[0])
+        hint = f", meant: {moved}" if moved else nearest(argv[0], COMMANDS)
+        rule = f"must be {' or '.join(COMMANDS)}{hint}"
         print(f"transformer_jax: command is {argv[0]!r}: {rule}", file=sys.stderr)
     else:
         print(USAGE, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Check single arguments and rows: integers that must fit int32, counts, finite numbers, keys."""
+"""Checks of single arguments: integers that must fit int32, counts, finite numbers, keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INT32 = np.iinfo(np.int32)
 def check_positions(
     shape: tuple[int, ...], positions: jax.Array | None
 ) -> jax.Array | None:  # i32[B, T]
-    """Return positions as i32; ValueError where they are not integers of the tokens' shape."""
+    """Return positions as i32; ValueError unless they are integers of the tokens' shape."""
     if positions is None:
         return None
     check_array("positions", positions, "[B, T]")
@@ -35,9 +35,9 @@ def as_int32(name: str, values: None) -> None: ...
 @overload
 def as_int32(name: str, values: Integers) -> Integers: ...
 def as_int32(name: str, values: Any) -> Any:
-    """Return integers as i32, NumPy's as NumPy's; anything else as it is.
+    """Return integers as i32 (a NumPy array stays one), and any other dtype unchanged.
 
-    ValueError where a value does not fit and is known; a traced one becomes the nearest that does.
+    ValueError if a known value does not fit. A traced value is clipped to int32.
     """
     if values is None:
         return None
@@ -50,15 +50,15 @@ def as_int32(name: str, values: Any) -> Any:
     check_int32(name, values)
     if not isinstance(values, jax.Array):
         return values.astype(np.int32)
-    own = jnp.iinfo(values.dtype)
+    info = jnp.iinfo(values.dtype)
     with at_once(values):
-        values = jnp.clip(values, max(int(own.min), INT32.min), min(int(own.max), INT32.max))
+        values = jnp.clip(values, max(int(info.min), INT32.min), min(int(info.max), INT32.max))
         return values.astype(jnp.int32)
 
 
 def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
-    """Raise ValueError where an integer is known and does not fit int32."""
-    # an int8 or uint16 fits whatever its values
+    """Raise ValueError if a known integer does not fit int32."""
+    # every int8 or uint16 fits
     if np.can_cast(values.dtype, np.int32):
         return
     known = known_value(values)
@@ -66,39 +66,40 @@ def check_int32(name: str, values: jax.Array | np.ndarray) -> None:
         return
     beyond = known[(known < INT32.min) | (known > INT32.max)]
     if beyond.size:
-        raise ValueError(f"{name} holds {beyond[0]}: must be from {INT32.min} to {INT32.max}")
+        raise ValueError(f"{name} contains {beyond[0]}: must be from {INT32.min} to {INT32.max}")
 
 
 def check_key(name: str, key: object) -> None:
     """Raise ValueError unless this is a single PRNG key: typed, or raw words as in older JAX."""
-    rule = "must be a single key, as jax.random.key(0) is"
+    rule = "must be a single key, such as jax.random.key(0)"
     if not isinstance(key, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        given = repr(key) if isinstance(key, Real | str | None) else f"a {type(key).__name__}"
-        raise ValueError(f"{name} is {given}: {rule}")
+        shown = repr(key) if isinstance(key, Real | str | None) else f"a {type(key).__name__}"
+        raise ValueError(f"{name} is {shown}: {rule}")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not (len(key.shape) == 0 if typed else key.dtype == jnp.uint32 and len(key.shape) == 1):
         raise ValueError(f"{name} is {key.dtype}{tuple(key.shape)}: {rule}")
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise ValueError unless this is an integer from `least` to `most`; an export's open size is.
+    """Raise ValueError unless this is an integer from `least` to `most`.
 
-    What counts tokens is at most INT32.max, the largest position.
+    A symbolic size of `jax.export` passes. Pass `most=INT32.max`, the largest position, for counts
+    of tokens.
     """
-    # the number is known when the exported program is called
+    # its number is known only when the exported program is called
     if export.is_symbolic_dim(value):
         return
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        given = repr(value)
+        shown = repr(value)
         if isinstance(value, jax.Array | np.ndarray) and value.ndim:
-            given = f"{value.dtype}{list(value.shape)}"
-        raise ValueError(f"{name} is {given}: must be an integer of at least {least}")
+            shown = f"{value.dtype}{list(value.shape)}"
+        raise ValueError(f"{name} is {shown}: must be an integer of at least {least}")
     if most is not None and value > most:
         raise ValueError(f"{name} is {value}: must be at most {most}")
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return whether a size is at most another; of an export's open size, whether it always is."""
+    """Whether a size is at most another; for a symbolic size, whether it always is."""
     try:
         return size <= most
     except jax.errors.InconclusiveDimensionOperation:
@@ -106,14 +107,14 @@ def at_most(size: int, most: int) -> bool:
 
 
 def as_number(name: str, value: float | jax.Array) -> float:
-    """Return a float; ValueError where this is no number, or one that is not known yet."""
+    """Return a float; ValueError if this is not a number, or is traced."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
-        given = f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
-        raise ValueError(f"{name} is {given}: must be a known number") from None
+        shown = f"a {type(value).__name__}" if hasattr(value, "dtype") else repr(value)
+        raise ValueError(f"{name} is {shown}: must be a known number") from None
 
 
 def check_array(name: str, value: object, shape: str) -> None:
@@ -123,7 +124,7 @@ def check_array(name: str, value: object, shape: str) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raise ValueError unless this is a finite number, and its products fit float32."""
+    """Raise ValueError unless this is a finite number with products that fit float32."""
     if not isinstance(value, Real) or not -1e30 <= value <= 1e30:
         raise ValueError(f"{name} is {value!r}: must be finite, from -1e30 to 1e30")
 
@@ -135,7 +136,7 @@ def check_factor(name: str, value: float) -> None:
 
 
 def check_not_consumed(state: object, name: str = "state") -> None:
-    """Raise ValueError if the memory of a state was given to the result of an earlier call."""
+    """Raise ValueError if an earlier call reused (donated) the memory of a state."""
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not traced(leaf) and leaf.is_deleted():
             rule = f"fork({name}, 1) keeps a copy"
@@ -143,16 +144,16 @@ def check_not_consumed(state: object, name: str = "state") -> None:
 
 
 def largest(x: jax.Array, axis: int = -1, *, keepdims: bool = False) -> jax.Array:
-    """Return the largest number along an axis, infinity if one is NaN, -infinity if there is none.
+    """Return the maximum along an axis: infinity if an element is NaN, -infinity of an empty axis.
 
-    Wherever a NaN matters it is looked for with this function. XLA's maximum on a CPU loses a NaN
-    in rows of 1,000, and `lax.top_k` ranks one that arithmetic made, whose sign is set, last.
+    Use it to detect NaN. XLA's maximum on a CPU loses a NaN in rows of 1,000, and `lax.top_k` ranks
+    a NaN with its sign bit set, as arithmetic produces, last.
     """
     # infinity stays the largest in every reduction, whatever the backend does with NaN
-    known = jnp.where(jnp.isnan(x), jnp.inf, x)
-    return jnp.max(known, axis=axis, keepdims=keepdims, initial=-jnp.inf)
+    without_nan = jnp.where(jnp.isnan(x), jnp.inf, x)
+    return jnp.max(without_nan, axis=axis, keepdims=keepdims, initial=-jnp.inf)
 
 
 def has_finite_maximum(x: jax.Array) -> jax.Array:  # [..., V] -> bool[...]
-    """Return whether the largest of a row is finite; it is not if one is NaN."""
+    """Whether the maximum of a row is finite; it is not if an element is NaN."""
     return jnp.isfinite(largest(x))

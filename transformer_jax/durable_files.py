@@ -1,4 +1,4 @@
-"""Bring files and folders to the disk, whole or not at all, and hold the lock of a folder."""
+"""Atomic, durable writes of files and folders, and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def sync(path: Path) -> None:
-    """Return when a file's content, or a folder's list of names, is on the disk.
+    """Flush a file's content, or a folder's list of names, to the disk.
 
-    A file system that cannot be asked for that keeps what it is given in its own way: it is no
-    error.
+    A file system without `fsync` is not an error.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
-        _synced(handle, path)
+        _fsync(handle, path)
     finally:
         os.close(handle)
 
 
-def _synced(handle: int, path: Path) -> None:
+def _fsync(handle: int, path: Path) -> None:
     try:
         with naming(path):
             os.fsync(handle)
@@ -35,17 +34,17 @@ def _synced(handle: int, path: Path) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file, and return when it is on the disk."""
+    """Write a file and flush it to the disk."""
     if isinstance(content, str):
         content = content.encode("utf-8", "surrogatepass")
     with naming(path), open(path, "wb") as stream:
         stream.write(content)
         stream.flush()
-        _synced(stream.fileno(), path)
+        _fsync(stream.fileno(), path)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replace a small file: afterwards, or after a crash, it holds the old content or the new."""
+    """Replace a small file atomically: even after a crash it has the old content or the new."""
     partial = path.with_name(path.name + ".tmp")
     try:
         write_synced(partial, content)
@@ -58,7 +57,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the file to an OSError of writing, which has none."""
+    """Add the file's name to an OSError that has none, as errors of writing do."""
     try:
         yield
     except OSError as error:
@@ -69,10 +68,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
-    """Hold `folder/lock`, which contains this process's number.
+    """Acquire `folder/lock`, a file with the id of this process, for the duration of the context.
 
-    Where another process holds it, `busy` makes the error of that number. OSError where the file
-    system has no locks. The system frees the lock when its process ends, however it ends.
+    If another process has the lock, `busy(pid)` makes the exception to raise. OSError if the file
+    system does not support locks. The operating system frees the lock when its process ends, even
+    after a crash.
     """
     file = folder / "lock"
     while True:
@@ -87,15 +87,15 @@ def locked(folder: Path, busy: Callable[[str], Exception]) -> Iterator[None]:
             os.close(handle)
             file.unlink(missing_ok=True)
             # two runs in one folder would overwrite each other's checkpoints
-            rule = f"its file system has no locks ({error.strerror}): choose one on a local disk"
+            rule = f"its file system has no locks ({error.strerror}): choose a local disk"
             raise OSError(error.errno, rule, str(folder)) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(file)):
                 break
-        # its owner removed the file between our `open` and our `flock`: that lock locks nothing
+        # the previous owner deleted the file between our `open` and `flock`: our lock is void
         os.close(handle)
     try:
-        with contextlib.suppress(OSError):  # the number is for people
+        with contextlib.suppress(OSError):  # the id is only for error messages
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -1,4 +1,4 @@
-"""Load a model that reads and writes text, of a training run or published, with its tokenizer."""
+"""Loading of text models: a training run or a published model, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Which = Literal["best", "last"]
 
 @value_class
 class TextModel:
-    """Hold a model, its tokenizer, and how its texts begin and end."""
+    """A model, its tokenizer, and the tokens that begin and end its texts."""
 
     config: AnyModelConfig
     params: Params
@@ -51,18 +51,18 @@ class TextModel:
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
     processors: tuple[HistoryProcessor, ...] = ()
-    """The tokens that it never writes, as it was published."""
+    """Bans on the tokens that the published model never writes."""
     which: Which | None = None
-    """The checkpoint of the run it is of; None of a published model."""
+    """The checkpoint of the run; None for a published model."""
     step: int | None = None
     """The step of that checkpoint."""
     begin_id: int | None = None
-    """The token that every text begins with, where the model was trained on documents and its
-    tokenizer puts none there."""
+    """The first token of every text, if the model was trained on documents and its tokenizer adds
+    none."""
     source_tokenizer: Tokenizer | None = None
-    """That of the sources, where they have one of their own."""
+    """The tokenizer of the sources, if different."""
     run: TrainConfig | None = None
-    """The run that the model is of; None of a published model."""
+    """The config of the run; None for a published model."""
 
 
 def load_run(
@@ -70,23 +70,25 @@ def load_run(
 ) -> TextModel:
     """Load the model of a training run with its tokenizer.
 
-    `which`: best, after the step of the lowest held-out loss; last, after the last step saved; None
-    is best, and last where none was evaluated yet (the result's `which` says so). `init_from`: the
-    model that the run's adapters are of, if it has moved. ConfigError where there is none,
-    CheckpointError where it is damaged, or where that model is another than the run began from.
+    `which` selects the checkpoint: "best" has the lowest held-out loss, "last" is the latest saved.
+    None is "best", or "last" if none was evaluated yet; the result's `which` tells you. `init_from`
+    is the new place of the base model of the run's adapters, if it has moved.
+
+    ConfigError if there is no run. CheckpointError if it is damaged, or if the base model is not
+    the one that the run started from.
     """
     folder = RunFolder(Path(path))
-    config = _begun_from(folder.read_config(), init_from)
+    config = _with_base(folder.read_config(), init_from)
     if isinstance(config.task, OwnTask) and config.task.loaded_by is not None:
-        rule = f"{config.task.loaded_by}(RUN) loads it"
-        raise ConfigError(f"run is {str(path)!r}: it holds no model, {rule}")
+        rule = f"load it with {config.task.loaded_by}(RUN)"
+        raise ConfigError(f"run is {str(path)!r}: it contains no text model, {rule}")
     which, step = _chosen_step(folder, which)
     saved = checkpoint.step_path(folder.checkpoints, step)
     metadata = checkpoint.read_manifest(saved).metadata
     tokenizer = folder.read_tokenizer(metadata["tokenizer_sha256"])
     with naming_run(path, config.init_from):
-        params = _trained(config, saved)
-        if config.lora is not None:  # added to the model as it was before it was quantised
+        params = _restore_trained(config, saved)
+        if config.lora is not None:  # added to the base model before its quantization
             params = merged_parts(_adapted_base(config, metadata), params, config.lora)
     source = metadata.get("source_tokenizer_sha256")
     stop, begin = end_ids(tokenizer), None
@@ -100,32 +102,32 @@ def load_run(
     )  # fmt: skip
 
 
-def _begun_from(config: TrainConfig, init_from: str | Path | None) -> TrainConfig:
-    """Return a run's config with the place where the model is now that its adapters are of."""
+def _with_base(config: TrainConfig, init_from: str | Path | None) -> TrainConfig:
+    """Return a run's config with the current place of its base model."""
     if init_from is None:
         return config
     if config.lora is None:
-        rule = "the run holds all of its parameters and reads no other model"
+        rule = "the run has no adapters, so it reads no other model"
         raise ConfigError(f"init_from is {str(init_from)!r}: {rule}")
     return replace(config, init_from=str(init_from))
 
 
 @contextmanager
 def naming_run(path: str | Path, init_from: str | None) -> Iterator[None]:
-    """Say of a model that is not there which run began from it, and how it is named anew."""
+    """Add to an error about a missing base model which run needs it, and how to pass its place."""
     try:
         yield
     except (ConfigError, CheckpointError, OSError) as error:
         if init_from is None or os.path.isdir(init_from):
             raise
-        how = "`init_from=FOLDER` says where it is now"
+        hint = "if it has moved, pass init_from=FOLDER"
         raise ConfigError(
-            f"run {str(path)!r} began from {init_from!r}, which cannot be read ({error}); {how}"
+            f"run {str(path)!r} started from {init_from!r}, which cannot be read ({error}); {hint}"
         ) from None
 
 
 def is_run(path: str) -> bool:
-    """Say whether a path is the folder of a run, and not of a published model."""
+    """Whether a path is the folder of a run rather than of a published model."""
     return (Path(path) / "checkpoints").is_dir()
 
 
@@ -137,7 +139,7 @@ def base_params(init_from: str, scanned: bool) -> Params:
 
 
 def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
-    """Load the parameters that a run's adapters are of; CheckpointError where they have changed."""
+    """Load the base parameters of a run's adapters; CheckpointError if they have changed."""
     assert config.init_from is not None
     base = base_params(config.init_from, config.model.scan_layers)
     check_base(config.init_from, base, metadata)
@@ -147,15 +149,15 @@ def _adapted_base(config: TrainConfig, metadata: JsonObject) -> Params:
 
 
 def check_base(init_from: str, base: Params, metadata: JsonObject) -> None:
-    """Raise CheckpointError where a model is not the one that a checkpoint's adapters are of."""
+    """Raise CheckpointError unless a model is the base of a checkpoint's adapters."""
     found, wanted = sha256_of(base), metadata["base_sha256"]
     if found != wanted:
-        rule = f"the run began with {wanted[:16]}, so this is another model"
+        rule = f"the run started from {wanted[:16]}, so this is a different model"
         raise CheckpointError(f"{init_from}: parameters have sha256 {found[:16]}: {rule}")
 
 
-def _trained(config: TrainConfig, saved: Path) -> Params:
-    """Return what a checkpoint's run trains, averaged if the run did so; f32."""
+def _restore_trained(config: TrainConfig, saved: Path) -> Params:
+    """Return the trained f32 parameters of a checkpoint, averaged if the run averages them."""
     averages = config.ema_decay is not None or isinstance(config.optimizer, ScheduleFree)
     name = "average" if averages else "params"
     dtype = jnp.float32 if averages else config.param_dtype
@@ -174,27 +176,28 @@ def _trained(config: TrainConfig, saved: Path) -> Params:
 def load_adapters(
     path: str | Path, which: Which | None = None, *, init_from: str | Path | None = None
 ) -> tuple[TrainConfig, Params]:
-    """Load the config and the f32 adapters of a run that trained some; see `load_run`.
+    """Load the config and the f32 adapters of a LoRA run; see `load_run`.
 
-    ConfigError where it trained none, or other parameters as well.
+    ConfigError if the run trained no adapters, or other parameters as well.
     """
     folder = RunFolder(Path(path))
     config = folder.read_config()
     if config.lora is None:
         raise ConfigError(f"run is {str(path)!r}: it has no adapters, lora is None")
     saved = checkpoint.step_path(folder.checkpoints, _chosen_step(folder, which)[1])
-    found = _trained(config, saved)
+    trained = _restore_trained(config, saved)
     if init_from is not None:
-        config = _begun_from(config, init_from)
-        _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # is it the same one?
-    if whole := found["whole"]:
+        config = _with_base(config, init_from)
+        _adapted_base(config, checkpoint.read_manifest(saved).metadata)  # only for its check
+    if whole := trained["whole"]:
         names = ", ".join(whole)
-        raise ConfigError(f"run is {str(path)!r}: beside its adapters it has trained {names}")
-    return config, found["lora"]
+        rule = f"it also trained {names}, which are not adapter weights"
+        raise ConfigError(f"run is {str(path)!r}: {rule}")
+    return config, trained["lora"]
 
 
 def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
-    """Return which checkpoint of a run to read, and its step."""
+    """Return the checkpoint of a run to read, and its step."""
     if which not in (None, "best", "last"):
         raise ConfigError(f"checkpoint is {which!r}: must be 'best', 'last' or None")
     steps = checkpoint.saved_steps(folder.checkpoints)
@@ -204,7 +207,7 @@ def _chosen_step(folder: RunFolder, which: Which | None) -> tuple[Which, int]:
     if which == "last" or (which is None and best is None):
         return "last", steps[-1]
     if best is None:
-        raise ConfigError("checkpoint is 'best': none was evaluated yet; 'last' is there")
+        raise ConfigError("checkpoint is 'best': none was evaluated yet; use 'last'")
     return "best", best
 
 
@@ -213,8 +216,8 @@ def load_text_model(
 ) -> TextModel:
     """Load a published model and its tokenizer.
 
-    Stop tokens and the like are those of generation_config.json, and of config.json where it names
-    none. Arguments are those of `load_pretrained`.
+    Stop and banned tokens come from generation_config.json, or from config.json for keys that it
+    lacks. The arguments are those of `load_pretrained`.
     """
     folder = open_weights(path_or_id)
     tokenizer = published_tokenizer(folder)
@@ -227,12 +230,12 @@ def load_text_model(
 
 
 def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
-    """Load the tokenizer of a model's folder or file; CheckpointError where none can be used.
+    """Load the tokenizer of a model's folder or file; CheckpointError if none is usable.
 
-    ConfigError where source and target have a tokenizer each.
+    ConfigError if source and target have separate tokenizers.
     """
     if folder.config.get("share_encoder_decoder_embeddings") is False:
-        rule = "source and target have a tokenizer each; load_pretrained and translate take ids"
+        rule = "source and target have separate tokenizers; use load_pretrained with token ids"
         where = f"{folder.where}: share_encoder_decoder_embeddings is False"
         raise ConfigError(f"{where}: {rule}")
     try:
@@ -246,12 +249,11 @@ def published_tokenizer(folder: WeightFolder) -> PretrainedTokenizer:
 def with_targets(
     tokenizer: PretrainedTokenizer, folder: WeightFolder, config: ModelConfig
 ) -> PretrainedTokenizer:
-    """Return an encoder-decoder's tokenizer that knows how its targets begin and end.
+    """Add the ids that begin, end or never occur in targets to an encoder-decoder's tokenizer.
 
-    It knows what its model never writes, too.
-    ConfigError where the folder does not say it.
+    ConfigError if the folder specifies no start token.
     """
-    # A decoder continues its prompt; only a target begins with a token of its own.
+    # a decoder continues its prompt; only the target of a source has a start token
     if config.kind != "encoder-decoder":
         return tokenizer
     generation = _generation(folder)
@@ -270,12 +272,13 @@ def with_targets(
 
 
 def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
-    """Return the model with its parameters in another dtype, in which it then computes.
+    """Return the model with parameters and computation in another dtype.
 
-    ValueError names a parameter with a weight for which the dtype has no room.
+    ValueError, with the name of the parameter, if the dtype cannot represent a weight.
     """
     if not model.config.supports("dtypes"):
-        raise ConfigError(f"dtype is {dtype!r}: a {type(model.config).__name__} has float32 alone")
+        kind = type(model.config).__name__
+        raise ConfigError(f"dtype is {dtype!r}: a {kind} supports only float32")
     return replace(
         model,
         params=cast_floats(model.params, dtype),
@@ -284,39 +287,40 @@ def with_parameters_in(model: TextModel, dtype: DType) -> TextModel:
 
 
 def with_weights_held(model: TextModel, kind: Kind) -> TextModel:
-    """Return the model with its weights in fewer bits; it computes in the dtype that it has.
+    """Return the model with weights in fewer bits; its compute dtype does not change.
 
-    In "int8" and "int4" kernels are `quantize`d, and embeddings and the output matrix held in 8
-    bits. ConfigError for a model that is not a transformer.
+    "int8" and "int4" `quantize` the kernels, and store embeddings and the output matrix in 8 bits.
+    ConfigError for a model that is not a transformer.
     """
     if not model.config.supports("dtypes"):
-        raise ConfigError(f"weights is {kind!r}: a {type(model.config).__name__} has float32 alone")
+        name = type(model.config).__name__
+        raise ConfigError(f"weights is {kind!r}: a {name} supports only float32")
     return replace(model, params=quantize(model.params, kind, embeddings=True))
 
 
 def _within(ids: tuple[int, ...], config: AnyModelConfig) -> tuple[int, ...]:
-    """Return the ids that the model can write at all, in order."""
+    """Return the ids within the model's vocabulary, sorted."""
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
 
 
 def _generation(folder: WeightFolder) -> JsonObject:
-    """Return the keys of config.json, replaced by those of generation_config.json."""
-    beside = folder.read_json("generation_config.json")
-    if beside is None:
+    """Return the keys of config.json, overridden by those of generation_config.json."""
+    overrides = folder.read_json("generation_config.json")
+    if overrides is None:
         return folder.config
-    if not isinstance(beside, dict):
+    if not isinstance(overrides, dict):
         raise CheckpointError(f"{folder.path / 'generation_config.json'}: must be an object")
-    return folder.config | {name: value for name, value in beside.items() if value is not None}
+    return folder.config | {name: value for name, value in overrides.items() if value is not None}
 
 
 def _ids(
     folder: WeightFolder, content: JsonObject, name: str, config: ModelConfig
 ) -> tuple[int, ...]:
-    """Read a key that holds one id or a list of them; none where it is absent or null."""
+    """Read a key with one id or a list of ids; none if it is absent or null."""
     value = content.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for i in ids:
-        # `bool` is an `int`, and true is no token.
+        # `bool` is an `int`, but true is not a token
         if type(i) is not int or not 0 <= i < config.vocab_size:
             rule = f"must be ids below vocab_size {config.vocab_size}"
             raise ConfigError(f"{folder.path}: {name} is {value!r:.80}: {rule}")
@@ -326,13 +330,13 @@ def _ids(
 def _banned(
     folder: WeightFolder, content: JsonObject, config: ModelConfig, stop: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the sequences of `bad_words_ids` and `suppress_tokens`, which are never written.
+    """Return the banned sequences: `bad_words_ids` and `suppress_tokens`.
 
-    The end of a text stays allowed, if it is a bad word. ConfigError for tokens that may not come
-    first, which transformers would exclude at one step alone.
+    Stop tokens stay allowed, even if they are bad words. ConfigError for `begin_suppress_tokens`,
+    which transformers bans only in the first step.
     """
     if content.get(first := "begin_suppress_tokens"):
-        rule = "tokens that are excluded at one step alone are not known here"
+        rule = "bans of a single step are not supported"
         raise ConfigError(f"{folder.path}: {first} is {content[first]!r:.80}: {rule}")
     suppressed = _ids(folder, content, "suppress_tokens", config)
     name = "bad_words_ids"
@@ -340,6 +344,6 @@ def _banned(
     if not isinstance(words, list) or not all(isinstance(w, list) and w for w in words):
         raise ConfigError(f"{folder.path}: {name} is {words!r:.80}: must be lists of ids")
     words = [_ids(folder, {name: word}, name, config) for word in words]
-    # Transformers allows the end, too: a text could not end otherwise.
+    # like transformers: otherwise a text could not end
     words = [word for word in words if word not in {(end,) for end in stop}]
     return tuple(dict.fromkeys([*words, *((i,) for i in suppressed)]))

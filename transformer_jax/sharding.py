@@ -1,9 +1,9 @@
-"""Device meshes: axes that are explicit, as `jax.make_mesh` makes them, and `shard_map`.
+"""Support for device meshes with explicit axes, as `jax.make_mesh` makes them.
 
-On a mesh of explicit axes an array's type says how it is split, and an operation must say how its
-result is, unless its inputs leave no choice. The functions of this library say it once, for their
-results; inside, splitting is left to the compiler, as it is on a mesh of automatic axes. Elsewhere
-nothing here does anything.
+On explicit axes, the type of an array specifies how it is split, and an operation must specify the
+split of its result unless its inputs determine it. The functions of this library specify it only
+for their results; inside, the compiler decides, as on automatic axes. On other meshes these
+functions do nothing.
 """
 
 from __future__ import annotations
@@ -36,41 +36,42 @@ __all__ = [
 
 
 def explicit_mesh(*trees: object) -> AbstractMesh | None:
-    """Return the mesh of explicit axes that an array is on; None if all are elsewhere."""
+    """Return the mesh with explicit axes that an array is on, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def split(x: ArrayLike, axes: slice = slice(None), after: Iterable[Axis] = ()) -> PartitionSpec:
-    """Return how some axes of an array are split, by its type, and after them those of `after`.
+    """Return the PartitionSpec of some axes of an array, by its type, followed by `after`.
 
-    No axis of a mesh splits an array twice: what the first have taken is left out of `after`.
+    Entries of `after` that repeat an axis of the mesh become None, because no axis may split an
+    array twice.
     """
     first = tuple(jax.typeof(x).sharding.spec)[axes]
     if not any(first):
         return PartitionSpec(*first, *after)
-    taken = {name for one in first for name in axis_names(one)}
-    return PartitionSpec(*first, *(None if taken & set(axis_names(one)) else one for one in after))
+    used = {name for one in first for name in axis_names(one)}
+    return PartitionSpec(*first, *(None if used & set(axis_names(one)) else one for one in after))
 
 
 def split_rows(state: object) -> PartitionSpec:
-    """Return how the rows of a state are split, with which all of its arrays begin."""
+    """Return how the rows of a state, the first axis of all its arrays, are split."""
     leaves = jax.tree.leaves(state)
     return split(leaves[0], slice(1)) if leaves else PartitionSpec()
 
 
 def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
-    """Return a parameter whole along the axes of the mesh that split these axes of `x`, its rows.
+    """Gather a parameter along the mesh axes that split these axes of `x`.
 
-    Where both are split over the same devices, as rows and parameters by "fsdp", the compiler might
-    as well move the activations; of the two, the parameter is the one to gather. None stays None.
+    If both are split over the same devices, as rows and parameters are by "fsdp", the compiler
+    could move the activations instead; gathering the parameter is cheaper. None stays None.
     """
     if parameter is None or not jax.typeof(parameter).sharding.mesh.explicit_axes:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
-    taken = {name for one in split(x, axes) for name in axis_names(one)}
+    used = {name for one in split(x, axes) for name in axis_names(one)}
     spec = split(parameter)
-    kept = [[name for name in axis_names(one) if name not in taken] for one in spec]
+    kept = [[name for name in axis_names(one) if name not in used] for one in spec]
     wanted = PartitionSpec(*(one[0] if len(one) == 1 else tuple(one) or None for one in kept))
     return (
         parameter
@@ -82,24 +83,24 @@ def gathered(parameter: Gathered, x: jax.Array, axes: slice) -> Gathered:
 def by_compiler(
     function: Callable[..., Result], arguments: Sequence[object], results: object
 ) -> Result:
-    """Return `function(*arguments)`; on explicit axes of a mesh the compiler splits it.
+    """Return `function(*arguments)`, letting the compiler split it on explicit axes of a mesh.
 
-    `results` is a tree of PartitionSpecs, or a prefix of one: how the results are split.
+    `results` is the tree, or prefix tree, of the PartitionSpecs of the results.
     """
     mesh = explicit_mesh(*arguments)
     if mesh is None:
         return function(*arguments)
 
-    # without this the compiler would split an array that is nowhere, and donated, as it likes
-    def placed(x: jax.Array) -> jax.Array:
+    # without this, the compiler would choose a split for donated arrays that are on no mesh
+    def place(x: jax.Array) -> jax.Array:
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.sharding.reshard(x, whole) if jax.typeof(x).sharding.mesh.empty else x
 
     wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), results)
-    left = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=wanted)
-    return left(*jax.tree.map(placed, arguments))
+    automatic = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=wanted)
+    return automatic(*jax.tree.map(place, arguments))
 
 
 def axis_names(one: Axis) -> tuple[str, ...]:
-    """Return the axes of a mesh that split one axis of an array."""
+    """Return the mesh axes of one entry of a PartitionSpec."""
     return one if isinstance(one, tuple) else () if one is None else (one,)

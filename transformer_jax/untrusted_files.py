@@ -1,7 +1,7 @@
-"""Files of a folder that is taken for hostile: found, read within limits, and parsed strictly.
+"""Files of an untrusted folder, read with limits and parsed strictly.
 
-A name is plain, a link stays in the folder, and a size is known before anything is read. One
-exception: the cache of the Hugging Face hub, whose `models--ORG--NAME/snapshots/REVISION` is all
+Names must be plain, links must stay in the folder, and sizes are checked before reading. The one
+exception is the cache of the Hugging Face hub: `models--ORG--NAME/snapshots/REVISION` consists of
 links into `models--ORG--NAME/blobs`.
 """
 
@@ -20,23 +20,23 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias, TypedDict
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
-"""A value of a JSON file, as `json` reads it: what it is must be asked before it is used."""
+"""A value of a JSON file, as `json` reads it. Check its type before you use it."""
 
 JsonObject: TypeAlias = dict[str, Any]
-"""An object of JSON that is asked field by field: one of a published file, or one of ours."""
+"""A JSON object that is read field by field, from a published file or one of ours."""
 
 
 class FileDigest(TypedDict):
-    """Say what a file must hold."""
+    """Expected size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
 DEPTH_LIMIT = 64
-"""Objects and lists within each other in any JSON."""
+"""Maximum nesting of objects and lists in JSON."""
 VALUE_LIMIT = 2**17
-"""Values in a JSON, which take up to a hundred times their bytes, unless more are allowed."""
+"""Default maximum of values in JSON; in memory they take up to 100 times their bytes."""
 
 _PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -52,20 +52,20 @@ def check_path(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Untrusted:
-    """Read such files, and raise `error` with one line that names file and rule."""
+    """Reader of untrusted files; it raises `error` with one line that names file and rule."""
 
     error: type[ValueError]
 
     def there(self, folder: Path, name: str) -> bool:
-        """Whether there is such an entry, be it a link to nothing."""
+        """Whether an entry of that name exists, even as a broken link."""
         if not is_plain(name):
-            raise self.error(f"{folder}: {shown(name)} is no plain file name")
+            raise self.error(f"{folder}: {shown(name)} is not a plain file name")
         return os.path.lexists(folder / name)
 
     def inside(self, folder: Path, name: str) -> Path:
-        """Return the regular file of that name, links resolved; an error if they lead elsewhere."""
+        """Return the path of a regular file with links resolved; they must stay in the folder."""
         if not is_plain(name):
-            raise self.error(f"{folder}: {shown(name)} is no plain file name")
+            raise self.error(f"{folder}: {shown(name)} is not a plain file name")
         root = Path(os.path.realpath(folder))
         path = Path(os.path.realpath(root / name))
         cache = root.parents[1] if len(root.parents) > 1 else root
@@ -82,7 +82,7 @@ class Untrusted:
 
     @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[BinaryIO]:
-        """Open a file to read, as it was found: whatever else has come there is not waited for."""
+        """Open a regular file for reading, without blocking if a pipe has replaced it."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -93,7 +93,7 @@ class Untrusted:
             yield stream
 
     def content(self, path: Path, limit: int) -> bytes:
-        """Return all of a file of at most `limit` bytes."""
+        """Return the content of a file of at most `limit` bytes."""
         with self.opened(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
@@ -103,9 +103,9 @@ class Untrusted:
     def json(
         self, data: bytes, where: str, values: int = VALUE_LIMIT, *, decimals: bool = False
     ) -> Json:
-        """Return strict JSON: UTF-8, no key twice, finite numbers, within the limits.
+        """Parse strict JSON: UTF-8, no duplicate keys, finite numbers, within the limits.
 
-        With `decimals`, a number that is no integer is a `Decimal`, as it is written.
+        With `decimals`, non-integers are returned as `Decimal`s with all their digits.
         """
         self._check_limits(data, where, values)
 
@@ -115,19 +115,19 @@ class Untrusted:
             try:
                 return Decimal(text) if decimals else value
             except ArithmeticError:  # an exponent of twenty digits
-                raise self.error(f"{where}: {shown(text)} is too small a number") from None
+                raise self.error(f"{where}: the number {shown(text)} is too small") from None
 
         return self.parse(data, where, parse_float=number, parse_constant=number)
 
     def parse(self, text: str | bytes, where: str, **hooks: Any) -> Json:
-        """Return JSON, of which no object has a key twice; `json.loads` takes the hooks."""
+        """Parse JSON without duplicate keys; the hooks are passed to `json.loads`."""
 
         def pairs(items: list[tuple[str, Json]]) -> dict[str, Json]:
             found = dict(items)
             if len(found) < len(items):
                 seen: set[str] = set()
                 twice = next(k for k, _ in items if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-                raise self.error(f"{where}: {shown(twice)} is there twice")
+                raise self.error(f"{where}: {shown(twice)} appears twice")
             return found
 
         try:
@@ -147,9 +147,9 @@ class Untrusted:
         return content
 
     def _check_limits(self, data: bytes, where: str, limit: int) -> None:
-        """Before the parser runs, whose own limits are the interpreter's stack and the memory."""
+        """Bound depth and size before parsing, because the JSON parser has no limits of its own."""
         depth = values = 0
-        for chunk in _CHUNK.finditer(data):  # in chunks, for what has no strings is a copy
+        for chunk in _CHUNK.finditer(data):  # in chunks, because `bare` is a copy
             bare = _STRING.sub(b"", chunk[0])
             for mark in bare.translate(None, _NO_BRACKETS)[: 2 * limit]:
                 depth += 1 if mark in b"[{" else -1
@@ -161,30 +161,30 @@ class Untrusted:
 
 
 def is_plain(name: object) -> bool:
-    """Tell whether this is a file's name, or a path of such names, that leads nowhere else."""
+    """Whether this is a plain file name, or a path of plain names, without "..", "~" or spaces."""
     return isinstance(name, str) and all(_PLAIN.fullmatch(part) for part in name.split("/"))
 
 
 def shown(value: object) -> str:
-    """Show what a file says, for a message: no control characters, and not all of it."""
+    """Format a value from a file for a message: escaped, and at most about 80 characters."""
     text = ascii(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def brief(error: BaseException) -> str:
-    """Shorten a library's message, for one of ours."""
+    """Shorten another library's message for use in ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:200])
 
 
 MISSING: Any = object()
-"""The default of a key that must be there."""
+"""The default of a required key."""
 
 
 class ObjectKeys:
-    """Keys of an object, read one by one; a key that nobody read is an error.
+    """Reader of the keys of an object, which records the keys that were read.
 
-    `error` is one line that names the file, the key, its value and the rule.
+    Messages of `error` are one line with the file, the key, its value and the rule.
     """
 
     error: type[ValueError] = ValueError
@@ -192,7 +192,7 @@ class ObjectKeys:
     def __init__(
         self, content: JsonObject | Mapping[str, Any], where: str, prefix: str = ""
     ) -> None:
-        """Take the keys that begin with `prefix`, which is left out of their names here."""
+        """Read the keys that start with `prefix`, which is removed from their names."""
         self.where, self.prefix, self.taken = where, prefix, set[str]()
         self.content = {
             key.removeprefix(prefix): value
@@ -201,15 +201,15 @@ class ObjectKeys:
         }
 
     def fail(self, name: str, value: object, rule: str) -> NoReturn:
-        """Raise the error of a key."""
-        said = "is missing" if value is MISSING else f"is {shown(value)}"
-        raise self.error(f"{self.where}: {self.prefix}{name} {said}: {rule}")
+        """Raise an error about the value of a key."""
+        state = "is missing" if value is MISSING else f"is {shown(value)}"
+        raise self.error(f"{self.where}: {self.prefix}{name} {state}: {rule}")
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key as it stands in the file."""
+        """Return the raw value of a key, and mark the key as read."""
         self.taken.add(name)
         return self.content.get(name, default)
 
     def unread(self) -> Iterator[str]:
-        """Yield the names of the keys that nobody read."""
+        """Yield the names of the keys that were not read."""
         return (name for name in self.content if name not in self.taken)

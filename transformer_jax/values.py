@@ -1,6 +1,6 @@
-"""Value classes: frozen dataclasses with a short repr, which can be pytrees.
+"""Value classes: frozen dataclasses with a short repr, optionally pytrees.
 
-A repr shows an array as its dtype and shape. Without arrays a value class imports no JAX, so that
+A repr shows an array as its dtype and shape. A value class without arrays does not import JAX, so
 configs load fast.
 """
 
@@ -18,7 +18,7 @@ LONGEST_TEXT, MOST_ITEMS, LONGEST = 60, 8, 1200
 
 
 class Shaped(Protocol):
-    """An array, or a shape that stands for one."""
+    """An array, or a `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -52,19 +52,19 @@ def value_class(
     repr: bool = True,
     **options: bool,
 ) -> Any:
-    """Make a class a frozen dataclass with a short repr, and a pytree if it contains arrays.
+    """Make a class a frozen dataclass with a short repr, and optionally a pytree.
 
     Args:
         cls: the class, if the decorator has no arguments.
-        arrays: fields that are children of the pytree. A transformation rebuilds such a value
-            without `__init__`, so `__post_init__` checks the values that a caller wrote and never
-            the placeholders or tracers of a transformation.
+        arrays: fields that are children of the pytree. Transformations rebuild the value without
+            `__init__`, so `__post_init__` checks only the values that a caller passed, never
+            placeholders or tracers.
         static: fields that belong to the pytree's structure.
-        pytree: register all fields with `jax.tree_util.register_dataclass`, where the field's
-            metadata `static=True` makes it part of the structure.
+        pytree: register all fields with `jax.tree_util.register_dataclass`; metadata
+            `static=True` of a field makes it part of the structure.
         exportable: let `jax.export` serialise calls with such a value. Static fields are written as
             JSON, under the name of the class.
-        repr: whether the class gets the short repr; it may have its own.
+        repr: whether to add the short repr.
         **options: `kw_only`, `eq` and `init` of `dataclasses.dataclass`.
     """
 
@@ -89,7 +89,7 @@ def _register(cls: type, arrays: tuple[str, ...], static: tuple[str, ...]) -> No
     import jax
 
     def getter(names: tuple[str, ...]) -> Callable[[object], tuple[object, ...]]:
-        # every call flattens its arguments: `attrgetter` reads many fields in the time of two
+        # every call flattens its arguments, and `attrgetter` reads many fields in the time of two
         if len(names) > 1:
             return attrgetter(*names)
         return lambda node: tuple(getattr(node, name) for name in names)
@@ -132,7 +132,7 @@ def _rebuilt(
     static: tuple[str, ...],
     structure: Iterable[object],
 ) -> object:
-    """Return a value with these fields, which no `__post_init__` checks."""
+    """Build a value from its fields without running `__post_init__`."""
     node: object = object.__new__(cls)
     for name, field in (*zip(arrays, children), *zip(static, structure)):  # noqa: B905
         object.__setattr__(node, name, field)
@@ -140,17 +140,17 @@ def _rebuilt(
 
 
 def short_repr(cls: C) -> C:
-    """Give a dataclass or a NamedTuple a repr of the fields that differ from their defaults.
+    """Add a repr of the fields that differ from their defaults to a dataclass or a NamedTuple.
 
-    An array is shown as its dtype and shape, `float32[2,64,4,16]`, and so is a tracer. A value
-    with a donated buffer is shown as `consumed`.
+    Arrays and tracers are shown as dtype and shape, `float32[2,64,4,16]`. A value with a donated
+    buffer is shown as `consumed`.
     """
     cls.__repr__ = _repr  # type: ignore[assignment]
     return cls
 
 
 def tokens_repr(tokenizer: Any) -> str:
-    """Return the repr of a tokenizer: its kind and its size."""
+    """Return the repr of a tokenizer: its class and its size."""
     return f"{type(tokenizer).__name__}({tokenizer.vocab_size:,} tokens)"
 
 
@@ -163,7 +163,7 @@ def _repr(self: object) -> str:
     name = type(self).__name__
     values = dict(_fields(self))
     for leaf in _leaves(values):
-        # by the name of its class: this module imports no JAX
+        # compare the class's name, because this module does not import JAX
         if type(leaf).__name__ == "ArrayImpl" and getattr(leaf, "is_deleted", bool)():
             return f"{name}(consumed)"
     text = f"{name}({', '.join(f'{key}={shown(value)}' for key, value in values.items())})"
@@ -176,13 +176,13 @@ def _fields(value: Any) -> Iterator[tuple[str, object]]:
         yield from value._asdict().items()
         return
     for field in dataclasses.fields(value):
-        own, default = getattr(value, field.name, None), field.default
+        item, default = getattr(value, field.name, None), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         # `==` of arrays is an array, which is neither true nor false
-        is_default = type(own) is type(default) and next(_leaves(own), None) is None
-        if field.repr and not (is_default and own == default):
-            yield field.name, own
+        comparable = type(item) is type(default) and next(_leaves(item), None) is None
+        if field.repr and not (comparable and item == default):
+            yield field.name, item
 
 
 def _is_array(value: object) -> TypeGuard[Shaped]:
@@ -205,7 +205,7 @@ def _leaves(value: object) -> Iterator[Shaped]:
 
 
 def shown(value: object) -> str:
-    """Return a value in at most about a line."""
+    """Format a value in at most about a line."""
     if _is_array(value) and not isinstance(value, type):
         return shape_text(value)
     if isinstance(value, str):
@@ -228,7 +228,7 @@ def shown(value: object) -> str:
 
 
 def _items(items: list[str]) -> str:
-    """Join items; of the same in a row one is said, of many the first."""
+    """Join items: equal items as a count, long lists as the first items and the total."""
     if len(items) > 1 and len(set(items)) == 1:
         return f"{len(items)} × {items[0]}"
     more = f", … {len(items)} in all" if len(items) > MOST_ITEMS else ""

@@ -1,4 +1,4 @@
-"""Every implementation of attention against the float64 oracle, and the rules of choosing one."""
+"""Every implementation of attention against the float64 oracle, and the choice of one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestXla(NonfiniteSuite):
     "test_empty_axes_give_empty_or_zero_results",
     "test_masked_keys_and_values_have_no_influence[future-3.3e+38]",
     "test_a_bias_hides_nothing_that_the_mask_shows[array-nan]",
-    "test_a_usual_test_has_several_tiles",
+    "test_typical_sizes_have_several_tiles",
 )
 @pytest.mark.long_except(
     "test_any_length_matches_the_oracle[17x64]",
@@ -108,10 +108,10 @@ class TestXla(NonfiniteSuite):
     "test_a_nan_in_a_bias_makes_the_row_that_sees_it_nan",
     "test_a_bias_hides_nothing_that_the_mask_shows",
     "test_a_row_broken_by_its_bias_passes_no_gradient_on",
-    "test_a_usual_test_has_several_tiles",
+    "test_typical_sizes_have_several_tiles",
 )
 class TestBlockwise(NonfiniteSuite):
-    """Its gradients compile slowly: of some tests `native`'s run every time, these with `-m ""`."""
+    """Gradients compile slowly: by default some tests run only for `native`, here with `-m ""`."""
 
     implementation = "blockwise"
     queries, span = 139, 251
@@ -120,7 +120,7 @@ class TestBlockwise(NonfiniteSuite):
         inputs = {name: arrays[name] for name in ("query", "key", "value")}
         return Sizes.of(AttentionCall(mask=mask, **inputs))
 
-    def test_a_usual_test_has_several_tiles(self):
+    def test_typical_sizes_have_several_tiles(self):
         assert min(self.sizes(self.draw(0)).grid) > 1
 
     def assert_crowded(self, name, arrays, mask):
@@ -140,13 +140,13 @@ class TestNative(NonfiniteSuite):
 
 
 class TestXlaAcrossTiles(TestBlockwise):
-    """The reference at the other's sizes, for what both must have in common."""
+    """The reference at the sizes of the tiled implementations."""
 
     implementation = "xla"
     __test__ = False
 
 
-# What is not finite breaks the queries that see it and nobody else, in tiles full and partial.
+# A nonfinite row breaks exactly the queries that see it, in full and in partial tiles.
 
 NONFINITE = {
     "a key is NaN": ("key", (0, 120, 1, 3), math.nan),
@@ -165,12 +165,12 @@ NONFINITE = {
 @pytest.mark.parametrize("options", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("which", NONFINITE)
-def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(which, implementation, options):
+def test_broken_query_is_nan_and_has_no_gradient(which, implementation, options):
     suite = {"xla": TestXlaAcrossTiles, "blockwise": TestBlockwise}[implementation]()
     arrays = suite.draw(60)
     rng = np.random.default_rng(60)
     arrays["bias"] = jnp.asarray(rng.normal(size=(1, 4, 139, 251)), jnp.float32)
-    settings = dict(q_positions=jnp.arange(139) + 112)  # the 120th key is seen from the 8th on
+    settings = dict(q_positions=jnp.arange(139) + 112)  # query 8 and later ones see key 120
     if options:
         arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
         settings |= dict(softcap=5.0, dropout_rate=0.3, dropout_key=jax.random.key(61))
@@ -199,7 +199,7 @@ def test_a_broken_query_is_nan_and_as_if_its_cotangent_were_zero(which, implemen
 
 
 @pytest.mark.slow
-def test_a_nonfinite_call_of_a_vmap_leaves_the_others_alone():
+def test_nonfinite_vmap_element_does_not_affect_others():
     arrays = draw(62, batch=3)
     arrays = {name: x[:, None] for name, x in arrays.items()}
 
@@ -225,8 +225,8 @@ def test_a_nonfinite_call_of_a_vmap_leaves_the_others_alone():
     assert not query[1, 0, 6:].any()
 
 
-def test_a_vmap_of_tiles_on_several_devices_has_its_rows(monkeypatch):
-    """There a `vmap` has a rule of its own, which finds out whether it is empty."""
+def test_vmap_of_tiles_on_several_devices_keeps_rows(monkeypatch):
+    """On several devices the operation has its own batching rule."""
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     attend = partial(dot_product_attention, mask=Causal(), implementation="blockwise")
     shapes = [jax.ShapeDtypeStruct((3, 1, 7, 2, 5), np.float32)] * 3
@@ -234,7 +234,7 @@ def test_a_vmap_of_tiles_on_several_devices_has_its_rows(monkeypatch):
 
 
 def test_the_oracle_gradients_are_central_differences(rng):
-    """The oracle is checked against its own forward pass, so that two errors cannot agree."""
+    """Check the gradients of the oracle against its forward pass, so two errors cannot agree."""
     arrays = {
         name: oracle.double(x)
         for name, x in draw(1, batch=1, queries=3, keys=5, heads=2, kv_heads=1, dim=3).items()
@@ -266,13 +266,13 @@ def test_the_oracle_gradients_are_central_differences(rng):
         assert_near(gradients[f"d{name}"], numeric, 1e-8, name)
 
 
-# Dropout is the same whatever computes it.
+# Dropout is the same in every implementation.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_scales_and_softcaps_at_extremes_are_right_or_refused(implementation, rng):
-    """A score of 1e10 is 512 off where it is rounded: exp of what remains would overflow."""
+def test_extreme_scales_and_softcaps_are_correct_or_refused(implementation, rng):
+    """Rounding a score of 1e10 has an error of up to 512, and exp of this error would overflow."""
     drawn = [rng.normal(size=(1, 5, 1, 3)).astype(np.float32) for _ in range(3)]
     doubles = [x.astype(np.float64) for x in drawn]
     call = partial(dot_product_attention, *drawn, implementation=implementation)
@@ -285,8 +285,8 @@ def test_scales_and_softcaps_at_extremes_are_right_or_refused(implementation, rn
             call(**{name: value})
 
 
-def test_attention_keeps_the_mean_at_rates_of_dropout_near_one():
-    """The hash keeps a whole number of 2^32: one at 1 - 1e-10, where 0.43 would be right."""
+def test_dropout_near_one_keeps_the_mean():
+    """The hash keeps an integer out of 2^32: one at a rate of 1 - 1e-10, although 0.43 is exact."""
     ones = np.ones((1, 1, 1, 1), np.float32)
     for rate in (1 - 1e-8, 1 - 1e-10):
         kept = max(1, round((1 - rate) * 2**32)) / 2**32
@@ -294,8 +294,8 @@ def test_attention_keeps_the_mean_at_rates_of_dropout_near_one():
         assert 1 / (1 - call.dropout_rate) == pytest.approx(1 / kept)
 
 
-def test_a_rate_of_dropout_may_be_a_scalar_of_any_float():
-    """Within a trace an array's comparison is traced; half precision has no 2^32."""
+def test_dropout_rate_may_be_any_float_scalar():
+    """Inside a trace, comparing an array is traced; and half precision cannot represent 2^32."""
     ones, key = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32), key_of(0)
     for rate in (np.float16(0.25), jnp.bfloat16(0.25), jnp.float32(0.25), np.array(0.25)):
         found: list[float] = []
@@ -316,7 +316,7 @@ def test_dropout_does_not_depend_on_the_implementation():
 
 @pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_dropout_rate_zero_needs_no_key_and_positive_rates_do(implementation):
+def test_only_positive_dropout_rates_need_a_key(implementation):
     arrays = draw(3)
     inputs = arrays["query"], arrays["key"], arrays["value"]
     plain = dot_product_attention(*inputs, implementation=implementation)
@@ -331,11 +331,11 @@ def test_dropout_rate_zero_needs_no_key_and_positive_rates_do(implementation):
             )
 
 
-# A few queries over a cache.
+# Few queries over a cache.
 
 
 def ragged_cache(slots: int) -> np.ndarray:  # i32[4, slots]
-    """Positions of rows that hold nothing, little, almost all, and a ring written twice over."""
+    """Positions of rows: empty, short, almost full, and a ring that was written twice over."""
     slot = np.arange(slots)
     filled = [np.where(slot < n, slot, -1) for n in (0, 5, slots - 3)]
     return np.stack([*filled, (slot - 17) % slots + slots]).astype(np.int32)
@@ -344,23 +344,23 @@ def ragged_cache(slots: int) -> np.ndarray:  # i32[4, slots]
 @pytest.mark.slow
 @pytest.mark.long_except("1-192")
 @pytest.mark.parametrize(("queries", "slots"), [(1, 192), (3, 131)])
-def test_a_few_queries_over_a_ragged_cache_match_the_oracle(rng, queries, slots):
+def test_few_queries_over_ragged_cache_match_oracle(rng, queries, slots):
     arrays = draw(11, batch=4, queries=queries, keys=slots)
     arrays["sinks"] = jnp.array([-1.0, 0.5, 1.0, 2.0])
     arrays["bias"] = jnp.asarray(rng.normal(size=(1, 4, queries, slots)), jnp.float32)
-    held = ragged_cache(slots)
-    ends = held.max(axis=1, keepdims=True)
+    cached = ragged_cache(slots)
+    ends = cached.max(axis=1, keepdims=True)
     q_positions = np.maximum(ends, 0) + 1 - np.arange(queries)[None, ::-1]
     seen = oracle.allowed(
-        oracle.both(oracle.causal(), oracle.window(slots // 2)), q_positions, held, batch=4
+        oracle.both(oracle.causal(), oracle.window(slots // 2)), q_positions, cached, batch=4
     )
     assert seen[1:].any() and not seen[0].any()
     want = reference(arrays, seen, softcap=2.0)
     for name in ("key", "value"):
-        arrays[name] = jnp.where(jnp.asarray(held < 0)[..., None, None], jnp.nan, arrays[name])
+        arrays[name] = jnp.where(jnp.asarray(cached < 0)[..., None, None], jnp.nan, arrays[name])
     got = TestBlockwise().evaluate(
         arrays, Causal() & Window(slots // 2), q_positions=jnp.asarray(q_positions, jnp.int32),
-        k_positions=jnp.asarray(held), softcap=2.0,
+        k_positions=jnp.asarray(cached), softcap=2.0,
     )  # fmt: skip
     assert set(got) == set(want)
     assert np.isneginf(got["lse"][0]).all() and np.isneginf(want["lse"][0]).all()
@@ -370,12 +370,12 @@ def test_a_few_queries_over_a_ragged_cache_match_the_oracle(rng, queries, slots)
         assert_near(got[name], want[name], tolerance, name)
 
 
-def test_a_few_queries_read_the_cache_as_far_as_it_is_filled():
+def test_few_queries_read_only_the_filled_part_of_the_cache():
     query, key = np.zeros((2, 1, 4, 8), np.float32), np.zeros((2, 512, 2, 8), np.float32)
     lengths = np.array([[16], [70]], np.int32)
-    held = np.where(np.arange(512) < lengths, np.arange(512), -1).astype(np.int32)
+    slots = np.where(np.arange(512) < lengths, np.arange(512), -1).astype(np.int32)
     call = AttentionCall(
-        query=query, key=key, value=key, mask=Causal(), q_positions=lengths, k_positions=held
+        query=query, key=key, value=key, mask=Causal(), q_positions=lengths, k_positions=slots
     )
     sizes = Sizes.of(call)
     assert (sizes.block_k, sizes.grid) == (64, (1, 8))
@@ -383,27 +383,27 @@ def test_a_few_queries_read_the_cache_as_far_as_it_is_filled():
 
 
 def decoding_program(implementation: str | None) -> str:
-    """Steps of writing one key and attending to the cache, compiled."""
+    """The compiled program of a loop that writes a key and attends to the cache."""
 
     def step(carry, _):
-        x, held = carry
-        position = held.length[:, None]
-        held = cache.update(held, x, x, position)
+        x, kv = carry
+        position = kv.length[:, None]
+        kv = cache.update(kv, x, x, position)
         x = dot_product_attention(
-            x, held.k, held.v, mask=Causal(), q_positions=position, k_positions=held.positions,
+            x, kv.k, kv.v, mask=Causal(), q_positions=position, k_positions=kv.positions,
             implementation=implementation,
         )  # fmt: skip
-        return (x, held), None
+        return (x, kv), None
 
-    def run(x, held):
-        return jax.lax.scan(step, (x, held), None, length=5)[0]
+    def run(x, kv):
+        return jax.lax.scan(step, (x, kv), None, length=5)[0]
 
     carry = jnp.zeros((1, 1, 3, 8)), cache.init(1, 192, 3, 8)
     return jax.jit(run, donate_argnums=1).lower(*carry).compile().as_text()
 
 
 @pytest.mark.slow
-def test_a_step_of_decoding_copies_no_cache():
+def test_decode_step_does_not_copy_the_cache():
     if jax.default_backend() != "cpu":
         pytest.skip("reads the program of XLA's CPU backend")
     copied = re.compile(r"f32\[1,192,3,8\]\S* copy\(")
@@ -424,13 +424,13 @@ def test_a_step_of_decoding_copies_no_cache():
     ],
 )  # fmt: skip
 @on_a_cpu
-def test_on_a_cpu_the_size_decides(queries, keys, best, without):
+def test_cpu_implementation_depends_on_size(queries, keys, best, without):
     explained = explain(draw(4, queries=queries, keys=keys))
     assert explained.chosen == (best if explained["native"] is None else without)
 
 
 @on_a_cpu
-def test_what_the_compiled_kernels_refuse_goes_to_another():
+def test_call_refused_by_native_kernels_runs_elsewhere():
     with jax.enable_x64(True):
         arrays = {name: oracle.double(x) for name, x in draw(4, queries=99, keys=99).items()}
         assert explain(arrays).chosen == "xla" and call(arrays).dtype == jnp.float64
@@ -438,8 +438,8 @@ def test_what_the_compiled_kernels_refuse_goes_to_another():
     assert explain(draw(4, queries=130, keys=130), mask=mask).chosen == "blockwise"
 
 
-def test_on_a_cpu_many_short_heads_take_the_compiled_kernels():
-    """Check the choice at 32 tokens: waking threads makes a gradient of few heads slower."""
+def test_many_short_heads_use_native_kernels_on_cpu():
+    """Check the choice at 32 tokens: starting threads makes the gradient of few heads slower."""
     if jax.default_backend() != "cpu" or isinstance(cpu.library(), str):
         pytest.skip("the kernels were not compiled, or this machine has an accelerator")
     few, many = (draw(4, batch=n, queries=32, keys=32, heads=12, dim=64, value_dim=64)
@@ -475,7 +475,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_explanation_says_what_a_named_implementation_will_do(settings):
+def test_explanation_matches_what_named_implementation_does(settings):
     arrays, settings = draw(4), SETTINGS[settings]
     reasons = explain(arrays, **settings())
     assert set(NAMES) <= set(reasons) and all(name in str(reasons) for name in NAMES)
@@ -495,31 +495,32 @@ def test_explanation_says_what_a_named_implementation_will_do(settings):
 
 @pytest.mark.parametrize("name", ["pallas", "pallas_unordered", "cudnn"])
 @on_a_cpu
-def test_an_implementation_that_cannot_run_on_a_cpu_says_so(name):
+def test_implementation_that_cannot_run_on_cpu_reports_why(name):
     with pytest.raises(NotImplementedError, match=name) as error:
         call(draw(5), implementation=name)
     assert len(str(error.value)) > len(name) + 10, "the message names no condition"
 
 
 @pytest.mark.slow_except("2147483648-None")
-@pytest.mark.parametrize(("left", "said"), [(16, (15, 0)), (17, None), (2**31, None)])
-def test_cudnn_is_told_of_no_window_as_long_as_the_keys(monkeypatch, left, said):
-    told = []
+@pytest.mark.parametrize(("left", "expected"), [(16, (15, 0)), (17, None), (2**31, None)])
+def test_cudnn_gets_no_window_as_long_as_the_keys(monkeypatch, left, expected):
+    windows = []
 
     def attend(query, key, value, *, local_window_size, **settings):
-        told.append(local_window_size)
+        windows.append(local_window_size)
         return query
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     arrays = draw(5, queries=17, keys=17)
-    given = dict.fromkeys(("query", "key", "value"), arrays["query"])
-    out, _ = jax.jit(lambda: Cudnn().attend(AttentionCall(mask=Causal() & Window(left), **given)))()
-    assert told == [said] and not np.isnan(np.asarray(out)).any()
+    inputs = dict.fromkeys(("query", "key", "value"), arrays["query"])
+    call = AttentionCall(mask=Causal() & Window(left), **inputs)
+    out, _ = jax.jit(lambda: Cudnn().attend(call))()
+    assert windows == [expected] and not np.isnan(np.asarray(out)).any()
 
 
 @pytest.mark.slow_except("plain", "window")
 @pytest.mark.parametrize("settings", ["plain", "window", "alibi"])
-def test_no_name_runs_what_the_explanation_chooses(settings):
+def test_default_runs_the_implementation_that_explanation_chose(settings):
     arrays, settings = draw(6), SETTINGS[settings]
     chosen = explain(arrays, **settings()).chosen
     assert_same_bits(call(arrays, **settings()), call(arrays, implementation=chosen, **settings()))
@@ -529,8 +530,8 @@ def test_no_name_runs_what_the_explanation_chooses(settings):
 @pytest.mark.parametrize(
     ("implementation", "counts"), [("blockwise", {0}), ("native", range(1, 20))]
 )
-def test_lists_of_known_tiles_take_few_programs(implementation, counts):
-    """Each step of a plan would be a program of its own, and two seconds of the first call."""
+def test_lists_of_known_tiles_compile_few_programs(implementation, counts):
+    """Otherwise each step of a plan compiles a program, two seconds of the first call."""
     arrays = draw(64, batch=1, queries=301, keys=301)
     if explain(arrays)[implementation] is not None:
         pytest.skip("the kernels were not compiled, or this machine has an accelerator")
@@ -553,8 +554,8 @@ def test_lists_of_known_tiles_take_few_programs(implementation, counts):
 
 @pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_attention_is_compiled_once_for_equal_arguments(implementation):
-    """Masks and biases that are equal but for their arrays share a program."""
+def test_attention_compiles_once_for_equal_arguments(implementation):
+    """Masks and biases that differ only in their arrays share a program."""
     arrays, programs = draw(63, batch=1, queries=11, keys=23), []
     for n in range(3):
         out = dot_product_attention(
@@ -569,7 +570,7 @@ def test_attention_is_compiled_once_for_equal_arguments(implementation):
 
 @pytest.mark.slow
 @on_a_cpu
-def test_a_sequence_falls_through_what_cannot_run():
+def test_sequence_of_implementations_skips_those_that_cannot_run():
     arrays = draw(7)
     expected = call(arrays, implementation="blockwise")
     assert_same_bits(call(arrays, implementation=("pallas", "cudnn", "blockwise")), expected)
@@ -579,7 +580,7 @@ def test_a_sequence_falls_through_what_cannot_run():
     assert "pallas" in str(error.value) and "cudnn" in str(error.value)
 
 
-def test_positions_of_any_integer_dtype_mean_the_same():
+def test_positions_of_any_integer_dtype_are_equivalent():
     arrays, at = draw(17, queries=5, keys=7), (np.arange(5), np.arange(7))
     window = dict(mask=Window(5, 3), bias=ALiBi(alibi_slopes(4)), implementation="xla")
     out = []
@@ -588,13 +589,13 @@ def test_positions_of_any_integer_dtype_mean_the_same():
         out.append(call(arrays, q_positions=jax.device_put(q), k_positions=k, **window))
     assert_same_bits(out[1], out[0])
     assert_same_bits(out[2], out[0])
-    with pytest.raises(ValueError, match="k_positions holds 4294967296"):
+    with pytest.raises(ValueError, match="k_positions contains 4294967296"):
         call(arrays, k_positions=at[1] + 2**32)
 
 
 @pytest.mark.slow
-def test_a_predicate_may_read_traced_values_in_the_gradient():
-    """A threshold and a table, next to what leads with batch rows."""
+def test_predicate_may_read_traced_values_in_gradient():
+    """A threshold and a table, together with arrays that lead with batch rows."""
     arrays = draw(18, queries=5, keys=7)
 
     def loss(query, width, table, implementation):
@@ -604,20 +605,20 @@ def test_a_predicate_may_read_traced_values_in_the_gradient():
         return (out**2).sum()
 
     slopes = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=3)
-    given = arrays["query"], 1.5, jnp.array([True, False])
-    expected, actual = slopes(*given, "xla"), slopes(*given, "blockwise")
+    arguments = arrays["query"], 1.5, jnp.array([True, False])
+    expected, actual = slopes(*arguments, "xla"), slopes(*arguments, "blockwise")
     assert np.abs(np.asarray(expected[0])).max() > 0.01
     assert_near(actual[0], expected[0], GRADIENT_F32)
     assert actual[1] == expected[1] == 0
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, FloatingPointError])
-def test_a_sequence_hides_no_other_error(kind):
-    asked = []
+def test_sequence_of_implementations_propagates_other_errors(kind):
+    calls = []
 
     def fails_once(q_positions, k_positions):
-        asked.append(1)
-        if len(asked) == 1:
+        calls.append(1)
+        if len(calls) == 1:
             raise kind("this must come through")
         return q_positions >= k_positions
 
@@ -625,14 +626,14 @@ def test_a_sequence_hides_no_other_error(kind):
         call(draw(8), mask=Predicate(fails_once), implementation=("blockwise", "xla"))
 
 
-def test_unknown_implementations_are_refused_with_the_known_ones():
+def test_unknown_implementation_is_refused_with_known_names():
     arrays = draw(9)
     for wrong in ("flash", "XLA", "", ("xla", "flash"), ()):
         with pytest.raises(ValueError, match="blockwise"):
             call(arrays, implementation=wrong)
 
 
-# What is refused.
+# Refusals.
 
 
 def zeros(*shape, dtype="float32"):
@@ -671,7 +672,7 @@ BAD = {
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", None, ("blockwise", "xla")])
 @pytest.mark.parametrize("case", BAD)
-def test_illegal_arrays_are_refused_with_shapes_and_rule(case, implementation):
+def test_invalid_arrays_are_refused_with_shapes_and_rule(case, implementation):
     shapes, settings, names = BAD[case]
     with pytest.raises(ValueError, match=re.compile(names, re.DOTALL)):
         dot_product_attention(
@@ -685,11 +686,11 @@ def ids(length):
     return zeros(2, length, dtype="int32")
 
 
-SHORT = {  # of 13 queries and 17 keys
+SHORT = {  # for 13 queries and 17 keys
     "valid": (Padding(zeros(2, 16, dtype="bool")), "Padding: valid has length 16 for 17 keys"),
     "q_ids": (Segments(ids(12), ids(17)), "Segments: q_ids has length 12 for 13 queries"),
     "k_ids": (Segments(ids(13), ids(16)), "Segments: k_ids has length 16 for 17 keys"),
-    "both": (Segments(ids(13)), "q_ids, also of the keys, has length 13 for 17 keys"),
+    "both": (Segments(ids(13)), "q_ids, used for the keys too, has length 13 for 17 keys"),
     "queries": (Dense(zeros(12, 17, dtype="bool")), "array has length 12 for 13 queries"),
     "keys": (Dense(zeros(1, 1, 1, 16, dtype="bool")), "array has length 16 for 17 keys"),
     "inside": (Causal() | ~(Window(3) & Padding(zeros(2, 2, dtype="bool"))), "valid has length 2"),
@@ -698,8 +699,8 @@ SHORT = {  # of 13 queries and 17 keys
 
 @pytest.mark.parametrize("implementation", [*NAMES, None])
 @pytest.mark.parametrize("case", SHORT)
-def test_a_mask_without_an_entry_for_each_query_and_key_is_refused(case, implementation):
-    """Rows that it hid in silence would be zeros."""
+def test_mask_shorter_than_queries_or_keys_is_refused(case, implementation):
+    """Otherwise the output of the silently hidden rows is zero."""
     mask, names = SHORT[case]
     arrays = [zeros(*s) for s in (Q, K, K)]
     with pytest.raises(ValueError, match=names):
@@ -712,10 +713,10 @@ def test_a_mask_without_an_entry_for_each_query_and_key_is_refused(case, impleme
         with pytest.raises(ValueError, match=names):
             jax.jit(partial(state_attention, mask=mask))(zeros(2, 13, 8), zeros(2, 17, 8))
         at = dict(q_positions=np.arange(13, dtype=np.int32) % 2, k_positions=np.arange(17) % 2)
-        dot_product_attention(*arrays, mask=mask, **at)  # positions may ask for fewer
+        dot_product_attention(*arrays, mask=mask, **at)  # with positions, a mask may be shorter
 
 
-def test_a_model_refuses_a_mask_without_an_entry_for_each_token():
+def test_model_refuses_mask_shorter_than_tokens():
     config = ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((2, 13), np.int32)
@@ -733,8 +734,8 @@ def test_a_model_refuses_a_mask_without_an_entry_for_each_token():
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_query_with_one_visible_key_has_no_gradient(implementation, dtype):
-    """By definition: its weight is 1, whatever the score is."""
+def test_query_with_one_visible_key_has_no_gradient(implementation, dtype):
+    """By definition, because its weight is 1 for any score."""
     H, tiny = (32, 0.0) if implementation == "xla" else (2, 0.0)
     rng = np.random.default_rng(3)
     query, key, value, cotangent = (
@@ -755,29 +756,29 @@ def test_a_query_with_one_visible_key_has_no_gradient(implementation, dtype):
 
 
 @pytest.mark.parametrize("scale", [True, np.nan, -np.inf, 1e-38], ids=str)
-def test_a_known_scale_that_is_no_factor_is_refused(scale):
-    for given in (scale, [1, 1, 1, scale], np.array([0, -1, 1, scale])):
-        if scale is not True or given is True:  # in a list of numbers it is one
+def test_invalid_known_scale_is_refused(scale):
+    for value in (scale, [1, 1, 1, scale], np.array([0, -1, 1, scale])):
+        if scale is not True or value is True:  # in a list, True is the number 1
             with pytest.raises(ValueError, match=f"^scale is {scale}: must be "):
-                dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=given)
+                dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=value)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), (4, 1, 1)], ids=str)
-def test_a_scale_of_another_shape_is_refused(shape):
-    rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), by head"
+def test_scale_of_wrong_shape_is_refused(shape):
+    rule = r"scale is float32\(.*\): must be one number, or floating \(4,\), one for each head"
     for scale in (zeros(*shape), np.zeros(shape, np.float32), np.zeros(shape).tolist()):
         with pytest.raises(ValueError, match=rule):
             dot_product_attention(*(zeros(*s) for s in (Q, K, K)), scale=scale)
 
 
-def test_a_list_of_scales_may_hold_traced_ones():
+def test_list_of_scales_may_contain_traced_values():
     arrays = [zeros(*s) for s in (Q, K, K)]
     found = jax.eval_shape(lambda s: dot_product_attention(*arrays, scale=[s, 1, s, 2]), 1.0)
     assert found.shape == Q
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
-def test_only_floating_inputs_are_attended(dtype):
+def test_only_floating_inputs_are_accepted(dtype):
     with pytest.raises(ValueError, match=dtype):
         dot_product_attention(
             zeros(*Q, dtype=dtype), zeros(*K, dtype=dtype), zeros(*K, dtype=dtype)
@@ -787,7 +788,7 @@ def test_only_floating_inputs_are_attended(dtype):
 # Weights, and the two older attentions.
 
 
-def test_weights_match_the_oracle(rng):
+def test_weights_match_oracle(rng):
     arrays = draw(10)
     sinks = np.float32([-1.0, 0.5, 1.0, 2.0])
     bias = rng.normal(size=(1, 4, 1, 17)).astype(np.float32)
@@ -865,7 +866,7 @@ def test_state_attention_matches_luong_formula(rng, general):
     assert_near(context, expected @ states, 2 * FORWARD_F32)
 
 
-# Memory of the blockwise implementation, from the compiler.
+# Memory of the blockwise implementation, as reported by the compiler.
 
 
 def attention_program(length: int, setting: str, *, backward: bool):
@@ -908,7 +909,7 @@ def attention_program(length: int, setting: str, *, backward: bool):
         ("alibi", True),
     ],
 )
-def test_blockwise_memory_grows_with_the_length_and_not_its_square(setting, backward):
+def test_blockwise_memory_is_linear_in_length(setting, backward):
     short, long = (attention_program(n, setting, backward=backward) for n in (1024, 4096))
     small, large = (p.memory_analysis().temp_size_in_bytes for p in (short, long))
     assert small > 0 and large <= 5.0 * small
@@ -918,8 +919,8 @@ def test_blockwise_memory_grows_with_the_length_and_not_its_square(setting, back
     assert 4096 * 16 <= largest < 4096 * 4096
 
 
-def test_the_reference_does_build_the_square():
-    """The measurement above can fail: it finds the square where there is one."""
+def test_reference_memory_is_quadratic_in_length():
+    """Show that the measurement above can fail."""
     array = jax.ShapeDtypeStruct((1, 1024, 1, 16), jnp.float32)
     program = jax.jit(lambda *x: dot_product_attention(*x, implementation="xla"))
     compiled = program.lower(array, array, array).compile()
@@ -928,8 +929,8 @@ def test_the_reference_does_build_the_square():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blockwise_products_of_float32_are_of_float32_on_every_device(dtype):
-    """As those of "xla": an accelerator may compute them in fewer bits unless it is told."""
+def test_blockwise_products_of_float32_have_highest_precision(dtype):
+    """As in "xla"; by default an accelerator may compute them in fewer bits."""
     arrays = draw(1, queries=150, keys=150, dtype=dtype)
     inputs = [arrays[name] for name in ("query", "key", "value")]
 
@@ -940,19 +941,19 @@ def test_blockwise_products_of_float32_are_of_float32_on_every_device(dtype):
     products = [
         line for line in text.splitlines() if "dot_general" in line and "x1xf32>" not in line
     ]
-    assert len(products) == 14  # with a mask and without
+    assert len(products) == 14  # with and without a mask
     assert all(("HIGHEST" in line) == (dtype == "float32") for line in products)
 
 
-def test_a_bias_with_rows_of_its_own_and_positions_with_rows():
-    """Of which a tile would have some rows, and the other all."""
+def test_blockwise_refuses_bias_rows_with_position_rows():
+    """A tile would have some rows of one of them, and all rows of the other."""
     arrays = draw(1, batch=4, queries=130, keys=130)
     inputs = [arrays[name] for name in ("query", "key", "value")]
     places = np.tile(np.arange(130, dtype=np.int32), (4, 1))
     rows = RowSlopes(np.linspace(0, 1, 4, dtype=np.float32))
     assert explain_attention(*inputs, bias=rows)["blockwise"] is None
     explained = explain_attention(*inputs, bias=rows, k_positions=places)
-    assert explained["blockwise"] == "bias and positions differ by batch row: one of them may"
+    assert explained["blockwise"] == "bias and positions differ by batch row: only one of them may"
     alibi = ALiBi(alibi_slopes(inputs[0].shape[2]))
     assert explain_attention(*inputs, bias=alibi, k_positions=places)["blockwise"] is None
 
@@ -969,7 +970,7 @@ class RowSlopes:
 
 
 @pytest.mark.slow
-def test_values_of_no_width():
+def test_values_of_width_zero():
     x = jnp.ones((1, 3, 2, 4))
     for implementation in ("xla", "blockwise"):
         out, lse = dot_product_attention(
@@ -979,7 +980,7 @@ def test_values_of_no_width():
 
 
 @compiled
-def test_a_bias_that_is_asked_by_position_is_an_array_to_native():
+def test_native_evaluates_bias_of_positions_to_array():
     rng = np.random.default_rng(5)
     inputs = jnp.asarray(rng.standard_normal((3, 2, 7, 2, 4)), "float32")
     bias, at = RowSlopes(jnp.array([0.3, -0.2])), jnp.arange(7)
@@ -990,7 +991,7 @@ def test_a_bias_that_is_asked_by_position_is_an_array_to_native():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED, None])
-def test_int8_with_scales_means_their_product(implementation):
+def test_int8_with_scales_equals_dequantised_arrays(implementation):
     rng = np.random.default_rng(3)
     query = jnp.asarray(rng.standard_normal((2, 5, 4, 8)), "float32")
     key, value = jnp.asarray(rng.standard_normal((2, 2, 5, 2, 8)), "float32")
@@ -1007,7 +1008,7 @@ def test_int8_with_scales_means_their_product(implementation):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (dict(key_scale=None), "key is int8, key_scale None"),
         (
@@ -1016,24 +1017,24 @@ def test_int8_with_scales_means_their_product(implementation):
         ),
         (
             dict(key=np.ones((2, 5, 2, 8), np.float32)),
-            "key is float32, key_scale float32: scales of both go",
+            "key is float32, key_scale float32: int8 key and value need",
         ),
-        (dict(key_scale=None, value_scale=None), "must be one dtype.*; int8 comes with key_scale"),
+        (dict(key_scale=None, value_scale=None), "must be one dtype.*; int8 needs key_scale"),
     ],
 )
-def test_scales_go_with_int8(changes, said):
+def test_scales_require_int8(changes, message):
     int8, scale = np.ones((2, 5, 2, 8), np.int8), np.ones((2, 5, 2), np.float32)
-    given = dict(key=int8, value=int8, key_scale=scale, value_scale=scale) | changes
-    query, given = jax.device_put((np.ones((2, 5, 4, 8), np.float32), given))
-    with pytest.raises(ValueError, match=said):
-        dot_product_attention(query, **given)
+    arguments = dict(key=int8, value=int8, key_scale=scale, value_scale=scale) | changes
+    query, arguments = jax.device_put((np.ones((2, 5, 4, 8), np.float32), arguments))
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(query, **arguments)
 
 
 @pytest.mark.slow_except("blockwise-both")
 @pytest.mark.parametrize("options", ["", "softcap", "bias", "both"])
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_products_of_hidden_keys_that_overflow_are_in_no_gradient(implementation, options):
-    """A hidden key of finite numbers whose product with every query is inf - inf."""
+def test_overflowing_products_of_hidden_keys_do_not_reach_gradients(implementation, options):
+    """The product of every query with a finite hidden key is inf - inf."""
     arrays = draw(64, batch=1, queries=5, keys=7, dim=16)
     arrays = {name: np.array(x) for name, x in arrays.items()}
     arrays["query"][:, 3] = 1e30
@@ -1065,7 +1066,7 @@ def test_products_of_hidden_keys_that_overflow_are_in_no_gradient(implementation
 
 @pytest.mark.slow_except("native", "xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
+def test_query_that_sees_only_itself_returns_its_value(implementation):
     arrays = draw(65, queries=17, kv_heads=4)
     inputs = (arrays[name] for name in ("query", "key", "value"))
     out = dot_product_attention(*inputs, mask=Window(1, 1), implementation=implementation)
@@ -1074,7 +1075,7 @@ def test_a_query_that_sees_itself_alone_gets_its_own_value(implementation):
 
 @pytest.mark.slow_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", WHERE_COMPILED])
-def test_without_a_mask_a_bad_key_breaks_the_query_heads_of_its_group(implementation):
+def test_without_mask_bad_key_breaks_query_heads_of_its_group(implementation):
     arrays = draw(66, queries=5, keys=7, heads=6, kv_heads=3)
     inputs = {name: np.array(arrays[name]) for name in ("query", "key", "value")}
     attend = partial(dot_product_attention, implementation=implementation)
@@ -1086,8 +1087,8 @@ def test_without_a_mask_a_bad_key_breaks_the_query_heads_of_its_group(implementa
 
 
 @pytest.mark.slow
-def test_an_eager_call_that_is_compiled_enters_few_functions(rng):
-    """Every eager call pays for what its checks do in Python, 27 calls within attention."""
+def test_compiled_eager_call_enters_few_functions(rng):
+    """Every eager call pays for its checks in Python, 27 function calls within attention."""
     query = rng.normal(size=(1, 17, 2, 8)).astype(np.float32)
     entered, before = [], sys.getprofile()
 

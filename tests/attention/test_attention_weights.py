@@ -1,4 +1,4 @@
-"""Attention weights on request: those of the formulas, whole and while decoding, layer by layer."""
+"""Captured attention weights against formulas, for whole sequences and decoding, in each layer."""
 
 import dataclasses
 from functools import partial
@@ -64,19 +64,19 @@ def draw(columns: int, rows: int = ROWS) -> np.ndarray:
 
 
 def by_formula(config, params, tokens, **more):
-    """Logits in float64, weights [B, L, N, T, S], and those of a source or None."""
+    """Logits in float64, weights [B, L, N, T, S], and the weights of a source or None."""
     record: list[np.ndarray] = []
     logits = oracle.forward(config, params, tokens, record=record, **more)
     every = 2 if config.kind == "encoder-decoder" else 1
-    own, *cross = (
+    self_weights, *cross = (
         np.stack(part).reshape(len(tokens), config.num_layers, *part[0].shape)
         for part in (record[i::every] for i in range(every))
     )
-    return logits, own, cross[0] if cross else None
+    return logits, self_weights, cross[0] if cross else None
 
 
 def places_of(config):
-    """The places of a stack that attends: what it reads, weighs and returns."""
+    """The places of the attention of a stack: inputs, weights and outputs."""
     names = ["embedding", "block_*/residual", "block_*/attention/weights"]
     names += ["block_*/attention/key_positions"]
     names += [] if config.norm_order == "post" else ["final_norm"]
@@ -85,7 +85,7 @@ def places_of(config):
 
 
 def joined(config, captured, axis=1):
-    """The values of all layers; of generated tokens their axis is 2."""
+    """The values of all layers; for generated tokens their axis is 2."""
 
     def of_blocks(name):
         return [np.asarray(captured[f"block_{i}/{name}"]) for i in range(config.num_layers)]
@@ -127,8 +127,8 @@ def produced(config, params, capacity: int = PROMPT + NEW - 1, **arguments):
 @pytest.mark.slow
 @pytest.mark.long_except("ring", "shaw")
 @pytest.mark.parametrize("name", ["alibi", "shaw", "capped", "ring", "pair", "encoder"])
-def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
-    """With padding inside; ring: windows of each layer, T5's bias and sink tokens."""
+def test_weights_of_whole_sequences_match_formulas(name):
+    """With padding inside; "ring" has a window pattern, T5's bias and sink tokens."""
     config = CONFIGS[name]
     params, tokens = parameters(config), draw(PROMPT + NEW)
     places = np.stack([np.arange(12), np.arange(-3, 9), np.arange(12)]).astype(np.int32)
@@ -138,30 +138,30 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
         more = dict(source=draw(SOURCE), source_positions=SOURCE_PLACES)
     logits, cache, weights = attend(config, params, tokens, positions=places, **more)
     assert cache is None
-    own_weights = np.stack(weights.layers, axis=1)
+    captured_weights = np.stack(weights.layers, axis=1)
     for layer in weights.positions:
         np.testing.assert_array_equal(layer, places)
     found = attention_weights(build(config), params, tokens, positions=places, **more)
-    assert_near(found["attention"], own_weights, WEIGHTS)
+    assert_near(found["attention"], captured_weights, WEIGHTS)
     if config.kind == "encoder-decoder":
         assert_near(found["cross_attention"], weights.cross, WEIGHTS)
     real = (places >= 0)[:, None, None, :, None]
     stream: list[np.ndarray] = []
     more["hidden"] = stream
-    want, own, cross = by_formula(config, params, tokens, positions=places, **more)
+    want, want_self, cross = by_formula(config, params, tokens, positions=places, **more)
     assert_near(logits[places >= 0], want[places >= 0], WEIGHTS)
     assert weights.hidden.shape == (ROWS, config.num_layers + 1, PROMPT + NEW, 14)
     for layer in range(config.num_layers + 1):
         hidden = np.stack(stream)[:, layer]
         assert_near(weights.hidden[:, layer][places >= 0], hidden[places >= 0], WEIGHTS)
-    assert own.std() > 0.1
-    assert_near(own_weights, np.where(real, own, 0.0), WEIGHTS)
-    assert not own_weights[np.broadcast_to(~real, own.shape)].any()
+    assert want_self.std() > 0.1
+    assert_near(captured_weights, np.where(real, want_self, 0.0), WEIGHTS)
+    assert not captured_weights[np.broadcast_to(~real, want_self.shape)].any()
     assert (weights.cross is None) == (cross is None)
     if cross is not None:
         assert cross.shape[-1] == SOURCE and cross.std() > 0.1
         assert_near(weights.cross, np.where(real, cross, 0.0), WEIGHTS)
-    total = own_weights.sum(axis=-1)[np.broadcast_to(real[..., 0], own.shape[:-1])]
+    total = captured_weights.sum(axis=-1)[np.broadcast_to(real[..., 0], want_self.shape[:-1])]
     if config.attention_sinks:
         assert 0 < total.min() < 0.5 and total.max() <= 1
     else:
@@ -169,7 +169,7 @@ def test_weights_of_whole_sequences_are_those_of_the_formulas(name):
 
 
 @pytest.mark.long
-def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
+def test_looped_scanned_and_remat_stacks_have_equal_weights():
     config = CONFIGS["capped"]
     params, tokens = parameters(config), draw(PROMPT)
     _, _, want = attend(config, params, tokens)
@@ -184,7 +184,7 @@ def test_looped_scanned_and_rematerialised_stacks_have_the_same_weights():
 
 
 @pytest.mark.slow
-def test_a_query_that_sees_nothing_has_no_weights():
+def test_query_that_sees_nothing_has_zero_weights():
     config = CONFIGS["rope"]
     valid = np.arange(PROMPT) >= np.array([[0], [2], [5]])
     mask = Causal() & Padding(jnp.asarray(valid))
@@ -195,8 +195,8 @@ def test_a_query_that_sees_nothing_has_no_weights():
 
 
 @pytest.mark.slow
-def test_weights_are_nan_exactly_where_the_output_is():
-    """A value that is NaN in one slot of one row, though its key is not."""
+def test_weights_are_nan_exactly_where_output_is():
+    """A value is NaN in one slot of one row, but its key is not."""
     config = CONFIGS["rope"]
     params, cache = parameters(config), empty(CONFIGS["rope"], None)
     _, cache, _ = attend(config, params, draw(PROMPT), cache=cache)
@@ -224,15 +224,15 @@ def test_weights_are_nan_exactly_where_the_output_is():
         pytest.param("capped", True, marks=pytest.mark.long),
     ],
 )
-def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
-    """Against the formulas; 0 after a row's end, however the loop ends. "short" is a cache below
-    its window."""
+def test_weights_of_generated_tokens_match_whole_text(name, scan):
+    """Against the formulas, and 0 after a row's end, with and without early exit. "short" is a
+    cache shorter than its window."""
     config = CONFIGS[name]
     params = parameters(config)
     run = dataclasses.replace(config, scan_layers=scan)
     capacity = 7 if name == "ring" else PROMPT + NEW - 1
-    given = stack_layers(params) if scan else params
-    out = produced(run, given, capacity, limits=LIMITS, early_exit=not scan)
+    tree = stack_layers(params) if scan else params
+    out = produced(run, tree, capacity, limits=LIMITS, early_exit=not scan)
     found = joined(config, out.captured, axis=2)
     assert found.hidden.shape == (ROWS, NEW, config.num_layers + 1, 14)
     for row, length in enumerate(LENGTHS):
@@ -243,7 +243,7 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
             keep = SOURCE_PLACES[row] >= 0
             more = dict(source=draw(SOURCE)[row : row + 1, keep])
         stream: list[np.ndarray] = []
-        logits, own, cross = by_formula(config, params, text, hidden=stream, **more)
+        logits, self_weights, cross = by_formula(config, params, text, hidden=stream, **more)
         hidden = found.hidden[row]
         states = stream[0].swapaxes(0, 1)[length - 1 : -1]  # [T, L + 1, D]
         assert_near(hidden[:count], states, WEIGHTS)
@@ -255,15 +255,15 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
             assert not got[count:].any() and not places[count:].any()
             for n in range(count):
                 at = length - 1 + n
-                held = places[n] >= 0
+                filled = places[n] >= 0
                 if name not in ("ring", "short"):  # slot p of a full cache is position p
                     now = np.where(np.arange(capacity) <= at, np.arange(capacity), -1)
                     np.testing.assert_array_equal(places[n], now)
-                seen = np.flatnonzero(own[0, layer, :, at].any(axis=0))
-                assert len(set(places[n][held])) == held.sum() and places[n].max() == at
-                assert set(seen) <= set(places[n][held])
+                seen = np.flatnonzero(self_weights[0, layer, :, at].any(axis=0))
+                assert len(set(places[n][filled])) == filled.sum() and places[n].max() == at
+                assert set(seen) <= set(places[n][filled])
                 want = np.zeros((4, places.shape[-1]))
-                want[:, held] = own[0, layer, :, at, places[n][held]].T
+                want[:, filled] = self_weights[0, layer, :, at, places[n][filled]].T
                 assert_near(got[n], want, WEIGHTS)
         if cross is not None:
             got = found.cross[row]
@@ -273,8 +273,8 @@ def test_weights_of_generated_tokens_are_rows_of_the_whole_text(name, scan):
 
 
 @pytest.mark.slow
-def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
-    """By formula from scale * q of one layer; those of float keys are elsewhere."""
+def test_weights_of_quantised_cache_use_stored_keys():
+    """By formula from scale * q of one layer; float keys are tested elsewhere."""
     config = dataclasses.replace(CONFIGS["alibi"], num_layers=1)
     params, tokens = parameters(config), draw(PROMPT)
     state = init_cache(config, ROWS, PROMPT, jnp.int8)
@@ -306,7 +306,7 @@ def test_weights_of_a_quantised_cache_are_of_the_keys_it_holds():
     ],
     ids=["sampled-stop", "greedy"],
 )
-def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
+def test_capturing_weights_keeps_tokens_and_compiles_once_more(arguments):
     config = dataclasses.replace(CONFIGS["capped"], num_layers=1)
     params = parameters(config)
     arguments = dict(arguments, key=jax.random.key(3))
@@ -323,7 +323,7 @@ def test_asking_for_weights_changes_no_token_and_compiles_once_more(arguments):
 
 
 @pytest.mark.slow
-def test_a_row_that_is_not_valid_has_no_weights():
+def test_invalid_row_has_zero_weights():
     config = dataclasses.replace(CONFIGS["pair"], num_layers=1)
     params = parameters(config)
     valid = np.array([[True], [False], [True]])
@@ -354,8 +354,8 @@ def test_a_row_that_is_not_valid_has_no_weights():
     [(recurrent.ADDITIVE, True), (recurrent.DOT, False)],
     ids=["additive", "dot"],
 )
-def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
-    """And 0 after a row's end, however the loop ends."""
+def test_recurrent_weights_match_formulas(config, early_exit):
+    """And 0 after a row's end, with and without early exit."""
     params, step = recurrent.parameters(config), RecurrentStep(build(config))
     prompt = draw(PROMPT)
     out = generate(
@@ -378,7 +378,7 @@ def test_recurrent_weights_are_those_of_the_formulas(config, early_exit):
 
 
 @pytest.mark.slow
-def test_what_has_no_weights_is_refused_by_name():
+def test_models_without_weights_are_refused_by_name():
     model, params = build(recurrent.PLAIN), recurrent.parameters(recurrent.PLAIN)
     with pytest.raises(ValueError, match="RecurrentSeq2Seq: this model has no attention weights"):
         attention_weights(model, params, draw(PROMPT))

@@ -1,4 +1,4 @@
-"""Attention to keys and values in pages, by every implementation, against NumPy in float64."""
+"""Attention to paged keys and values in every implementation, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_jax.kernels.tpu.grid import refuse_long
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-F32 = 1e-5  # of the largest: the same sums in another order
+F32 = 1e-5  # relative to the largest: the same sums in another order
 
 NATIVE = pytest.mark.skipif(isinstance(cpu.library(), str), reason=f"no kernels: {cpu.library()}")
 NAMES = ["xla", "blockwise", pytest.param("native", marks=NATIVE), "pallas", None]
@@ -33,7 +33,7 @@ LENGTHS = np.array([331, 0, 130])
 
 
 class Call:
-    """Two queries at the end of each row, over pages with `unseen` wherever no query looks."""
+    """Two queries at the end of each row, over pages with `unseen` in all hidden slots."""
 
     def __init__(self, page, window=None, dtype=None, T=T, unseen=np.nan):
         rng = np.random.default_rng(page)
@@ -42,7 +42,7 @@ class Call:
         for x in drawn[1:]:
             x[2, :128] = x[0, :128]
         self.query, self.key, self.value = jax.device_put(drawn)
-        self.at = LENGTHS[:, None] - T + np.arange(T)  # of the row of length 0: negative
+        self.at = LENGTHS[:, None] - T + np.arange(T)  # negative for the row of length 0
         held = np.where(np.arange(S) < LENGTHS[:, None], np.arange(S), -1)
         far = self.at[:, :, None] - held[:, None]
         self.seen = (held >= 0)[:, None] & (far >= 0) & (far < (window or S))
@@ -109,7 +109,7 @@ CALLS = {
 )
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_attention_over_pages_is_that_over_the_rows_they_hold(call, implementation):
+def test_paged_attention_matches_contiguous_rows(call, implementation):
     given = Call(**call, unseen=77 if implementation == "pallas" else np.nan)
     assert np.isnan(given.pools.get("key_scale", given.pools["key"])).any()
     out, lse = jax.jit(lambda: given.attend(implementation, return_lse=True))()
@@ -144,8 +144,8 @@ def test_few_queries_read_pages_of_whole_tiles_in_place(call, in_place):
 @pytest.mark.slow
 @pytest.mark.long_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_gradients_are_those_of_what_is_gathered(implementation):
-    """A page that two rows share gets the sum of both gradients."""
+def test_paged_gradients_match_gathered_keys(implementation):
+    """The gradient of a page that two rows share is the sum of both."""
     given = Call(128)
     clean = {name: jnp.nan_to_num(x) for name, x in given.pools.items()}
     weight = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, HV)), jnp.float32)
@@ -180,15 +180,15 @@ MAPPED = {
 @pytest.mark.slow
 @pytest.mark.long_except("one pool", "tables")
 @pytest.mark.parametrize("name", MAPPED)
-def test_under_vmap_each_call_reads_its_own_pages(name):
+def test_vmapped_calls_read_their_own_pages(name):
     axes, rng = MAPPED[name], np.random.default_rng(2)
     given = Call(128, dtype="int8" if name.startswith("int8") else None, unseen=77)
     queries = given.query[None] + rng.standard_normal((3, 1, 1, 1, H)).astype(np.float32)
-    orders = [[0, 2, 0], [2, 0, 2], [0, 0, 2]]  # of the rows that have pages
+    orders = [[0, 2, 0], [2, 0, 2], [0, 0, 2]]  # orders of the rows that have pages
     tables = jnp.stack([given.table[jnp.array(order)] for order in orders])
     scales = jnp.asarray(rng.uniform(1, 2, 3), jnp.float32)
 
-    def three(x):  # of int8 the same numbers
+    def three(x):  # int8 has the same numbers
         return jnp.stack([x if x.dtype == jnp.int8 else x * scale for scale in scales])
 
     pools = {name: three(x) for name, x in given.pools.items()}
@@ -222,7 +222,7 @@ def test_under_vmap_each_call_reads_its_own_pages(name):
 
 
 @pytest.mark.long
-def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
+def test_mesh_matches_one_device_and_gathers_only_split_pages():
     results = on_devices(4, "-m", "tests.multi_device.pages_on_four", optimise=False)
     assert len(results) == 12
     for case, result in results.items():
@@ -231,8 +231,8 @@ def test_a_mesh_computes_the_same_and_gathers_only_pages_that_it_has_split():
 
 
 @pytest.mark.slow
-def test_an_entry_that_is_no_page_is_read_as_any():
-    """Its keys are of some page, so that they show nothing where they are hidden."""
+def test_invalid_page_entry_reads_some_page():
+    """Its keys come from some page, so they must have no influence if they are hidden."""
     given = Call(128, unseen=77)
     assert (given.table < 0).any()
     rng = np.random.default_rng(4)
@@ -249,8 +249,8 @@ def test_an_entry_that_is_no_page_is_read_as_any():
 
 
 @pytest.mark.slow
-def test_a_kernel_is_given_a_table_of_pages_that_there_are():
-    """The interpreter clamps what it reads; a chip would read outside of the pool."""
+def test_kernel_gets_a_table_of_existing_pages():
+    """The interpreter clamps indices, but a chip would read outside the pool."""
     given = Call(128)
     table = jnp.where(given.table < 0, -7, given.table).at[1, 0].set(2**31 - 1)
     arrays = dict(given.pools, **given.positions, mask=given.mask, block_table=table)
@@ -264,7 +264,7 @@ def test_a_kernel_is_given_a_table_of_pages_that_there_are():
 
 
 @pytest.mark.slow
-def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
+def test_pages_are_gathered_if_lists_and_table_exceed_scalar_memory():
     """Lists of 403,200 bytes and a table of 383,600 are 368 too many; three rows fewer fit."""
 
     def attend(rows):
@@ -287,7 +287,7 @@ def test_pages_are_gathered_where_lists_and_table_fill_scalar_memory():
 @pytest.mark.slow
 @pytest.mark.long_except("128")
 @pytest.mark.parametrize("page", [128, 16])
-def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
+def test_paged_calls_share_their_mask_plan(page, monkeypatch):
     given, made, make = Call(page, unseen=77), [], fused.mask_operands
     monkeypatch.setattr(fused, "mask_operands", lambda call: made.append(1) or make(call))
     arrays = dict(given.pools, block_table=given.table, sinks=given.sinks, softcap=3.0)
@@ -300,7 +300,7 @@ def test_calls_over_pages_share_the_plan_of_their_mask(page, monkeypatch):
     assert_near(out, given.expected().out, F32)
 
 
-def test_explanations_are_those_of_the_rows_that_pages_hold():
+def test_explanations_of_pages_match_contiguous_rows():
     given = Call(128)
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     arrays = jax.tree.map(struct, (given.query, given.pools, given.table))
@@ -314,7 +314,7 @@ def test_explanations_are_those_of_the_rows_that_pages_hold():
 
 
 @pytest.mark.parametrize(("page", "in_place"), [(128, True), (64, False)])
-def test_explanations_say_who_reads_pages_in_place(page, in_place):
+def test_explanations_report_who_reads_pages_in_place(page, in_place):
     given = Call(page)
     found = explain_attention(given.query, **given.pools, block_table=given.table, mask=Causal())
     assert found["pallas"] is None
@@ -322,12 +322,12 @@ def test_explanations_say_who_reads_pages_in_place(page, in_place):
     assert ("pallas: runs, reads pages in place" in str(found).splitlines()) == in_place
     rows = [jax.ShapeDtypeStruct((B, S, K, width), jnp.float32) for width in (H, HV)]
     assert not explain_attention(given.query, *rows).reads_pages
-    many = np.zeros((B, 64, N, H), np.float32)  # queries: no kernel for few
+    many = np.zeros((B, 64, N, H), np.float32)  # too many queries for the kernel for few
     assert not explain_attention(many, **given.pools, block_table=given.table).reads_pages
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_rows_without_a_page_see_nothing(implementation):
+def test_rows_without_pages_see_nothing(implementation):
     given = Call(128)
     none = np.asarray(given.table)[:, :0]
     out = given.attend(implementation, table=none, q_positions=None, k_positions=None)
@@ -341,7 +341,7 @@ def test_rows_without_a_page_see_nothing(implementation):
     "changes3-key has no pages",
 )
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             dict(block_table=np.ones((2, 3), np.float32)),
@@ -349,7 +349,7 @@ def test_rows_without_a_page_see_nothing(implementation):
         ),
         (
             dict(block_table=np.ones((3, 2), np.int32)),
-            r"\(3, 2\): must be integers \(2, M\), a row's",
+            r"\(3, 2\): must be integers \(2, M\), the pages of",
         ),
         (
             dict(block_table=np.ones(2, np.int32)),
@@ -357,7 +357,7 @@ def test_rows_without_a_page_see_nothing(implementation):
         ),
         (
             dict(key=np.ones((0, 4, 2, 8), np.float32), value=np.ones((0, 4, 2, 8), np.float32)),
-            "key has no pages",
+            r"key has shape \(0, 4, 2, 8\): with a block_table it must",
         ),
         (
             dict(value=np.ones((5, 3, 2, 8), np.float32)),
@@ -367,11 +367,11 @@ def test_rows_without_a_page_see_nothing(implementation):
             dict(k_positions=np.arange(4, dtype=np.int32)),
             r"k_positions is .*: must be integers \(12,\) or \(2, ",
         ),
-        (dict(block_table=None), "query has 2 batch rows, key 5"),
+        (dict(block_table=None), "query has 2 batch rows, but key has 5"),
     ],
 )
-def test_a_table_fits_queries_and_pools(changes, said):
+def test_mismatched_block_table_is_refused(changes, message):
     pool, query = np.ones((5, 4, 2, 8), np.float32), np.ones((2, 5, 4, 8), np.float32)
-    given = dict(key=pool, value=pool, block_table=np.zeros((2, 3), np.int32)) | changes
-    with pytest.raises(ValueError, match=said):
-        dot_product_attention(query, **jax.device_put(given))
+    arguments = dict(key=pool, value=pool, block_table=np.zeros((2, 3), np.int32)) | changes
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention(query, **jax.device_put(arguments))

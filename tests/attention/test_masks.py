@@ -1,4 +1,4 @@
-"""Masks against plain Python predicates: every small geometry, random compositions, tile plans."""
+"""Masks against Python predicates: every small geometry, random compositions, tile plans."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(mask, predicate, q_positions, k_positions, *, batch: int = 1, heads: i
 
 
 def sliding():
-    """The twenty masks of a decoder: every window of up to nine keys, causal or not."""
+    """The twenty masks of a decoder: no window or up to nine keys, causal or not."""
     for width in range(10):
         yield Window(width), oracle.window(width)
         yield Causal() & Window(width), oracle.both(oracle.causal(), oracle.window(width))
@@ -64,8 +64,8 @@ def two_sided():
 
 @pytest.mark.slow_except("int8")
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
-def test_positions_of_any_integer_dtype_mean_the_same(dtype):
-    """Near the ends of the dtype, where differences would wrap."""
+def test_positions_of_any_integer_dtype_are_equivalent(dtype):
+    """Near the ends of the dtype, where differences could wrap around."""
     last = min(int(np.iinfo(dtype).max), 1000)
     q_positions, k_positions = np.arange(last - T + 1, last + 1), np.arange(S)
     k_positions[3:] += last - S + 1
@@ -78,8 +78,8 @@ def test_positions_of_any_integer_dtype_mean_the_same(dtype):
 
 @pytest.mark.slow_except("1099511627776", "2147483648")
 @pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
-def test_a_window_may_be_wider_than_int32(far):
-    """From one end of the positions to the other, q - k is 2^31 - 1."""
+def test_window_may_be_wider_than_int32(far):
+    """At most, q - k is 2^31 - 1."""
     ends = np.array([0, 2**31 - 1], np.int32)
     past = np.array([[True, True], [far > 2**31 - 1, True]])
     for mask, expected in ((Window(far), past), (Window(None, far), past.T)):
@@ -90,8 +90,8 @@ def test_a_window_may_be_wider_than_int32(far):
         assert (np.asarray(vectors.visible(*at))[0] == expected).all(), mask
 
 
-def test_unsigned_ids_stay_apart_and_are_planned():
-    """Traced, they may be beyond int32."""
+def test_unsigned_ids_stay_distinct_and_are_planned():
+    """Traced ids may be beyond int32."""
     ids = np.array([[1, 1, 2**31 + 1, 2**31 + 1, 2**32 - 1]], np.uint32)
 
     @jax.jit
@@ -119,7 +119,7 @@ def test_every_window_over_every_pair_of_lengths_up_to_nine():
 
 @pytest.mark.slow_except("1000003", "2")
 @pytest.mark.parametrize("offset", [-3, 2, 1_000_003])
-def test_geometry_depends_on_positions_and_never_on_indices(offset):
+def test_masks_depend_on_positions_not_on_indices(offset):
     q_positions, k_positions = offset + np.arange(T), np.arange(S) + max(offset - 2, 0)
     for mask, predicate in itertools.chain(sliding(), two_sided()):
         check(mask, predicate, q_positions, k_positions)
@@ -145,7 +145,7 @@ def test_window_over_a_ring_keeps_the_newest_keys():
     assert newest[sees[0, 0, 4]].tolist() == [11, 12, 10]
 
 
-def test_empty_slot_is_never_attended_not_even_under_negation():
+def test_empty_slot_is_hidden_even_under_negation():
     k_positions = np.array([3, -1, 0, -7, 1, 2, -1, *range(4, 8)])
     nothing = Padding(np.zeros((1, 9), bool))
     for mask in (Causal(), ~Causal(), ~nothing, ~(~nothing & ~Causal()), ~Window(1, 1)):
@@ -177,7 +177,7 @@ def test_padding_and_prefix_and_segments_by_hand():
     assert sees.tolist() == [[True, True, False], [True, True, False], [False, False, True]]
 
 
-# Random compositions: every leaf with its predicate, trees of up to four operators.
+# Random compositions: each leaf with its predicate, in trees of up to four operators.
 
 
 def near_diagonal(q_positions, k_positions):
@@ -235,7 +235,7 @@ def random_mask(rng: np.random.Generator, operators: int):
 
 
 def random_positions(rng: np.random.Generator, length: int, *, keys: bool) -> np.ndarray:
-    """Contiguous, offset, shuffled per row, or anything with empty slots and strays."""
+    """Contiguous, offset, shuffled per row, or random with empty slots and outliers."""
     kind = rng.integers(4)
     if kind == 0:
         positions = np.arange(length)
@@ -251,7 +251,7 @@ def random_positions(rng: np.random.Generator, length: int, *, keys: bool) -> np
 
 
 @pytest.mark.long
-def test_random_compositions_mean_what_their_predicates_say():
+def test_random_compositions_match_predicates():
     rng = np.random.default_rng(11)
     some, density = 0, 0.0
     for case in range(250):
@@ -265,7 +265,7 @@ def test_random_compositions_mean_what_their_predicates_say():
 
 
 @pytest.mark.slow
-def test_traced_masks_and_positions_materialize_the_same():
+def test_traced_masks_and_positions_materialize_equally():
     rng = np.random.default_rng(12)
     materialize = jax.jit(lambda mask, q, k: mask.materialize(q, k))
     for _ in range(7):
@@ -280,7 +280,7 @@ def test_traced_masks_and_positions_materialize_the_same():
 
 
 def tiles(mask, q_positions, k_positions, block_q: int, block_k: int):
-    """Each planned class with its boolean tile; keys beyond the last are empty slots."""
+    """Each planned class with its boolean tile; keys beyond the end are empty slots."""
     at = jax.device_put((q_positions, k_positions))
     plan = mask.block_plan(*at, block_q=block_q, block_k=block_k)
     classes = np.asarray(plan.classes)
@@ -293,7 +293,7 @@ def tiles(mask, q_positions, k_positions, block_q: int, block_k: int):
     sees = np.broadcast_to(sees, lead + sees.shape[2:])
     sees = np.pad(sees, [(0, 0)] * 3 + [(0, columns * block_k - sees.shape[3])])
     for b, n, i, j in np.ndindex(classes.shape):
-        queries = slice(i * block_q, (i + 1) * block_q)  # queries beyond the last count for nothing
+        queries = slice(i * block_q, (i + 1) * block_q)  # queries beyond the end are ignored
         yield int(classes[b, n, i, j]), sees[b, n, queries, j * block_k : (j + 1) * block_k]
 
 
@@ -323,7 +323,7 @@ def test_skipped_tiles_see_nothing_and_full_tiles_everything(cases):
 
 
 @pytest.mark.slow
-def test_traced_plans_are_the_static_ones():
+def test_traced_plans_equal_static_plans():
     rng = np.random.default_rng(14)
 
     @jax.jit
@@ -342,8 +342,8 @@ def test_traced_plans_are_the_static_ones():
 
 
 @pytest.mark.slow
-def test_tile_lists_name_what_is_not_skipped():
-    """Lists of key tiles, and of query tiles: full ones first, then ascending."""
+def test_tile_lists_contain_the_tiles_that_are_not_skipped():
+    """Lists of key tiles and of query tiles have full tiles first, each part ascending."""
     rng = np.random.default_rng(16)
     array = rng.random((B, N, 2 * T, S)) < 0.1
     plan = Dense(jnp.asarray(array)).block_plan(
@@ -386,31 +386,31 @@ def check_exact(name, mask, *sizes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("blocks", [(8, 8), (16, 5)])
-def test_no_tile_of_a_plain_mask_is_partial_without_need(blocks):
+def test_tiles_of_plain_masks_are_partial_only_if_mixed(blocks):
     for name, mask in exact_cases():
         check_exact(name, mask, 29, 37, *blocks)
 
 
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("left", [None, 0, 1, 2, 3])
-def test_tiles_of_every_narrow_window_are_what_they_should_be(left):
+def test_tiles_of_narrow_windows_are_exact(left):
     for right in (0, 1, 2, 3) if left is None else (None, 0, 1, 2, 3):
         check_exact((left, right), Window(left, right), 11, 13, 5, 3)
 
 
-def test_a_tile_is_full_where_either_of_two_masks_is_full():
+def test_or_is_full_in_tiles_where_either_mask_is_full():
     mask = Causal() | Prefix(np.array([6], np.int32))
     kinds = [kind for kind, _ in tiles(mask, np.arange(11), np.arange(13), 5, 3)]
     after = [SKIPPED] * 3, [PARTIAL, PARTIAL, SKIPPED], [FULL, PARTIAL, SKIPPED]
     assert kinds == [kind for row in after for kind in [FULL, FULL, *row]]
 
 
-def test_tiles_of_a_prefix_at_every_length_are_what_they_should_be():
-    """Also at a length that is a tile's first or last key, which that tile does not hold whole."""
+def test_tiles_of_prefix_are_exact_at_every_length():
+    """Including a length equal to the first or last key of a tile, which is then not full."""
     lengths = np.arange(-1, 15, dtype=np.int32)
     at = jax.device_put((np.arange(7), np.arange(13)))
     plan = Prefix(lengths).block_plan(*at, block_q=7, block_k=5)
-    keys = np.pad(np.arange(13), (0, 2), constant_values=99)  # beyond the last are empty slots
+    keys = np.pad(np.arange(13), (0, 2), constant_values=99)  # padding keys are empty slots
     sees = (keys < lengths[:, None]).reshape(len(lengths), 3, 5)
     need = np.where(sees.all(axis=2), FULL, np.where(sees.any(axis=2), PARTIAL, SKIPPED))
     assert plan.classes[:, 0, 0].tolist() == need.tolist()
@@ -419,7 +419,7 @@ def test_tiles_of_a_prefix_at_every_length_are_what_they_should_be():
 @pytest.mark.slow_except("(11, 5)")
 @pytest.mark.parametrize("rows", [(3, 13), (11, 5), (3, 7)], ids=str)
 def test_segment_ids_may_be_fewer_than_queries_or_keys(rows):
-    """Where there is no id, there is nothing to see: in an array, in a plan and as vectors."""
+    """Positions without an id see nothing: in the array, in a plan and as vectors."""
     queries, keys = 11, 13
     q_ids, k_ids = (np.ones((1, size), np.int32) for size in rows)
     sees = np.outer(np.arange(queries) < rows[0], np.arange(keys) < rows[1])
@@ -439,14 +439,14 @@ def test_segment_ids_may_be_fewer_than_queries_or_keys(rows):
 
 
 @pytest.mark.slow
-def test_empty_slots_do_not_keep_a_tile_of_later_keys():
+def test_tile_of_empty_slots_and_later_keys_is_skipped():
     places = np.array([0, 1, 2, 3, 20, -1, 22, 23])
     kinds = [kind for kind, _ in tiles(Causal(), np.arange(8), places, 8, 4)]
     assert kinds == [PARTIAL, SKIPPED]
 
 
 @pytest.mark.slow
-def test_sliding_window_plan_skips_both_sides_of_its_band():
+def test_sliding_window_plan_skips_both_sides_of_band():
     kinds = [k for k, _ in tiles(Causal() & Window(64), np.arange(512), np.arange(512), 32, 32)]
     grid = np.array(kinds).reshape(16, 16)
     rows, columns = np.indices(grid.shape)
@@ -456,7 +456,7 @@ def test_sliding_window_plan_skips_both_sides_of_its_band():
     assert (grid[(columns == rows) | (columns == rows - 2)] == PARTIAL).all()
 
 
-def test_plan_of_a_long_sequence_builds_no_square():
+def test_plan_of_long_sequence_uses_linear_memory():
     length = 1 << 20
     mask = Causal() & Window(4096) & Padding(jax.ShapeDtypeStruct((1, length), bool))
     positions = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -467,7 +467,7 @@ def test_plan_of_a_long_sequence_builds_no_square():
     traced = jax.make_jaxpr(plan)(mask, positions, positions)
     sizes = [
         v.aval.size for equation in traced.jaxpr.eqns for v in equation.outvars
-    ]  # one level deep: calls return what they hold
+    ]  # one level deep: calls return the results inside them
     assert sizes and max(sizes) <= 4 * length
 
 
@@ -509,10 +509,10 @@ def test_mask_is_an_argument_of_jit_without_recompiling():
 
 BAD = [
     (lambda: Window(-1), "-1"),
-    (lambda: Window(True), "left is True: must be an integer of 0 or more"),
-    (lambda: Window(jnp.float32(3)), r"left is Array\(3., .*: must be an integer of 0 or more"),
+    (lambda: Window(True), "left is True: must be an integer of at least 0"),
+    (lambda: Window(jnp.float32(3)), r"left is Array\(3., .*: must be an integer of at least 0"),
     (lambda: Window(None, np.array([3])), r"right is array\(\[3\]\): must be an integer"),
-    (lambda: jax.jit(Window)(3), r"left is traced.*: make it static, or write Predicate\(lambda"),
+    (lambda: jax.jit(Window)(3), r"left is traced: must be static, .*; or use Predicate\(lambda"),
     (lambda: jax.jit(lambda w: Window(None, w))(3), "right is traced"),
     (lambda: Window(2, -3), "-3"),
     (lambda: Window(2.5), "2.5"),
@@ -524,17 +524,20 @@ BAD = [
     (lambda: Segments(np.zeros((3, 7), np.int32), np.zeros((2, 7), np.int32)), r"3.*2|2.*3"),
     (lambda: Prefix(np.zeros((3, 7), np.int32)), r"\(3, 7\)"),
     (lambda: Prefix(np.zeros(3, np.float32)), "float32"),
-    (lambda: Prefix(np.array([4, 2**32])), "Prefix: lengths holds 4294967296"),
-    (lambda: Segments(np.array([[1, 2**32 + 1]])), "Segments: q_ids holds 4294967297"),
-    (lambda: Segments(jnp.array([[2**31]], jnp.uint32)), "Segments: q_ids holds 2147483648"),
-    (lambda: Causal().materialize([0, 2**32], np.arange(7)), "q_positions holds 4294967296"),
-    (lambda: Causal().materialize([0], jnp.array([2**31], jnp.uint32)), "k_positions holds 21474"),
+    (lambda: Prefix(np.array([4, 2**32])), "Prefix: lengths contains 4294967296"),
+    (lambda: Segments(np.array([[1, 2**32 + 1]])), "Segments: q_ids contains 4294967297"),
+    (lambda: Segments(jnp.array([[2**31]], jnp.uint32)), "Segments: q_ids contains 2147483648"),
+    (lambda: Causal().materialize([0, 2**32], np.arange(7)), "q_positions contains 4294967296"),
+    (
+        lambda: Causal().materialize([0], jnp.array([2**31], jnp.uint32)),
+        "k_positions contains 21474",
+    ),
     (lambda: Dense(np.ones((3, 5, 7), bool)), r"\(3, 5, 7\)"),
     (lambda: Dense(np.ones((5, 7), np.float32)), "float32"),
     (lambda: Predicate("k <= q"), "k <= q"),
     (
         lambda: Predicate(lambda b, h, q, k: k <= q),
-        "must take two arguments, positions of queries and of keys; for rows or heads, let it",
+        "must take two arguments, the positions of queries and keys; for rows or heads, let",
     ),
     (lambda: Causal().materialize(np.arange(5, dtype="f4"), np.arange(7)), "float32"),
     (lambda: Causal().materialize(np.zeros((1, 1, 5), np.int32), np.arange(7)), r"\(1, 1, 5\)"),
@@ -549,7 +552,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("case", range(len(BAD)))
-def test_bad_arguments_are_refused_with_what_was_given(case):
+def test_invalid_arguments_are_refused_with_their_value(case):
     build, names = BAD[case]
     with pytest.raises(ValueError, match=names):
         build()
@@ -561,7 +564,7 @@ def test_masks_combine_only_with_masks():
             combine()
 
 
-def test_a_traced_window_is_written_as_a_predicate():
+def test_traced_window_is_refused_in_favour_of_predicate():
     @jax.jit
     def seen(left):
         mask = Causal() & Predicate(lambda q, k: q - k < left)
@@ -571,7 +574,7 @@ def test_a_traced_window_is_written_as_a_predicate():
     np.testing.assert_array_equal(seen(3), want)
 
 
-def test_a_wrapper_that_gives_a_predicate_its_other_arguments_is_one():
+def test_wrapper_that_binds_arguments_is_a_valid_predicate():
     def near(q, k, left):
         return q - k < left
 
@@ -584,8 +587,8 @@ def test_a_wrapper_that_gives_a_predicate_its_other_arguments_is_one():
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 1), (1, 1), (2, 1, 1, 7), (1, 3, 5, 1)], ids=str)
-def test_an_axis_of_one_of_a_dense_mask_is_broadcast(shape, rng):
-    """As in jax.nn, for every position; a negative one is no query."""
+def test_dense_mask_broadcasts_axes_of_length_one(shape, rng):
+    """As in jax.nn, for every position; a negative position is not a query."""
     array = rng.random(shape) < 0.5
     array.flat[0] = True
     full, mask = np.broadcast_to(array, (2, 3, 5, 7)), Dense(array)
@@ -601,9 +604,9 @@ def test_an_axis_of_one_of_a_dense_mask_is_broadcast(shape, rng):
 @pytest.mark.parametrize(
     "mask", [Padding(np.ones((1, 3), bool)), Causal() & Window(3), ~Causal()], ids=repr
 )
-def test_a_mask_has_no_truth_value(mask):
-    """`and`, `or` and `not` would drop one side in silence: the message names what to write."""
-    told = r"is neither true nor false: combine masks with &, \| and ~.* ask `mask is None`"
+def test_mask_has_no_truth_value(mask):
+    """`and`, `or` and `not` would silently drop one side, so the message names the operators."""
+    told = r"is neither true nor false: combine masks with &, \| and ~.* with `mask is None`"
     for ask in (bool, lambda mask: mask and Window(2), lambda mask: Window(2) or mask):
         with pytest.raises(TypeError, match=told):
             ask(mask)
@@ -611,7 +614,7 @@ def test_a_mask_has_no_truth_value(mask):
         operator.not_(mask)
 
 
-def test_what_a_mask_says_of_the_past_is_found_in_its_parts():
+def test_causal_window_is_recognised_in_compositions():
     assert causal_window(Causal()) == (True, None)
     assert causal_window(Everything()) == (False, None)
     assert causal_window(Causal() & Window(5)) == causal_window(Window(5) & Causal()) == (True, 5)

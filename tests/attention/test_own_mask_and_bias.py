@@ -1,4 +1,4 @@
-"""Masks and biases of a user's own: one method each, right in every implementation or refused."""
+"""Custom masks and biases: one method each, correct in every implementation or refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("unoptimised_compilation")
 
 T, S = 139, 271
 HEADS = dict(batch=3, heads=8, kv_heads=4)
-"""At these sizes no two rows, and not all heads, share a tile of "blockwise"."""
+"""Sizes for which rows do not share a tile of "blockwise", and heads only in groups."""
 EVERYWHERE = "xla", "blockwise", "pallas"
 
 
@@ -59,7 +59,7 @@ def zeros(*shape):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Strided(Mask):
-    """Read positions and nothing else."""
+    """A mask that reads only positions."""
 
     def sees(self, q, k):
         return (q >= k) & ((q - k) % 3 != 1)
@@ -68,9 +68,9 @@ class Strided(Mask):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Reach(Mask):
-    """Have an own reach for each row and head: axes that `leaf_axes` does not name."""
+    """A mask with a reach for each row and head, with axes that `leaf_axes` does not name."""
 
-    reach: jax.Array  # i32[N, B]: neither axis leads with the batch
+    reach: jax.Array  # i32[N, B]: the batch is not the first axis
 
     def sees(self, q, k):
         return jnp.abs(q - k) <= self.reach.T[:, :, None, None]
@@ -79,7 +79,7 @@ class Reach(Mask):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Table(Mask):
-    """Have an array that is no table of batch rows, although it is as long as they are many."""
+    """A mask with an array of length B that is not indexed by batch rows."""
 
     near: jax.Array  # i32[B]
 
@@ -90,7 +90,7 @@ class Table(Mask):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Until(Mask):
-    """Have a method for fused kernels."""
+    """A mask that overrides `comparison`."""
 
     ends: jax.Array  # i32[B]
 
@@ -146,7 +146,7 @@ def check(got, want):
 @pytest.mark.long_except("*-xla", "a table-pallas", "composed-pallas", "rows and heads-pallas")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("name", OWN)
-def test_an_own_mask_runs_everywhere_or_is_refused_by_name(name, implementation):
+def test_custom_mask_runs_everywhere_or_is_refused_by_name(name, implementation):
     mask, seen = OWN[name]
     assert 0.02 < seen.mean() < 0.98
     arrays = draw(1, queries=T, keys=S, **HEADS)
@@ -162,7 +162,7 @@ def test_an_own_mask_runs_everywhere_or_is_refused_by_name(name, implementation)
         dot_product_attention(*inputs, mask=mask, implementation="pallas")
 
 
-def test_rows_and_heads_of_an_own_mask_have_tiles_of_their_own():
+def test_rows_and_heads_of_custom_mask_have_separate_tiles():
     inputs = draw(1, queries=T, keys=S, **HEADS)
     call = AttentionCall(query=inputs["query"], key=inputs["key"], value=inputs["value"])
     assert Sizes.of(call).groups == (3, 1 if tiles._SMALL_PRODUCTS_THREADED else 2)
@@ -173,13 +173,13 @@ LIMITS = {
     "heads": np.array([5, 20, 40, 130]).reshape(1, 4, 1, 1),
     "both": np.array([[9, 70, 130, 65], [64, 2, 128, 0]]).reshape(2, 4, 1, 1),
 }
-"""How many keys are seen of S = 131, by batch row and head."""
+"""The number of visible keys, of S = 131, by batch row and head."""
 
 
 @pytest.mark.long_except("both")
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", LIMITS)
-def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs):
+def test_predicate_may_read_traced_array_of_rows_and_heads(differs):
     inputs = jax.random.normal(jax.random.key(3), (3, 2, 131, 4, 8))
     at = np.arange(131)
     seen = (at < LIMITS[differs]) & (at <= at[:, None])
@@ -202,7 +202,7 @@ def test_a_predicate_may_read_an_array_of_rows_and_heads_that_is_traced(differs)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_a_predicate_may_give_one_bool_for_all_pairs(implementation):
+def test_predicate_may_return_one_bool_for_all_pairs(implementation):
     inputs = np.random.default_rng(3).standard_normal((3, 1, 5, 1, 2)).astype(np.float32)
     found = dot_product_attention(
         *inputs, mask=Predicate(lambda q, k: True), implementation=implementation
@@ -211,7 +211,7 @@ def test_a_predicate_may_give_one_bool_for_all_pairs(implementation):
 
 
 @pytest.mark.slow
-def test_an_own_mask_has_its_rows_where_positions_have_rows_too():
+def test_custom_mask_rows_match_position_rows():
     mask, _ = OWN["rows and heads"]
     arrays = draw(2, queries=T, keys=S, **HEADS)
     starts = np.array([[0], [40], [7]], np.int32)
@@ -222,7 +222,7 @@ def test_an_own_mask_has_its_rows_where_positions_have_rows_too():
 
 
 @pytest.mark.slow
-def test_a_part_of_an_own_mask_is_a_part_of_what_it_sees():
+def test_part_of_custom_mask_is_slice_of_its_result():
     mask, seen = OWN["rows and heads"]
     part = mask.part((jnp.int32(1), 2), (3, 8), (1, 2))
     places = np.arange(T), np.arange(S)
@@ -240,7 +240,7 @@ def test_a_part_of_an_own_mask_is_a_part_of_what_it_sees():
 
 
 @pytest.mark.slow
-def test_an_own_mask_takes_memory_of_its_length_not_of_its_square():
+def test_custom_mask_memory_is_linear_in_length():
     def temporaries(length):
         array = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
         attend = lambda q: dot_product_attention(q, q, q, mask=Strided()).sum()  # noqa: E731
@@ -251,7 +251,7 @@ def test_an_own_mask_takes_memory_of_its_length_not_of_its_square():
     assert short > 0 and long <= 5 * short and long < 4096 * 4096
 
 
-def test_what_an_own_mask_must_be_is_said():
+def test_invalid_custom_masks_are_refused_with_the_rule():
     x = zeros(2, 5, 2, 4)
 
     class Loose(Mask):
@@ -282,7 +282,7 @@ def test_what_an_own_mask_must_be_is_said():
 
     write = r"write @jax.tree_util.register_dataclass and @dataclass\(frozen=True\) above class"
     for mask, message in (
-        (Loose(), f"Loose is no frozen dataclass: {write} Loose"),
+        (Loose(), f"Loose is not a frozen dataclass: {write} Loose"),
         (Causal() & Unregistered(), f"Unregistered is not registered as a pytree: {write}"),
         (~Mutable(), f"Mutable is not frozen: {write} Mutable"),
         (Numbers(), r"Numbers.sees returned int32\[1, 1, 1, 1\]: must be bool\[B, N, T, S\]"),
@@ -301,7 +301,7 @@ def test_what_an_own_mask_must_be_is_said():
         dot_product_attention(x, x, x, mask=WithoutSees())
 
 
-# Tiles that an own mask excludes
+# Tiles that a custom mask excludes
 
 LEVELS = np.sort(np.random.default_rng(4).integers(0, 9, (3, S)), axis=1).astype(np.int32)
 WIDTHS = np.array([3, 40, 90, 1, 7, 200, 13, 31], np.int32)
@@ -311,7 +311,7 @@ FAR = np.array([2**31 - 5, 2**31 - 1, 5], np.int32)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arithmetic(Mask):
-    """Ask a function of the query, the key and an array."""
+    """A mask by a function of the query, the key and an array."""
 
     array: jax.Array
     function: Any = field(metadata=dict(static=True))
@@ -362,7 +362,7 @@ def signs(lib, array, q, k):
 
 
 def far_positions(lib, array, q, k):
-    """Wrap around, as integers of 32 bits do."""
+    """Compare positions that wrap around in 32 bits."""
     return q - k + array[0] < array[2]
 
 
@@ -379,7 +379,7 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2
 
 
 def classes_of(mask, q, k, blocks):
-    """Return the classes of a plan, and those that the mask's array says."""
+    """Return the classes of a plan, and those of the materialised mask."""
     block_q, block_k = blocks
     found = np.asarray(mask.block_plan(q, k, block_q=block_q, block_k=block_k).classes)
     sees = np.asarray(mask.materialize(q, k))
@@ -397,8 +397,8 @@ def classes_of(mask, q, k, blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", SOUND, ids=lambda f: f.__name__)
-def test_tiles_that_an_own_mask_excludes_are_skipped(function):
-    """Exactly those, where bounds of each operation are exact; never one with a visible pair."""
+def test_tiles_excluded_by_custom_mask_are_skipped(function):
+    """Never one with a visible pair; exactly these if the bounds of each operation are exact."""
     mask = Arithmetic(jnp.asarray(SOUND[function]), function)
     q, k = np.arange(T, dtype=np.int32), np.arange(S, dtype=np.int32)
     sees = np.asarray(mask.materialize(q, k))
@@ -408,7 +408,7 @@ def test_tiles_that_an_own_mask_excludes_are_skipped(function):
     assert ((found == exact) | (found == PARTIAL)).all()
     if function in EXACT:
         assert ((found == SKIPPED) == (exact == SKIPPED)).all()
-    rng = np.random.default_rng(5)  # other positions, and composed
+    rng = np.random.default_rng(5)  # other positions, and a composition
     others = Causal(), Window(31, 9), Segments(jnp.asarray(LEVELS)), Prefix(jnp.array([0, 70, 300]))
     for _ in range(2):
         one, two = (others[i] for i in rng.permutation(len(others))[:2])
@@ -419,7 +419,7 @@ def test_tiles_that_an_own_mask_excludes_are_skipped(function):
         assert ((found == exact) | (found == PARTIAL)).all(), composed
 
 
-def far_of_row(_, numbers, q, k):  # a squeeze, then an axis of rows that are chosen from
+def far_of_row(_, numbers, q, k):  # a squeeze, then a look-up along an axis of rows
     limit = jnp.where(jnp.array([[True, False], [True, True]]), numbers[0, :2][:, None], 1).max(1)
     return q - k <= limit[:, None, None, None]
 
@@ -477,8 +477,8 @@ SHAPED = [
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("function", SHAPED, ids=lambda f: f.__name__)
-def test_shapes_inside_an_own_mask_are_its_own(function):
-    """Rows stay rows and heads heads in tiles and in kernels, or a kernel refuses the mask."""
+def test_custom_mask_may_change_shapes_inside(function):
+    """Rows and heads keep their meaning in tiles and kernels, or a kernel refuses the mask."""
     numbers = jnp.array([[3, 41, 5]])
     mask = Arithmetic(numbers, function)
     q, k = np.arange(61, dtype=np.int32), np.arange(67, dtype=np.int32)
@@ -498,7 +498,7 @@ def test_shapes_inside_an_own_mask_are_its_own(function):
 
 
 @pytest.mark.slow
-def test_every_implementation_skips_what_an_own_mask_excludes():
+def test_every_implementation_skips_tiles_of_custom_mask():
     x = zeros(3, 4096, 2, 32)
     near = Predicate(lambda q, k: jnp.abs(q - k) < 50)
     for mask in (Arithmetic(jnp.asarray(WIDTHS), width_of_row), near):
@@ -509,13 +509,13 @@ def test_every_implementation_skips_what_an_own_mask_excludes():
             assert lists.seen.sum() < 0.4 * lists.order.size
 
 
-# A bias of one's own
+# Custom biases
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decay:
-    """Subtract a rate of each head times the square root of the distance."""
+    """A bias of -rate times the square root of the distance, with a rate for each head."""
 
     rates: jax.Array  # [N]
 
@@ -528,7 +528,7 @@ class Decay:
 @pytest.mark.slow
 @pytest.mark.long_except("xla")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_an_own_bias_runs_and_has_a_gradient(implementation):
+def test_custom_bias_runs_and_has_a_gradient(implementation):
     rates = np.array([0.1, 0.3, 0.5, 0.9], np.float32)
     arrays = draw(4, queries=T, keys=S)
     assert isinstance(Decay(rates), Bias)
@@ -545,7 +545,7 @@ def test_an_own_bias_runs_and_has_a_gradient(implementation):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ramp:
-    """Have fields that arrays have too; a bias is what has `materialize`."""
+    """A bias with fields that arrays also have; only `materialize` makes it a bias."""
 
     rate: jax.Array  # []
     shape: tuple[int, ...] = field(default=(), metadata={"static": True})
@@ -557,7 +557,7 @@ class Ramp:
 
 
 @pytest.mark.slow
-def test_fields_of_an_own_bias_may_have_the_names_of_an_arrays():
+def test_custom_bias_fields_may_be_named_like_array_attributes():
     draws = np.random.default_rng(0).normal(size=(3, 1, 7, 2, 5)).astype(np.float32)
     q, k, v = draws
     bias, at = Ramp(jnp.float32(0.3)), np.arange(7)
@@ -575,7 +575,7 @@ def test_fields_of_an_own_bias_may_have_the_names_of_an_arrays():
     assert reason == "takes a bias that is an array or ALiBi, not Ramp"
 
 
-def test_what_an_own_bias_must_be_is_said():
+def test_invalid_custom_biases_are_refused_with_the_rule():
     x = zeros(2, 5, 2, 4)
 
     @dataclass(frozen=True)
@@ -584,11 +584,11 @@ def test_what_an_own_bias_must_be_is_said():
             return jnp.zeros((1, 1, 5, 5))
 
     for bias, message in (
-        (ALiBi, "bias is the class ALiBi: must be a value of it"),
+        (ALiBi, "bias is the class ALiBi: must be an instance of it"),
         (lambda q, k: q - k, "bias is a function: must be an array or a value with the method mat"),
         (
             Unregistered(),
-            "bias is of Unregistered, which is not registered as a pytree: write",
+            "bias is an instance of Unregistered, which is not registered as a pytree: write",
         ),
     ):
         for call in (dot_product_attention, explain_attention):
@@ -602,7 +602,7 @@ def test_what_an_own_bias_must_be_is_said():
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class Anticausal(Causal):
-    """See what Causal does not: whoever took its tiles would skip what this one sees."""
+    """A mask of the pairs that Causal hides; with Causal's tiles these would be skipped."""
 
     def sees(self, q, k):
         return k >= q
@@ -611,7 +611,7 @@ class Anticausal(Causal):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NoComparison(Mask):
-    """Answer an array where a Program is asked for."""
+    """A mask with a `comparison` that returns an array instead of a Program."""
 
     def sees(self, q, k):
         return k <= q
@@ -621,7 +621,7 @@ class NoComparison(Mask):
 
 
 @pytest.mark.parametrize("wrap", [lambda mask: mask, lambda mask: ~mask & Window(3)])
-def test_a_mask_that_inherits_the_tiles_of_other_pairs_is_refused(wrap):
+def test_mask_that_inherits_tiles_of_another_mask_is_refused(wrap):
     x = zeros(1, 5, 2, 4)
     with pytest.raises(
         ValueError, match=r"Anticausal overrides Causal\.sees .*derive it from Mask"
@@ -632,7 +632,7 @@ def test_a_mask_that_inherits_the_tiles_of_other_pairs_is_refused(wrap):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Numbered(Mask):
-    """Hold a number that is a leaf."""
+    """A mask with a number that is a leaf."""
 
     size: int
 
@@ -642,13 +642,13 @@ class Numbered(Mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
-def test_a_mask_with_a_number_among_its_leaves_runs(implementation):
+def test_mask_with_a_number_as_leaf_runs(implementation):
     arrays = draw(9, queries=13, keys=17)
     seen = (np.arange(13)[:, None] // 3 == np.arange(17) // 3)[None, None]
     check(evaluate(arrays, Numbered(3), implementation), reference(arrays, seen))
 
 
-def test_a_comparison_of_another_type_is_named():
+def test_comparison_of_wrong_type_is_refused():
     x = zeros(1, 5, 2, 32)
     with (
         using(Target("tpu", interpret=True)),
@@ -662,7 +662,7 @@ def test_a_comparison_of_another_type_is_named():
 
 @dataclass(frozen=True)
 class Broken(Implementation):
-    """Run nothing, and fail inside with a message."""
+    """An implementation that fails inside `attend`."""
 
     message: str
 
@@ -673,7 +673,7 @@ class Broken(Implementation):
         raise NotImplementedError(self.message)
 
 
-def test_an_error_inside_an_implementation_is_no_refusal(monkeypatch):
+def test_error_inside_implementation_propagates(monkeypatch):
     x = zeros(1, 5, 2, 4)
     monkeypatch.setitem(IMPLEMENTATIONS, "cudnn", Broken("this must come through"))
     with pytest.raises(NotImplementedError, match=r"^this must come through"):
@@ -682,7 +682,7 @@ def test_an_error_inside_an_implementation_is_no_refusal(monkeypatch):
 
 @dataclass(frozen=True)
 class Constant(Implementation):
-    """Return a constant instead of attention."""
+    """An implementation that returns a constant."""
 
     value: float
 
@@ -695,16 +695,16 @@ class Constant(Implementation):
         return out, jnp.zeros((B, T, N))
 
 
-def test_an_implementation_that_takes_the_place_of_another_runs(monkeypatch):
+def test_replaced_implementation_runs(monkeypatch):
     x = zeros(1, 5, 2, 4)
-    for value in (3.0, 7.0):  # of one name, shape and class, so that only the value differs
+    for value in (3.0, 7.0):  # same name, shapes and class, so only the value differs
         monkeypatch.setitem(IMPLEMENTATIONS, "constant", Constant(value))
         out = dot_product_attention(x, x, x, implementation="constant")
         np.testing.assert_array_equal(out, np.full(x.shape, value))
 
 
 @pytest.mark.slow
-def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
+def test_config_may_name_custom_implementation(monkeypatch):
     config = preset("tiny", implementation="constant", num_layers=1)
     with pytest.raises(ConfigError, match=r"implementation is 'constant': must be one of 'xla'"):
         build(config)
@@ -717,10 +717,10 @@ def test_a_config_may_name_an_implementation_that_a_user_adds(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_a_call_is_compiled_once_for_equal_structure(implementation):
-    """A mask, a number and a shape are what a compilation is kept for, not arrays.
+def test_calls_of_equal_structure_share_a_program(implementation):
+    """Programs depend on masks, numbers and shapes, not on arrays.
 
-    A mask of one's own is traced again each time, for what it reads may have changed.
+    A custom mask is traced again each time, because the values that it reads may have changed.
     """
     traces, programs = [], []
 
@@ -747,7 +747,7 @@ def test_a_call_is_compiled_once_for_equal_structure(implementation):
     assert programs[0] == programs[2] > 0
 
 
-# What is not finite, without a mask
+# NaN and inf without a mask
 
 
 @pytest.mark.slow
@@ -755,8 +755,10 @@ def test_a_call_is_compiled_once_for_equal_structure(implementation):
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, implementation, softcap):
-    """Its heads of its row for a key or value, one query for a query; nobody else notices."""
+def test_without_mask_nonfinite_rows_break_exactly_their_readers(
+    name, bad, implementation, softcap
+):
+    """A key or value breaks its heads of its row, a query only itself."""
     arrays = draw(5, queries=13, keys=17)
     broken = np.zeros((2, 13, 4), bool)
     if name == "query":
@@ -780,16 +782,18 @@ def test_without_a_mask_what_is_not_finite_breaks_who_sees_it(name, bad, impleme
         assert_same_bits(got, value, what)
 
 
-# What planted faults had passed
+# Tests for planted bugs that had passed
 
 
 @pytest.mark.slow
 @pytest.mark.long_except("pallas", "xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
-def test_a_prefix_that_ends_with_a_tiles_last_key(implementation):
-    """The last key of a tile is not seen where the length is its position."""
+def test_prefix_may_end_with_last_key_of_a_tile(implementation):
+    """If the length equals the position of a tile's last key, this key is hidden."""
     arrays = draw(6, batch=3, queries=T, keys=S)
-    lengths = np.array([127, 127, 159], np.int32)  # or a tile of three rows is partial anyway
+    lengths = np.array(
+        [127, 127, 159], np.int32
+    )  # otherwise a tile of three rows is partial anyway
     seen = np.broadcast_to(at_k < lengths[:, None, None, None], (3, 1, T, S))
     mask = Prefix(jnp.asarray(lengths))
     check(evaluate(arrays, mask, implementation), reference(arrays, seen))
@@ -799,22 +803,24 @@ def test_a_prefix_that_ends_with_a_tiles_last_key(implementation):
 @pytest.mark.long_except("(100, 271)-blockwise", "(139, 120)-pallas", "*-xla")
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 @pytest.mark.parametrize("shapes", [(100, S), (T, 120), (100, None)], ids=str)
-def test_segments_see_nothing_beyond_their_tables(shapes, implementation):
+def test_segments_see_nothing_beyond_their_ids(shapes, implementation):
     arrays = draw(7, queries=T, keys=S)
     q_ids = np.ones((2, shapes[0]), np.int32)
     k_ids = None if shapes[1] is None else np.ones((2, shapes[1]), np.int32)
     mask = Segments(jnp.asarray(q_ids), None if k_ids is None else jnp.asarray(k_ids))
     last = shapes[0] if shapes[1] is None else shapes[1]
     seen = np.broadcast_to((at_q < shapes[0]) & (at_k < last), (2, 1, T, S))
-    at = dict(q_positions=jnp.arange(T), k_positions=jnp.arange(S))  # without them it is refused
+    at = dict(
+        q_positions=jnp.arange(T), k_positions=jnp.arange(S)
+    )  # without positions it is refused
     check(evaluate(arrays, mask, implementation, **at), reference(arrays, seen))
 
 
 @pytest.mark.slow
 @pytest.mark.long_except("Plain(name='plain', interpret*")
 @pytest.mark.parametrize("where", [None, Plain(), Target("tpu", interpret=True)], ids=str)
-def test_a_bias_of_each_of_two_rows_under_a_softcap_with_sinks(where):
-    """In few keys of the TPU's kernels, and in tiles that two rows do not share."""
+def test_bias_of_two_rows_with_softcap_and_sinks(where):
+    """With few keys in the TPU's kernels, and in tiles that two rows do not share."""
     queries, keys = (300, 300) if where is None else (16, 24)
     arrays = draw(8, queries=queries, keys=keys, heads=2, kv_heads=1)
     rng = np.random.default_rng(9)

@@ -1,7 +1,4 @@
-"""What a cache may leave out and still decode: far positions, bits, and what was taken back.
-
-Sink tokens, windows of each layer, int8, bytes known beforehand, rewinding, and no copies.
-"""
+"""Caches with less memory: sink tokens, window patterns, int8, sizes, rewinding, no copies."""
 
 import dataclasses
 import functools
@@ -39,8 +36,8 @@ CACHED = 1e-5
 """The same sums in another order, in f32, relative to the largest logit."""
 
 INT8 = 0.02
-"""Logits from an int8 or bfloat16 cache against an f32 one, relative to the largest logit, of two
-random layers. Measured: int8 0.005 to 0.006, bfloat16 0.002."""
+"""Error of logits from an int8 or bfloat16 cache, relative to the largest logit, for two random
+layers. Measured: int8 0.005 to 0.006, bfloat16 0.002."""
 
 SMALL = ModelConfig(
     vocab_size=VOCAB, d_model=26, num_layers=2, num_heads=2, head_dim=6, num_kv_heads=1, d_ff=19,
@@ -59,12 +56,12 @@ KINDS: dict[str, dict] = {
     "alibi": dict(positions="alibi"),
 }
 SELDOM = ("none", "sinusoidal")
-"""To attention these are as "learned"."""
+"""Attention treats these like "learned"."""
 
 
 @functools.cache
 def make(**changes):
-    """A config, its random parameters, and its jitted model."""
+    """Make a config, random parameters, and the jitted model."""
     config = dataclasses.replace(SMALL, **changes)
     shapes = jax.eval_shape(
         partial(init_params, dataclasses.replace(config, scan_layers=False)), jax.random.key(0)
@@ -80,7 +77,7 @@ def make(**changes):
 
 
 def ragged(rng, rows: int = 3):
-    """Tokens, and positions with padding anywhere, so that the rows drift apart."""
+    """Make tokens, and positions with padding anywhere, so that row lengths diverge."""
     tokens = rng.integers(0, VOCAB, (rows, TOKENS), dtype=np.int32)
     valid = rng.random((rows, TOKENS)) >= 0.2 * np.arange(rows)[:, None]
     places = np.where(valid, np.cumsum(valid, axis=1) - 1, -1)
@@ -88,7 +85,7 @@ def ragged(rng, rows: int = 3):
 
 
 def fed(apply, tokens, positions, cache, chunk: int):
-    """The logits of all tokens, `chunk` at a time, and the cache after them."""
+    """Return the logits of all tokens, fed `chunk` at a time, and the final cache."""
     short = -tokens.shape[1] % chunk
     filled = np.pad(tokens, ((0, 0), (0, short)))
     at = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
@@ -103,7 +100,7 @@ def fed(apply, tokens, positions, cache, chunk: int):
 # Sink tokens
 
 
-def test_the_first_position_past_the_capacity_is_refused():
+def test_first_position_past_capacity_is_refused():
     places, beyond = refuse_past_capacity(np.array([[3, 4], [-1, 0]], np.int32), 5)
     assert places.tolist() == [[3, 4], [-1, 0]] and not beyond.any()
     with pytest.raises(ValueError, match="position 5 is past the cache: its capacity is 5"):
@@ -112,8 +109,8 @@ def test_the_first_position_past_the_capacity_is_refused():
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_sinks_are_the_first_positions_and_tiles_between_are_skipped(rng, shuffled):
-    """Exactly q - W < k <= q or k < n, and no tile is visited that sees nothing."""
+def test_sink_mask_is_exact_and_skips_tiles_between(rng, shuffled):
+    """Exactly q - W < k <= q or k < n, and no tile without a visible pair is visited."""
     sinks, window, length, block = 5, 37, 701, 32
     mask = Causal() & (Window(window) | Prefix(np.full(1, sinks, np.int32)))
     q, k = np.arange(length), np.arange(-3, length)
@@ -145,8 +142,8 @@ def test_sinks_are_the_first_positions_and_tiles_between_are_skipped(rng, shuffl
     "kind",
     [pytest.param(kind, marks=[pytest.mark.long] * (kind in SELDOM)) for kind in KINDS],
 )
-def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
-    """Rings of 7 and 5 slots turn many times, in ragged rows; sinks stay in sight."""
+def test_rings_with_sinks_decode_like_full_forward(kind, rng):
+    """Rings of 7 and 5 slots wrap around many times, in ragged rows; sinks stay visible."""
     config, _, apply = make(**RINGS, **KINDS[kind])
     tokens, positions = ragged(rng)
     want = np.asarray(apply(tokens, positions=positions)[0])
@@ -154,7 +151,9 @@ def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
     assert [layer.capacity for layer in cache.layers] == [7, 5]
     got, cache = fed(apply, tokens, positions, cache, 4)
     real = positions >= 0
-    assert want[real].std() > 0.3 and (positions.max(axis=1) >= 2 + 3 * 5).all()  # three turns
+    assert (
+        want[real].std() > 0.3 and (positions.max(axis=1) >= 2 + 3 * 5).all()
+    )  # wraps around three times
     assert_near(got[real], want[real], CACHED)
     for layer in cache.layers:
         assert {0, 1} <= set(np.asarray(layer.positions[0]).tolist())
@@ -173,11 +172,11 @@ def test_rings_with_sinks_decode_as_the_full_pass(kind, rng):
     ],
     ids=["scan", "pattern", "int8", "ring", "short"],
 )
-def test_chunks_may_have_any_size(changes, capacity, dtype, rng):
-    """One token at a time, and more than a ring holds; in between above."""
+def test_cached_logits_do_not_depend_on_chunk_size(changes, capacity, dtype, rng):
+    """One token at a time, and more than fit a ring; sizes between are tested above."""
     config, _, apply = make(**changes)
     tokens, positions = ragged(rng)
-    if capacity == 6:  # as long as its longest layer, which is full
+    if capacity == 6:  # the length of its longest layer, which is full
         positions = np.where(positions < 6, positions, -1)
     want = np.asarray(apply(tokens, positions=positions)[0])
     real = positions >= 0
@@ -185,15 +184,15 @@ def test_chunks_may_have_any_size(changes, capacity, dtype, rng):
         fed(apply, tokens, positions, init_cache(config, 3, capacity, dtype), chunk)[0]
         for chunk in (1, 13)
     )
-    # Of int8, a difference of 1e-7 may round the other way.
+    # with int8, a difference of 1e-7 may change the rounding
     tolerance = CACHED if dtype is None else INT8
     assert_near(one[real], many[real], tolerance)
     assert_near(many[real], want[real], tolerance)
 
 
 @pytest.mark.slow
-def test_a_source_with_a_pattern_decodes_its_target_from_int8(rng):
-    """Both stacks have the pattern; the target's cache is made of rings, with room to turn back."""
+def test_encoder_decoder_with_window_pattern_decodes_from_int8(rng):
+    """Both stacks have the pattern; the target's cache has rings with room for rewinding."""
     config, params, apply = make(kind="encoder-decoder", positions="alibi", **RINGS)
     source = rng.integers(0, VOCAB, (3, 11), dtype=np.int32)
     tokens, positions = ragged(rng)
@@ -202,8 +201,8 @@ def test_a_source_with_a_pattern_decodes_its_target_from_int8(rng):
     cache = jax.jit(empty)({"params": params}, source)
     assert [layer.capacity for layer in cache.layers] == [10, 8]
     assert {layer.k.dtype for layer in cache.layers} == {jnp.dtype("int8")}
-    told = cache_bytes(config, 3, 23, jnp.int8, source_length=11, slack=3)
-    assert told == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    expected_bytes = cache_bytes(config, 3, 23, jnp.int8, source_length=11, slack=3)
+    assert expected_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     got, after = fed(apply, tokens, positions, cache, 4)
     real = positions >= 0
     assert_near(got[real], want[real], INT8)
@@ -239,8 +238,8 @@ def test_each_layer_has_the_slots_it_needs():
 
 
 @pytest.mark.slow
-def test_a_full_layer_among_rings_has_an_end(rng):
-    """Where known it raises; where traced the row's logits are NaN and nothing is overwritten."""
+def test_full_layer_among_rings_limits_positions(rng):
+    """A known position raises; a traced one makes the row's logits NaN and overwrites nothing."""
     config, params, apply = make(**PATTERN)
     model, end = build(config), TOKENS + 2  # a whole number of chunks
     tokens = rng.integers(0, VOCAB, (3, end), dtype=np.int32)
@@ -260,10 +259,10 @@ def test_a_full_layer_among_rings_has_an_end(rng):
         chex.assert_trees_all_equal(pick(after), pick(full), strict=True)
 
 
-def test_a_cache_of_another_pattern_is_refused(rng):
+def test_cache_of_another_window_pattern_is_refused(rng):
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)
 
-    def run(other: dict, model: dict):  # which refuses before it asks for parameters
+    def run(other: dict, model: dict):  # refuses before it reads parameters
         cache = partial(init_cache, dataclasses.replace(SMALL, **other), 2, 19)
         apply = build(dataclasses.replace(SMALL, **model)).apply
         jax.eval_shape(lambda: apply({}, tokens, cache=cache()))
@@ -293,14 +292,14 @@ def test_a_cache_of_another_pattern_is_refused(rng):
         (dict(window=(5, None), scan_layers=True), "a pattern needs a looped stack: scan_layers"),
     ],
 )
-def test_a_window_that_cannot_be_is_refused(changes, message):
+def test_invalid_window_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_slack_and_dtype_that_cannot_be_are_refused():
+def test_invalid_slack_and_dtype_are_refused():
     for config in (SMALL, dataclasses.replace(SMALL, window=5)):
-        with pytest.raises(ValueError, match="slack is 3: is for rings of a window pattern"):
+        with pytest.raises(ValueError, match="slack is 3: needs a window pattern"):
             init_cache(config, 2, 19, slack=3)
     with pytest.raises(ValueError, match="slack is -1: must be an integer of at least 0"):
         init_cache(dataclasses.replace(SMALL, **RINGS), 2, 19, slack=-1)
@@ -311,10 +310,10 @@ def test_slack_and_dtype_that_cannot_be_are_refused():
 # int8
 
 
-def test_a_quantised_row_is_within_half_a_step(rng):
-    """|x - scale q| <= scale / 2 = max|x| / 254 in real numbers; 2^-15 of it for roundings of f32.
+def test_quantisation_error_is_at_most_half_a_step(rng):
+    """|x - scale q| <= scale / 2 = max|x| / 254 in exact arithmetic, plus 2^-15 of it for f32.
 
-    Rows of every size, of zeros, of less than the smallest normal number, and ties.
+    Rows of all magnitudes, zeros, subnormal numbers, and ties.
     """
     x = rng.standard_normal((3, 101, 2, 7)).astype(np.float32)
     x *= np.exp(rng.uniform(-80, 80, (3, 101, 2, 1))).astype(np.float32)
@@ -337,7 +336,7 @@ def test_a_quantised_row_is_within_half_a_step(rng):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_reads_as_nan_and_touches_no_other(bad, rng):
+def test_nonfinite_row_dequantises_to_nan_without_affecting_others(bad, rng):
     x = rng.standard_normal((2, 3, 1, 5)).astype(np.float32)
     x[1, 2, 0, 3] = bad
     q, scale = jax.jit(kv.quantise)(x)
@@ -348,8 +347,8 @@ def test_a_row_that_is_not_finite_reads_as_nan_and_touches_no_other(bad, rng):
 
 
 @pytest.mark.slow
-def test_int8_slots_are_those_of_a_float_cache(rng):
-    """A ring with sinks, read after several turns: each row is within half its step."""
+def test_int8_slots_match_float_cache(rng):
+    """A ring with sinks, read after wrapping around: each row is within half its step."""
     caches = {d: kv.init(3, 7, 2, 3, 5, dtype=d, sinks=2) for d in ("float32", "int8", "bfloat16")}
     assert caches["int8"].k_scale.shape == caches["int8"].v_scale.shape == (3, 7, 2)
     for start in range(0, 30, 3):
@@ -370,8 +369,8 @@ def test_int8_slots_are_those_of_a_float_cache(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
-    """A NaN token: NaN for those that two windows reach; gone, bit for bit, for those after."""
+def test_nan_in_low_precision_cache_affects_only_its_window(dtype, rng):
+    """A NaN token reaches exactly the tokens within two windows; later tokens are bitwise equal."""
     config, params, apply = make(**RINGS)
     tokens, _ = ragged(rng)
     tokens = np.maximum(tokens, 8)
@@ -395,7 +394,7 @@ def test_nan_in_a_small_cache_is_seen_by_whom_it_should(dtype, rng):
     ("kind", "dtype"),
     [("rope", "int8"), ("learned", "int8"), ("shaw", "int8"), ("rope", "bfloat16")],
 )
-def test_a_small_cache_moves_logits_by_less_than_the_bound(kind, dtype, rng):
+def test_low_precision_cache_changes_logits_within_bound(kind, dtype, rng):
     config, _, apply = make(**RINGS, **KINDS[kind])
     tokens, positions = ragged(rng)
     want, got = (
@@ -407,8 +406,8 @@ def test_a_small_cache_moves_logits_by_less_than_the_bound(kind, dtype, rng):
 
 
 def knowing(params, rng):
-    """Parameters that know a successor for each of D tokens: their embeddings are orthogonal, and
-    outweigh what the blocks add."""
+    """Return parameters that predict a successor for each of D tokens: their embeddings are
+    orthogonal and outweigh the output of the blocks."""
     width = params["embed"]["tokens"].shape[1]
     directions = np.linalg.qr(rng.standard_normal((width, width)))[0].astype(np.float32)
     tokens, output = (np.zeros((VOCAB, width), np.float32) for _ in range(2))
@@ -418,13 +417,13 @@ def knowing(params, rng):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_from_int8_are_those_from_f32(rng):
-    """Row by row, as long as the likeliest token is ahead by more than twice the bound."""
+def test_greedy_tokens_from_int8_match_f32(rng):
+    """As long as the likeliest token leads by more than twice the bound, in each row."""
     config, params, apply = make(**PATTERN)
     params = knowing(params, rng)
 
     def greedy(dtype):
-        token, cache, said, margin = (
+        token, cache, tokens_so_far, margin = (
             np.arange(3)[:, None],
             init_cache(config, 3, TOKENS, dtype),
             [],
@@ -436,8 +435,8 @@ def test_greedy_tokens_from_int8_are_those_from_f32(rng):
             best = np.sort(np.asarray(logits)[:, 0])
             margin.append((best[:, -1] - best[:, -2]) / np.abs(best).max())
             token = np.asarray(logits).argmax(axis=-1)
-            said.append(token[:, 0])
-        return np.stack(said, axis=1), np.stack(margin, axis=1)
+            tokens_so_far.append(token[:, 0])
+        return np.stack(tokens_so_far, axis=1), np.stack(margin, axis=1)
 
     (want, margin), (got, _) = greedy(None), greedy(jnp.int8)
     assert len(np.unique(want)) > 5 and margin.min() > 2 * INT8
@@ -458,17 +457,17 @@ def test_greedy_tokens_from_int8_are_those_from_f32(rng):
     ],
     ids=["full", "int8-scan", "bf16-compute", "pattern-int8"],
 )
-def test_bytes_are_those_of_the_arrays(changes, arguments):
-    """Of an encoder-decoder: in the test of its rings, and of its donated cache."""
+def test_cache_bytes_match_arrays(changes, arguments):
+    """Encoder-decoders are in the tests of rings and of donated caches."""
     config = dataclasses.replace(SMALL, **changes)
     cache = jax.eval_shape(partial(init_cache, config, 3, 17, **arguments))
-    told = cache_bytes(config, 3, 17, **arguments)
-    assert told == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) > 0
+    count = cache_bytes(config, 3, 17, **arguments)
+    assert count == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) > 0
 
 
 @pytest.mark.slow
-def test_bytes_by_hand():
-    """B rows of: S slots of H + Hv numbers and a position, and a length; int8 with two scales."""
+def test_cache_bytes_by_hand():
+    """B rows of S slots with H + Hv numbers and a position, and a length; int8 adds two scales."""
     config = dataclasses.replace(SMALL, num_kv_heads=2, value_head_dim=5, **PATTERN)
     slots = 19 + 7
     assert cache_bytes(config, 3, 19) == 3 * (slots * (2 * (6 + 5) * 4 + 4) + 2 * 4)
@@ -478,7 +477,7 @@ def test_bytes_by_hand():
     assert cache_bytes(pair, 3, 7, source_length=11) == crossed + 2 * 3 * (7 * (2 * 6 * 4 + 4) + 4)
 
 
-def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
+def test_cache_bytes_need_source_length_iff_model_has_source():
     with pytest.raises(ValueError, match="source_length is None: an encoder-decoder also caches"):
         cache_bytes(dataclasses.replace(SMALL, kind="encoder-decoder"), 2, 7)
     with pytest.raises(ValueError, match="source_length is 7, but kind is 'decoder'"):
@@ -487,11 +486,11 @@ def test_bytes_need_a_source_length_exactly_where_there_is_a_source():
         cache_bytes(dataclasses.replace(SMALL, kind="encoder"), 2, 7)
 
 
-# Taking tokens back
+# Rewinding
 
 
-def test_layers_of_a_scanned_stack_are_taken_back_one_by_one(rng):
-    """Three rows, two layers: an axis that is taken for the other has another length."""
+def test_scanned_layers_are_rewound_separately(rng):
+    """With three rows and two layers, confusing the axes changes the shape."""
     layer = kv.init(3, 7, 2, 4, 4, jnp.float32)
     read = jnp.broadcast_to(jnp.arange(6), (3, 6))
     layers = [
@@ -518,8 +517,8 @@ def test_layers_of_a_scanned_stack_are_taken_back_one_by_one(rng):
     ],
     ids=["ring-scan", "pattern", "full", "full-scan"],
 )
-def test_what_was_taken_back_was_never_read(changes, capacity, more, rng):
-    """Rings with room for four more forget up to five tokens, each row as many as it is told."""
+def test_rewound_cache_decodes_as_if_tokens_were_never_read(changes, capacity, more, rng):
+    """Rings with four extra slots drop up to five tokens, a different number in each row."""
     config, _, apply = make(**changes)
     said, other = (rng.integers(0, VOCAB, (3, 23), dtype=np.int32) for _ in range(2))
     read = np.array([18, 18, 18], np.int32)
@@ -541,27 +540,27 @@ def test_what_was_taken_back_was_never_read(changes, capacity, more, rng):
 
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_rewinding_keeps_exactly_the_positions_below_the_length(rng, sinks):
-    """At every length: none, the last position alone, exactly the length held, and one more."""
-    held, capacity = 7, 11
-    k, v = rng.standard_normal((2, 1, held, 1, 3)).astype(np.float32)
+def test_rewind_keeps_exactly_positions_below_length(rng, sinks):
+    """For every length: 0, one less than, equal to and one more than the current length."""
+    length_before, capacity = 7, 11
+    k, v = rng.standard_normal((2, 1, length_before, 1, 3)).astype(np.float32)
     cache = jax.jit(partial(kv.init, 1, capacity, 1, 3, sinks=sinks))()
     update, rewind = jax.jit(kv.update), jax.jit(kv.rewind)
-    cache = update(cache, k, v, np.arange(held, dtype=np.int32)[None])
-    for length in range(held + 2):
+    cache = update(cache, k, v, np.arange(length_before, dtype=np.int32)[None])
+    for length in range(length_before + 2):
         back = rewind(cache, np.array([length], np.int32))
-        kept, positions = min(length, held), back.positions[0].tolist()
+        kept, positions = min(length, length_before), back.positions[0].tolist()
         assert back.length.tolist() == [kept]
         assert sorted(p for p in positions if p >= 0) == list(range(kept))
         assert set(positions[kept:]) == {-1}
-        on = update(back, k, v, np.where(np.arange(held) == 0, kept, -1)[None])
+        on = update(back, k, v, np.where(np.arange(length_before) == 0, kept, -1)[None])
         assert on.length.tolist() == [kept + 1]
         np.testing.assert_array_equal(np.asarray(on.k)[0, kept], k[0, 0])
     chex.assert_trees_all_equal(rewind(cache, cache.length), cache, strict=True)
 
 
 @pytest.mark.slow
-def test_rewinding_empties_slots_and_never_lengthens(rng):
+def test_rewind_empties_slots_and_never_lengthens(rng):
     cache = kv.init(3, 7, 1, 3)
     k = rng.standard_normal((3, 5, 1, 3)).astype(np.float32)
     cache = kv.update(cache, k, k, np.tile(np.arange(5, dtype=np.int32), (3, 1)))
@@ -589,8 +588,8 @@ def test_rewinding_empties_slots_and_never_lengthens(rng):
         pytest.param("encoder-decoder", False, jnp.int8, marks=pytest.mark.long),
     ],
 )
-def test_a_donated_cache_is_written_where_it_lies(kind, scan, dtype, rng):
-    """Every leaf is given away and comes back in its place; none is copied."""
+def test_donated_cache_is_updated_in_place(kind, scan, dtype, rng):
+    """Every leaf is donated and returned in the same memory; none is copied."""
     config, params, _ = make(kind=kind, scan_layers=scan)
     model = build(config)
     tokens = rng.integers(0, VOCAB, (2, 1), dtype=np.int32)

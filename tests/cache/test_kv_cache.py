@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import transformer_jax as tj
 from transformer_jax.cache import kv_cache as kv
+from transformer_jax.text.options import GenerateOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -20,9 +22,9 @@ jit_extend = jax.jit(kv.extend, static_argnames="window")
 
 
 class DictCache:
-    """Row by row, position -> (key, value); a ring of S holds the newest S, and forgets the others.
+    """For each row a dictionary from positions to (key, value), with the newest S of a ring.
 
-    Of those slots the first `sinks` keep the first positions, and only the others turn.
+    The first `sinks` positions are never dropped.
     """
 
     def __init__(self, rows: int, capacity: int, sinks: int = 0):
@@ -42,7 +44,7 @@ class DictCache:
                 del row[position]
 
     def check(self, cache: kv.KVCache) -> int:
-        """Everything remembered is in its slot, nothing else is; how many slots were compared."""
+        """Check that exactly these positions are in their slots, and return the number of slots."""
         seen = 0
         np.testing.assert_array_equal(cache.length, self.length)
         positions, k, v = (np.asarray(x) for x in (cache.positions, cache.k, cache.v))
@@ -71,12 +73,12 @@ def tokens(rng, rows: int, count: int):
 
 
 def draw_positions(rng, lengths, count: int, *, padding: float) -> np.ndarray:
-    """Each row goes on from its own length; some tokens are padding, anywhere in the chunk."""
+    """Continue each row at its own length, with padding anywhere in the chunk."""
     valid = rng.random((len(lengths), count)) >= padding
     return np.where(valid, np.array(lengths)[:, None] + np.cumsum(valid, axis=1) - 1, -1)
 
 
-def test_a_new_cache_is_empty():
+def test_new_cache_is_empty():
     cache = init(3, 7)
     assert cache.k.shape == (3, 7, HEADS, KEY_DIM) and cache.v.shape == (3, 7, HEADS, VALUE_DIM)
     assert (np.asarray(cache.positions) == -1).all() and cache.positions.shape == (3, 7)
@@ -89,8 +91,8 @@ def test_a_new_cache_is_empty():
 @pytest.mark.slow_except("7-2-0.4")
 @pytest.mark.parametrize("padding", [0.0, 0.4])
 @pytest.mark.parametrize(("capacity", "sinks"), [(5, 0), (11, 0), (7, 2), (5, 4)])
-def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, sinks, padding):
-    """Chunks of 1, 3 and 17 tokens, so also longer than the ring; rows drift apart by padding."""
+def test_ring_keeps_the_newest_positions(rng, capacity, sinks, padding):
+    """Chunks of 1, 3 and 17 tokens, some longer than the ring; padding makes rows ragged."""
     rows = 3
     cache, oracle = init(rows, capacity, sinks=sinks), DictCache(rows, capacity, sinks)
     turns, compared = 0, 0
@@ -105,15 +107,15 @@ def test_a_ring_remembers_the_last_of_many_turns(rng, capacity, sinks, padding):
     assert (len(set(oracle.length)) == 1) == (padding == 0.0)
 
 
-def test_padding_writes_nothing_at_all(rng):
-    """Not even into the last slot, where index -1 would point, nor into slot 0."""
+def test_padding_writes_nothing(rng):
+    """Not even to the last slot, which index -1 would select, or to slot 0."""
     cache = jax.tree.map(lambda x: jax.device_put(np.full_like(x, 3)), init(3, 5))
     new = jit_update(cache, *tokens(rng, 3, 17), np.full((3, 17), -1, np.int32))
     chex.assert_trees_all_equal(new, cache, strict=True)
 
 
-def test_the_order_within_a_chunk_does_not_matter(rng):
-    """No two tokens of a chunk are written to one slot: which of them stays would be chance."""
+def test_order_within_chunk_does_not_matter(rng):
+    """No two tokens of a chunk are written to one slot, because either could win."""
     k, v = tokens(rng, 3, 17)
     positions = np.tile(np.arange(17, dtype=np.int32), (3, 1))
     want = jit_update(init(3, 5), k, v, positions)
@@ -126,7 +128,7 @@ def test_the_order_within_a_chunk_does_not_matter(rng):
     ("capacity", "window", "sinks"),
     [(11, None, 0), (7, 3, 0), (7, 7, 0), (19, 7, 0), (5, 3, 2), (13, 5, 4)],
 )
-def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sinks):
+def test_extend_returns_every_key_that_queries_may_see(rng, capacity, window, sinks):
     """For a query at p: the sinks and the last `window` positions up to p, each exactly once."""
     rows = 3
     cache = init(rows, capacity, sinks=sinks)
@@ -158,8 +160,8 @@ def test_extend_returns_every_key_its_queries_may_see(rng, capacity, window, sin
 @pytest.mark.slow_except("5-0")
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("slots", [4, 5, 6, 7])
-def test_the_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
-    """Of 4 new tokens with a window of 3: a ring of 6 slots still has it, a shorter one not."""
+def test_first_of_several_new_queries_sees_its_whole_window(rng, slots, sinks):
+    """For 4 new tokens and a window of 3, a ring of 6 slots has it, but a shorter one does not."""
     at = np.where(np.arange(17) < 13, np.arange(17), -1)
     cache = init(3, slots + sinks, sinks=sinks)
     cache = jit_update(cache, *tokens(rng, 3, 17), np.tile(at, (3, 1)))
@@ -169,8 +171,8 @@ def test_the_first_of_several_new_queries_sees_its_whole_window(rng, slots, sink
     assert seen.shape == (3, slots + sinks + (4 if slots < 6 else 0))
 
 
-def test_extend_does_not_lengthen_what_a_single_token_reads():
-    """Decoding one token at a time reads the ring itself: S keys, not S + 1."""
+def test_single_token_reads_no_more_than_the_ring():
+    """Decoding one token at a time reads the ring itself, S keys rather than S + 1."""
 
     def read(count: int, window: int | None):
         def extend(k, v, at):
@@ -191,7 +193,7 @@ def test_extend_does_not_lengthen_what_a_single_token_reads():
     assert [read(1, 7), read(5, 3), read(7, None), read(2, 7), read(5, 4)] == [7, 7, 7, 9, 12]
 
 
-def test_next_positions_count_valid_tokens_only():
+def test_next_positions_count_only_valid_tokens():
     valid = np.array([[True, False, True, True], [False, False, True, False]])
     lengths = np.array([5, 0], np.int32)
     for x64 in (False, True):
@@ -202,8 +204,8 @@ def test_next_positions_count_valid_tokens_only():
     assert jax.eval_shape(kv.next_positions, lengths, valid[:, :0]).shape == (2, 0)
 
 
-def test_rows_are_gathered_whole(rng):
-    """Beams reorder rows: every leaf leads with the batch."""
+def test_rows_can_be_gathered(rng):
+    """Every leaf leads with the batch, so beams can reorder rows."""
     k, v = tokens(rng, 3, 3)
     at = np.array([[0, 1, 2], [0, 1, -1], [0, -1, -1]], np.int32)
     cache = jit_update(init(3, 5), k, v, at)
@@ -226,7 +228,7 @@ def test_empty_batches_and_empty_chunks(rng, rows, count):
     assert new.length.tolist() == [count] * rows
 
 
-def test_the_cache_is_frozen_and_update_leaves_its_argument_alone(rng):
+def test_cache_is_frozen_and_update_keeps_its_argument(rng):
     cache = init(3, 5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         cache.length = jnp.ones(3, jnp.int32)
@@ -238,8 +240,8 @@ def test_the_cache_is_frozen_and_update_leaves_its_argument_alone(rng):
 
 @pytest.mark.slow_except("float16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_cache_keeps_its_dtypes(rng, dtype):
-    """Also when f32 keys and 64-bit positions come in: else a scan over it would not compile."""
+def test_update_keeps_cache_dtypes(rng, dtype):
+    """Even for f32 keys and 64-bit positions; otherwise a scan over the cache does not compile."""
     cache = init(2, 5, dtype=dtype)
     k, v = tokens(rng, 2, 6)
     at = np.tile(np.arange(6), (2, 1))
@@ -250,13 +252,13 @@ def test_the_cache_keeps_its_dtypes(rng, dtype):
     np.testing.assert_array_equal(np.asarray(keys)[:, 5:], k.astype(keys.dtype))
 
 
-def test_a_list_is_no_array_of_keys():
+def test_list_of_keys_is_refused():
     shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
     arrays = {n: np.zeros(s, int if n == "positions" else None) for n, s in shapes.items()}
     for name, rule in (("k", "K, H"), ("v", "K, Hv"), ("positions", "B, T")):
-        given = arrays | {name: arrays[name].tolist()}
+        arguments = arrays | {name: arrays[name].tolist()}
         with pytest.raises(ValueError, match=rf"{name} is a list: must be an array .*{rule}\]"):
-            kv.update(init(2, 5), **given)
+            kv.update(init(2, 5), **arguments)
 
 
 @pytest.mark.slow_except(
@@ -280,7 +282,7 @@ def test_a_list_is_no_array_of_keys():
     ],
     ids=lambda x: str(x),
 )
-def test_a_wrong_shape_is_named_with_both_shapes(name, change):
+def test_wrong_shape_is_refused_with_both_shapes(name, change):
     shapes = dict(k=(2, 3, HEADS, KEY_DIM), v=(2, 3, HEADS, VALUE_DIM), positions=(2, 3))
     shapes.update(change)
     arguments = {
@@ -289,11 +291,11 @@ def test_a_wrong_shape_is_named_with_both_shapes(name, change):
     with pytest.raises(ValueError) as caught:
         kv.update(init(2, 5), **arguments)
     assert str(caught.value).startswith(f"{name} has shape {shapes[name]}"), caught.value
-    assert "takes (2, " in str(caught.value)
+    assert "must be (2, " in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_is_refused():
+def test_invalid_cache_sizes_and_lengths_are_refused():
     with pytest.raises(ValueError, match="capacity is 0"):
         init(2, 0)
     with pytest.raises(ValueError, match="sinks is 5: must be below capacity 5"):
@@ -303,13 +305,33 @@ def test_a_cache_that_cannot_be_is_refused():
     for batch, capacity in ((-1, 5), (2, 2.5)):
         with pytest.raises(ValueError, match=r"is (-1|2\.5): must be an integer of at least"):
             init(batch, capacity)
-    for dtype in ("int32", "bool", "float8_e4m3fn"):
-        with pytest.raises(ValueError, match=f"dtype is {dtype}: must be int8, or floating"):
-            init(2, 5, dtype=dtype)
 
 
-def test_a_token_fed_again_replaces_its_old_key():
-    """Re-scoring the last tokens must not count them twice, in a ring too small for the chunk."""
+@pytest.mark.parametrize(
+    ("dtype", "shown"),
+    [
+        *((name, name) for name in ("int32", "bool", "float8_e4m3fn")),
+        ("foo", "'foo'"),
+        (3, "3"),
+        (None, "None"),
+        (["int8"], r"\['int8'\]"),
+        (np.zeros(3, np.float32), r"float32\[3\]"),
+    ],
+)
+def test_invalid_dtype_is_refused_by_argument_name(dtype, shown):
+    rule = f"is {shown}: must be int8, or floating with 16 bits or more$"
+    with pytest.raises(ValueError, match=f"^dtype {rule}"):
+        kv.init(2, 5, HEADS, KEY_DIM, dtype=dtype)
+    if dtype is not None:  # None is the compute dtype
+        with pytest.raises(ValueError, match=f"^cache_dtype {rule}"):
+            GenerateOptions(cache_dtype=dtype)
+        recurrent = tj.RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
+        with pytest.raises(ValueError, match=f"^dtype {rule}"):
+            tj.init_decode_state(recurrent, None, 2, 5, dtype=dtype)
+
+
+def test_repeated_position_replaces_its_old_key():
+    """Scoring the last tokens again does not count them twice, even in a ring below the chunk."""
     k, v = tokens(np.random.default_rng(3), 3, 17)
     at = np.where(np.arange(17) < 7, np.arange(17), -1)
     cache = jit_update(init(3, 5), k, v, np.tile(at, (3, 1)))

@@ -1,4 +1,4 @@
-"""A mask too short for the tokens of a cache is refused, as it is without one."""
+"""Masks that are too short for the tokens of a cache are refused, as without a cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformer_jax as tj
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_a_mask_shorter_than_what_a_cache_holds_is_refused() -> None:
-    """A mask of 3 for 4 tokens read and 1 more is refused; one of 5 gives what no mask gives."""
+def test_mask_shorter_than_cached_tokens_is_refused() -> None:
+    """For 4 cached tokens and 1 more, length 3 is refused; length 5 has the result of no mask."""
     config = tj.ModelConfig(vocab_size=11, d_model=8, num_layers=1, num_heads=2, max_len=16)
     model, tokens = tj.build(config), jnp.array([[1, 0, 3, 5, 4]])
     variables = {"params": tj.init_params(config, jax.random.key(3))}

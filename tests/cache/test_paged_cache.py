@@ -1,4 +1,4 @@
-"""The paged cache against a dictionary from positions to keys for each row, and in models."""
+"""The paged cache against a dictionary from positions to keys per row, and in models."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 ROWS, CAPACITY, SIZE = 3, 28, 4
 
 NONE = np.zeros(0, np.int32)
-CACHED = 1e-5  # of the largest logit: the same sums in another order, in f32
+CACHED = 1e-5  # relative to the largest logit: the same f32 sums in another order
 
 jit_update = jax.jit(paged.update)
 jit_share = jax.jit(paged.share)
@@ -45,15 +45,15 @@ def init(num_pages=23, rows=ROWS, **more):
 
 @functools.cache
 def empty():
-    """Return an empty cache of nine pages: the one that most tests begin with, six tokens a time.
+    """Return an empty cache of nine pages, with which most tests start.
 
-    A row as long as it can be has seven of them, so that two are left for the others.
+    A row of maximum length uses seven of them, which leaves two for the others.
     """
     return init(num_pages=9)
 
 
 def fill(k, v, *lengths):
-    """Return a cache whose rows have their first so many tokens."""
+    """Return a cache with rows of these lengths."""
     cache = empty()
     for start in range(0, max(lengths), 6):
         part = slice(start, start + 6)
@@ -69,7 +69,7 @@ def tokens(rng, count, rows=ROWS):
 
 
 def after(lengths, counts, width=6):
-    """Positions that go on from each row's length for so many tokens, then padding."""
+    """Return positions that continue each row by `counts` tokens, then padding."""
     at = np.arange(width)[None]
     return np.where(at < np.array(counts)[:, None], np.array(lengths)[:, None] + at, -1)
 
@@ -80,7 +80,7 @@ def write(oracle, k, v, positions):
 
 
 def check(cache, oracle):
-    """Each row holds what the dictionary does, in the slots of its positions, and nothing else."""
+    """Check that each row has exactly the dictionary's keys, in the slots of their positions."""
     assert cache.length.tolist() == [max(row, default=-1) + 1 for row in oracle]
     seen = jax.device_get(jit_gather(cache))
     assert seen.k.shape == (len(oracle), CAPACITY, HEADS, KEY_DIM)
@@ -99,18 +99,18 @@ def pages_of(cache):
 
 
 @pytest.mark.slow
-def test_a_new_cache_is_empty_and_all_its_pages_are_free():
+def test_new_paged_cache_is_empty_with_free_pages():
     cache = init(num_pages=11)
     assert check(cache, [{}] * ROWS) == 0
     assert (cache.capacity, cache.page_size, cache.num_pages) == (CAPACITY, SIZE, 11)
     assert cache.free_pages == 11 and not cache.exhausted.any()
 
 
-def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
+def test_rows_that_grow_share_fork_and_end_match_dictionary(rng):
     cache, oracle, compared, forked = empty(), [{} for _ in range(ROWS)], 0, 0
     for turn in range(45):
         lengths = [max(row, default=-1) + 1 for row in oracle]
-        if turn % 3 == 2:  # each row goes on from some row, at some length
+        if turn % 3 == 2:  # continue each row from a random row, at a random length
             rows = rng.integers(0, ROWS, ROWS)
             cut = np.array([rng.integers(0, lengths[row] + 1) for row in rows])
             cache = jit_share(cache, rows, cut)
@@ -134,7 +134,7 @@ def test_rows_that_grow_share_fork_and_end_hold_what_a_dictionary_does(rng):
 
 
 @pytest.mark.slow
-def test_a_cache_without_rows_takes_nothing(rng):
+def test_cache_without_rows_accepts_empty_updates(rng):
     shared = paged.share(paged.update(init(), *tokens(rng, 1), after([0] * 3, [1] * 3, 1)), NONE)
     for cache in (init(rows=0), shared):
         new = paged.update(cache, *tokens(rng, 1, rows=0), np.zeros((0, 1), np.int32))
@@ -142,9 +142,9 @@ def test_a_cache_without_rows_takes_nothing(rng):
 
 
 @pytest.mark.slow
-def test_a_shared_page_costs_nothing_until_a_row_writes_to_it(rng):
+def test_shared_page_is_copied_on_first_write(rng):
     cache, (k, v) = init(rows=1, num_pages=7), tokens(rng, 6, rows=1)
-    cache = jit_update(cache, k, v, after([0], [6]))  # a full page and half of another
+    cache = jit_update(cache, k, v, after([0], [6]))  # one and a half pages
     both = paged.share(cache, jnp.array([0, 0]))
     assert pages_of(both) == [{0, 1}, {0, 1}] and both.free_pages == 5
     k2, v2 = tokens(rng, 1, rows=2)
@@ -157,7 +157,7 @@ def test_a_shared_page_costs_nothing_until_a_row_writes_to_it(rng):
 
 
 @pytest.mark.slow
-def test_a_row_that_begins_with_the_prefix_of_another(rng):
+def test_row_may_start_with_prefix_of_another(rng):
     cache, (k, v) = init(rows=2), tokens(rng, 11, rows=2)
     cache = jit_update(cache, k, v, after([0, 0], [11, 3], 11))
     cache = paged.share(cache, jnp.array([0, 0]), jnp.array([11, 5]))
@@ -169,14 +169,14 @@ def test_a_row_that_begins_with_the_prefix_of_another(rng):
 
 
 @pytest.mark.slow
-def test_what_was_taken_back_stays_forgotten_also_across_a_gap(rng):
+def test_rewound_tokens_stay_dropped_across_a_gap(rng):
     cache, (k, v) = init(rows=1), tokens(rng, 7, rows=1)
     cache = paged.rewind(jit_update(cache, k, v, after([0], [7], 7)), jnp.array([5]))
     cache = jit_update(cache, k[:, :1], v[:, :1], np.array([[9]]))
     check(cache, [{p: (k[0, p], v[0, p]) for p in range(5)} | {9: (k[0, 0], v[0, 0])}])
 
 
-def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
+def test_rewound_tokens_stay_dropped_next_to_a_longer_row(rng):
     k, v = tokens(rng, 12)
     cache = jit_rewind(fill(k, v, 7, 7, 0), np.array([7, 5, 0]))
     cache = jit_update(cache, k[:, :6], v[:, :6], after([0, 7, 0], [0, 1, 0]))
@@ -185,7 +185,7 @@ def test_what_a_row_took_back_stays_forgotten_beside_a_longer_row(rng):
     check(cache, oracle)
 
 
-def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
+def test_row_writes_to_unshared_pages_in_place(rng):
     k, v = tokens(rng, 6)
     before = fill(k, v, 5, 2, 0)
     cache = jit_update(before, k, v, after([5, 2, 0], [2, 2, 0]))
@@ -196,7 +196,7 @@ def test_a_row_writes_into_its_own_pages_where_they_lie(rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, 7.0])
-def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
+def test_reallocated_page_shows_nothing_of_its_previous_row(rng, value):
     cache = init(rows=2, num_pages=2)
     old = np.full((2, 8, HEADS, KEY_DIM), value), np.full((2, 8, HEADS, VALUE_DIM), value)
     cache = jit_update(cache, *old, after([0, 0], [8, 0], 8))
@@ -207,7 +207,7 @@ def test_a_page_that_is_taken_again_shows_nothing_of_its_last_row(rng, value):
 
 
 @pytest.mark.slow
-def test_int8_pages_hold_what_the_contiguous_cache_does(rng):
+def test_int8_pages_match_contiguous_cache(rng):
     cache = init(dtype=jnp.int8)
     whole = kv.init(ROWS, CAPACITY, HEADS, KEY_DIM, VALUE_DIM, jnp.int8)
     lengths = np.zeros(ROWS, int)
@@ -222,31 +222,31 @@ def test_int8_pages_hold_what_the_contiguous_cache_does(rng):
         there = np.asarray(whole.positions) >= 0
         assert there.sum() == lengths.sum()
         for name in ("k", "v", "k_scale", "v_scale"):
-            held, mine, other = (np.asarray(getattr(x, name)) for x in (whole, seen, forked))
-            np.testing.assert_array_equal(mine[there], held[there])
-            np.testing.assert_array_equal(other[[1, 2, 0]][there], held[there])
+            contiguous, mine, other = (np.asarray(getattr(x, name)) for x in (whole, seen, forked))
+            np.testing.assert_array_equal(mine[there], contiguous[there])
+            np.testing.assert_array_equal(other[[1, 2, 0]][there], contiguous[there])
 
 
-# Pages that run out
+# Exhausted pools
 
 
-def test_a_known_row_without_a_page_is_refused_by_name(rng):
+def test_known_row_without_page_is_refused(rng):
     k, v = tokens(rng, 6)
     cache = paged.update(init(num_pages=4), k, v, after([0, 0, 0], [6, 4, 0]))
-    said = "row 1 finds no page for position 9: 1 of 4 pages of 4 tokens were free"
-    with pytest.raises(ValueError, match=said):
+    message = "row 1 has no page for position 9: 1 of 4 pages of 4 tokens were free"
+    with pytest.raises(ValueError, match=message):
         paged.update(cache, k, v, after([6, 4, 0], [0, 6, 0]))
     with pytest.raises(ValueError, match="position 28 of row 0 is past the capacity 28"):
         paged.update(cache, k, v, after([28, 0, 0], [1, 0, 0]))
 
 
 @pytest.mark.slow
-def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
+def test_traced_row_without_page_is_unchanged_until_rewound(rng):
     cache, oracle, (k, v) = init(num_pages=4), [{}, {}, {}], tokens(rng, 6)
     positions = after([0, 0, 0], [6, 4, 0])
     cache = jit_update(cache, k, v, positions)
     write(oracle, k, v, positions)
-    positions = after([6, 4, 0], [2, 6, 0])  # the last page is free; the second row wants two
+    positions = after([6, 4, 0], [2, 6, 0])  # one page is free; the second row needs two
     cache = jit_update(cache, k, v, positions)
     write(oracle[:1], k, v, positions)
     check(cache, oracle)
@@ -267,21 +267,21 @@ def test_a_traced_row_without_a_page_is_left_as_it_was_until_it_is_rewound(rng):
 
 
 @pytest.mark.slow
-def test_a_traced_position_past_the_capacity_marks_its_row(rng):
+def test_traced_position_past_capacity_marks_its_row(rng):
     k, v = tokens(rng, 1)
     cache = jit_update(init(), k, v, np.array([[0], [CAPACITY], [-1]]))
     assert cache.exhausted.tolist() == [False, True, False]
     check(cache, [{0: (k[0, 0], v[0, 0])}, {}, {}])
 
 
-def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
-    """And none is refused while so many are free, also where the shared part ends with a page."""
+def test_shared_rows_allocate_as_many_pages_as_count_needed(rng):
+    """None is refused if that many pages are free, even if the shared part ends with a page."""
     k, v = tokens(rng, 30)
     for held, new in itertools.product((3, 4, 5, 7, 8), (1, 4, 5)):
         end = held + new
-        # each row writes to the last page, of which it takes a copy, unless it is full; and beyond
+        # each row writes past the shared part; it copies the last shared page unless it is full
         needed = 2 * (-(-end // SIZE) - held // SIZE)
-        other = (9 - -(-held // SIZE) - needed) * SIZE  # a third row leaves that many free
+        other = (9 - -(-held // SIZE) - needed) * SIZE  # a third row leaves exactly `needed` pages
         lengths = np.array([held, held, other])
         cache = jit_share(fill(k, v, held, 0, other), np.array([0, 0, 2]), lengths)
         assert int(count_free(cache)) == needed, (held, new)
@@ -292,16 +292,16 @@ def test_rows_that_share_take_as_many_pages_as_are_said_to_be_needed(rng):
         assert int(count_free(cache)) == (held % SIZE > 0), "what was shared is free"
 
 
-def test_pages_are_needed_also_where_every_page_is_named(rng):
+def test_count_needed_with_no_free_page(rng):
     cache = fill(*tokens(rng, 30), SIZE, SIZE, CAPACITY)
     assert int(count_free(cache)) == 0
     for more, needed in (([0, 0, 0], 0), ([1, 0, 0], 1), ([1, 1, 0], 2), ([5, 4, 0], 3)):
         assert int(jit_count_needed(cache, np.array([4, 4, CAPACITY]) + more)) == needed
 
 
-def test_a_row_without_a_token_may_go_on_once_it_is_rewound(rng):
+def test_empty_exhausted_row_may_continue_after_rewind(rng):
     k, v = tokens(rng, 30)
-    cache = fill(k, v, 8, 0, CAPACITY)  # no page is left
+    cache = fill(k, v, 8, 0, CAPACITY)  # no free page
     cache = jit_update(cache, k[:, :6], v[:, :6], after([8, 0, CAPACITY], [0, 4, 0]))
     assert cache.exhausted.tolist() == [False, True, False]
     assert cache.length.tolist() == [8, 0, CAPACITY]
@@ -311,15 +311,15 @@ def test_a_row_without_a_token_may_go_on_once_it_is_rewound(rng):
     check(cache, [{p: (k[b, p], v[b, p]) for p in range(n)} for b, n in enumerate((0, 4, 5))])
 
 
-def test_what_cannot_be_is_refused(rng):
-    for change, said in (
+def test_invalid_arguments_are_refused(rng):
+    for change, message in (
         (dict(num_pages=0), "num_pages is 0"),
         (dict(page_size=0), "page_size is 0"),
         (dict(page_size=5), "capacity is 28: must be a multiple of page_size 5"),
         (dict(dtype="int32"), "dtype is int32"),
     ):
         arguments = dict(num_pages=9, page_size=4) | change
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             paged.init(ROWS, CAPACITY, HEADS, KEY_DIM, VALUE_DIM, **arguments)
     k, v = tokens(rng, 2)
     with pytest.raises(ValueError, match="v has shape"):
@@ -384,7 +384,7 @@ def read(apply, variables, cache, tokens, part=7):
     [{}, dict(window=(None, 5), sink_tokens=2), dict(window=5), dict(positions="alibi")],
     ids=["", "pattern and sinks", "window", "alibi"],
 )
-def test_logits_read_in_parts_through_pages_equal_the_full_pass(rng, changes):
+def test_paged_decode_matches_full_forward(rng, changes):
     config, _, variables, apply = model_of(**changes)
     text = jnp.asarray(rng.integers(0, 31, (2, 33)))
     full, _ = apply(variables, text)
@@ -397,7 +397,7 @@ def test_logits_read_in_parts_through_pages_equal_the_full_pass(rng, changes):
 
 
 @pytest.mark.slow
-def test_rows_of_a_model_go_on_from_a_shared_prefix(rng):
+def test_model_rows_continue_from_shared_prefix(rng):
     config, _, variables, apply = model_of()
     prefix = jnp.asarray(rng.integers(0, 31, (1, 10)))
     more = jnp.asarray(rng.integers(0, 31, (3, 9)))
@@ -407,11 +407,11 @@ def test_rows_of_a_model_go_on_from_a_shared_prefix(rng):
     logits, cache = read(apply, variables, cache, more, 4)
     full, _ = apply(variables, jnp.concatenate([prefix.repeat(3, axis=0), more], axis=1))
     assert_near(logits, full[:, 10:], CACHED)
-    assert cache.layers[0].free_pages == 12 - 2 - 3 * 3  # contiguous rows would take 15
+    assert cache.layers[0].free_pages == 12 - 2 - 3 * 3  # without sharing, rows use 15
 
 
 @pytest.mark.slow
-def test_without_a_free_page_exactly_that_rows_logits_are_nan(rng):
+def test_only_rows_without_free_page_have_nan_logits(rng):
     config, _, variables, apply = model_of()
     text = jnp.asarray(rng.integers(0, 31, (2, 9)))
     positions = jnp.where(jnp.array([[True], [False]]), jnp.arange(9)[None], -1)
@@ -426,7 +426,7 @@ def test_without_a_free_page_exactly_that_rows_logits_are_nan(rng):
 
 
 @pytest.mark.long
-def test_generation_from_pages_is_that_of_the_contiguous_cache(rng):
+def test_paged_generation_matches_contiguous_cache(rng):
     config, model, variables, _ = model_of()
     step, params = make_step(model), variables["params"]
     prompt = jnp.asarray(rng.integers(0, 31, (2, 7)))
@@ -448,8 +448,8 @@ WIDE = dict(d_model=32, num_heads=4, head_dim=16, num_kv_heads=2, max_len=1100)
 @pytest.mark.slow
 @pytest.mark.long_except("int8")
 @pytest.mark.parametrize("dtype", [None, jnp.int8], ids=["", "int8"])
-def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
-    """Two tokens of two rows, of which the second begins as the first, on a TPU's interpreter."""
+def test_kernel_for_few_queries_reads_model_pages_in_place(rng, dtype):
+    """Two tokens of two rows that share a prefix, in the TPU interpreter."""
     config, _, variables, apply = model_of(**WIDE, num_layers=1)
     model = build(dataclasses.replace(config, implementation="pallas"))
     prefix = jnp.asarray(rng.integers(0, 31, (1, 150)))
@@ -470,7 +470,7 @@ def test_the_kernel_for_few_queries_reads_a_models_pages_in_place(rng, dtype):
 
 
 @pytest.mark.slow
-def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
+def test_default_pages_are_read_in_place_on_hopper_and_tpu():
     config = preset("tiny", positions="rope")
     pages = init_paged_cache(config, 1, 256, num_pages=2).layers[0]
     query = jax.ShapeDtypeStruct((1, 1, config.num_heads, 64), jnp.bfloat16)
@@ -482,7 +482,7 @@ def test_pages_of_the_default_size_are_read_in_place_on_hopper_and_on_a_tpu():
 
 
 @pytest.mark.slow
-def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
+def test_pages_of_another_dtype_are_gathered_without_casting_pools(rng):
     config, _, variables, _ = model_of(**WIDE, num_layers=1)
     model = build(dataclasses.replace(config, implementation="pallas"))
     pages = init_paged_cache(config, 2, 384, dtype="bfloat16", num_pages=7, page_size=128)
@@ -494,7 +494,7 @@ def test_pages_of_another_dtype_are_gathered_and_no_pool_is_widened(rng):
 
 
 @pytest.mark.long
-def test_generation_by_the_kernel_for_few_queries_is_that_of_the_contiguous_cache(rng):
+def test_generation_by_kernel_for_few_queries_matches_contiguous_cache(rng):
     with using(Target("tpu", interpret=True)):
         config, model, variables, _ = model_of(**WIDE, implementation="pallas", window=(None, 90))
     step, params = make_step(model), variables["params"]
@@ -511,21 +511,21 @@ def test_generation_by_the_kernel_for_few_queries_is_that_of_the_contiguous_cach
 
 
 @pytest.mark.long
-def test_weights_of_a_token_stand_at_the_positions_of_its_slots(rng):
+def test_paged_weights_are_indexed_by_position(rng):
     config, model, variables, apply = model_of()
     step, text = make_step(model), jnp.asarray(rng.integers(0, 31, (2, 6)))
     pages = init_paged_cache(config, 2, 12, num_pages=6, page_size=4)
     found = []
     for cache in (pages, init_cache(config, 2, 12)):
         _, cache = apply(variables, text[:, :5], cache=cache)
-        asked = "block_0/attention/key_positions", "block_1/attention/weights"
-        found.append(step.look(variables["params"], text[:, 5:], cache, asked)[2])
-    np.testing.assert_array_equal(found[0][asked[0]], found[1][asked[0]])
-    assert_near(found[0][asked[1]], found[1][asked[1]], CACHED)
+        captured = "block_0/attention/key_positions", "block_1/attention/weights"
+        found.append(step.look(variables["params"], text[:, 5:], cache, captured)[2])
+    np.testing.assert_array_equal(found[0][captured[0]], found[1][captured[0]])
+    assert_near(found[0][captured[1]], found[1][captured[1]], CACHED)
 
 
 @pytest.mark.long
-def test_a_prefix_that_is_forked_serves_many_calls():
+def test_forked_prefix_serves_many_calls():
     config, model, variables, apply = model_of()
     text = jax.random.randint(jax.random.key(1), (2, 7), 0, config.vocab_size)
     step, cache = make_step(model), init_paged_cache(config, 1, 24, num_pages=12, page_size=4)
@@ -541,21 +541,21 @@ def test_a_prefix_that_is_forked_serves_many_calls():
         for _ in range(2)
     ]
     np.testing.assert_array_equal(*found)
-    assert cache.length.tolist() == [6]  # and was not consumed
+    assert cache.length.tolist() == [6]  # it was not consumed
 
 
 @pytest.mark.slow
-def test_explicit_axes_of_a_mesh_are_refused(rng):
+def test_explicit_mesh_axes_are_refused(rng):
     k, v = tokens(rng, 1)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        with pytest.raises(ValueError, match="takes no mesh with explicit axes"):
+        with pytest.raises(ValueError, match="supports no mesh with explicit axes"):
             paged.update(jax.device_put(init(), placed), k, v, np.zeros((ROWS, 1), np.int32))
 
 
 @pytest.mark.slow
-def test_what_moves_rows_of_arrays_refuses_pages():
+def test_functions_that_reorder_rows_refuse_pages():
     config, *_ = model_of()
     cache = init_paged_cache(config, 2, 12, num_pages=2, page_size=4)  # as many pages as rows
     for move in (
@@ -563,12 +563,12 @@ def test_what_moves_rows_of_arrays_refuses_pages():
         lambda: gather_rows(cache, jnp.array([1, 0])),
         lambda: select_rows(jnp.array([True, False]), cache, cache),
     ):
-        with pytest.raises(ValueError, match=r"does not take a PagedCache.*share_cache"):
+        with pytest.raises(ValueError, match=r"does not support a PagedCache.*share_cache"):
             move()
     mixed = ModelCache((cache.layers[0], init_cache(config, 2, 12).layers[1]))
-    with pytest.raises(ValueError, match=r"cache.layers\[1\] is a KVCache, others are not"):
+    with pytest.raises(ValueError, match=r"cache.layers\[1\] is a KVCache, but others are not"):
         check_cache(config, mixed, jnp.zeros((2, 1), jnp.int32), False)
-    with pytest.raises(ValueError, match="StreamingEncoder does not take a PagedCache"):
+    with pytest.raises(ValueError, match="StreamingEncoder does not support a PagedCache"):
         frames = jnp.zeros((2, 1, 3))
         windowed = dataclasses.replace(config, window=5)
         StreamingEncoder(windowed, 3).init(jax.random.key(0), frames, cache=cache)

@@ -207,7 +207,7 @@ def test_parquet_without_its_library_is_one_line(tmp_path, monkeypatch):
     [
         ("a.txt", b"good\nbad \xff\n", r"a.txt: byte 9 is 0xff: not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line at byte 14: not JSON"),
-        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line at byte 0: 'text' is there twice"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', r"line at byte 0: 'text' appears twice"),
         ("a.jsonl", b'{"text": 7}\n', r"a.jsonl: line at byte 0: text is a int: must be a text"),
         ("a.jsonl", b'{"body": "a"}\n', r"a.jsonl: line at byte 0: text is missing"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line at byte 0: character 0 is U\+D800"),

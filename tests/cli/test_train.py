@@ -529,7 +529,7 @@ def test_a_run_stopped_before_its_first_evaluation_is_written_with(
     assert generate.main([*arguments, "--checkpoint", "last"]) == 0
     assert capsys.readouterr() == (printed.out, "")
     assert generate.main([*arguments, "--checkpoint", "best"]) == 2
-    assert "none was evaluated yet; 'last' is there" in capsys.readouterr().err
+    assert "none was evaluated yet; use 'last'" in capsys.readouterr().err
     assert run_command(["convert", "--model", run, "--to", out]) == 0
     assert capsys.readouterr().err == f"convert: {said}"
 

@@ -402,7 +402,7 @@ def test_what_cannot_be_served_is_refused_and_the_queue_goes_on(rope):
         (Request([], 3), r"prompt has shape \(1, 0\)"),
         (Request([[1, 2]], 3), r"prompt has shape \(1, 1, 2\)"),
         (Request([0.5], 3), r"prompt is float64\[1, 1\]: must be token ids"),
-        (Request([2**40], 3), f"prompt holds {2**40}: must be from"),
+        (Request([2**40], 3), f"prompt contains {2**40}: must be from"),
         (Request([1], 0), "num_tokens is 0: must be at least 1"),
         (Request([1], 2.5), "num_tokens is 2.5: must be an integer"),
         (Request([1], 3, key=jax.random.split(jax.random.key(0))), "key is .*single key"),

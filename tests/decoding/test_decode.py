@@ -584,10 +584,10 @@ def test_a_cache_of_another_model_is_refused():
     deeper = dataclasses.replace(ROPE, num_layers=3)
     tokens = jnp.zeros((3, 2), jnp.int32)
     for model, cached, rows, rule in (
-        (ROPE, scanned, 3, "cache.layers is of a scanned stack, the model's is looped"),
-        (scanned, ROPE, 3, "cache.layers is of a looped stack, the model's is scanned"),
-        (ROPE, deeper, 3, "cache.layers has 3 layers, the model 1"),
-        (ROPE, ROPE, 2, "tokens have 3 rows, the cache 2"),
+        (ROPE, scanned, 3, "cache.layers is for a scanned stack, but the model's is looped"),
+        (scanned, ROPE, 3, "cache.layers is for a looped stack, but the model's is scanned"),
+        (ROPE, deeper, 3, "cache.layers has 3 layers: the model has 1"),
+        (ROPE, ROPE, 2, "tokens have 3 rows: the cache has 2"),
         (PAIR, dataclasses.replace(PAIR, kind="decoder"), 3, "cache.cross is None"),
     ):
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(model))
@@ -611,7 +611,7 @@ def test_prompts_that_are_no_ids_are_refused_for_any_step():
     with pytest.raises(ValueError, match=r"prompt is float32.*: must be token ids"):
         jax.jit(lambda x: generate(double, {}, x, state, num_tokens=2))(jnp.ones((1, 2)))
     for wrong, lengths in itertools.product((2**40, -(2**31) - 1), (None, [2])):
-        with pytest.raises(ValueError, match=f"prompt holds {wrong}: must be from -{2**31} to"):
+        with pytest.raises(ValueError, match=f"prompt contains {wrong}: must be from -{2**31} to"):
             generate(double, {}, np.array([[1, wrong]]), state, num_tokens=2, lengths=lengths)
     padded = np.array([[3, 2**40]])  # what stands after a row's length is not read
     assert generate(double, {}, padded, state, num_tokens=2, lengths=[1]).tolist() == [[6, 12]]

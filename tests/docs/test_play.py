@@ -267,7 +267,7 @@ def test_attention_and_probabilities_are_those_of_the_library(trained, count):
         ("Causal() and Window(2)", "combine masks with &, | and ~, not with and"),
         ("Windo(3)", "Windo is no mask: there are Everything, Causal"),
         ("Causal", "Causal is a class: write Causal()"),
-        ("Window(-1)", "Window: left is -1: must be an integer of 0 or more"),
+        ("Window(-1)", "Window: left is -1: must be an integer of at least 0"),
         ("Window(None)", "Window(None, None) bounds nothing"),
         ("Window(2, 3, 4)", "Window takes (left, right)"),
         ("Segments([1, 2])", "Segments: q_ids must be an array i32[B, T]"),

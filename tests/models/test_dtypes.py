@@ -57,7 +57,7 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_loading_and_converting_name_the_tensor(folder, tmp_path, capsys):
-    message = f"{TENSOR} has a weight of size 1e\\+05: float16 holds at most 65504"
+    message = f"{TENSOR} has a weight of size 1e\\+05: float16 represents at most 65504"
     for given in ("float16", jnp.float16):
         for scanned in (False, True):
             with pytest.raises(ValueError, match=message):

@@ -999,7 +999,7 @@ def test_positions_of_any_integer_dtype_are_int32_inside():
         )
         for x in held:
             assert x.dtype == np.int32 and (np.asarray(x) == positions).all()
-    with pytest.raises(ValueError, match="positions holds 4294967296"):
+    with pytest.raises(ValueError, match="positions contains 4294967296"):
         positions_and_masks(SMALL, tokens.shape, positions + 2**32, None, None)
 
 

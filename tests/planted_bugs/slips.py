@@ -226,8 +226,8 @@ SLIPS: tuple[Slip, ...] = (
         "transformer_jax/cache/kv_cache.py",
         (
             "a ring with sinks turns at its whole length",
-            "sinks + (positions - sinks) % turning",
-            "sinks + positions % turning",
+            "sinks + (positions - sinks) % ring",
+            "sinks + positions % ring",
             "cache/test_kv_cache.py::test_a_ring_remembers_the_last_of_many_turns",
         ),
         (
@@ -238,7 +238,7 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "a token fed again is there twice",
-            "positions=jnp.where(again, -1, cache.positions))",
+            "positions=jnp.where(replaced, -1, cache.positions))",
             "positions=cache.positions)",
             "cache/test_kv_cache.py::test_a_token_fed_again_replaces_its_old_key",
         ),
@@ -282,20 +282,20 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "an exhausted row without tokens stays so",
-            "exhausted &= (length >= held) & (length > 0)",
-            "exhausted &= length >= held",
+            "exhausted &= (length >= old_length) & (length > 0)",
+            "exhausted &= length >= old_length",
             "cache/test_paged_cache.py::test_a_row_without_a_token_may_go_on_once_it_is_rewound",
         ),
         (
             "a block without a page counts as the row's own",
-            "own = (table >= 0) & (_named(cache)[table] == 1)",
-            "own = _named(cache)[table] == 1",
+            "unshared = (table >= 0) & (_references(cache)[table] == 1)",
+            "unshared = _references(cache)[table] == 1",
             "cache/test_paged_cache.py::test_pages_are_needed_also_where_every_page_is_named",
         ),
         (
             "a row copies a page of its own before it writes",
-            "(named[table] > 1))",
-            "(named[table] >= 1))",
+            "(references[table] > 1))",
+            "(references[table] >= 1))",
             "cache/test_paged_cache.py::test_a_row_writes_into_its_own_pages_where_they_lie",
         ),
         (

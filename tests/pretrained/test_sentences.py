@@ -267,7 +267,7 @@ REFUSED = {
     "four parts": ("modules.json", OLD["modules.json"] * 2, "parts are .*: must be Transformer"),
     "no pooling": ("modules.json", OLD["modules.json"][:1], "parts are .*: must be Transformer"),
     "a model elsewhere": ("modules.json", part(0, path="0_T"), "path is '0_T': must be ''"),
-    "a path outside": ("modules.json", part(1, path="../x"), "is no plain file name"),
+    "a path outside": ("modules.json", part(1, path="../x"), "is not a plain file name"),
     "no path": ("modules.json", part(1, path=3), "path is 3: must be the name of a folder"),
     "an object": ("modules.json", {}, "must be a list of objects"),
     "two poolings": ("1_Pooling/config.json", POOLING | {"pooling_mode_max_tokens": True},

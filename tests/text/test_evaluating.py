@@ -259,7 +259,7 @@ def test_invalid_scoring_arguments_raise_one_line(call, message):
 
 @pytest.mark.parametrize(("line", "message"), [
     ("[", "not JSON"),
-    ('{"context": "a", "answer": 0, "answer": 1, "choices": []}', "'answer' is there twice"),
+    ('{"context": "a", "answer": 0, "answer": 1, "choices": []}', "'answer' appears twice"),
     ("3", 'the question is 3: must be {"context": ...'),
     ('{"context": "a"}', "choices is missing: a question has context, choices, answer"),
     ({"context": 3}, "context is 3: must be a string"),

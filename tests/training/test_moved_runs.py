@@ -82,14 +82,14 @@ def test_moved_base_can_be_renamed_and_is_verified(moved, name, capsys):
     if name == "whole":  # needs no base, and a flag without effect is rejected
         load_run(tuned)
         with pytest.raises(
-            ConfigError, match=r"init_from is .*the run holds all of its parameters"
+            ConfigError, match=r"init_from is .*the run has no adapters, so it reads no other model"
         ):
             load_run(tuned, init_from=base)
         for command, flags in commands.items():
             assert main([command, *flags, "--init-from", base]) == 2
-            assert "holds all of its parameters" in capsys.readouterr().err
+            assert "the run has no adapters" in capsys.readouterr().err
         return
-    message = rf"^run '.*{name}' began from '.*base', .*`init_from=FOLDER` says where it is now$"
+    message = rf"^run '.*{name}' started from '.*base', .*if it has moved, pass init_from=FOLDER$"
     with pytest.raises(ConfigError, match=message):
         load_run(tuned)
     other = str(moved / "elsewhere" / "other")
@@ -99,7 +99,7 @@ def test_moved_base_can_be_renamed_and_is_verified(moved, name, capsys):
             read(tuned, init_from=other)
     for command, flags in commands.items():
         assert main([command, *flags]) == 2
-        assert f"run '{tuned}' began from" in capsys.readouterr().err
+        assert f"run '{tuned}' started from" in capsys.readouterr().err
         assert main([command, *flags, "--init-from", other]) == 1
         assert main([command, *flags, "--init-from", base]) == 0
         assert main([command, "--model", base, *flags[2:], "--init-from", base]) == 2

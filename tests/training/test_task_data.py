@@ -348,7 +348,7 @@ REFUSED = {
     ),
     "label": (ClassifyTask(), "x\ta\ny\tb\n" * 2 + "z\tb\n", "line 5: label 'z': must be one of"),
     "not JSON": (ChatTask(), "{]\n", "line 1: not JSON"),
-    "a key twice": (ChatTask(), '{"messages": 1, "messages": 2}\n', "'messages' is there twice"),
+    "a key twice": (ChatTask(), '{"messages": 1, "messages": 2}\n', "'messages' appears twice"),
     "no messages": (ChatTask(), '{"text": "a"}\n', "line 1: must be {"),
     "role": (ChatTask(), '{"messages": [{"role": "cat", "content": "a"}]}\n', "must have a role"),
     "no answer": (ChatTask(), '{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to"),

@@ -812,7 +812,7 @@ def test_file_system_without_locks_raises_and_leaves_nothing(config, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr("fcntl.flock", refuse)
-        with pytest.raises(OSError, match=r"has no locks .*: choose one on a local disk") as caught:
+        with pytest.raises(OSError, match=r"has no locks .*: choose a local disk") as caught:
             fit(config)
         assert caught.value.filename == str(Path(config.out).absolute())
     assert not Path(config.out).exists()
@@ -951,7 +951,7 @@ def test_absent_config_keys_are_defaults():
         ('{"model": {"d_model": 1e9}}', "model.d_model is 1000000000.0: must be of type int"),
         ('{"learning_rate": NaN}', "NaN: is no number"),
         ('{"learning_rate": 1e999}', "learning_rate is inf: must be a finite number"),
-        ('{"steps": 1, "steps": 2}', "'steps' is there twice"),
+        ('{"steps": 1, "steps": 2}', "'steps' appears twice"),
         ('{"steps": ' + "9" * 5000 + "}", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "the config is []: must be an object"),

@@ -1,7 +1,7 @@
-"""List the functions that the table of transformations has rows for, with small arguments.
+"""The functions in the rows of the table of transformations, with small arguments.
 
-A case is a function of a tree of floating arrays and of a tree of others. The shape of an argument
-is written with letters: `b` and `t` are axes that an export may leave open, numbers are numbers.
+A case is a function of a tree of floating arrays and a tree of other arrays. The letters `b` and
+`t` in a shape are axes that an export may leave open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class No:
-    """Say why a column has no mark, and the error that its check ends in."""
+    """The reason why a column has no mark, and the error that its check raises."""
 
     reason: str
     raises: type[Exception] | tuple[type[Exception], ...]
@@ -38,7 +38,7 @@ class No:
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a function f(floats, others): the shapes of what it reads, and what it cannot do."""
+    """A function f(floats, others), the shapes of its arguments, and its unsupported columns."""
 
     name: str
     function: Callable[[Any, Any], Any]
@@ -47,15 +47,15 @@ class Case:
         field(default_factory=dict)
     )
     params: Callable[[], Any] | None = None
-    """More floats, whose shapes have no letters: they are the entry "params" of the first tree."""
+    """More floats with fixed shapes, the entry "params" of the first tree."""
     cannot: Mapping[str, No] = field(default_factory=dict)
-    """The columns that it has no mark in."""
+    """The columns without a mark."""
     sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
     definition: Callable[[Any, Any], Any] | None = None
-    """The same results in NumPy and float64, where differences of float32 are too coarse."""
+    """The same function in NumPy float64, if differences in float32 are too coarse."""
 
     def arguments(self, **sizes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return both trees of arguments, NumPy's arrays, for some sizes."""
+        """Return both trees of arguments as NumPy arrays, for some sizes."""
         sizes = {**self.sizes, **sizes}
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
 
@@ -100,7 +100,7 @@ def integers(least: int, end: int) -> Callable[..., np.ndarray]:
 
 
 def counted(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return positions; the first token of the first row is padding."""
+    """Return positions, with padding as the first token of the first row."""
     positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape).copy()
     positions[0, 0] = -1
     return positions
@@ -122,7 +122,7 @@ def attend(implementation: str | None, x: Any, others: Any, **options: Any) -> A
 
 
 def masked(implementation: str | None, x: Any, others: Any) -> Any:
-    """Every kind of argument: masks with arrays, bias, sinks, softcap, positions."""
+    """Call attention with every kind of argument: masks, bias, sinks, softcap, positions."""
     at = others["positions"]
     mask = tj.Causal() & tj.Segments(others["segments"]) & tj.Window(4)
     return attend(
@@ -161,12 +161,12 @@ def named(name: str | None) -> str:
 def attention_cases() -> list[Case]:
     found = []
     for name in (None, "xla", "blockwise", "native"):
-        for t in (5, 67):  # where None takes "native" or "blockwise" instead of "xla"
+        for t in (5, 67):  # for 67, None chooses "native" or "blockwise" rather than "xla"
             sizes = dict(b=2, t=t)
             cannot = {}
             if name in ("blockwise", "native"):
-                why = 'its tiles need sizes that are numbers: implementation="xla" has it'
-                tiles = No(why, NotImplementedError, "needs sizes that are numbers")
+                why = 'its tiles need fixed sizes: implementation="xla" has it'
+                tiles = No(why, NotImplementedError, "needs fixed sizes")
                 cannot = {"export, batch": tiles, "export, length": tiles}
             title = f"dot_product_attention, {named(name)}, T = {t}"
             both: Any = dict(sizes=sizes, cannot=cannot)
@@ -323,7 +323,7 @@ def small_cases() -> list[Case]:
 
 
 def cached(config: Any, dtype: Any, x: Any, y: Any) -> Any:
-    """Read a prompt into a cache, and one token after it."""
+    """Read a prompt into a cache, then one more token."""
     model = tj.build(config)
     state = tj.init_cache(config, y["tokens"].shape[0], 9, dtype)
     _, state = model.apply({"params": x["params"]}, y["tokens"], cache=state)
@@ -335,10 +335,10 @@ def decoding_cases() -> list[Case]:
     model = tj.build(config)
     params = partial(params_of, config)
     none = No("has no derivative: its result is integers", TypeError)
-    whole = No("counts a prompt's rows where it is called: export the step of make_step", Exception)
+    whole = No("counts the prompt's rows when called: export the step of make_step instead", Exception)
     indices = {"grad": none, "jvp": none, "second order": none}
     written = {**indices, "export, batch": whole, "export, length": whole}
-    rounded = No("what is read back from int8 is rounded: it has no slope", AssertionError)
+    rounded = No("values read back from int8 are rounded, without a derivative", AssertionError)
     return [
         Case("Decoder with a cache", partial(cached, config, None), {}, TOKENS, params),
         Case(

@@ -1,13 +1,13 @@
-"""Transform every public function in every way that JAX has, and compare with the plain call.
+"""Table of the JAX transformations of every public function, compared with the plain call.
 
     python -m tests.transformations                    # prints the table
     python -m tests.transformations --results cells.jsonl --only Decoder     # a part at a time
     python -m tests.transformations --results cells.jsonl --write docs/reference/transformations.md
 
-A mark means that the transformed function gave the right numbers here: of a derivative those of
-central differences along a random direction (of attention, of its formula in float64), of
-everything else those of the plain call. Cells
-that the file of results has already are not run again; the page leaves out rows that lack a cell.
+A mark means that the transformed function returned the right numbers: for a derivative, those of
+central differences along a random direction (for attention, of its formula in float64); otherwise
+those of the plain call. Cells that are in the results file already are not run again. The page
+omits rows with a missing cell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from tests.transformations.cases import Case, all_cases
 
 NEAR = dict(rtol=2e-4, atol=2e-5)
-STEP, FINE_STEP = np.float32(2**-6), np.float64(2**-12)  # of differences
+STEP, FINE_STEP = np.float32(2**-6), np.float64(2**-12)  # steps of finite differences
 
 
 def is_floating(x: Any) -> bool:
@@ -34,7 +34,7 @@ def is_floating(x: Any) -> bool:
 
 
 def same(found: Any, wanted: Any, rtol: float = 2e-4, atol: float = 2e-5) -> None:
-    """Assert that two trees have the same types and near numbers; NaN never passes."""
+    """Assert that two trees have the same types and close numbers; NaN never passes."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape, f"{x.dtype}{x.shape}, {y.dtype}{y.shape}"
@@ -49,9 +49,10 @@ def _top(x: np.ndarray) -> float:
 
 
 def scalar(case: Case, function: Any = None) -> tuple[Callable[[Any], jax.Array], Any, Any]:
-    """Return f: floats -> a sum of all results, weighed at random; its argument; a direction.
+    """Return a function from floats to a random weighted sum of all results, its argument and a
+    direction.
 
-    The results are those of `function`, which is the case's own where none is given.
+    The results are those of `function`, by default of the case.
     """
     function = case.function if function is None else function
     floats, others = case.arguments()
@@ -65,7 +66,7 @@ def scalar(case: Case, function: Any = None) -> tuple[Callable[[Any], jax.Array]
     def f(floats: Any) -> jax.Array:
         results = [x for x in jax.tree.leaves(function(floats, others)) if is_floating(x)]
         numpy: Any = np if isinstance(results[0], np.ndarray) else jnp
-        # an lse of -inf, of a row that sees nothing, has no slope
+        # an lse of -inf, of a row that sees nothing, has no derivative
         sums = [
             (w * numpy.where(numpy.isfinite(x), x, 0)).sum()
             for w, x in zip(weights, results, strict=True)
@@ -78,7 +79,7 @@ def scalar(case: Case, function: Any = None) -> tuple[Callable[[Any], jax.Array]
 
 
 def along(f: Callable[[Any], Any], x: Any, v: Any, step: Any = STEP) -> Any:
-    """Return the derivative along v by central differences of fourth order."""
+    """Return the derivative along v by fourth-order central differences."""
     at = lambda a: jax.tree.map(lambda x, v: x + step * a * v, x, v)  # noqa: E731
     values = [
         jax.tree.map(lambda y: np.asarray(y, np.float64), f(at(np.float32(a))))
@@ -88,7 +89,7 @@ def along(f: Callable[[Any], Any], x: Any, v: Any, step: Any = STEP) -> Any:
 
 
 def slope(case: Case) -> float:
-    """Return the derivative of `scalar` along its direction, by differences."""
+    """Return the derivative of `scalar` along its direction, by finite differences."""
     f, x, v = scalar(case)
     if case.definition is None:
         return float(along(jax.jit(f), x, v))
@@ -110,7 +111,7 @@ def near(found: float, wanted: float, scale: float) -> None:
     )
 
 
-# One function for each column
+# One function per column
 
 
 def jit(case: Case) -> None:
@@ -186,7 +187,7 @@ def export_length(case: Case) -> None:
 
 
 class NotApplicable(Exception):
-    """Say that a function has no such axis."""
+    """Raised if a function has no such axis."""
 
 
 def _letters(case: Case) -> list[Any]:
@@ -205,11 +206,11 @@ def x64(case: Case) -> None:
 def strict(case: Case) -> None:
     floats, others = case.arguments()
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), floats)
-    if "params" in floats:  # a model's are float32
+    if "params" in floats:  # those of a model are float32
         half["params"] = floats["params"]
     with jax.numpy_dtype_promotion("strict"):
-        for given in (floats, half):
-            jax.eval_shape(case.function, given, others)
+        for trees in (floats, half):
+            jax.eval_shape(case.function, trees, others)
         if "grad" not in case.cannot:
             f, x, _ = scalar(case)
             jax.eval_shape(jax.grad(f), x)
@@ -260,7 +261,7 @@ COLUMNS: dict[str, Callable[[Case], None]] = {
 
 
 def cell(case: Case, column: str) -> str:
-    """Return what the table says of a case: "yes", "", or "no: " and why, when that holds."""
+    """Check a cell, and return its text: "yes", "", or "no: " and the reason."""
     try:
         COLUMNS[column](case)
     except NotApplicable:
@@ -285,8 +286,8 @@ def main() -> None:
     cells: dict[tuple[str, str], str] = {}
     if arguments.results and arguments.results.exists():
         for line in arguments.results.read_text().splitlines():
-            *key, said = json.loads(line)
-            cells[key[0], key[1]] = said
+            *key, text = json.loads(line)
+            cells[key[0], key[1]] = text
     failed = 0
     for name, case in all_cases().items():
         if arguments.only not in name:
@@ -295,8 +296,8 @@ def main() -> None:
             if arguments.column not in column or (name, column) in cells:
                 continue
             try:
-                said = cells[name, column] = cell(case, column)
-            except Exception as error:  # a cell says so, and the rest goes on
+                text = cells[name, column] = cell(case, column)
+            except Exception as error:  # report it in the cell and continue
                 failed += 1
                 print(f"{name}, {column}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 if arguments.traceback:
@@ -304,7 +305,7 @@ def main() -> None:
                 continue
             if arguments.results:
                 with arguments.results.open("a") as file:
-                    file.write(json.dumps([name, column, said]) + "\n")
+                    file.write(json.dumps([name, column, text]) + "\n")
         print(name, [cells.get((name, column), "?") for column in COLUMNS], flush=True)
         jax.clear_caches()
     if arguments.write:
@@ -313,11 +314,11 @@ def main() -> None:
 
 
 def page(cells: dict[tuple[str, str], str]) -> str:
-    """Return the page of the table: the rows of which every cell is known."""
+    """Return the page with the rows of which every cell is known."""
     notes: dict[str, int] = {}
 
-    def short(said: str) -> str:
-        mark, _, reason = said.partition(": ")
+    def short(text: str) -> str:
+        mark, _, reason = text.partition(": ")
         return f"{mark} [{notes.setdefault(reason, len(notes) + 1)}]" if reason else mark
 
     rows = [

@@ -1,4 +1,4 @@
-"""Functions of the library are transformed by JAX, and checks of values leave known ones alone."""
+"""JAX transformations of the public functions, and checks of known values inside them."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ SAMPLE = {
 @pytest.mark.slow
 @pytest.mark.long_except("export, length", "strict promotion")
 @pytest.mark.parametrize("column", SAMPLE)
-def test_a_sample_of_the_table_holds(column):
+def test_sample_of_table_is_correct(column):
     cases = all_cases()
     for name in SAMPLE[column]:
         assert cell(cases[name], column) == "yes"
@@ -38,9 +38,9 @@ def test_a_sample_of_the_table_holds(column):
 
 @pytest.mark.long
 @pytest.mark.parametrize("column", COLUMNS)
-def test_the_table_holds(column):
-    said = [cell(case, column) for case in all_cases().values()]
-    assert "yes" in said
+def test_table_is_correct(column):
+    results = [cell(case, column) for case in all_cases().values()]
+    assert "yes" in results
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_padding_at_known_positions_may_be_closed_over(positions, key):
 
 
 @pytest.mark.slow
-def test_a_known_cache_that_is_full_is_refused_inside_a_jit_too(key):
+def test_known_full_cache_is_refused_inside_jit(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
     cache, at = tj.init_cache(config, 1, 4), jnp.arange(6)[None]
@@ -69,7 +69,7 @@ def test_a_known_cache_that_is_full_is_refused_inside_a_jit_too(key):
 
 
 @pytest.mark.slow
-def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace(key):
+def test_repeated_segment_ids_are_refused_or_distinct_under_trace(key):
     config = tj.ModelConfig(**SMALL, positions="rope")
     model, params = tj.build(config), tj.init_params(config, key)
     again, apart = (np.array([ids], np.int32) for ids in ([1, 1, 2, 2, 1, 1], [1, 1, 2, 2, 3, 3]))
@@ -85,7 +85,7 @@ def test_segments_that_come_again_are_refused_by_place_and_are_apart_under_trace
 @pytest.mark.slow
 @pytest.mark.long_except("decoder", "encoder", "recurrent")
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder-decoder", "recurrent", "window"])
-def test_a_model_goes_through_the_bridge_of_nnx(kind):
+def test_model_works_through_nnx_bridge(kind):
     from flax import nnx
 
     config = {
@@ -104,7 +104,7 @@ def test_a_model_goes_through_the_bridge_of_nnx(kind):
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, np.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype]
 )
-def test_a_dtype_in_a_config_may_be_a_type(dtype):
+def test_config_dtype_may_be_a_type(dtype):
     config = tj.ModelConfig(**SMALL, dtype=dtype)
     assert config == tj.ModelConfig(**SMALL, dtype="bfloat16") and config.dtype == "bfloat16"
     assert tj.TrainConfig(param_dtype=dtype).param_dtype == "bfloat16"

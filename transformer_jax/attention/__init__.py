@@ -1,8 +1,8 @@
-"""Compute attention: one function, its implementations, masks and biases.
+"""Attention: one function, its implementations, masks and biases.
 
-Masks are values over positions (`masks`), biases too (`biases`); `api` holds the public functions
-and the choice of an implementation. Queries, keys and values come from outside: layers that own
-projections are in `models`, the fused kernels for CPUs, GPUs and TPUs in `kernels`.
+Masks (`masks`) and biases (`biases`) are values that depend on positions. `api` contains the public
+functions and the choice of an implementation. Layers with projections are in `models`, and the
+fused kernels for CPUs, GPUs and TPUs in `kernels`.
 """
 
 from transformer_jax.attention.additive import additive_attention, state_attention

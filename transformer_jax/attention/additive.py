@@ -1,4 +1,4 @@
-"""Compute the attention of recurrent decoders: additive, general and dot.
+"""Attention of recurrent decoders: additive, general and dot.
 
 Sources: Bahdanau et al. 2015 (additive), Luong et al. 2015 (general, dot).
 """
@@ -32,35 +32,35 @@ def additive_attention(
 ) -> tuple[jax.Array, jax.Array]:  # context [B, T, Dv], weights f32[B, T, S]
     """Return softmax_s(v . tanh(query w_query + keys w_key)) values, and the softmax.
 
-    Bahdanau et al. 2015, A.1.2. Builds the hidden layer [B, T, S, A]; for the recurrent decoders
-    that it is from, T is 1.
+    Bahdanau et al. 2015, A.1.2. Materialises the hidden layer [B, T, S, A]; in the paper's
+    recurrent decoders, T is 1.
 
     Args:
         query: [B, T, Dq].
-        keys: [B, S, Dk], or [B, S, A] where they have been multiplied once for all.
+        keys: [B, S, Dk], or [B, S, A] if they are multiplied by `w_key` already.
         values: [B, S, Dv].
         w_query: [Dq, A].
-        w_key: [Dk, A]; None where keys are [B, S, A].
+        w_key: [Dk, A]; None if keys are [B, S, A].
         v: [A].
-        mask: which keys a query sees; None is all.
+        mask: the keys that a query sees; None is all.
 
     Returns:
         The context [B, T, Dv] in the query's dtype, and the weights f32[B, T, S].
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if the shapes do not match.
     """
     check_states("keys", query, keys, values, mask)
     hidden, key_shape = v.shape[-1:], keys.shape[2:] if w_key is None else w_key.shape
     wanted = hidden if w_key is None else (keys.shape[2], *hidden)
     if (w_query.shape, key_shape, v.shape) != ((query.shape[2], *hidden), wanted, hidden):
-        key_said = f"keys {keys.shape}" if w_key is None else f"w_key {w_key.shape}"
+        shown = f"keys {keys.shape}" if w_key is None else f"w_key {w_key.shape}"
         key_rule = "[B, S, A]" if w_key is None else f"[{keys.shape[2]}, A]"
         raise ValueError(
-            f"w_query {w_query.shape}, {key_said}, v {v.shape}: must be "
+            f"w_query {w_query.shape}, {shown}, v {v.shape}: must be "
             f"[{query.shape[2]}, A], {key_rule}, [A]"
         )
-    # one head of everything, so that the softmax and the rule on NaN are those of all attention
+    # as a single head, to share the softmax and the rule about NaN with the reference
     heads = [x[:, :, None] for x in (query, keys, values)]
     visible = see(AttentionCall(query=heads[0], key=heads[1], value=heads[2], mask=mask))
     q, k, heads_values, nonfinite = clean(visible, *heads)
@@ -88,21 +88,21 @@ def state_attention(
     Args:
         query: [B, T, Dq].
         states: [B, S, Dk].
-        w: [Dq, Dk], "general"; None is "dot", of Dq = Dk.
-        scale: of the scores.
-        mask: which states a query sees; None is all.
+        w: [Dq, Dk], "general"; None is "dot", which needs Dq = Dk.
+        scale: the scale of the scores.
+        mask: the states that a query sees; None is all.
 
     Returns:
         The context [B, T, Dk], and the weights f32[B, T, S].
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if the shapes do not match.
     """
     check_states("states", query, states, states, mask)
-    given = query.shape[2] if w is None else w.shape
+    width = query.shape[2] if w is None else w.shape
     wanted = states.shape[2] if w is None else (query.shape[2], states.shape[2])
-    if given != wanted:
-        raise ValueError(f"{'query' if w is None else 'w'} is {given} wide: must be {wanted}")
+    if width != wanted:
+        raise ValueError(f"{'query' if w is None else 'w'} is {width} wide: must be {wanted}")
     if w is not None:
         query = einsum("BTD,DE->BTE", query, w).astype(query.dtype)
     heads = states[:, :, None]

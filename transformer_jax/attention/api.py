@@ -1,14 +1,15 @@
-"""Choose and run an implementation of attention; all of them mean the same.
+"""Public functions of attention, and the choice of an implementation.
 
     dot_product_attention           softmax(scale q k + bias, masked) v
-    explain_attention               which implementations would run, and why not
-    dot_product_attention_weights   the weights themselves
+    explain_attention               the implementations that would run, and why others would not
+    dot_product_attention_weights   the weights
     additive_attention              Bahdanau et al. 2015
     state_attention                 Luong et al. 2015
 
-An implementation is a value of `IMPLEMENTATIONS`. One that is asked for by name runs, or raises
-NotImplementedError with the condition that failed, which `explain_attention` says beforehand; a
-`vmap` over the call, which it does not see, may make the lists of tiles too long for a TPU.
+An implementation is a value of `IMPLEMENTATIONS`; all of them compute the same function. An
+implementation requested by name runs, or raises NotImplementedError with the condition that failed.
+`explain_attention` reports this condition in advance, with one exception: it does not see a `vmap`
+around the call, which may make the lists of tiles too long for a TPU.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Cudnn(),
     "native": Native(),
 }
-"""Every implementation by its name; one of your own is one more entry."""
-# compiled programs are found by these names, so a new value behind one must be noticed
+"""The implementations by name. Add an entry to use your own."""
+# compiled programs are cached by these names, so a replaced value must be noticed
 depends_on_names(IMPLEMENTATIONS)
 
 
@@ -93,8 +94,8 @@ def dot_product_attention(
 @known_keywords
 def dot_product_attention(
     query: jax.Array,  # [B, T, N, H]
-    key: jax.Array,  # [B, S, K, H], or in pages [P, page, K, H]
-    value: jax.Array,  # [B, S, K, Hv], or in pages [P, page, K, Hv]
+    key: jax.Array,  # [B, S, K, H], or paged [P, page, K, H]
+    value: jax.Array,  # [B, S, K, Hv], or paged [P, page, K, Hv]
     *,
     mask: Mask | PlannedMask | None = None,
     bias: jax.Array | Bias | None = None,
@@ -105,73 +106,72 @@ def dot_product_attention(
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    key_scale: jax.Array | None = None,  # f32[B, S, K], or in pages [P, page, K]
-    value_scale: jax.Array | None = None,  # f32[B, S, K], or in pages [P, page, K]
+    key_scale: jax.Array | None = None,  # f32[B, S, K], or paged [P, page, K]
+    value_scale: jax.Array | None = None,  # f32[B, S, K], or paged [P, page, K]
     block_table: jax.Array | None = None,  # i32[B, M]
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # [B, T, N, Hv], or with lse [B, T, N]
-    """Return softmax(s) v for the scores s of queries and keys, where the mask allows.
+    """Return attention, softmax(s) v, over the pairs that the mask allows.
 
         s = softcap tanh(scale q.k / softcap) + bias
 
-    Query head n reads key head n // (N / K). A query that sees nothing gets zeros, lse -inf and no
-    gradient.
+    Query head n reads key head n // (N / K). A query that sees no key returns zeros, lse -inf and
+    no gradient.
 
-    NaN or inf in a query, key or value reaches exactly the queries that see it: their output is
-    NaN, and they pass no gradient on. "pallas" and "pallas_unordered" need finite queries, keys and
-    values, hidden ones too: there NaN may reach any query.
+    NaN or inf in a query, key or value affects exactly the queries that see it: their output is
+    NaN, and they have no gradient. "pallas" and "pallas_unordered" are the exception. They need
+    finite queries, keys and values, even hidden ones; otherwise any query may become NaN.
 
-    With a `block_table` keys and values lie in the pages of a pool, as a `PagedCache` holds them:
-    key j of row b is in slot j % page of page block_table[b, j // page]. So S = M page, and masks,
-    bias and positions are of j as before. For an entry that is no page, as -1, some page of the
-    pool is read: hide its keys, by the mask or by `k_positions` of -1. The kernels for few queries
-    of NVIDIA GPUs and of TPUs read pages in place whose size is a multiple of 64 keys (NVIDIA) or
-    128 (TPU), and int8 as it is; all else reads a gathered, dequantised copy.
+    With a `block_table`, keys and values are in the pages of a pool, as in a `PagedCache`: key j of
+    row b is in slot j % page of page block_table[b, j // page]. Then S = M page, and masks, bias
+    and positions refer to j as usual. An entry that is not a page, such as -1, reads an arbitrary
+    page of the pool, so hide its keys by the mask or by `k_positions` of -1. The kernels for few
+    queries of NVIDIA GPUs and TPUs read pages in place if their size is a multiple of 64 keys
+    (NVIDIA) or 128 (TPU), and read int8 directly. All other implementations read a gathered,
+    dequantised copy.
 
-    These are the implementations.
+    The implementations are:
 
-        xla               materialises the scores; takes any option
+        xla               materialises the scores; supports every option
         blockwise         memory O(T + S); O(T S) in forward mode and in derivatives of the gradient
         native            compiled C++ on a CPU, O(T + S) in all of these
-        pallas            fused, O(T + S) too, on a TPU or an NVIDIA GPU from Ampere on
+        pallas            fused kernels, O(T + S) too, on a TPU or an NVIDIA GPU since Ampere
         pallas_unordered  on Hopper a single-pass backward, nondeterministic in its last bits
-        cudnn             NVIDIA's, on its GPUs
+        cudnn             NVIDIA's library, on NVIDIA GPUs
 
     Args:
         query: [B, T, N, H], in bfloat16, float16, float32 or float64.
-        key: [B, S, K, H], K divides N, in the query's dtype or int8; in pages [P, page, K, H].
-        value: [B, S, K, Hv], in the key's dtype; in pages [P, page, K, Hv].
-        mask: which keys a query sees, as `Causal() & Window(32)`; None is all.
-        bias: an array that broadcasts to [B, N, T, S], by index, or a value that is asked by
-            position, such as `ALiBi`; None adds nothing.
-        scale: of q.k: one number, or [N] with one for each query head, which may be traced and
+        key: [B, S, K, H], K divides N, in the query's dtype or int8; paged [P, page, K, H].
+        value: [B, S, K, Hv], in the key's dtype; paged [P, page, K, Hv].
+        mask: the keys that a query sees, such as `Causal() & Window(32)`; None is all.
+        bias: an array, by index, that broadcasts to [B, N, T, S], or a `Bias` of positions, such as
+            `ALiBi`; None adds nothing.
+        scale: factor of q.k: a number, or [N] with one for each query head, which may be traced and
             differentiated; None is 1 / sqrt(H).
-        softcap: above 0; None leaves the scores as they are.
-        sinks: [N]: a sink adds exp(sinks[n]) to the denominator of the softmax, and carries no
-            value.
-        q_positions: i32[T] or [B, T], what mask and bias are asked by; None is arange(T).
+        softcap: above 0; None does not cap the scores.
+        sinks: [N]: exp(sinks[n]) is added to the denominator of the softmax, without a value.
+        q_positions: i32[T] or [B, T], the positions for mask and bias; None is arange(T).
         k_positions: i32[S] or [B, S]; a key at a negative position is an empty slot. None is
             arange(S).
-        dropout_rate: at least 0 and below 1, of weights after the softmax: the same ones are left
-            out in every implementation.
-        dropout_key: a single key, which a rate above 0 needs.
-        key_scale: f32[B, S, K] of keys of int8, which mean scale * number, as a cache holds them;
-            in pages [P, page, K].
-        value_scale: the same of values.
+        dropout_rate: at least 0 and below 1; drops weights after the softmax. Every implementation
+            drops the same weights.
+        dropout_key: a single key, required for a rate above 0.
+        key_scale: f32[B, S, K], the scales of int8 keys, which are dequantised to scale * key;
+            paged [P, page, K].
+        value_scale: the same for values.
         block_table: i32[B, M], the page of each block of a row.
-        return_lse: return also the natural logarithm of the softmax's denominator, with the sink's
-            term.
-        implementation: the name of one, a sequence of names that is tried in order, or None for the
-            best that runs here; `explain_attention` says which.
+        return_lse: also return the natural logarithm of the softmax's denominator, including sinks.
+        implementation: a name, a sequence of names to try in order, or None for the best one that
+            runs here; `explain_attention` reports it.
 
     Returns:
-        The result [B, T, N, Hv] in the query's dtype; with `return_lse` also [B, T, N] in float32
-        (float64 of float64).
+        The result [B, T, N, Hv] in the query's dtype; with `return_lse` also lse [B, T, N] in
+        float32 (float64 for float64).
 
     Raises:
-        ValueError: if the arguments do not fit together.
-        NotImplementedError: if an implementation that is named does not run them, with the reason.
+        ValueError: if the arguments are invalid or do not match.
+        NotImplementedError: if no named implementation supports the arguments, with the reasons.
     """
     call = check_call(
         query,
@@ -196,16 +196,16 @@ def dot_product_attention(
         plan: Plan | str = _plan(name, call)
         if isinstance(plan, Plan):
             try:
-                # with lse or without it, the program is the same one: the compiler finds no use for
-                # lse in a caller's `jit`, and an eager call compiles once
+                # with and without lse the program is the same, so eager calls compile once; inside
+                # your own `jit` the compiler removes an unused lse
                 out, lse = _run(IMPLEMENTATIONS[name], replace(call, plan=plan, return_lse=False))
                 if not return_lse:
                     return out
                 assert lse is not None
                 return out, lse
             except Refused as error:
-                # `plan` sees shapes; only the trace knows how long the lists of tiles are, for
-                # a `vmap` around this call may have multiplied them
+                # `plan` sees only shapes: a `vmap` around this call may make the lists of tiles
+                # longer, which only the trace knows
                 plan = str(error)
         refused.append(f"{name}: {plan}")
     raise Refused("; ".join(refused))
@@ -213,13 +213,13 @@ def dot_product_attention(
 
 @dataclass(frozen=True, eq=False)
 class Explanation(Mapping[str, str | None]):
-    """Map each implementation to None if it would run, else to the reason why not.
+    """Mapping from each implementation to None if it would run, else to the reason why not.
 
     Attributes:
-        reasons: by name.
-        chosen: what `implementation=None` would run.
-        reads_pages: which of those that run read the pages of a `block_table` in place, unless
-            somebody differentiates; the others gather them.
+        reasons: the reasons by name.
+        chosen: the implementation that `implementation=None` would run.
+        reads_pages: the implementations that read the pages of a `block_table` in place, unless the
+            call is differentiated; the others gather them.
     """
 
     reasons: Mapping[str, str | None]
@@ -238,7 +238,7 @@ class Explanation(Mapping[str, str | None]):
     def __str__(self) -> str:
         how = {name: "runs, reads pages in place" for name in self.reads_pages}
         lines = [f"{name}: {why or how.get(name, 'runs')}" for name, why in self.reasons.items()]
-        return "\n".join([*lines, f"without a name: {self.chosen}"])
+        return "\n".join([*lines, f"default: {self.chosen}"])
 
     __repr__ = __str__
 
@@ -251,20 +251,21 @@ def explain_attention(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Explanation:
-    """Say which implementations `dot_product_attention` would run on these arguments, and why not.
+    """Report which implementations of `dot_product_attention` support these arguments.
 
     Args:
-        query: [B, T, N, H], an array or a `jax.ShapeDtypeStruct`, as the others.
+        query: [B, T, N, H], an array or a `jax.ShapeDtypeStruct`, like all arrays here.
         key: [B, S, K, H].
         value: [B, S, K, Hv].
-        return_lse: as there.
-        **options: the other arguments, but for `implementation`.
+        return_lse: as in `dot_product_attention`.
+        **options: the other arguments of `dot_product_attention` except `implementation`.
 
     Returns:
-        The reason why not, or None, by name; `chosen` is what runs without a name.
+        None, or the reason why it would not run, for each implementation. `chosen` is the one that
+        runs if you pass no name.
 
     Raises:
-        ValueError: as there.
+        ValueError: if the arguments are invalid or do not match.
     """
     if unknown := {name: x for name, x in options.items() if name not in Options.__annotations__}:
         refuse_keywords(explain_attention, unknown, Options.__annotations__)
@@ -284,35 +285,31 @@ def plan_mask(
     implementation: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Mask | PlannedMask | None:
-    """Return a mask for many calls of `dot_product_attention`, with what they can share.
+    """Return a mask with precomputed lists of tiles, for many calls of `dot_product_attention`.
 
-    Layers of a model have one mask and the same positions. In a `lax.scan` or under
-    `jax.checkpoint` XLA would make the lists of tiles of a fused kernel again for each layer.
+    All layers of a model share their mask and positions. In a `lax.scan` or under `jax.checkpoint`,
+    XLA would otherwise recompute the lists of tiles of a fused kernel for each layer.
 
     Args:
-        query: [B, T, N, H], as each call has it, or a `jax.ShapeDtypeStruct`.
+        query: [B, T, N, H], as in the calls, or a `jax.ShapeDtypeStruct`.
         key: [B, S, K, H].
         value: [B, S, K, Hv].
         implementation: as in the calls.
-        **options: the mask of all the calls, and those of their arguments that change which tiles
-            there are.
+        **options: the mask of the calls, and the arguments that affect the choice of tiles.
 
     Returns:
-        The mask with its lists of tiles; the mask itself where there is nothing to share, and where
-        axes of a mesh are explicit.
+        The mask with its lists of tiles, or the mask itself if there is nothing to share or the
+        mesh has explicit axes.
     """
     call = check_call(query, key, value, **options)
     mask, (B, T, N, S) = call.mask, call.sizes
     leaves = jax.tree.leaves((mask, call.q_positions, call.k_positions))
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in leaves):
         return mask
-    # as `check_call` compares them: positions may ask a mask for other rows than 0 .. T - 1
-    checked = (
-        B,
-        N,
-        None if call.q_positions is not None else T,
-        (None if call.k_positions is not None else S),
-    )
+    # as in `check_call`: with positions, a mask is not looked up at 0 .. T - 1
+    T_checked = None if call.q_positions is not None else T
+    S_checked = None if call.k_positions is not None else S
+    checked = B, N, T_checked, S_checked
     for name in _candidates(call, implementation):
         plan = _plan(name, call)
         if isinstance(plan, Plan):
@@ -335,28 +332,27 @@ def dot_product_attention_weights(
     k_positions: jax.Array | None = None,  # i32[S] or [B, S]
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:  # f32[B, N, T, S]
-    """Return what `dot_product_attention` weighs the values with.
+    """Return the attention weights of `dot_product_attention`.
 
     Args:
         query: [B, T, N, H].
         key: [B, S, K, H], K divides N.
-        mask: which keys a query sees; None is all.
-        bias: broadcasts to [B, N, T, S], or is asked by position; None adds nothing.
-        scale: of q.k: one number, or [N] with one for each query head; None is 1 / sqrt(H).
-        softcap: above 0; None leaves the scores as they are.
-        sinks: [N], logits that join the denominator of the softmax.
+        mask: the keys that a query sees; None is all.
+        bias: an array that broadcasts to [B, N, T, S], or a `Bias`; None adds nothing.
+        scale: factor of q.k: a number, or [N] with one for each query head; None is 1 / sqrt(H).
+        softcap: above 0; None does not cap the scores.
+        sinks: [N], logits in the denominator of the softmax.
         q_positions: i32[T] or [B, T]; None is arange(T).
         k_positions: i32[S] or [B, S]; negative is an empty slot. None is arange(S).
-        implementation: whose weights, as in `dot_product_attention`. All of ours have the same; one
-            of your own returns its own by its method `weights`.
+        implementation: as in `dot_product_attention`. All implementations of this library have the
+            same weights; your own returns them from its method `weights`.
 
     Returns:
-        f32[B, N, T, S]; a row sums to 1, to less by the share of its sink, and to 0 where it sees
-        nothing.
+        f32[B, N, T, S]; a row sums to 1, or less by the share of its sink, or 0 if it sees nothing.
 
     Raises:
-        ValueError: if the arguments do not fit together.
-        NotImplementedError: if an implementation of your own has no `weights`.
+        ValueError: if the arguments are invalid or do not match.
+        NotImplementedError: if your own implementation has no `weights`.
     """
     call = check_call(
         query,
@@ -370,7 +366,7 @@ def dot_product_attention_weights(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    # `type`, not `isinstance`: a subclass of yours may weigh in another way
+    # `type`, not `isinstance`, because your subclass may compute other weights
     ours = {Xla, Blockwise, Pallas, Cudnn, Native}
     for name in _candidates(call, implementation):
         if type(one := IMPLEMENTATIONS[name]) not in ours:
@@ -387,15 +383,16 @@ def dot_product_attention_weights(
 def _candidates(
     call: AttentionCall, implementation: str | Sequence[str] | None = None
 ) -> Sequence[str]:
-    """Return which implementations to try, in order: those named, or the best for these sizes.
+    """Return the implementations to try, in order: the named ones, or the fastest for these sizes.
 
-    Our kernels come first only on chips, and from lengths on, where they were measured to be the
-    fastest (kernels/chips.py). On an accelerator the scores may take a gibibyte. On a CPU the sizes
-    are fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. The compiled kernels
-    read keys as they lie for few queries of a key head. For more queries they first lay keys and
-    values out and wake threads, which pays from many scores on, in the gradient too. Otherwise one
-    product of XLA is fastest while scores, keys and values fit the processor's cache; beyond, and
-    where few queries see many keys, tiles are, which end where a KV cache does.
+    Our kernels come first only on the chips, and for the lengths, for which they measured fastest
+    (kernels/chips.py). On an accelerator, scores may take up to a gibibyte. On a CPU the sizes are
+    fitted to benchmarks/results/choosing.json by benchmarks/choosing.py. For few queries per key
+    head, the compiled kernels read keys in place. For more queries they first copy keys and values
+    to another layout and start threads, which pays off only with many scores, in the gradient too.
+    Otherwise one product of XLA is fastest while scores, keys and values fit the processor's cache.
+    Beyond that, and if few queries see many keys, tiles are faster: they stop at the end of a KV
+    cache.
     """
     if implementation is not None:
         names = [implementation] if isinstance(implementation, str) else list(implementation)
@@ -404,7 +401,7 @@ def _candidates(
             raise ValueError(f"implementation is {implementation!r}: must be of {known}")
         return names
     B, T, N, S = call.sizes
-    # an export has left sizes open: tiles need numbers
+    # symbolic sizes of `jax.export`: tiles need numbers
     if not known_sizes(B, T, S):
         return ["xla"]
     where = target()
@@ -417,7 +414,7 @@ def _candidates(
     many_scores = T * S >= 64 * 64 or (T * S >= 32 * 32 and products >= 6_000_000)
     few_queries = T * N // call.key.shape[2] <= cpu.FEW_ROWS and S >= 32
     native = ["native"] if few_queries or many_scores else []
-    # the keys of a call, which may lie in the pages of a larger pool
+    # count only the keys of the call, which may be in the pages of a larger pool
     rows = B * S * call.key.shape[2]
     size = 4 * (B * T * N * S + rows * (call.key.shape[3] + call.value.shape[3]))
     in_cache = T * S < 128 * 128 and size <= 2**23 and not (T <= FEW_QUERIES and S >= 64)
@@ -425,10 +422,10 @@ def _candidates(
 
 
 def _plan(name: str, call: AttentionCall) -> Plan | str:
-    """Return how an implementation runs a call, or why not."""
+    """Return how an implementation runs a call, or the reason why it does not."""
     B, T, _, S = call.sizes
     if name != "xla" and not known_sizes(B, T, S):
-        return f"needs sizes that are numbers, here B, T, S are {B}, {T}, {S}: take 'xla' or None"
+        return f"needs fixed sizes, but B, T, S are {B}, {T}, {S}: use 'xla' or None"
     return IMPLEMENTATIONS[name].plan(call)
 
 
@@ -437,19 +434,19 @@ def _plan(name: str, call: AttentionCall) -> Plan | str:
 
 @program(static=("one",))
 def _run(one: Implementation, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-    """Return what an implementation attends to, given only what it reads."""
+    """Run an implementation with only the arguments that it reads."""
     if call.block_table is not None and not call.plan.reads_pages:
         call = call.gathered()
     if call.key_scale is not None and not call.plan.reads_int8:
         call = call.dequantised()
-    # lists of tiles that another implementation has made are not even arguments of this one
+    # drop lists of tiles that another implementation made, so they are no arguments of the program
     if type(one).share is Implementation.share:
         call = replace(call, shared=None)
-    # arrays that a predicate reads become arguments of what is split over a mesh
+    # arrays that a predicate reads become arguments, so they can be split over a mesh
     if call.mask is not None:
         call = replace(call, mask=call.mask.closed())
-    # "blockwise" splits rows and heads itself where types say how: then nothing is gathered, while
-    # the compiler knows no rule for its loops
+    # if types specify the split, "blockwise" splits rows and heads itself, without gathering; the
+    # compiler cannot split its loops
     if isinstance(one, Blockwise) and parts_of_types(call) is not None:
         return one.attend(call)
     return by_compiler(one.attend, [call], split(call.query, slice(3)))

@@ -1,4 +1,4 @@
-"""Check the arguments of attention once, and carry them as one value."""
+"""The arguments of attention: checked once, then passed as one value."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DTYPES = {jnp.dtype(name): name for name in ("bfloat16", "float16", "float32", "
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an implementation runs a call, as far as shapes, options and the device decide; hashable.
+    """How an implementation runs a call, as determined by shapes, options and the device.
 
-    It is made once, outside of the compiled program, which is found by it.
+    It is hashable and made once, outside the compiled program, which is cached by it.
     """
 
     reads_pages: bool = False
-    """Whether the pages of a block table are read in place. Else they are gathered."""
+    """Whether the pages of a block table are read in place; otherwise they are gathered."""
     reads_int8: bool = False
-    """Whether int8 keys and values are read as they are. Else they are dequantised."""
+    """Whether int8 keys and values are read directly; otherwise they are dequantised."""
 
 
 class Options(TypedDict, total=False):
@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
     eq=False,
 )
 class AttentionCall:
-    """The checked arguments of one call of attention: arrays are leaves, numbers static."""
+    """The checked arguments of one call of attention. Arrays are leaves, numbers are static."""
 
     query: jax.Array  # [B, T, N, H]
     key: jax.Array  # [B, S, K, H]
@@ -88,24 +88,24 @@ class AttentionCall:
     mask: Mask | None = None
     bias: jax.Array | Bias | None = None  # [B or 1, N or 1, T or 1, S or 1], or a Bias
     sinks: jax.Array | None = None  # [N]
-    scale: float | None = None  # 1 / sqrt(H) where neither this nor `scale_array` is given
-    scale_array: jax.Array | None = None  # [] or [N], of a caller who differentiates or traces it
+    scale: float | None = None  # None is 1 / sqrt(H), unless `scale_array` is set
+    scale_array: jax.Array | None = None  # [] or [N], if the scale may be traced
     softcap: float | None = None
     q_positions: jax.Array | None = None  # i32[T] or [B or 1, T]
     k_positions: jax.Array | None = None  # i32[S] or [B or 1, S]
     dropout_rate: float = 0.0
-    dropout_key: jax.Array | None = None  # None where the rate is 0
-    dropout_words: jax.Array | None = None  # u32[2, B, N]: its hash, of tiled implementations
+    dropout_key: jax.Array | None = None  # None if the rate is 0
+    dropout_words: jax.Array | None = None  # u32[2, B, N], hash of the key, set by "blockwise"
     return_lse: bool = False
-    key_scale: jax.Array | None = None  # f32[B, S, K] where key is int8
-    value_scale: jax.Array | None = None  # f32[B, S, K] where value is int8
-    block_table: jax.Array | None = None  # i32[B, M], where key, value and scales are [P, page, ..]
-    plan: Plan = Plan()  # of `Implementation.plan`
-    shared: object = None  # of `Implementation.share`, for calls like this one
+    key_scale: jax.Array | None = None  # f32[B, S, K] if key is int8
+    value_scale: jax.Array | None = None  # f32[B, S, K] if value is int8
+    block_table: jax.Array | None = None  # i32[B, M]; then key, value and scales are [P, page, ..]
+    plan: Plan = Plan()  # from `Implementation.plan`
+    shared: object = None  # from `Implementation.share`, for calls like this one
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Return B, T, N and S."""
+        """Return (B, T, N, S)."""
         (B, T, N, _), S = self.query.shape, self.key.shape[1]
         return B, T, N, S if self.block_table is None else self.block_table.shape[1] * S
 
@@ -114,7 +114,7 @@ class AttentionCall:
     ) -> tuple[jax.Array, jax.Array]:  # i32[B or 1, T], i32[B or 1, S]
         """Return the positions of queries and keys, by default their indices.
 
-        Those of a caller stay known inside a trace; so does a plan of them under `at_once`.
+        Known positions stay known inside a trace, and so does a plan of them under `at_once`.
         """
         T, S = self.query.shape[1] if T is None else T, self.sizes[3] if S is None else S
         q, k = (
@@ -124,7 +124,7 @@ class AttentionCall:
         return q if q.ndim == 2 else q[None], k if k.ndim == 2 else k[None]
 
     def gathered(self) -> AttentionCall:
-        """Return the call with the keys and values of each row one after the other, a copy."""
+        """Return the call with the pages of each row copied into contiguous keys and values."""
         assert self.block_table is not None
         names = [name for name in POOLS if getattr(self, name) is not None]
         pools = [getattr(self, name) for name in names]
@@ -132,12 +132,12 @@ class AttentionCall:
         def gather(table: jax.Array, *pools: jax.Array) -> list[jax.Array]:
             return [rows_of_pages(x, table) for x in pools]
 
-        # rows are split as the query's, the other axes as those of the pool
+        # split rows like the query's, and the other axes like those of the pool
         rows = partial(split, self.query, slice(1))
         specs = [rows((None, *split(x, slice(2, None)))) for x in pools]
-        found = by_compiler(gather, [self.block_table, *pools], specs)
-        rows_of: dict[str, Any] = dict(zip(names, found, strict=True))
-        return dataclasses.replace(self, **rows_of, block_table=None)
+        results = by_compiler(gather, [self.block_table, *pools], specs)
+        gathered: dict[str, Any] = dict(zip(names, results, strict=True))
+        return dataclasses.replace(self, **gathered, block_table=None)
 
     def dequantised(self) -> AttentionCall:
         """Return the call with keys and values in the query's dtype."""
@@ -147,7 +147,7 @@ class AttentionCall:
         return dataclasses.replace(self, key=key, value=value, key_scale=None, value_scale=None)
 
     def plain_shapes(self) -> AttentionCall:
-        """Return the call with the shapes of gathered, dequantised keys, for questions about it."""
+        """Return the call with the shapes of gathered, dequantised keys and values."""
         if self.block_table is None and self.key_scale is None:
             return self
         B, _, _, S = self.sizes
@@ -163,61 +163,63 @@ class AttentionCall:
         )
 
     def head_words(self) -> jax.Array | None:  # u32[2, B, N]
-        """Return the hash of the dropout key and of each batch row and head."""
+        """Return the hash of the dropout key with each batch row and head."""
         if self.dropout_key is None:
             return self.dropout_words
         B, _, N, _ = self.query.shape
-        # once for a call: tiles mix in only their queries and keys
+        # once per call: tiles mix in only their queries and keys
         return jnp.stack(head_words(key_words(self.dropout_key), B, N))
 
 
 @value_class(arrays=("mask", "shared"), static=("checked",))
 class PlannedMask:
-    """A mask with the arrays that an implementation makes of it and of positions, for many calls.
+    """A mask with the arrays that an implementation computes from it and the positions.
 
-    It takes the place of the mask in calls with the same positions, whose values nobody compares.
-    A call with other sizes, with positions where these had none, or with another implementation
-    makes its own arrays.
+    May replace the mask in later calls with the same positions, which is not checked. A call with
+    other sizes, with positions if the plan had none, or with another implementation computes its
+    own arrays.
     """
 
     mask: Mask
     shared: object
-    checked: tuple[int | None, ...]  # what `check_mask` was given: calls of these sizes skip it
+    checked: tuple[int | None, ...]  # arguments of `check_mask`; calls with these sizes skip it
 
 
 class Implementation:
-    """Compute attention in one way, for the calls that it does not refuse; hashable."""
+    """An implementation of attention, for the calls that it does not refuse; hashable."""
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Return why this implementation does not run a call, or None."""
+        """Return the reason why this implementation does not support a call, or None."""
         raise NotImplementedError
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array | None]:
-        """Return the output [B, T, N, Hv], and lse f32[B, T, N] unless it refuses `return_lse`."""
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N], or None if it has no lse."""
         raise NotImplementedError
 
     def weights(self, call: AttentionCall) -> jax.Array:
-        """Return what `attend` weighs the values with, f32[B, N, T, S], before dropout.
+        """Return the attention weights of `attend`, f32[B, N, T, S], before dropout.
 
-        Needed where weights are captured or edited. Our implementations share one softmax; one of
-        your own gives its own weights, of which `attend` is the average of the values.
+        Capturing and editing weights needs this method. The implementations of this library share
+        one softmax. Your own must return its weights; `attend` returns the values averaged by them.
         """
         name = type(self).__name__
         rule = f"give {name} a method `weights(call)` that returns f32[B, N, T, S]"
         raise Refused(f"the weights of {name} are not known: {rule}")
 
     def plan(self, call: AttentionCall) -> Plan | str:
-        """Return how this implementation runs a call, or why not; `attend` finds it as `call.plan`.
+        """Return how this implementation runs a call, or the reason why it does not.
 
-        `refuse` sees the shapes of gathered, dequantised keys and values.
+        `attend` receives the plan as `call.plan`. `refuse` receives the shapes of gathered,
+        dequantised keys and values.
         """
         reason = self.refuse(call.plain_shapes())
         return Plan() if reason is None else reason
 
     def share(self, call: AttentionCall) -> object:
-        """Return what calls with this plan, mask and positions share, as a pytree, or None.
+        """Return a pytree that calls with this plan, mask and positions can share, or None.
 
-        It depends on no value of a query, key or value. `attend` finds it as `call.shared`.
+        It must not depend on the values of query, key and value. `attend` receives it as
+        `call.shared`.
         """
         return None
 
@@ -230,9 +232,9 @@ def check_call(
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> AttentionCall:
-    """Return the arguments of `dot_product_attention` as a value; ValueError where they are wrong.
+    """Check the arguments of `dot_product_attention`, and return them as one value.
 
-    Takes arrays or `jax.ShapeDtypeStruct`s.
+    Arrays may be `jax.ShapeDtypeStruct`s. ValueError if an argument is invalid.
     """
     query, key, value = as_array(query), as_array(key), as_array(value)
     mask, bias, scale = options.get("mask"), options.get("bias"), options.get("scale")
@@ -252,7 +254,7 @@ def check_call(
         )
     )
     inputs = {"query": query, "key": key, "value": value}
-    # a function: every eager call comes here, and text that nobody reads takes longer than checks
+    # a function, because formatting takes longer than all checks of an eager call
     shapes = lambda: ", ".join(f"{name} {x.shape}" for name, x in inputs.items())  # noqa: E731
     for name, x in inputs.items():
         if x.ndim != 4:
@@ -261,50 +263,52 @@ def check_call(
     if key_scale is not None or value_scale is not None:
         for name, x, s in (("key", key, key_scale), ("value", value, value_scale)):
             if s is None or x.dtype != jnp.int8:
-                its = None if s is None else s.dtype
-                rule = "scales of both go with int8 of both"
-                raise ValueError(f"{name} is {x.dtype}, {name}_scale {its}: {rule}")
+                scale_dtype = None if s is None else s.dtype
+                rule = "int8 key and value need key_scale and value_scale"
+                raise ValueError(f"{name} is {x.dtype}, {name}_scale {scale_dtype}: {rule}")
             if s.shape != x.shape[:3] or s.dtype != jnp.float32:
-                rule = f"must be float32{x.shape[:3]}, of each row"
+                rule = f"must be float32{x.shape[:3]}, one scale for each row of {name}"
                 raise ValueError(f"{name}_scale is {s.dtype}{s.shape}: {rule}")
         compared = {"query": query}
     if query.dtype not in DTYPES or any([x.dtype != query.dtype for x in compared.values()]):
         dtypes = {name: str(x.dtype) for name, x in compared.items()}
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        scales = "; int8 comes with key_scale and value_scale" * ("int8" in dtypes.values())
+        scales = "; int8 needs key_scale and value_scale" * ("int8" in dtypes.values())
         raise ValueError(f"{named}: must be one dtype of {', '.join(DTYPES.values())}{scales}")
     (B, T, N, H), (keys_B, S, K, keys_H) = query.shape, key.shape
     if block_table is not None:
         table, is_whole = block_table, jnp.issubdtype(block_table.dtype, jnp.integer)
         if table.ndim != 2 or table.shape[0] != B or not is_whole:
-            rule = f"must be integers ({B}, M), a row's pages of key and value"
+            rule = f"must be integers ({B}, M), the pages of each row"
             raise ValueError(f"block_table is {table.dtype}{table.shape}: {rule}")
         if keys_B == 0:
-            rule = "with a block_table it must be [pages, page, heads, H]"
-            raise ValueError(f"key has no pages: {rule}")
+            rule = "with a block_table it must be [pages, page, heads, width] with pages >= 1"
+            raise ValueError(f"key has shape {key.shape}: {rule}")
         S = block_table.shape[1] * S
     elif B != keys_B:
-        raise ValueError(f"{shapes()}: query has {B} batch rows, key {keys_B}")
+        raise ValueError(f"{shapes()}: query has {B} batch rows, but key has {keys_B}")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"{shapes()}: value must have the batch, length and heads of key")
     if H != keys_H or H == 0:
-        raise ValueError(f"{shapes()}: query is {H} wide, key {keys_H}: must be equal and not 0")
+        rule = "widths must be equal and not 0"
+        raise ValueError(f"{shapes()}: query is {H} wide, key {keys_H}: {rule}")
     if K == 0 or N == 0 or N % K:
-        rule = "key heads must divide query heads"
+        rule = "the number of key heads must divide that of query heads"
         raise ValueError(f"{shapes()}: query has {N} heads, key {K}: {rule}")
     shared, checked = None, None
     if isinstance(mask, PlannedMask):
         shared, checked = mask.shared, mask.checked
         mask = mask.mask
-    # where positions are given, a mask is asked by them, and may be shorter than there are rows
+    # a mask may be shorter than T or S if positions select its entries
     sizes = B, N, T if q_positions is None else None, S if k_positions is None else None
-    # the layers of a model share a mask, which is checked once
+    # layers of a model share a mask, so check it only once
     if sizes != checked:
         check_mask(mask, *sizes)
     if bias is not None:
         bias = _check_bias(bias, (B, N, T, S), q_positions, k_positions)
     if sinks is not None and (sinks.shape != (N,) or not _floating(sinks)):
-        raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: must be floating ({N},), by head")
+        rule = f"must be floating ({N},), one for each head"
+        raise ValueError(f"sinks is {sinks.dtype}{sinks.shape}: {rule}")
     for name, positions, length in (
         ("q_positions", q_positions, T),
         ("k_positions", k_positions, S),
@@ -312,12 +316,11 @@ def check_call(
         if positions is not None:
             fits = positions.shape in ((length,), (1, length), (B, length))
             if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
-                given = f"{positions.dtype}{positions.shape}"
                 rule = f"must be integers ({length},) or ({B}, {length})"
-                raise ValueError(f"{name} is {given}: {rule}")
+                raise ValueError(f"{name} is {positions.dtype}{positions.shape}: {rule}")
     is_list = isinstance(scale, list | tuple)
-    # a known scale stays a part of the program, so that a kernel multiplies it in for nothing; an
-    # array is an argument, which has a gradient
+    # a known scale stays a constant, which costs nothing in a kernel; an array is an argument with
+    # a gradient
     known = not traced(*scale) if is_list else isinstance(scale, np.ndarray)  # type: ignore[misc]
     numbers: Any = np.ravel(scale) if known else ()  # type: ignore[arg-type]
     if is_list or np.ndim(scale):  # type: ignore[arg-type]  # one number for each head
@@ -326,7 +329,7 @@ def check_call(
     if isinstance(scale, jax.Array):
         real = jnp.issubdtype(scale.dtype, jnp.floating) | jnp.issubdtype(scale.dtype, jnp.integer)
         if scale.shape not in ((), (N,)) or not real:
-            rule = f"must be one number, or floating ({N},), by head"
+            rule = f"must be one number, or floating ({N},), one for each head"
             raise ValueError(f"scale is {scale.dtype}{scale.shape}: {rule}")
         scale = None
     elif scale is not None:
@@ -334,7 +337,7 @@ def check_call(
         numbers = [scale]
     for one in numbers:
         check_finite("scale", float(one))
-        if one:  # 0 may be; below 2^-126 a device takes it for 0
+        if one:  # 0 is allowed; below 2^-126 a device flushes it to 0
             check_factor("scale", abs(float(one)))
     if softcap is not None:
         check_factor("softcap", as_number("softcap", softcap))
@@ -342,7 +345,7 @@ def check_call(
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate is {dropout_rate}: must be in [0, 1)")
     if dropout_rate > 0 and dropout_key is None:
-        raise ValueError(f"dropout_rate is {dropout_rate} without a dropout_key")
+        raise ValueError(f"dropout_rate is {dropout_rate}: a rate above 0 needs a dropout_key")
     if dropout_key is not None:
         check_key("dropout_key", dropout_key)
     rate = exact_rate(dropout_rate) if dropout_rate else 0.0
@@ -369,10 +372,10 @@ def check_call(
 
 
 def as_array(x: Shaped) -> jax.Array:
-    """Return an argument as an array; a shape stays, which is asked and traced like an array."""
-    # `jnp.asarray` of an array is the array, and takes ten times as long as to ask for its type
-    found: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
-    return found
+    """Return an argument as an array; a `jax.ShapeDtypeStruct` is returned unchanged."""
+    # `jnp.asarray` of an array is the same array, but takes ten times as long as this type check
+    array: Any = x if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(x)
+    return array
 
 
 def _check_bias(
@@ -381,35 +384,36 @@ def _check_bias(
     q_positions: jax.Array | None,
     k_positions: jax.Array | None,
 ) -> jax.Array | Bias:
-    """Return the bias; an array with all its four axes."""
+    """Return a checked bias; an array with all four axes."""
     if isinstance(bias, type):
-        raise ValueError(f"bias is the class {bias.__name__}: must be a value of it")
+        raise ValueError(f"bias is the class {bias.__name__}: must be an instance of it")
     if isinstance(bias, Bias):
         if jax.tree_util.all_leaves([bias]):
             name = type(bias).__name__
             raise ValueError(
-                f"bias is of {name}, which is not registered as a pytree: write {_DECORATORS} "
+                f"bias is an instance of {name}, which is not registered as a pytree: write {_DECORATORS} "
                 f"above class {name}"
             )
         positions = [
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
             for p, n in ((q_positions, full[2]), (k_positions, full[3]))
         ]
-        given: Shaped = bias_shape(bias, *positions)
+        array: Shaped = bias_shape(bias, *positions)
     elif callable(bias):
         raise ValueError(
             f"bias is a function: must be an array or a value with the method materialize("
             f"q_positions, k_positions), in a class under {_DECORATORS}"
         )
     else:
-        bias = given = as_array(bias)
-    # as NumPy broadcasts: from the right
-    pairs = zip(given.shape[::-1], full[::-1], strict=False)
-    if len(given.shape) > 4 or any(n not in (1, size) for n, size in pairs):
-        raise ValueError(f"bias {tuple(given.shape)} does not broadcast to {full}, [B, N, T, S]")
-    if not _floating(given):
-        raise ValueError(f"bias is {given.dtype}: must be floating; what may attend is a mask")
-    shape = (1,) * (4 - len(given.shape)) + given.shape
+        bias = array = as_array(bias)
+    # like NumPy, broadcast from the right
+    pairs = zip(array.shape[::-1], full[::-1], strict=False)
+    if len(array.shape) > 4 or any(n not in (1, size) for n, size in pairs):
+        shape = tuple(array.shape)
+        raise ValueError(f"bias has shape {shape}: must broadcast to [B, N, T, S], {full}")
+    if not _floating(array):
+        raise ValueError(f"bias is {array.dtype}: must be floating; to hide keys, use a mask")
+    shape = (1,) * (4 - len(array.shape)) + array.shape
     if isinstance(bias, jax.ShapeDtypeStruct):
         return as_array(jax.ShapeDtypeStruct(shape, bias.dtype))
     return bias if isinstance(bias, Bias) else bias.reshape(shape)
@@ -419,22 +423,21 @@ _DECORATORS = "@jax.tree_util.register_dataclass and @dataclass(frozen=True)"
 
 
 def bias_shape(bias: Bias, q_positions: Shaped, k_positions: Shaped) -> jax.ShapeDtypeStruct:
-    """Return the shape of what a bias materializes, on whatever devices its arrays are."""
+    """Return the shape that a bias materializes to, independent of the devices of its arrays."""
     bare = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
-    given = jax.tree.map(bare, (bias, q_positions, k_positions))
-    return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *given)
+    shapes = jax.tree.map(bare, (bias, q_positions, k_positions))
+    return jax.eval_shape(lambda bias, q, k: bias.materialize(q, k), *shapes)
 
 
 def check_states(
     name: str, query: jax.Array, keys: jax.Array, values: jax.Array, mask: Mask | None
 ) -> None:
-    """Raise ValueError where the arguments of a recurrent decoder's attention do not fit."""
+    """Raise ValueError if the arguments of a recurrent decoder's attention do not match."""
+    shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
     if query.ndim != 3 or keys.ndim != 3 or values.ndim != 3:
-        shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
         raise ValueError(f"{shapes}: must be [B, T, D], [B, S, D], [B, S, D]")
     if query.shape[0] != keys.shape[0] or keys.shape[:2] != values.shape[:2]:
-        shapes = f"query {query.shape}, {name} {keys.shape}, values {values.shape}"
-        raise ValueError(f"{shapes}: batch rows or lengths differ")
+        raise ValueError(f"{shapes}: batch rows and lengths must be equal")
     check_mask(mask, query.shape[0], 1, query.shape[1], keys.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""Add to the scores as a function of positions: ALiBi and T5's relative bias, as values."""
+"""Biases of attention scores as functions of positions: ALiBi and T5's relative bias."""
 
 from __future__ import annotations
 
@@ -12,22 +12,12 @@ import numpy as np
 from transformer_jax.checks import as_int32, check_count
 from transformer_jax.values import value_class
 
-# Biases of a distance: values with `.materialize`, added to the scores
-
 
 def key_distances(
     q_positions: jax.Array,  # i32[T] or [B, T]
     k_positions: jax.Array,  # i32[S] or [B, S]
 ) -> jax.Array:  # i32[B or 1, T, S]
-    """Return the distance of every pair, the key's position minus the query's.
-
-    Args:
-        q_positions: i32[T] or [B, T].
-        k_positions: i32[S] or [B, S].
-
-    Returns:
-        i32[B or 1, T, S].
-    """
+    """Return the position of each key minus that of each query."""
     q = jnp.asarray(as_int32("q_positions", q_positions))
     k = jnp.asarray(as_int32("k_positions", k_positions))
     q, k = (x if x.ndim == 2 else x[None] for x in (q, k))
@@ -35,15 +25,15 @@ def key_distances(
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
-    """Return 2^(-8n/N) for n = 1..N where N is a power of two (Press et al. 2022).
+    """Return 2^(-8n/N) for n = 1..N if N is a power of two (Press et al. 2022).
 
-    Otherwise the slopes of the power of two P below, then every other one of those of 2P.
+    Otherwise return the slopes for the next lower power of two P, then every other slope for 2P.
 
     Args:
         num_heads: N, at least 1.
     """
     check_count("num_heads", num_heads, 1)
-    num_heads = int(num_heads)  # NumPy's integers too
+    num_heads = int(num_heads)  # NumPy's integers have no `bit_length`
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [8 * n / power for n in range(1, power + 1)]
     exponents += [8 * n / (2 * power) for n in range(1, 2 * (num_heads - power), 2)]
@@ -52,12 +42,12 @@ def alibi_slopes(num_heads: int) -> jax.Array:  # f32[N]
 
 @value_class(pytree=True, eq=False)
 class ALiBi:
-    """Add -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
+    """Bias -slopes[n] |q - k|, a penalty linear in the distance (Press et al. 2022).
 
-    Both directions are penalised alike; the paper has causal attention only.
+    Both directions have the same penalty; the paper has only causal attention.
 
     Attributes:
-        slopes: [N], as `alibi_slopes(N)` gives them.
+        slopes: [N], for example `alibi_slopes(N)`.
     """
 
     slopes: jax.Array  # [N]
@@ -67,7 +57,7 @@ class ALiBi:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return what is added to the score of every pair.
+        """Return the bias of every pair of a query and a key.
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -87,23 +77,23 @@ def relative_bucket(
     num_buckets: int,
     max_distance: int,
 ) -> jax.Array:  # i32[...], from 0 to num_buckets - 1
-    """Return T5's bucket of a distance (Raffel et al. 2020): exact near, logarithmic far away.
+    """Return T5's bucket of a distance (Raffel et al. 2020): exact if short, else logarithmic.
 
-    Of the b buckets of a direction the first e = b // 2 hold one distance each; bucket e + i starts
-    at e (max_distance / e)^(i / (b - e)), and the last has no end.
+    The first e = b // 2 of the b buckets of a direction contain one distance each. Bucket e + i
+    starts at e (max_distance / e)^(i / (b - e)), and the last bucket is unbounded.
 
     Args:
         distance: i32[...], the key's position minus the query's.
         bidirectional: give keys after the query (distance > 0) the upper half of the buckets;
             otherwise they all share bucket 0.
         num_buckets: of both directions together; even, and at least 4 if bidirectional, else 2.
-        max_distance: where the last bucket begins; above e.
+        max_distance: above e; sets the width of the logarithmic buckets.
 
     Returns:
         i32[...], from 0 to num_buckets - 1.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
     """
     check_count("num_buckets", num_buckets, 1)
     check_count("max_distance", max_distance, 1)
@@ -117,8 +107,8 @@ def relative_bucket(
     distance = jnp.asarray(as_int32("distance", distance))
     n = jnp.abs(distance) if bidirectional else jnp.maximum(-distance, 0)
     bucket = jnp.minimum(n, exact)
-    # by comparing with each bucket's start: a logarithm in floating point would put a distance
-    # that is a start into the bucket below
+    # compare with the start of each bucket: a floating-point logarithm would put a distance equal
+    # to a start into the bucket below
     for i in range(1, b - exact):
         starts = n >= _bucket_start(i, exact, b - exact, max_distance)
         bucket = bucket + starts.astype(jnp.int32)
@@ -126,8 +116,8 @@ def relative_bucket(
 
 
 def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> int:
-    """Return the first integer from exact (max_distance / exact)^(i / logarithmic) on."""
-    # in whole numbers, from below the power that floating point finds
+    """Return the ceiling of exact (max_distance / exact)^(i / logarithmic)."""
+    # count up in exact integers from below the floating-point power
     n = int(exact * (max_distance / exact) ** (i / logarithmic)) - 1
     while n**logarithmic * exact**i < max_distance**i * exact**logarithmic:
         n += 1
@@ -136,12 +126,12 @@ def _bucket_start(i: int, exact: int, logarithmic: int, max_distance: int) -> in
 
 @value_class(pytree=True, eq=False)
 class RelativeBias:
-    """Add table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020).
+    """Bias table[relative_bucket(k - q), n], T5's learned bias (Raffel et al. 2020).
 
     Attributes:
-        table: [buckets, N], an even number of buckets.
-        bidirectional: whether keys after the query have buckets of their own.
-        max_distance: distance from which all share the last bucket.
+        table: [buckets, N], with an even number of buckets.
+        bidirectional: whether keys after the query have their own buckets.
+        max_distance: as in `relative_bucket`.
     """
 
     table: jax.Array  # [buckets, N]
@@ -153,7 +143,7 @@ class RelativeBias:
         q_positions: jax.Array,  # i32[T] or [B, T]
         k_positions: jax.Array,  # i32[S] or [B, S]
     ) -> jax.Array:  # f32[B or 1, N, T, S]
-        """Return what is added to the score of every pair.
+        """Return the bias of every pair of a query and a key.
 
         Args:
             q_positions: i32[T] or [B, T].
@@ -173,11 +163,10 @@ class RelativeBias:
 
 @runtime_checkable
 class Bias(Protocol):
-    """Add to the scores as a function of positions: ALiBi, T5's relative bias, or your own.
+    """A bias of the scores as a function of positions: ALiBi, T5's relative bias, or your own.
 
-    A bias is a frozen dataclass that is registered as a pytree. Its floating arrays have
-    gradients. Where its own arrays differ by batch row and the positions do too, "blockwise"
-    refuses it.
+    A bias is a frozen dataclass that is registered as a pytree. Its floating arrays have gradients.
+    "blockwise" refuses a bias if both its arrays and the positions differ by batch row.
     """
 
     def materialize(
@@ -185,7 +174,7 @@ class Bias(Protocol):
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # f32[B or 1, N or 1, T, S]
-        """Return what is added to the score of every pair.
+        """Return the bias of every pair of a query and a key.
 
         Args:
             q_positions: i32[B or 1, T].

@@ -1,8 +1,8 @@
-"""Find the tiles of an attention matrix that are worth computing: summaries, classes, lists.
+"""Classes and lists of the tiles of an attention matrix: skipped, partial or full.
 
-A tile is `block_q` queries by `block_k` keys. Bounds of what a mask reads in a tile, positions or
-ids, say whether some and whether every pair in it may attend. Tiles without any are not listed, so
-no kernel meets them; it applies the mask only in tiles without all.
+A tile is `block_q` queries by `block_k` keys. Bounds of the positions or ids in a tile determine
+whether some and whether all of its pairs may attend. Kernels visit only the listed tiles, those
+with some visible pair, and apply the mask only in partial tiles.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ __all__ = ["FULL", "PARTIAL", "SKIPPED", "BlockPlan", "TileLists", "Tiles", "pad
 
 @value_class(arrays=("classes",), static=("block_q", "block_k"))
 class BlockPlan:
-    """Say what a kernel may leave out: tiles that are 0 skipped, 1 partial or 2 full.
+    """The class of each tile: 0 skipped, 1 partial or 2 full.
 
-    A skipped tile sees nothing; a full one needs no mask, has no empty slot and ends within S.
+    A skipped tile has no visible pair. A full tile needs no mask, has no empty slot and ends
+    within S.
 
     Attributes:
         classes: i8[B or 1, N or 1, nQ, nK].
-        block_q: queries of a tile.
-        block_k: keys of a tile.
+        block_q: queries per tile.
+        block_k: keys per tile.
     """
 
     classes: Array  # i8[B or 1, N or 1, nQ, nK]
@@ -39,37 +40,37 @@ class BlockPlan:
     block_k: int
 
     def padded(self, rows: int, columns: int) -> BlockPlan:
-        """Return the plan of a larger grid of tiles; those that are added are skipped.
+        """Return the plan of a larger grid of tiles; the added tiles are skipped.
 
         Args:
             rows: nQ of the larger grid.
-            columns: nK.
+            columns: nK of the larger grid.
         """
         classes = pad(pad(self.classes, 2, rows, SKIPPED), 3, columns, SKIPPED)
         return BlockPlan(classes, self.block_q, self.block_k)
 
     def of_first_queries(self, group: int) -> BlockPlan:
-        """Return the plan of the first query tile; query heads that read one key head share it."""
+        """Return the plan of the first query tile, shared by the query heads of each key head."""
         lib, first = library_of(self.classes), self.classes[:, :, :1]
         if first.shape[1] > 1:
             heads = first.reshape(first.shape[0], -1, group, *first.shape[2:])
             low, high = (f(axis=2, keepdims=True) for f in (heads.min, heads.max))
-            # what one head skips and another sees has to be masked for both
+            # a tile that one head skips and another sees must be masked for both
             shared = lib.where(low == high, low, PARTIAL).astype(first.dtype)
             first = lib.broadcast_to(shared, heads.shape).reshape(first.shape)
         return BlockPlan(first, self.block_q, self.block_k)
 
     def key_tiles(self) -> TileLists:
-        """List the key tiles that each query tile visits: order [.., nQ, nK], full ones first."""
+        """List the key tiles that each query tile visits: order [.., nQ, nK], full tiles first."""
         return lists_of(self.classes)
 
     def query_tiles(self) -> TileLists:
-        """List the query tiles that visit each key tile: order [.., nK, nQ], full ones first."""
+        """List the query tiles that visit each key tile: order [.., nK, nQ], full tiles first."""
         return lists_of(self.classes.swapaxes(-1, -2))
 
 
 def lists_of(classes: Array) -> TileLists:
-    """Return `tile_lists` of classes; of known ones as constants, for which nothing is compiled."""
+    """Return the `tile_lists` of classes; for known classes, as constants without compilation."""
     if traced(classes):
         return tile_lists(classes)
     with at_once(classes):
@@ -78,10 +79,10 @@ def lists_of(classes: Array) -> TileLists:
 
 @value_class
 class Tiles:
-    """Positions in tiles, with a summary of each tile; empty slots count as nothing.
+    """Positions in tiles, with summaries of each tile that ignore empty slots.
 
-    Results about keys have the shape [B or 1, N or 1, 1, nK], about queries
-    [B or 1, N or 1, nQ, 1]. Of NumPy's arrays all is computed by NumPy: nothing is compiled.
+    Summaries of keys have the shape [B or 1, N or 1, 1, nK], those of queries
+    [B or 1, N or 1, nQ, 1]. NumPy arrays are summarised by NumPy, so nothing is compiled.
     """
 
     q: Array  # i32[B or 1, T]
@@ -92,9 +93,9 @@ class Tiles:
     def range(
         self, side: str, values: Array
     ) -> tuple[Array, Array]:  # of "q" or "k", [B or 1, length] or [B or 1, N, length]
-        """Return the smallest and largest values of a tile; low > high where it has no key."""
+        """Return the smallest and largest values of each tile; low > high if it has no key."""
         values = values if values.ndim == 3 else values[:, None]
-        # an empty slot counts as nothing: its position of -1 would keep a tile of later keys
+        # ignore empty slots: their position, -1, would keep a tile of later keys
         where = np.ones((1, 1, 1), bool) if side == "q" else (self.k >= 0)[:, None]
         axis, block = (-1, self.block_q) if side == "q" else (-2, self.block_k)
         lib, (least, most) = library_of(values, where), (INT32.min, INT32.max)
@@ -102,21 +103,21 @@ class Tiles:
         high = _cut(lib.where(where, values, np.int32(least)), block, least).max(axis=-1)
         return lib.expand_dims(low, axis), lib.expand_dims(high, axis)
 
-    def pairs(self, holds: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
+    def pairs(self, visible: Array) -> tuple[Array, Array]:  # bool[B, N, T, S]
         """Return (some, every) of each tile by looking at all its pairs."""
         empty = (self.k < 0)[:, None, None, :]
 
-        def reduce(holds: Array, every: bool) -> Array:
-            fold = library_of(holds).all if every else library_of(holds).any
-            by_keys = fold(_cut(holds, self.block_k, every), axis=-1)  # [B, N, T, nK]
+        def reduce(visible: Array, every: bool) -> Array:
+            fold = library_of(visible).all if every else library_of(visible).any
+            by_keys = fold(_cut(visible, self.block_k, every), axis=-1)  # [B, N, T, nK]
             by_queries = _cut(by_keys.swapaxes(-1, -2), self.block_q, every)
             return fold(by_queries, axis=-1).swapaxes(-1, -2)
 
-        return reduce(holds & ~empty, False), reduce(holds | empty, True)
+        return reduce(visible & ~empty, False), reduce(visible | empty, True)
 
     def classes(self, some: Array, every: Array) -> Array:  # i8[.., nQ, nK]
-        """Return the classes once empty slots and the tail after S count as unseen."""
-        # the tail after S is unseen too, so the last tile is never full where S ends inside it
+        """Return the classes, counting empty slots and the tail after S as not visible."""
+        # because of the tail, the last tile is never full if S ends inside it
         lib, real = library_of(some, every, self.k), _cut(self.k >= 0, self.block_k, False)
         some = some & lib.any(real, axis=-1)[:, None, None, :]
         every = every & lib.all(real, axis=-1)[:, None, None, :]
@@ -127,19 +128,19 @@ class Tiles:
 
 
 def library_of(*arrays: Array) -> ModuleType:
-    """Return NumPy where all arrays are its own, else `jax.numpy`."""
+    """Return NumPy if all arrays are NumPy arrays, else `jax.numpy`."""
     return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
 
 def _cut(x: AnyArray, block: int, fill: float) -> AnyArray:
-    """Cut [..., length] into [..., tiles, block], the last tile filled up."""
+    """Cut [..., length] into [..., tiles, block], padding the last tile with `fill`."""
     tiles = -(-x.shape[-1] // block)
     x = pad(x, x.ndim - 1, tiles * block, fill)
     return library_of(x).reshape(x, (*x.shape[:-1], tiles, block))
 
 
 def pad(x: AnyArray, axis: int, length: int, fill: float) -> AnyArray:
-    """Return an array with one axis filled up to a length."""
+    """Pad `x` along `axis` to `length` with `fill`."""
     if x.shape[axis] == length:
         return x
     widths = [(0, 0)] * x.ndim

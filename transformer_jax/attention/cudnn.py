@@ -1,4 +1,4 @@
-"""Run attention through `jax.nn` on cuDNN, only where it honours every argument."""
+"""Attention by cuDNN, through `jax.nn`, for calls with arguments that it honours."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformer_jax.attention.reference import finite_rows
 
 
 class Cudnn(Implementation):
-    """Call cuDNN as jax.nn offers it; what it would ignore, round or get wrong is refused."""
+    """cuDNN through `jax.nn`. Arguments that it would ignore, round or get wrong are refused."""
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Return which argument, or which device, cuDNN cannot take."""
+        """Return the argument or the device that cuDNN does not support, or None."""
         query, value, mask = call.query, call.value, call.mask
         B, T, _, S = call.sizes
         H, Hv = query.shape[3], value.shape[3]
@@ -27,30 +27,30 @@ class Cudnn(Implementation):
             return f"needs bfloat16 or float16, the inputs are {query.dtype}"
         widest = 256 if float(capability) >= 9.0 else 128
         if H != Hv or H % 8 or H > widest:
-            rule = f"one width of keys and values, a multiple of 8 up to {widest}"
+            rule = f"keys and values of one width, a multiple of 8 up to {widest}"
             return f"needs {rule}: {H} and {Hv}"
         if 0 in (B, T, S):
             return f"an axis is empty: B {B}, T {T}, S {S}"
         for name in ("bias", "sinks", "q_positions", "k_positions", "dropout_key"):
             if getattr(call, name) is not None:
-                return f"takes no {name}"
+                return f"does not support {name}"
         if call.scale_array is not None:
-            return "takes no scale that is an array: it is part of the program"
+            return "does not support an array as scale, only a number"
         if call.softcap is not None:
-            return "takes no softcap"
+            return "does not support softcap"
         if call.return_lse:
             return "returns lse in the inputs' dtype and without a gradient"
         if mask is not None and _causal_window(mask) is None:
-            return f"honours Causal() and Causal() & Window(left), the mask is {mask!r}"
+            return f"supports only Causal() and Causal() & Window(left), the mask is {mask!r}"
         if mask is not None and T != S:
-            return f"needs as many keys as queries under a mask: T {T}, S {S}"
+            return f"needs T equal to S with a mask: T {T}, S {S}"
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, None]:  # [B, T, N, H]
-        """Return cuDNN's output, NaN in the queries that see a row that is not finite."""
+        """Return cuDNN's output, with NaN for queries that see a row with NaN or inf."""
         query, key, value, causal = call.query, call.key, call.value, call.mask is not None
         (left,) = (None,) if call.mask is None else _causal_window(call.mask) or (None,)
-        # a window as long as the keys hides none, and may be beyond int32
+        # drop a window as long as the keys: it hides none, and may not fit int32
         left = None if left is None or left >= key.shape[1] else left
         good_query = finite_rows(query)
         good_key = finite_rows(key) & finite_rows(value)  # [B, S, K]
@@ -62,12 +62,12 @@ class Cudnn(Implementation):
             value,
             scale=call.scale,
             is_causal=causal,
-            # `Window(left)` counts the query itself, this does not
+            # `Window(left)` counts the query itself, but jax.nn does not
             local_window_size=None if left is None else (left - 1, 0),
             implementation="cudnn",
         )
         if causal:
-            bad = jnp.cumsum(~good_key, axis=1)  # so far
+            bad = jnp.cumsum(~good_key, axis=1)  # the number of bad keys up to each position
             if left is not None:
                 bad = bad - jnp.pad(bad, ((0, 0), (left, 0), (0, 0)))[:, : bad.shape[1]]
         else:
@@ -77,6 +77,6 @@ class Cudnn(Implementation):
 
 
 def _causal_window(mask: Mask) -> tuple[int | None] | None:
-    """Return (left,) of Causal() & Window(left), (None,) of Causal(), None of anything else."""
+    """Return (left,) for Causal() & Window(left), (None,) for Causal(), else None."""
     causal, left = causal_window(mask) or (False, None)
     return (left,) if causal else None

@@ -1,4 +1,4 @@
-"""Read the words of a PRNG key, from which kernels/dropout.py hashes what dropout keeps."""
+"""Words of a PRNG key, from which kernels/dropout.py computes the dropout mask by hashing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Hand a call of attention to the fused kernels: padded arrays, vectors, lists of tiles.
+"""Attention by the fused kernels: padded arrays, mask vectors and lists of tiles.
 
-`Pallas.plan` decides everything that shapes, options and the device decide, once for a call.
-`mask_operands` makes what the kernels read of a mask. `Pallas.attend` puts both together.
+`Pallas.plan` makes all decisions that depend on shapes, options and the device, once per call.
+`mask_operands` computes the arrays that kernels read of a mask. `Pallas.attend` runs the kernels.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ from transformer_jax.values import value_class
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPlan(Plan):
-    """How the kernels run a call: on which target, and how its arrays are cut up."""
+    """How the kernels run a call: the target, the tiles and the padding."""
 
     where: Target  # with the tile sizes of every kernel of the call
     lengths: tuple[int, int]  # T, S
-    positioned: tuple[bool, bool]  # whether positions of queries, and of keys, are given
-    padded: tuple[int, int]
-    group: int  # query heads of a key head
-    packs: bool  # whether kernels get the queries of a group as rows of one tile
+    positioned: tuple[bool, bool]  # whether queries, and keys, have explicit positions
+    padded: tuple[int, int]  # T and S with padding
+    group: int  # query heads per key head
+    packs: bool  # whether the queries of a group are rows of one tile
 
 
 @value_class(arrays=("q_vectors", "k_vectors", "pairs", "lists"), static=("visible", "plan"))
 class MaskOperands:
-    """The arrays that the kernels read of a mask and of positions, with their program."""
+    """The arrays that the kernels read of a mask and positions, with their program."""
 
     q_vectors: Vectors
     k_vectors: Vectors
     pairs: jax.Array | None
     lists: ListsByKernel
-    visible: Program | None  # what compares the vectors; None where every pair is seen
+    visible: Program | None  # compares the vectors; None if every pair is visible
     plan: KernelPlan
 
 
 @dataclass(frozen=True)
 class Pallas(Implementation):
-    """Run the fused kernels of kernels/, on the target that `kernels.target()` names."""
+    """The fused kernels of kernels/, on the target `kernels.target()`."""
 
     single_pass: bool = False
-    """Whether one backward kernel makes all gradients: on Hopper, the last bits of its sums differ
-    from run to run."""
+    """Whether one backward kernel computes all gradients. On Hopper, the last bits of its sums
+    differ from run to run."""
 
     pads = True
-    """Whether arrays are made as long as whole tiles."""
+    """Whether arrays are padded to whole tiles."""
     evaluates_biases = False
-    """Whether a bias that is a value, and not ALiBi, is made an array."""
+    """Whether a `Bias` other than ALiBi is evaluated to an array."""
 
     def target(self) -> Target | str:
-        """Return where the kernels run, which `kernels.using` changes, or why nowhere."""
+        """Return the target (see `kernels.using`), or the reason why there is none."""
         return target()
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Return why the kernels would not run a call, or None."""
+        """Return the reason why the kernels do not support a call, or None."""
         plan = self.plan(call)
         return plan if isinstance(plan, str) else None
 
     def plan(self, call: AttentionCall) -> KernelPlan | str:
-        """Return the tile sizes of a call, and its lengths in whole tiles, or why it cannot run."""
+        """Return the tile sizes and padded lengths of a call, or the reason why it cannot run."""
         where = self.target()
         if isinstance(where, str):
             return where
@@ -103,8 +103,8 @@ class Pallas(Implementation):
                 return f"takes a bias that is an array or ALiBi, not {type(bias).__name__}"
             array = bias_shape(bias, *plain.positions())
             if 4 * array.size > MOST_BIAS:
-                takes = f"{4 * array.size / 2**30:.1f} GiB"
-                return f"makes an array of {type(bias).__name__}: {takes}, at most 1"
+                gib = f"{4 * array.size / 2**30:.1f} GiB"
+                return f"evaluates {type(bias).__name__} to an array of {gib}: at most 1 GiB"
             bias = as_array(array)
         if bias is not None and str(getattr(bias, "dtype", "")) == "float64":
             return "computes in float32, the bias is float64"
@@ -121,13 +121,13 @@ class Pallas(Implementation):
         group, by_rows = N // K, backend.sums_fit(S, H, Hv)
 
         def tiles(page: int | None) -> dict[Kind, Blocks]:
-            # the kernel of few queries is for a call that nobody differentiates
+            # the kernel for few queries serves only calls that are not differentiated
             few = T * group <= backend.decode_rows and call.dropout_rate == 0
             run = chips.kinds(self.single_pass, few, by_rows)
             sizes = H, Hv, query.dtype.itemsize, T, S, K, page
             found = {kind: chips.blocks(where, kind, *sizes) for kind in run}
             if few and backend.list_bytes is not None:
-                # its list is of the tiles of all batch rows, with S padded as all kernels want it
+                # its list has the tiles of all batch rows, with S padded for all kernels
                 whole = math.lcm(*(b.k for b in found.values()))
                 padded = -(-S // whole) * whole
                 listed = B * padded // found["decode"].k
@@ -136,8 +136,8 @@ class Pallas(Implementation):
                     del found["decode"]
             return found
 
-        # pages are read in place only if a kernel for few queries takes the call; the tiles that
-        # divide a page differ from those of keys that lie in a row
+        # only the kernel for few queries reads pages in place; its tiles must divide a page, so
+        # they differ from those of contiguous keys
         page, blocks = None, tiles(None)
         if call.block_table is not None and backend.page and not by_array:
             slots = call.key.shape[1]
@@ -162,9 +162,9 @@ class Pallas(Implementation):
                     most = backend.list_bytes
                     return f"lists of {of_tiles} tiles take {size} bytes: at most {most}"
 
-        # Queries of a group are packed where the forward kernel then has half as many tiles, or
-        # fewer. Dropout goes by head and query, a kernel takes one slope a head, and a bias of
-        # heads without a row for each query would become larger.
+        # pack the queries of a group if this halves the tiles of the forward kernel; not with
+        # dropout, which hashes head and query, nor ALiBi, which has one slope per head, nor a bias
+        # with heads but no query axis, which would grow
         packs = backend.packs and call.dropout_rate == 0 and not isinstance(bias, ALiBi)
         if bias is not None and not isinstance(bias, Bias) and bias.shape[1] > 1 == bias.shape[2]:
             packs = False
@@ -172,7 +172,7 @@ class Pallas(Implementation):
         packs = packs and 2 * -(-T * group // block_q) <= group * -(-T // block_q)
         padded_T, padded_S = T, S
         if self.pads:
-            # one length that every kernel's tiles divide, so that arrays are padded once
+            # a length that the tiles of every kernel divide, so arrays are padded only once
             block_q = math.lcm(*(b.q for kind, b in blocks.items() if kind != "decode"))
             block_k = math.lcm(*(b.k for b in blocks.values()))
             padded_T = T if packs else -(-T // block_q) * block_q
@@ -189,7 +189,7 @@ class Pallas(Implementation):
         )
 
     def share(self, call: AttentionCall) -> MaskOperands | None:
-        """Return what the kernels read of the mask; None where all of that are constants."""
+        """Return the arrays that the kernels read of the mask; None if all are constants."""
         if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
             return None
         if not jax.tree.leaves((call.mask, call.q_positions, call.k_positions)):
@@ -210,7 +210,7 @@ class Pallas(Implementation):
         if call.scale_array is not None:
             query, key, value = _with_scale(plan.where, query, key, value, call.scale_array)
             scale = 1.0
-        # a planned mask may come from a call with other tiles: then its lists are of no use
+        # recompute the lists of a planned mask if it was planned for other tiles
         if not isinstance(shared, MaskOperands) or shared.plan != plan:
             shared = mask_operands(call)
         problem = Problem(
@@ -231,14 +231,14 @@ class Pallas(Implementation):
 
 @dataclass(frozen=True)
 class Native(Pallas):
-    """Run the compiled kernels of kernels/cpu on a CPU."""
+    """The compiled kernels of kernels/cpu, on a CPU."""
 
-    single_pass: bool = True  # each of its sums has one order
+    single_pass: bool = True  # deterministic here: each sum has a fixed order
     pads = False
     evaluates_biases = True
 
     def target(self) -> Target | str:
-        """Return the target, with the instruction set, or why there is none."""
+        """Return the target with its instruction set, or the reason why there is none."""
         if platform() != "cpu":
             return f"needs a CPU, the backend is {platform()}"
         from transformer_jax.kernels import cpu
@@ -248,33 +248,36 @@ class Native(Pallas):
 
 
 MOST_BIAS = 2**30
-"""The most bytes of a bias that the native kernels get as an array though it is a value."""
+"""Maximum bytes of a `Bias` that is evaluated to an array for the native kernels."""
 
 
 def _with_scale(
     where: Target, query: jax.Array, key: jax.Array, value: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return query, key and value, with a scale [] or [N] multiplied into the query.
+    """Return query, key and value with a scale [] or [N] multiplied into the query.
 
-    Kernels that multiply only 16 bits get the query in two parts, next to keys of twice the width.
+    For kernels that multiply only 16 bits, the query is split into two parts side by side, and keys
+    are repeated to twice the width.
     """
-    # float32: rounded, the scale would be lost in the query
+    # in float32, because rounding would lose digits of the scale
     wide = scaled(query, scale)
     if not where.backend.narrow or jnp.finfo(query.dtype).bits > 16:
         return wide, key.astype(jnp.float32), value.astype(jnp.float32)
-    # the rounded value and the rest have at least 16 bits together
-    own = jnp.finfo(query.dtype)
-    # XLA may remove a cast there and back; the gradient of the second part is that of the query
-    first = lax.stop_gradient(lax.reduce_precision(wide, own.nexp, own.nmant))
+    # the rounded value and the remainder have at least 16 bits of precision together
+    info = jnp.finfo(query.dtype)
+    # `reduce_precision`, because XLA may remove a cast there and back; the gradient of the second
+    # part is that of the query
+    first = lax.stop_gradient(lax.reduce_precision(wide, info.nexp, info.nmant))
     parts = [x.astype(query.dtype) for x in (first, wide - first)]
     return jnp.concatenate(parts, axis=-1), jnp.concatenate([key, key], axis=-1), value
 
 
 def mask_operands(call: AttentionCall) -> MaskOperands:
-    """Return what a mask is to the kernels: padded vectors, and the tiles that each kernel visits.
+    """Return a mask in the form that kernels read: padded vectors, and lists of tiles to visit.
 
-    Begin here to see how a mask gets into a kernel. `MaskVectors.of` traces it, `block_plan` bounds
-    it in every tile, `prepare` writes the lists of tiles as the backend's grids read them.
+    Start here to learn how a mask gets into a kernel. `MaskVectors.of` traces it, `block_plan`
+    bounds it in every tile, and `prepare` writes the lists of tiles in the order of the backend's
+    grids.
     """
     plan = call.plan
     assert isinstance(plan, KernelPlan)
@@ -285,18 +288,18 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
         at = call.positions()
         indices = call.q_positions is None and call.k_positions is None
         vectors = MaskVectors.of(mask, *at, indices)
-        # keys after the end are empty slots, queries after it any: their rows are cut off
+        # keys after the end are empty slots; queries after the end are arbitrary, as their rows are
+        # cut off
         q_vectors = tuple(pad(x, 1, padded_T, 0) for x in vectors.q)
         k_vectors = tuple(pad(x, 1, padded_S, -1 if i == 0 else 0) for i, x in enumerate(vectors.k))
         pairs = vectors.pairs()
         if pairs is not None:
             pairs = pad(pad(pairs, 2, padded_T, 0), 3, padded_S, 0)
-        # one tile has all queries
-        if plan.packs:
+        if plan.packs:  # one tile has all queries
             blocks = {kind: replace(b, q=padded_T) for kind, b in blocks.items()}
         plans = {}
-        # tiles after the end are skipped
         for b in blocks.values():
+            # tiles after the end are skipped
             grid = -(-padded_T // b.q), -(-padded_S // b.k)
             plans[b.q, b.k] = vectors.block_plan(b.q, b.k).padded(*grid)
         lists: ListsByKernel = {}
@@ -306,15 +309,15 @@ def mask_operands(call: AttentionCall) -> MaskOperands:
                 tiles = tiles.of_first_queries(plan.group)
             listed = tiles.query_tiles() if kind in BY_KEY else tiles.key_tiles()
             lists[kind] = plan.where.backend.prepare(listed)
-    # without a program the kernels have no code for partial tiles
-    everywhere = vectors.visible == NO_EMPTY_SLOT
+    # without a program, the kernels are compiled without code for partial tiles
+    sees_all = vectors.visible == NO_EMPTY_SLOT
     no_empty_slot = call.k_positions is None and call.sizes[3] == padded_S
-    visible = None if everywhere and no_empty_slot else vectors.visible
+    visible = None if sees_all and no_empty_slot else vectors.visible
     return MaskOperands(q_vectors, k_vectors, pairs, lists, visible, plan)
 
 
 def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
-    """Return padded arrays, of a bias its array or the slopes f32[1, N] of ALiBi."""
+    """Return the padded operands; ALiBi becomes its slopes f32[1, N]."""
     padded_T, padded_S = shared.plan.padded
     slopes, bias = None, call.bias
     if isinstance(bias, ALiBi):
@@ -322,14 +325,14 @@ def operands_of(call: AttentionCall, shared: MaskOperands) -> Operands:
         slopes, bias = jnp.broadcast_to(slopes, (1, call.query.shape[2])), None
     elif bias is not None:
         assert not isinstance(bias, Bias)
-        # [.., T, S] is read in its own dtype; what is smaller costs nothing to copy
-        as_given = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
-        bias = bias if as_given else bias.astype(jnp.float32)
-        for axis, given, length in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
-            if bias.shape[axis] == given and given != 1:
-                bias = pad(bias, axis, length, 0)
+        # kernels read [.., T, S] in the query's dtype; casting smaller ones costs nothing
+        keeps_dtype = min(bias.shape[2:]) > 1 and bias.dtype == call.query.dtype
+        bias = bias if keeps_dtype else bias.astype(jnp.float32)
+        for axis, size, padded in ((2, call.sizes[1], padded_T), (3, call.sizes[3], padded_S)):
+            if bias.shape[axis] == size and size != 1:
+                bias = pad(bias, axis, padded, 0)
     keys_values = call.key, call.value
-    # the decode kernel reads past the end, where copies are zeros
+    # the decode kernel needs no padding: its copies from past the end are zeros
     if "decode" not in shared.lists:
         keys_values = pad(call.key, 1, padded_S, 0), pad(call.value, 1, padded_S, 0)
     return Operands(

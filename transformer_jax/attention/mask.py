@@ -1,7 +1,6 @@
-"""Say what a mask is, and combine masks: what every mask can do follows from one method, `sees`.
+"""Base class of masks, and their combination by `&`, `|` and `~`.
 
-The masks themselves are in `masks`. Whatever an implementation of attention needs of a mask is a
-method of `Mask`.
+All methods of a mask follow from one, `sees`. The masks themselves are in `masks`.
 """
 
 from __future__ import annotations
@@ -31,65 +30,65 @@ Pair = tuple[Index, Index]
 """A batch row and a head; either may be traced."""
 
 OURS = __name__, "transformer_jax.attention.masks"
-"""The modules whose masks are right as they are."""
+"""The modules with masks that need no check of their class."""
 
 
 class Mask:
-    """Say which query may attend to which key; a subclass implements `sees`.
+    """The pairs of a query and a key that may attend. A subclass implements `sees`.
 
     A subclass is a frozen dataclass that is registered as a pytree. The other methods follow from
-    `sees`; a mask may replace them by faster ones:
+    `sees`; override them if you have a faster way:
 
-        lead            how many batch rows and heads differ; by default asked of `sees`
-        leaf_axes       which axes of its arrays are batch rows and heads; by default none
-        comparison      vectors and program for a fused kernel; by default what `sees` traces to
-        some_and_every  what is known of a tile, for "blockwise" alone; by default the bounds of the
-                        program, which all fused kernels take
+        lead            number of batch rows and heads that differ; by default from `sees`
+        leaf_axes       axes of its arrays that are batch rows and heads; by default none
+        comparison      vectors and program for a fused kernel; by default the trace of `sees`
+        some_and_every  bounds in a tile, only for "blockwise"; by default those of the program,
+                        which all fused kernels use
         check_lengths   refuses arrays without an entry for each query or key; by default nothing
     """
 
     __slots__ = ()
     is_foreign: ClassVar[bool] = True
-    """Whether `sees` may call code that is not of this library."""
+    """Whether `sees` may call code outside this library."""
     reads_pairs: ClassVar[bool] = False
-    """Whether a kernel reads an integer of each pair for it."""
+    """Whether a kernel needs an integer per pair for this mask."""
 
-    # What a mask of your own implements
+    # Methods that your own mask implements or overrides
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return whether queries may attend to keys, elementwise.
+        """Whether queries may attend to keys, elementwise.
 
         Args:
-            q: i32, positions of queries; with k it broadcasts: [B or 1, 1, T, 1] for whole arrays
-                and for tiles, any shape inside a fused kernel.
+            q: i32, positions of queries, which broadcast with k: [B or 1, 1, T, 1] for arrays and
+                for tiles, any shape inside a fused kernel.
             k: i32, positions of keys, [B or 1, 1, 1, S].
 
         Returns:
-            bool, which broadcasts to [B, N, T, S].
+            bool, broadcastable to [B, N, T, S].
         """
         raise TypeError(f"{type(self).__name__} is a Mask without a method sees(self, q, k)")
 
     @property
     def lead(self) -> tuple[int, int]:
-        """Return (B or 1, N or 1): how many batch rows and heads the mask tells apart."""
+        """Return (B or 1, N or 1), the number of batch rows and heads that differ."""
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self)
-        # else operations would insist on the mesh of `jax.set_mesh`
+        # without `no_mesh`, operations would require the mesh of `jax.set_mesh`
         with no_mesh():
             sees = jax.eval_shape(lambda mask, q, k: mask.sees(q, k), bare, at, at)
         if sees.dtype != np.bool_ or len(sees.shape) > 4:
-            given = f"{sees.dtype}[{', '.join(map(str, sees.shape))}]"
+            result = f"{sees.dtype}[{', '.join(map(str, sees.shape))}]"
             raise ValueError(
-                f"{type(self).__name__}.sees returned {given}: must be bool[B, N, T, S]"
+                f"{type(self).__name__}.sees returned {result}: must be bool[B, N, T, S]"
             )
         rows, heads = ((1,) * (4 - len(sees.shape)) + sees.shape)[:2]
         return rows, heads
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        """Return whether some and whether every pair of each tile may attend, empty slots aside.
+        """Return whether some and whether every pair of each tile may attend, ignoring empty slots.
 
-        `some` may be True too often, `every` False too often; both are bool and broadcast to
-        [B or 1, N or 1, nQ, nK]. A mask that is no program has mixed tiles only.
+        Both are bool, broadcastable to [B or 1, N or 1, nQ, nK], and conservative: `some` may be
+        True and `every` False in doubt. All tiles of a mask without a program are mixed.
         """
         try:
             vectors = MaskVectors([tiles.q], [tiles.k], False)
@@ -105,32 +104,32 @@ class Mask:
         return tuple((None,) * jnp.ndim(x) for x in jax.tree.leaves(self))
 
     def comparison(self, vectors: MaskVectors) -> Program:
-        """Append what a fused kernel reads of the mask; return the program that compares a pair."""
+        """Append the vectors of the mask for a fused kernel, and return its program."""
         return vectors.sees(self.sees)
 
     def check_lengths(self, T: int | None, S: int | None) -> None:
-        """Raise ValueError if an array is too short to be asked by index.
+        """Raise ValueError if an array has no entry for some query or key.
 
-        Positions may ask for fewer: outside an array nothing is seen. But if there are none, a
-        query or key without an entry would be hidden in silence.
+        Otherwise such a query or key would be hidden silently. If the caller passes positions, an
+        array may be shorter; nothing is seen outside it.
 
         Args:
-            T: how many queries there are, at positions arange(T); None if positions are given.
-            S: how many keys there are.
+            T: the number of queries, at positions arange(T); None if the caller passes positions.
+            S: the number of keys, likewise.
         """
 
-    # What follows from these
+    # Methods that follow from these
 
     def part(self, first: Pair, full: tuple[int, int], size: tuple[int, int]) -> Mask:
         """Return the mask of some batch rows and heads.
 
-        Arrays whose axes `leaf_axes` names are sliced, unless they are as short as `size` already.
-        Where it names no axis, the result of `sees` is sliced.
+        Slices the arrays with axes in `leaf_axes`, unless they have length `size` already. If
+        there are no such axes, slices the result of `sees`.
 
         Args:
-            first: a row and a head, with which the part begins; may be traced.
-            full: how many rows and heads there are.
-            size: how many the part has.
+            first: the first row and the first head of the part; may be traced.
+            full: the number of rows and heads in total.
+            size: the number of rows and heads in the part.
         """
         axes = self.leaf_axes
         if any(name for names in axes for name in names):
@@ -142,13 +141,13 @@ class Mask:
                         n = at[name]
                         leaves[i] = _slice(leaves[i], axis, first[n], full[n], size[n])
             return jax.tree.unflatten(structure, leaves)
-        # a mask of your own may index rows itself, so nobody knows which of its axes are rows
+        # a user's mask may index rows itself, so it is unknown which of its axes are rows
         return self if self.lead == (1, 1) else PartOfMask(self, *first, full, size)
 
     def closed(self) -> Mask:
         """Return the mask with the traced values that its predicates read as leaves.
 
-        A derivative that is written by hand may read no traced values but its arguments.
+        Custom derivatives may not read traced values other than their arguments.
         """
         open_ones = [x for x in nodes(self) if type(x).closed is not Mask.closed]
         found = {id(node): node.closed() for node in open_ones}
@@ -157,10 +156,10 @@ class Mask:
 
     @property
     def calls_user_code(self) -> bool:
-        """Return whether evaluating the mask calls code that is not of this library."""
+        """Whether evaluating the mask calls code outside this library."""
         return any(type(node).is_foreign for node in nodes(self))
 
-    # What callers ask of a mask
+    # Methods that callers use
 
     def materialize(
         self,
@@ -177,7 +176,7 @@ class Mask:
             bool[B or 1, N or 1, T, S].
 
         Raises:
-            ValueError: if shapes or dtypes do not fit.
+            ValueError: if shapes or dtypes do not match.
         """
         q, k = self._positions(q_positions, k_positions)
         return self.allows(jnp.asarray(q), jnp.asarray(k)) & (k >= 0)[:, None, None, :]
@@ -187,7 +186,7 @@ class Mask:
         q_positions: jax.Array,  # i32[B or 1, T]
         k_positions: jax.Array,  # i32[B or 1, S]
     ) -> jax.Array:  # bool[B or 1, N or 1, T, S]
-        """Return what `materialize` does, unchecked and without the rule about empty slots.
+        """Return the mask as an array, without checks and without the rule about empty slots.
 
         Args:
             q_positions: i32[B or 1, T].
@@ -197,7 +196,8 @@ class Mask:
             bool[B or 1, N or 1, T, S].
         """
         sees = self.sees(q_positions[:, None, :, None], k_positions[:, None, None, :])
-        # a mask that reads only the keys, as padding does, has one row for all queries
+        # broadcast, because a mask that reads only keys, such as padding, has one row for all
+        # queries
         lead = ((1,) * (4 - sees.ndim) + sees.shape)[:2]
         return jnp.broadcast_to(sees, (*lead, q_positions.shape[1], k_positions.shape[1]))
 
@@ -209,21 +209,21 @@ class Mask:
         block_q: int,
         block_k: int,
     ) -> BlockPlan:
-        """Classify tiles as skipped, partial or full, by `some_and_every`, for "blockwise".
+        """Classify tiles as skipped, partial or full by `some_and_every`, for "blockwise".
 
-        Conservative: a skipped tile is entirely False, a full one entirely True, a partial one
-        anything. The last tiles may reach beyond T and S: keys there count as empty slots, so such
-        a tile is never full; queries there count as nothing. Without traced values the plan is
-        computed at once, also inside a jit; its memory is O(T + S + tiles), except for `Dense`.
+        Conservative: a skipped tile is entirely False and a full one entirely True; a partial one
+        may be anything. The last tiles may extend beyond T and S. Keys there count as empty slots,
+        so such a tile is never full, and queries there are ignored. Without traced values the plan
+        is computed eagerly, even inside `jit`. Memory is O(T + S + tiles), except for `Dense`.
 
         Args:
             q_positions: i32[T] or [B, T].
             k_positions: i32[S] or [B, S].
-            block_q: queries of a tile, at least 1.
-            block_k: keys of a tile, at least 1.
+            block_q: queries per tile, at least 1.
+            block_k: keys per tile, at least 1.
 
         Raises:
-            ValueError: if a size is below 1, or shapes or dtypes do not fit.
+            ValueError: if a size is below 1, or shapes or dtypes do not match.
         """
         for name, size in (("block_q", block_q), ("block_k", block_k)):
             check_count(name, size, 1)
@@ -232,11 +232,11 @@ class Mask:
             return BlockPlan(tiles.classes(*self.some_and_every(tiles)), block_q, block_k)
 
     def _positions(self, q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        """Return checked positions as [B or 1, length], known ones as NumPy's."""
+        """Return checked positions as [B or 1, length]; known ones as NumPy arrays."""
         found, sizes = [], {"the mask": self.lead[0]}
-        for name, given in (("q_positions", q_positions), ("k_positions", k_positions)):
-            at = as_int32(name, given)
-            # NumPy's compile nothing, and inside a trace only they stay known
+        for name, positions in (("q_positions", q_positions), ("k_positions", k_positions)):
+            at = as_int32(name, positions)
+            # NumPy arrays compile nothing, and inside a trace only they stay known
             known = known_value(at)
             at = jnp.asarray(at) if known is None else known
             if at.ndim not in (1, 2) or not jnp.issubdtype(at.dtype, jnp.integer):
@@ -246,7 +246,7 @@ class Mask:
             sizes[name] = found[-1].shape[0]
         if len({size for size in sizes.values() if size != 1}) > 1:
             rows = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ValueError(f"batch rows differ: {rows}")
+            raise ValueError(f"batch rows must be equal or 1: {rows}")
         return found[0], found[1]
 
     def __and__(self, other: Mask) -> Mask:
@@ -261,7 +261,7 @@ class Mask:
     def __bool__(self) -> bool:
         raise TypeError(
             f"{self!r} is neither true nor false: combine masks with &, | and ~, not with and, or "
-            "and not; ask `mask is None`"
+            "and not; test for None with `mask is None`"
         )
 
     def __repr__(self) -> str:
@@ -270,7 +270,7 @@ class Mask:
         values = [getattr(self, field.name) for field in dataclasses.fields(self)]
         while values and values[-1] is None:
             values.pop()
-        shown = (  # an array is long: its type is enough
+        shown = (  # of an array, only the type
             f"{x.dtype}[{', '.join(map(str, x.shape))}]"
             if hasattr(x, "shape") and hasattr(x, "dtype")
             else repr(x)
@@ -281,13 +281,13 @@ class Mask:
 
 @value_class(arrays=("mask", "row", "head"), static=("full", "size"), repr=False, eq=False)
 class PartOfMask(Mask):
-    """Some batch rows and heads of a mask's results, where its arrays cannot be sliced."""
+    """Some batch rows and heads of a mask, sliced from its results rather than its arrays."""
 
     mask: Mask
     row: Index  # the first
     head: Index  # the first
-    full: tuple[int, int]  # how many rows and heads there are
-    size: tuple[int, int]  # how many are here
+    full: tuple[int, int]  # rows and heads in total
+    size: tuple[int, int]  # rows and heads in this part
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -304,7 +304,7 @@ class PartOfMask(Mask):
         return self._cut(some), self._cut(every)
 
     def _of_every_row(self, positions: AnyArray) -> AnyArray | jax.Array:
-        """Return positions [size or 1, ...] as [full or 1, ...]; those of other rows are 0."""
+        """Return positions [size or 1, ...] as [full or 1, ...], with 0 in other rows."""
         if positions.shape[0] == 1 or self.full[0] == self.size[0]:
             return positions
         zeros = jnp.zeros((self.full[0], *positions.shape[1:]), positions.dtype)
@@ -345,7 +345,7 @@ class _Pair(Mask):
 
 @value_class(arrays=("left", "right"), repr=False)
 class And(_Pair):
-    """Allow what both masks allow: Causal() & Window(2).
+    """The pairs that both masks allow: Causal() & Window(2).
 
     # . . .
     # # . .
@@ -360,7 +360,7 @@ class And(_Pair):
         return self.left.sees(q, k) & self.right.sees(q, k)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
-        # side by side: where one is no program, the other may still exclude the tile
+        # separately: if one mask has no program, the other may still exclude the tile
         a_some, a_every = self.left.some_and_every(tiles)
         b_some, b_every = self.right.some_and_every(tiles)
         return a_some & b_some, a_every & b_every
@@ -374,7 +374,7 @@ class And(_Pair):
 
 @value_class(arrays=("left", "right"), repr=False)
 class Or(_Pair):
-    """Allow what either mask allows: Causal() | Prefix(lengths) of lengths [2].
+    """The pairs that either mask allows: Causal() | Prefix([2]).
 
     # # . .
     # # . .
@@ -402,7 +402,7 @@ class Or(_Pair):
 
 @value_class(arrays=("mask",), repr=False)
 class Not(Mask):
-    """Allow what a mask hides: ~Causal(). An empty slot stays unseen.
+    """The pairs that a mask hides: ~Causal(). Empty slots stay hidden.
 
     . # # #
     . . # #
@@ -432,7 +432,7 @@ class Not(Mask):
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         some, every = self.mask.some_and_every(tiles)
-        # empty slots come in later, so they stay unseen under ~
+        # the rule about empty slots is applied later, so they stay hidden under ~
         return ~every, ~some
 
     def __repr__(self) -> str:
@@ -442,52 +442,56 @@ class Not(Mask):
 def check_mask(
     mask: Mask | None, B: int, N: int, T: int | None = None, S: int | None = None
 ) -> None:
-    """Raise ValueError where a mask is none, is not a registered pytree, or does not fit.
+    """Raise ValueError unless this is a registered mask, or None, that matches the sizes.
 
-    T and S are the numbers of queries and keys; None if positions are given.
+    T and S are the numbers of queries and keys, or None if the caller passes positions.
     """
     if mask is None:
         return
     if not isinstance(mask, Mask):
         if isinstance(mask, type):
-            raise ValueError(f"mask is the class {mask.__name__}: must be a value of it")
-        given = "a function" if callable(mask) else f"a {type(mask).__name__}"
-        given = "an array" if isinstance(mask, jax.Array | np.ndarray) else given
+            raise ValueError(f"mask is the class {mask.__name__}: must be an instance of it")
+        kind = "a function" if callable(mask) else f"a {type(mask).__name__}"
+        kind = "an array" if isinstance(mask, jax.Array | np.ndarray) else kind
         rule = "use Dense(array) for an array [T, S], Padding(array) for one [B, S], "
         rule += "Predicate(fn) for a function"
         if isinstance(mask, jax.Array | np.ndarray) and jnp.issubdtype(mask.dtype, jnp.floating):
-            given, rule = f"{mask.dtype}{list(mask.shape)}", "bias=array adds it to the scores"
-        raise ValueError(f"mask is {given}: must be a Mask; {rule}")
+            kind, rule = (
+                f"{mask.dtype}{list(mask.shape)}",
+                "to add it to the scores, use bias=array",
+            )
+        raise ValueError(f"mask is {kind}: must be a Mask; {rule}")
     for node in nodes(mask):
-        kind = type(node)
-        if kind.__module__ in OURS:
+        cls = type(node)
+        if cls.__module__ in OURS:
             node.check_lengths(T, S)
             continue
-        parameters = vars(kind).get("__dataclass_params__")
-        # what JAX does not know is a leaf
+        parameters = vars(cls).get("__dataclass_params__")
+        # JAX treats objects of unregistered classes as leaves
         registered = not jax.tree_util.all_leaves([node])
         if parameters is None or not parameters.frozen or not registered:
-            wrong = "is not registered as a pytree" if parameters else "is no frozen dataclass"
-            wrong = wrong if parameters is None or parameters.frozen else "is not frozen"
+            problem = "is not registered as a pytree" if parameters else "is not a frozen dataclass"
+            problem = problem if parameters is None or parameters.frozen else "is not frozen"
             raise ValueError(
-                f"{kind.__name__} {wrong}: write @jax.tree_util.register_dataclass and "
-                f"@dataclass(frozen=True) above class {kind.__name__}(Mask)"
+                f"{cls.__name__} {problem}: write @jax.tree_util.register_dataclass and "
+                f"@dataclass(frozen=True) above class {cls.__name__}(Mask)"
             )
-        # with another `sees` alone, it would inherit tiles and comparisons of our mask's pairs
-        base = next(x for x in kind.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
-        if base is not Mask and kind.sees is not base.sees:
+        # if it overrides only `sees`, it would inherit the tiles and comparisons of our mask
+        base = next(x for x in cls.__mro__ if x.__module__ in OURS and issubclass(x, Mask))
+        if base is not Mask and cls.sees is not base.sees:
             rule = f"overrides {base.__name__}.sees and inherits the rest of {base.__name__}"
-            raise ValueError(f"{kind.__name__} {rule}: derive it from Mask")
+            raise ValueError(f"{cls.__name__} {rule}: derive it from Mask")
         node.check_lengths(T, S)
     rows, heads = mask.lead
     if rows not in (1, B) or heads not in (1, N):
-        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads, query {B} and {N}")
+        rule = f"query has {B} and {N}"
+        raise ValueError(f"{mask!r} has {rows} batch rows and {heads} heads: {rule}")
 
 
 def refuse_mask(mask: Mask) -> str | None:
-    """Return why no kernel can evaluate a mask, or None.
+    """Return the reason why no kernel can evaluate a mask, or None.
 
-    Only what a trace with the call's arrays finds is refused later, by `MaskVectors`.
+    `MaskVectors` may still refuse the mask later, when it is traced with the arrays of the call.
     """
     matrices = sum(type(node).reads_pairs for node in nodes(mask))
     if matrices > MATRICES:
@@ -501,17 +505,18 @@ def refuse_mask(mask: Mask) -> str | None:
         return [*map(jnp.asarray, (*vectors.q, *vectors.k))]
 
     try:
-        # a new function, of which JAX has no trace yet: what a predicate reads may have changed
+        # `trial` is a new function without a cached trace, as values that a predicate reads may
+        # have changed
         jax.eval_shape(trial, mask, at, at)
     except Refused as error:
         return f"{error}; the mask is {Mask.__repr__(mask)}"
-    except Exception as error:  # what a user's function may raise
+    except Exception as error:  # a user's function may raise anything
         return f"{Mask.__repr__(mask)} cannot be traced: {type(error).__name__}: {error}"
     return None
 
 
 def nodes(mask: Mask) -> Iterator[Mask]:
-    """Yield a mask and those that it is made of."""
+    """Yield a mask and the masks that it combines, recursively."""
     yield mask
     for name in getattr(mask, "__dataclass_fields__", ()):
         one = getattr(mask, name)
@@ -520,13 +525,13 @@ def nodes(mask: Mask) -> Iterator[Mask]:
 
 
 def four_axes(sees: AnyArray) -> AnyArray:
-    """Return what a mask's `sees` gave with all four axes, [B or 1, N or 1, T or 1, S or 1]."""
+    """Return the result of `sees` with all four axes, [B or 1, N or 1, T or 1, S or 1]."""
     shape = (1,) * (4 - sees.ndim) + sees.shape
     return sees if sees.ndim == 4 else library_of(sees).reshape(sees, shape)
 
 
 def _slice(x: AnyArray, axis: int, first: Index, full: int, size: int) -> AnyArray | jax.Array:
-    """Return `size` of the `full` entries of an axis; an axis of another length as it is."""
+    """Return `size` of the `full` entries of an axis; an axis of another length is unchanged."""
     if x.shape[axis] != full or full == size:
         return x
     return lax.dynamic_slice_in_dim(x, first, size, axis)

@@ -1,12 +1,12 @@
-"""A mask as kernels evaluate it: integers per query, integers per key, and a program of both.
+"""Masks in the form that kernels evaluate: integers per query and per key, and a program.
 
     Causal() & Segments(ids)    vectors q: positions, ids    k: positions, ids
                                 visible: (k[0] >= 0) & ((k[0] <= q[0]) & (q[1] == k[1]))
 
-The `sees` of each mask under `&`, `|` and `~` is traced alone, for one pair. What in it reads the
-query alone, or the key alone, is computed here and becomes a vector, whatever it is: a look-up in a
-table, a division, floats. What reads both is the program. A `Dense` mask is one bit of an integer
-that each pair has.
+The `sees` of each mask under `&`, `|` and `~` is traced separately, for one pair. Operations that
+read only the query, or only the key, are computed here and become a vector, whatever they are: a
+look-up in a table, a division, floats. Operations that read both become the program. A `Dense` mask
+is one bit of an integer per pair.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformer_jax.attention.mask import Mask
 
 MATRICES = 8
-"""How many `Dense` masks one mask may hold: the bits of an integer."""
+"""Maximum number of `Dense` masks in one mask: the bits of an int8."""
 
 NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 
@@ -54,18 +54,18 @@ NO_EMPTY_SLOT = combined("ge", Program((), ("k", 0)), number(0))
 @short_repr
 @dataclass
 class MaskVectors:
-    """A mask's vectors, [B or 1, T] and [B or 1, S]; vector 0 of each is the positions.
+    """The vectors of a mask, [B or 1, T] and [B or 1, S]. Vector 0 of each side is the positions.
 
-    A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]: kernels take none.
+    A vector that differs by head is [B or 1, N, T] or [B or 1, N, S]; kernels do not support it.
     """
 
     q: list[Array]
     k: list[Array]
     positions_are_indices: bool
-    """Whether positions are 0, 1, 2 ..: then traces of `sees` take them as known."""
+    """Whether positions are 0, 1, 2, ..; then traces of `sees` treat them as known."""
     visible: Program = NO_EMPTY_SLOT
     matrices: list[jax.Array] = field(default_factory=list)
-    """bool[B or 1, N or 1, T, S] each: of `Dense` masks."""
+    """bool[B or 1, N or 1, T, S], one for each `Dense` mask."""
 
     @classmethod
     def of(
@@ -75,18 +75,18 @@ class MaskVectors:
         k_positions: jax.Array,  # i32[B or 1, S]
         positions_are_indices: bool,
     ) -> MaskVectors:
-        """Return the vectors of a mask, and the program that compares a query's with a key's."""
+        """Return the vectors of a mask, with the program that compares those of a pair."""
         vectors = cls([q_positions], [k_positions], positions_are_indices)
         seen = mask.comparison(vectors)
         if not isinstance(seen, Program):
-            given = f"{mask!r}.comparison returned a {type(seen).__name__}"
-            raise TypeError(f"{given}: must be a Program, as the methods of its argument return")
-        # a kernel reads one row of integers for all heads of a batch row
+            result = f"{mask!r}.comparison returned a {type(seen).__name__}"
+            raise TypeError(f"{result}: must be a Program, as the methods of its argument return")
+        # kernels read one row of integers for all heads of a batch row
         if any(x.ndim > 2 for x in (*vectors.q, *vectors.k)):
-            raise Refused("takes a mask that is the same for every head, or Dense(array)")
+            raise Refused("takes only masks that are the same for every head, or Dense(array)")
         if len(vectors.matrices) > MATRICES:
             raise Refused(f"takes at most {MATRICES} Dense masks, not {len(vectors.matrices)}")
-        # here, once for all masks: a `~` inside one must not show an empty slot
+        # outside all masks, so that no `~` can make an empty slot visible
         vectors.visible = NO_EMPTY_SLOT & seen
         return vectors
 
@@ -99,45 +99,44 @@ class MaskVectors:
         return self.k[0]
 
     def key_holds(self, holds: jax.Array) -> Program:  # bool[B or 1, S]
-        """Append a vector of the keys; return the program that asks whether it is true."""
+        """Append a vector of the keys, and return the program that tests it."""
         return combined("ne", self._append("k", holds), number(0))
 
     def pair_holds(self, matrix: jax.Array) -> Program:  # bool[B or 1, N or 1, T, S]
-        """Append a matrix; return the program that asks whether it is true of a pair."""
+        """Append a matrix of pairs, and return the program that tests it."""
         self.matrices.append(matrix)
         return Program((), ("pair", len(self.matrices) - 1))
 
     def sees(self, function: Callable[..., jax.Array]) -> Program:
-        """Append what `function(q, k)`, a mask's `sees`, reads of each side; return its program.
+        """Append the vectors that `function`, a mask's `sees`, reads, and return its program.
 
-        It is traced for one pair of each batch row, [B or 1, 1, 1, 1]. Refused where it computes of
-        a query and a key together what no program does.
+        It is traced for one pair per batch row, [B or 1, 1, 1, 1]. Raises `Refused` if it combines
+        a query and a key by an operation that programs do not support.
         """
         at = []
-        # in a `shard_map` the trace must vary as they do
+        # in a `shard_map`, the trace must vary over the same axes as the positions
         for x in (self.q[0], self.k[0]):
             axes = None if isinstance(x, np.ndarray) else jax.typeof(x).manual_axis_type
             varying = {"manual_axis_type": axes} if axes is not None and axes.varying else {}
             at.append(jax.ShapeDtypeStruct((x.shape[0], 1, 1, 1), jnp.int32, **varying))
-        # the axes of a `shard_map`
-        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        # without it each operation would insist on the mesh of `jax.set_mesh`
-        with contextlib.nullcontext() if inside else no_mesh():
-            # a new function each time: JAX remembers the traces of those that it has seen
-            found = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
-        shape = (1, 1, 1, 1, *found.out_avals[0].shape)
+        in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        # without `no_mesh`, each operation would require the mesh of `jax.set_mesh`
+        with contextlib.nullcontext() if in_shard_map else no_mesh():
+            # a new function each time, because JAX caches traces by function
+            traced_mask = jax.make_jaxpr(lambda q, k: function(q, k))(*at)
+        shape = (1, 1, 1, 1, *traced_mask.out_avals[0].shape)
         if shape[-2:] != (1, 1):
-            raise Refused("takes a mask that is elementwise")
+            raise Refused("takes only elementwise masks")
         known = _Sides(self)
-        constants = [_Side("", x) for x in found.consts]
-        (result,) = write(found.jaxpr, constants, known.positions, known)
+        constants = [_Side("", x) for x in traced_mask.consts]
+        (result,) = write(traced_mask.jaxpr, constants, known.positions, known)
         if isinstance(result, Program):
             return result
-        value = known.read(result, found.out_avals[0].shape)
+        value = known.read(result, traced_mask.out_avals[0].shape)
         return value if value.is_bool else combined("ne", value, number(0))
 
     def range_of(self, tiles: Tiles, operand: Operand) -> Range:
-        """Return the lowest and the highest integer of each tile."""
+        """Return the lowest and the highest integer of an operand in each tile."""
         side, index = operand
         if side == "pair":
             some, every = tiles.pairs(self.matrices[index])
@@ -145,13 +144,13 @@ class MaskVectors:
         return tiles.range(side, _known_first((self.q if side == "q" else self.k)[index]))
 
     def block_plan(self, block_q: int, block_k: int) -> BlockPlan:
-        """Return which tiles fused kernels skip and mask, by the program's bounds in each one."""
+        """Classify the tiles of fused kernels by the bounds of the program in each tile."""
         tiles = Tiles(_known_first(self.q[0]), _known_first(self.k[0]), block_q, block_k)
         every, some = self.visible.bounds(functools.partial(self.range_of, tiles))
         return BlockPlan(tiles.classes(some != 0, every != 0), block_q, block_k)
 
     def pairs(self) -> jax.Array | None:  # i8[B or 1, N or 1, T, S]
-        """Return the matrices as bits of one, if there are any."""
+        """Return the matrices as the bits of one matrix, or None if there are none."""
         bits = (matrix.astype(jnp.int8) << bit for bit, matrix in enumerate(self.matrices))
         return functools.reduce(jnp.bitwise_or, bits) if self.matrices else None
 
@@ -164,10 +163,10 @@ class MaskVectors:
 
 @dataclass(frozen=True)
 class _Side:
-    """A value that a trace made of the queries only ("q"), the keys only ("k") or neither ("").
+    """A value that depends only on the queries ("q"), only on the keys ("k"), or on neither ("").
 
-    The array has an axis of queries or keys in front of the trace's, which are short. It is `fixed`
-    where it follows from static values, and no array of the mask: then it may be a number of the
+    The array has an axis of queries or keys before the axes of the trace. It is `fixed` if it
+    depends only on static values and not on arrays of the mask; then it may become a number in the
     program.
     """
 
@@ -177,7 +176,7 @@ class _Side:
 
 
 class _Sides(Known):
-    """The values that read one side of a pair; those that a program reads become vectors."""
+    """The values that depend on one side of a pair; those that a program reads become vectors."""
 
     def __init__(self, vectors: MaskVectors) -> None:
         self.vectors = vectors
@@ -192,16 +191,16 @@ class _Sides(Known):
         }
 
     def evaluate(
-        self, equation: JaxprEqn, given: Sequence[_Side | Array | Program]
+        self, equation: JaxprEqn, inputs: Sequence[_Side | Array | Program]
     ) -> list[_Side] | None:
-        """Return the results of an operation, unless it reads a query and a key."""
+        """Return the results of an operation; None if it reads a query and a key."""
         known = [
             x if isinstance(x, _Side) else _Side("", x, True)
-            for x in given
+            for x in inputs
             if not isinstance(x, Program)
         ]
         sides = {x.side for x in known} - {""}
-        if len(sides) > 1 or len(known) < len(given):
+        if len(sides) > 1 or len(known) < len(inputs):
             return None
         side, name = "".join(sides), equation.primitive.name
         fixed = all(x.fixed for x in known)
@@ -209,7 +208,7 @@ class _Sides(Known):
         arrays = [x.array for x in known]
         if name in SHAPES:
             return [_Side(side, _reshaped(known[0], equation), fixed)]
-        # NumPy as long as all is known: a mask without arrays compiles nothing
+        # use NumPy for known values, so that a mask without arrays compiles nothing
         if name in _NUMPY and all(isinstance(x, np.ndarray) for x in arrays):
             fitted = [_fit(x, outs[0]) for x in known]
             return [_Side(side, np.asarray(_NUMPY[name](*fitted)), fixed)]
@@ -223,7 +222,7 @@ class _Sides(Known):
         are_known = not traced(*arrays)
         with at_once(arrays):
             results = compute(*arrays)
-        on_host = are_known and not traced(*results)  # NumPy has no array of keys of random numbers
+        on_host = are_known and not traced(*results)  # NumPy has no arrays of PRNG keys
         return [
             _Side(side, np.asarray(x) if on_host and not is_key else x, fixed)
             for x in results
@@ -231,18 +230,18 @@ class _Sides(Known):
         ]
 
     def read(self, value: _Side | Array, shape: tuple[int, ...] = (), part: int = 0) -> Program:
-        """Return the program that reads a side's values, which become a vector, or a number."""
+        """Return the program that reads a value, which becomes a vector or a number."""
         value = value if isinstance(value, _Side) else _Side("", np.asarray(value), True)
-        before = self.read_before.get((id(value.array), part))
-        if before is not None:
-            return before[1]
+        cached = self.read_before.get((id(value.array), part))
+        if cached is not None:
+            return cached[1]
         array = value.array
-        # steps are of 32 bits: 64 are read as two halves
+        # programs compute in 32 bits, so 64 bits are read as two halves
         if array.dtype.itemsize > 4:
             array = array >> 32 if part else array & 0xFFFFFFFF
         if jnp.issubdtype(array.dtype, jnp.floating):
             raise Refused(f"takes masks of integers of 32 bits, not {array.dtype}")
-        # one number for all, of structure alone: equal masks keep equal programs
+        # a number in the program only if it is static, so that equal masks have equal programs
         if value.fixed and not traced(array) and (array == (first := array.ravel()[0])).all():
             return number(int(first.astype(np.int32)))
         vectors = self.vectors
@@ -252,18 +251,19 @@ class _Sides(Known):
         inner = array.shape[bool(value.side) :]
         inner = (1,) * (4 - len(inner)) + inner
         if len(inner) != 4 or inner[2:] != (1, 1):
-            raise Refused("takes a mask that is elementwise")
+            raise Refused("takes only elementwise masks")
         lib = library_of(array)
         rows = lib.broadcast_to(
             array.reshape(-1 if value.side else 1, *inner[:2]), (length, *inner[:2])
         )
         rows = lib.moveaxis(rows, 0, 2)
-        found = vectors._append(value.side or "q", rows if inner[1] > 1 else rows[:, 0])
-        self.read_before[id(value.array), part] = value.array, found
-        return found
+        result = vectors._append(value.side or "q", rows if inner[1] > 1 else rows[:, 0])
+        # keep the array alive, so that its id stays unique
+        self.read_before[id(value.array), part] = value.array, result
+        return result
 
     def halves(self, value: _Side | Array, shape: tuple[int, ...]) -> list[Program]:
-        """Return the programs that read the lower and the upper 32 bits of integers of 64."""
+        """Return the programs that read the lower and the upper 32 bits of 64-bit integers."""
         return [self.read(value, shape, part) for part in (0, 1)]
 
 
@@ -278,15 +278,16 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "or": np.bitwise_or,
     "not": np.invert,
 }
-"""Operations that NumPy computes where all values are known: nothing is compiled for them."""
+"""Operations that NumPy computes if all values are known, so nothing is compiled."""
 _ELEMENTWISE = {*_NUMPY, "add", "sub", "mul", "min", "max", "select_n", "convert_element_type"}
 """Operations that take one more axis without `vmap`, if all arrays have it or are scalars."""
 
 
 def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
-    """Return a side's array with the shape that an operation wants, after its own first axis.
+    """Return the array of a side with the shape that an operation expects, after its first axis.
 
-    It has that shape, or is one value: `_reshaped` leaves the shape of one value as it is.
+    The array has this shape already, or is one value, because `_reshaped` keeps the shape of a
+    single value.
     """
     array, side = value.array, bool(value.side)
     first, inner = array.shape[:side], array.shape[side:]
@@ -297,9 +298,9 @@ def _fit(value: _Side, shape: tuple[int, ...]) -> Array:
 
 
 def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
-    """Return a side's array after an operation on shapes; the array itself where it is one value.
+    """Return the array of a side after an operation on shapes; a single value is unchanged.
 
-    So positions stay the vector that they are, whatever axes of length 1 a mask gives them.
+    Therefore positions stay the same vector, whatever axes of length 1 a mask adds.
     """
     before, after = type_of(equation.invars[0]).shape, type_of(equation.outvars[0]).shape
     if before == after or np.prod(before) == np.prod(after) == 1:
@@ -316,6 +317,6 @@ def _reshaped(value: _Side, equation: JaxprEqn) -> Array:
 
 
 def _known_first(x: Array) -> Array:
-    """Return an array's value as NumPy's where it is known, so that nothing is compiled."""
+    """Return an array as a NumPy array if it is known, so that nothing is compiled."""
     known = known_value(x)
     return x if known is None else known

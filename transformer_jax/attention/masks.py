@@ -1,14 +1,14 @@
-"""Say who may attend to whom: masks as values, functions of positions and never of array indices.
+"""Attention masks as values: functions of positions, not of array indices.
 
-A mask is a frozen pytree. Its arrays are leaves and may be traced; its numbers and its structure
-are static. True means "may attend". Masks combine with `&`, `|` and `~`:
+A mask is a frozen pytree. Its arrays are leaves and may be traced; its numbers and structure are
+static. True means "may attend". Combine masks with `&`, `|` and `~`:
 
     Causal() & Window(4096)              a sliding window
     Causal() | Prefix(lengths)           a prefix language model
     Causal() & Segments(ids)             packed documents
-    Padding(valid)                       an encoder's batch of unequal lengths
+    Padding(valid)                       a batch of unequal lengths in an encoder
 
-Every mask below draws what it means for positions 0..3, queries in rows and keys in columns:
+Each mask below is drawn for positions 0..3, with queries in rows and keys in columns:
 
               keys
              0 1 2 3
@@ -17,13 +17,12 @@ Every mask below draws what it means for positions 0..3, queries in rows and key
            2 # # # .
            3 # # # #
 
-A key at a negative position is an empty slot, which nobody attends to, not even under `~`: that
-rule is added to a mask by all who evaluate one. A look-up outside an array is False.
-Positions, ids and lengths may be of any integer dtype; one that is known and does not fit int32 is
-a ValueError.
+A key at a negative position is an empty slot. No query attends to it, not even under `~`; every
+implementation adds this rule. A look-up outside an array is False. Positions, ids and lengths may
+have any integer dtype; a known one that does not fit int32 is a ValueError.
 
-Whatever an implementation of attention needs of a mask is a method of `Mask`. A mask of your own
-is a frozen dataclass, registered as a pytree, with one method, `sees`: docs/own_mask_and_bias.md.
+Your own mask is a frozen dataclass, registered as a pytree, with one method, `sees`; see
+docs/own_mask_and_bias.md.
 """
 
 from __future__ import annotations
@@ -65,16 +64,16 @@ __all__ = [
 ]
 
 
-class _Ours(Mask):
-    """Share what holds of the masks of this module."""
+class _BuiltinMask(Mask):
+    """Base class of the masks of this module that call no user code."""
 
     __slots__ = ()
     is_foreign = False
 
 
 @value_class(arrays=(), repr=False)
-class Everything(_Ours):
-    """Let every query see every key that is not an empty slot; what `mask=None` means.
+class Everything(_BuiltinMask):
+    """Every query sees every key that is not an empty slot, as with `mask=None`.
 
     # # # #
     # # # #
@@ -89,8 +88,8 @@ class Everything(_Ours):
 
 
 @value_class(arrays=(), repr=False)
-class Causal(_Ours):
-    """Let a query see its own and earlier positions: k <= q.
+class Causal(_BuiltinMask):
+    """A query sees its own and earlier positions: k <= q.
 
     # . . .
     # # . .
@@ -105,10 +104,10 @@ class Causal(_Ours):
 
 
 @value_class(static=("left", "right"), repr=False)
-class Window(_Ours):
-    """Let a query see the keys near it: q - k < left, and k - q < right where given.
+class Window(_BuiltinMask):
+    """A query sees the keys near it: q - k < left, and k - q < right unless it is None.
 
-    Both sides count the query itself; 0 leaves nothing of its side, not even the query itself.
+    Both sides count the query itself. 0 hides a whole side including the query itself.
 
         Window(2)      # # # #      Window(2, 2)   # # . .
                        # # # #                     # # # .
@@ -116,8 +115,8 @@ class Window(_Ours):
                        . . # #                     . . # #
 
     Attributes:
-        left: keys up to the query, at least 0; None does not bound the past.
-        right: keys from the query on, at least 0; None does not bound the future.
+        left: number of keys up to and including the query, at least 0; None is unbounded.
+        right: number of keys from the query on, at least 0; None is unbounded.
 
     Raises:
         ValueError: if both are None, or one is not an integer of at least 0.
@@ -129,36 +128,36 @@ class Window(_Ours):
 
     def __post_init__(self) -> None:
         if self.left is None and self.right is None:
-            raise ValueError("Window(None, None) bounds nothing: give left or right")
+            raise ValueError("Window(None, None) bounds nothing: pass left or right")
         for name in ("left", "right"):
             value = getattr(self, name)
             if value is None:
                 continue
             try:
                 number = -1 if isinstance(value, bool) else operator.index(value)
-            except TypeError:  # a float, several numbers, or one that is not known yet
+            except TypeError:  # a float, an array, or a traced value
                 number = -1
             if isinstance(value, jax.core.Tracer):
                 raise ValueError(
-                    f"Window: {name} is traced, and a window is a part of the program: make it "
-                    "static, or write Predicate(lambda q, k: q - k < left), which may read arrays"
+                    f"Window: {name} is traced: must be static, because a window is part of the "
+                    "program; or use Predicate(lambda q, k: q - k < left), which may read arrays"
                 )
             if number < 0:
-                raise ValueError(f"Window: {name} is {value!r}: must be an integer of 0 or more")
+                raise ValueError(f"Window: {name} is {value!r}: must be an integer of at least 0")
             object.__setattr__(self, name, number)
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
         if self.left is not None and self.right is not None and self.left + self.right < 2:
             return jnp.zeros((1, 1, 1, 1), bool)
-        # the ends of int32 stand for all that is wider: q - k is at most 2^31 - 1
+        # clip to int32, because q - k is at most 2^31 - 1
         sides = [] if self.left is None else [q - k <= min(self.left - 1, INT32.max)]
         sides += [] if self.right is None else [q - k >= max(1 - self.right, INT32.min)]
         return sides[0] if len(sides) == 1 else sides[0] & sides[1]
 
 
 @value_class(arrays=("valid",), repr=False, eq=False)
-class Padding(_Ours):
-    """Hide the padding of a batch: a key is seen where valid[b, k].
+class Padding(_BuiltinMask):
+    """Hides the padding of a batch: a query sees key k if valid[b, k].
 
     Padding([[True, True, True, False]])
 
@@ -171,7 +170,7 @@ class Padding(_Ours):
         valid: bool[B, S].
 
     Raises:
-        ValueError: if it is not such an array.
+        ValueError: if it is not an array of this shape and dtype.
     """
 
     valid: jax.Array  # bool[B, S]
@@ -197,8 +196,8 @@ class Padding(_Ours):
 
 
 @value_class(arrays=("q_ids", "k_ids"), repr=False, eq=False)
-class Segments(_Ours):
-    """Let packed documents see only themselves: q_ids[b, q] == k_ids[b, k].
+class Segments(_BuiltinMask):
+    """Packed documents see only themselves: q_ids[b, q] == k_ids[b, k].
 
     Segments([[1, 1, 1, 2]])
 
@@ -209,10 +208,10 @@ class Segments(_Ours):
 
     Attributes:
         q_ids: i32[B, T], the document of each query.
-        k_ids: i32[B, S], that of each key; None has the ids of the queries.
+        k_ids: i32[B, S], the document of each key; None uses `q_ids`.
 
     Raises:
-        ValueError: if they are not such arrays, or have different rows.
+        ValueError: if they are not arrays of these shapes and dtypes, or have different rows.
     """
 
     q_ids: jax.Array  # i32[B, T]
@@ -225,7 +224,7 @@ class Segments(_Ours):
             _check("Segments", "k_ids", self.k_ids, "i32[B, S]", (2,), np.integer)
             rows = self.q_ids.shape[0], self.k_ids.shape[0]
             if rows[0] != rows[1]:
-                raise ValueError(f"Segments: q_ids has {rows[0]} rows, k_ids {rows[1]}")
+                raise ValueError(f"Segments: q_ids has {rows[0]} rows, but k_ids has {rows[1]}")
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -234,7 +233,7 @@ class Segments(_Ours):
     def check_lengths(self, T: int | None, S: int | None) -> None:
         _check_length("Segments", "q_ids", self.q_ids, "queries", T)
         if self.k_ids is None:
-            _check_length("Segments", "q_ids, also of the keys,", self.q_ids, "keys", S)
+            _check_length("Segments", "q_ids, used for the keys too,", self.q_ids, "keys", S)
         else:
             _check_length("Segments", "k_ids", self.k_ids, "keys", S)
 
@@ -249,8 +248,8 @@ class Segments(_Ours):
 
 
 @value_class(arrays=("lengths",), repr=False, eq=False)
-class Prefix(_Ours):
-    """Let every query see the first keys: k < lengths[b].
+class Prefix(_BuiltinMask):
+    """Every query sees the first keys: k < lengths[b].
 
     A prefix language model is Causal() | Prefix(lengths).
 
@@ -265,7 +264,7 @@ class Prefix(_Ours):
         lengths: i32[B].
 
     Raises:
-        ValueError: if it is not such an array.
+        ValueError: if it is not an array of this shape and dtype.
     """
 
     lengths: jax.Array  # i32[B]
@@ -287,10 +286,10 @@ class Prefix(_Ours):
 
 
 @value_class(arrays=("array",), repr=False, eq=False)
-class Dense(_Ours):
-    """Look pairs up in an array by their positions: array[b, n, q, k].
+class Dense(_BuiltinMask):
+    """An array, indexed by positions: array[b, n, q, k].
 
-    A plan of its tiles costs as much as the array.
+    Planning its tiles reads the whole array.
 
     Dense(numpy.eye(4, dtype=bool))
 
@@ -300,12 +299,12 @@ class Dense(_Ours):
     . . . #
 
     Attributes:
-        array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 holds
-            for every row, head, query or key. Outside a longer one nothing is seen, and it is an
-            error if attention has more queries or keys and no positions.
+        array: bool[B or 1, N or 1, T or 1, S or 1], or its last two axes. An axis of length 1 is
+            broadcast. Outside a longer axis nothing is seen; it is an error if attention has more
+            queries or keys and no positions.
 
     Raises:
-        ValueError: if it is not such an array.
+        ValueError: if it is not an array of this shape and dtype.
     """
 
     array: jax.Array  # bool[B or 1, N or 1, T or 1, S or 1], or its last two axes
@@ -339,7 +338,7 @@ class Dense(_Ours):
         if 0 in array.shape[2:]:
             return inside
 
-        # two takes, of whole rows and then of columns, are faster than a gather of elements
+        # taking whole rows and then columns is faster than gathering elements
         def take(array: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:  # [N or 1, T', S']
             rows = jnp.take(array, q, axis=1, mode="clip")
             return jnp.take(rows, k, axis=2, mode="clip")
@@ -355,7 +354,7 @@ class Dense(_Ours):
     def comparison(self, vectors: MaskVectors) -> Program:
         q, k = vectors.q_positions, vectors.k_positions
         lengths = q.shape[1], k.shape[1]
-        # the array itself is the matrix: no look-up is compiled
+        # no look-up is necessary: the array itself is the matrix
         if vectors.positions_are_indices and self.array.shape[-2:] == lengths:
             return vectors.pair_holds(jnp.asarray(self.array).reshape(*self.lead, *lengths))
         return vectors.pair_holds(self.materialize(q, k))
@@ -363,10 +362,10 @@ class Dense(_Ours):
 
 @value_class(static=("fn",), repr=False)
 class Predicate(Mask):
-    """Ask a function whether a query sees a key.
+    """A mask defined by a function of query and key positions.
 
-    It compares pair by pair. Tiles that it excludes are skipped where it computes integers of the
-    query and the key together, and no pair is looked up in an array.
+    Excluded tiles are skipped if the function computes only integers of the query and the key
+    together, without looking pairs up in an array.
 
     Predicate(lambda q, k: (q - k) % 2 == 0)
 
@@ -376,11 +375,11 @@ class Predicate(Mask):
     . # . #
 
     Attributes:
-        fn: called with positions [..., T, 1] and [..., 1, S]; returns bool. It may read other
-            arrays, traced ones too, of batch rows [B, 1, 1, 1] and heads [1, N, 1, 1].
+        fn: called with positions [..., T, 1] and [..., 1, S]; returns bool elementwise. It may read
+            other arrays, even traced ones, with batch rows [B, 1, 1, 1] and heads [1, N, 1, 1].
 
     Raises:
-        ValueError: if `fn` is not callable, or returns what is not bool.
+        ValueError: if `fn` is not callable, or does not return bool.
     """
 
     fn: Callable[[jax.Array, jax.Array], jax.Array]
@@ -389,19 +388,19 @@ class Predicate(Mask):
         if not callable(self.fn):
             raise ValueError(f"Predicate: fn is {self.fn!r}: must be callable")
         if inspect.isfunction(self.fn):
-            # a wrapper may take fewer arguments than the function in it
-            own = inspect.signature(self.fn, follow_wrapped=False)
+            # a wrapper may take fewer arguments than the function that it wraps
+            signature = inspect.signature(self.fn, follow_wrapped=False)
             try:
-                own.bind(None, None)
+                signature.bind(None, None)
             except TypeError:
                 raise ValueError(
-                    f"Predicate: fn is {self.fn.__name__}{own}: must take two arguments, positions "
-                    "of queries and of keys; for rows or heads, let it read arrays [B, 1, 1, 1] or "
-                    "[1, N, 1, 1]"
+                    f"Predicate: fn is {self.fn.__name__}{signature}: must take two arguments, the "
+                    "positions of queries and keys; for rows or heads, let it read arrays "
+                    "[B, 1, 1, 1] or [1, N, 1, 1]"
                 ) from None
 
     def sees(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        # `lambda q, k: True` gives a bool of Python
+        # `lambda q, k: True` returns a Python bool
         sees = jnp.asarray(self.fn(q, k))
         if sees.dtype != np.bool_:
             raise ValueError(f"Predicate: fn returned {sees.dtype}: must be bool")
@@ -409,17 +408,17 @@ class Predicate(Mask):
 
     def closed(self) -> Mask:
         at = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)
-        # else each operation would insist on the mesh of `jax.set_mesh`
+        # without `no_mesh`, each operation would require the mesh of `jax.set_mesh`
         with no_mesh():
             traced = jax.make_jaxpr(lambda q, k: self.sees(q, k))(at, at)
         if not any(isinstance(x, jax.core.Tracer) for x in traced.consts):
             return self
-        return Closed(tuple(traced.consts), traced.jaxpr, self.sees)
+        return TracedPredicate(tuple(traced.consts), traced.jaxpr, self.sees)
 
 
 @value_class(arrays=("constants",), static=("jaxpr", "as_written"), repr=False, eq=False)
-class Closed(Mask):
-    """Hold a Predicate traced for one pair, with the arrays that it reads as leaves."""
+class TracedPredicate(Mask):
+    """A Predicate traced for one pair, with the arrays that it reads as leaves."""
 
     constants: tuple[jax.Array, ...]
     jaxpr: Jaxpr
@@ -447,17 +446,17 @@ class Closed(Mask):
     def comparison(self, vectors: MaskVectors) -> Program:
         if self.lead == (1, 1):
             return super().comparison(vectors)
-        # only fused kernels come here, before any derivative, so the predicate may read tracers
+        # only fused kernels call this, before any derivative, so the predicate may read tracers
         return vectors.sees(self.as_written)
 
     def some_and_every(self, tiles: Tiles) -> tuple[Array, Array]:
         if self.lead == (1, 1):
             return super().some_and_every(tiles)
-        return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # of mixed tiles only
+        return np.ones((1, 1, 1, 1), bool), np.zeros((1, 1, 1, 1), bool)  # only mixed tiles
 
 
 def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
-    """Return (whether k <= q, left of q - k < left) if that is all the mask says, else None."""
+    """Return (is causal, window or None) if the mask is Causal, Window(left) or both; else None."""
     match mask:
         case Everything() | Causal():
             return isinstance(mask, Causal), None
@@ -472,14 +471,12 @@ def causal_window(mask: Mask) -> tuple[bool, int | None] | None:
 
 
 def look_up(table: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return table[b, at] for positions [B or 1, ...], and which lie inside the table [B, S]."""
+    """Return table[b, at] for positions [B or 1, ...], and whether they are inside [B, S]."""
     inside = (at >= 0) & (at < table.shape[1])
     rows = jnp.broadcast_shapes(table.shape[:1], at.shape[:1])
-    # `take_along_axis` has nothing to clip to in a table without entries
-    if table.shape[1] == 0:
+    if table.shape[1] == 0:  # nothing to clip to
         return jnp.zeros(rows + at.shape[1:], table.dtype), inside
-    # outside, the nearest entry: bounds of a tile that reaches beyond the table stay those of its
-    # part inside
+    # positions outside read the nearest entry, so they do not widen the bounds of a tile
     index = jnp.clip(at, 0, table.shape[1] - 1).reshape(at.shape[0], -1)
     found = jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
     return found.reshape(rows + at.shape[1:]), inside
@@ -489,13 +486,13 @@ def _check_length(
     mask: str, name: str, array: Array, what: str, count: int | None, axis: int = -1
 ) -> None:
     """Raise ValueError if an array has fewer entries than there are queries or keys."""
-    given = array.shape[axis]
-    if count is None or not known_sizes(given, count) or given >= count:
+    length = array.shape[axis]
+    if count is None or not known_sizes(length, count) or length >= count:
         return
     axis_name, positions = {"queries": ("T", "q_positions"), "keys": ("S", "k_positions")}[what]
     raise ValueError(
-        f"{mask}: {name} has length {given} for {count} {what}: {axis_name} must be at least "
-        f"{count}, unless {positions} say where the {what} are"
+        f"{mask}: {name} has length {length} for {count} {what}: {axis_name} must be at least "
+        f"{count}, unless you pass {positions}"
     )
 
 

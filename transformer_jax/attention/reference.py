@@ -1,22 +1,22 @@
-"""Compute attention with every score written down: the reference, differentiated by JAX itself.
+"""Reference implementation of attention: it materialises all scores, and JAX differentiates it.
 
-With x_ij = q_i . k_j for the pairs that the mask lets see each other:
+With x_ij = q_i . k_j for the pairs that the mask allows:
 
     s_ij = softcap tanh(scale x_ij / softcap) + bias_ij
     p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     out_i = sum_j p_ij v_j        lse_i = log(sum_j exp(s_ij) + exp(sink))
 
 The division follows the product with v, so neither pass reads the scores to normalise them. In 16
-bits, the backward pass differentiates normalised weights instead: separate derivatives of product
-and division would combine a rounded cotangent with an unrounded one, and give a query that sees a
-single key a gradient.
+bits, the backward pass differentiates the normalised weights instead. Separate derivatives of
+product and division would combine a rounded cotangent with an unrounded one, and give a nonzero
+gradient to a query that sees a single key.
 
-A product with a masked weight is 0 only while the other factor is finite, and a softcap or an
-exponential makes some of inf finite. Rows of query, key or value that hold NaN or inf are therefore
-replaced by zeros, and a score that one of them takes part in, and that the mask lets through,
-becomes NaN. A query with such a score is broken: its output and lse are NaN, it passes no gradient
-on, and no other query notices. Without a mask a key reaches every query of its heads, and no score
-need be changed.
+NaN and inf need special care: a product with a masked weight is 0 only if the other factor is
+finite, and a softcap or an exponential may turn inf into a finite number. Therefore rows of query,
+key or value with NaN or inf are replaced by zeros, and their scores become NaN if the mask allows
+them. A query with such a score is broken: its output and lse are NaN and it has no gradient, but no
+other query is affected. Without a mask, a key reaches every query of its heads, so no score needs
+to change.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Softmax(NamedTuple):
 
     def average(self, value: jax.Array, keep: jax.Array | None = None) -> jax.Array:
         """Return sum_j weights_ij keep_ij value_j: [B, S, K, Hv] to [B, T, N, Hv]."""
-        # 16 bits have a backward pass of their own
+        # 16-bit dtypes have their own backward pass
         if jnp.finfo(value.dtype).bits < 32:
             out = _average(self.exponentials, self.denominator, keep, value)
         else:
@@ -75,7 +75,7 @@ def _average_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     d_exponentials, d_denominator, _, d_value = tangents
     weights = exponentials / denominator[..., None]
     d_weights = (d_exponentials - weights * d_denominator[..., None]) / denominator[..., None]
-    # where there is no weight, the product of cotangent and value may overflow
+    # if the weight is 0, the product of cotangent and value may overflow
     d_weights = jnp.where(exponentials > 0, d_weights, 0.0)
     d_out = _weigh(d_weights, keep, value) + _weigh(weights, keep, d_value)
     return _average(*primals), d_out
@@ -91,21 +91,21 @@ def _weigh(weights: jax.Array, keep: jax.Array | None, value: jax.Array) -> jax.
 
 @short_repr
 class Nonfinite(NamedTuple):
-    """The queries that a row reaches which is not finite."""
+    """The queries that are affected by a row with NaN or inf."""
 
-    queries: jax.Array  # bool[B, N, T]: their own row, or one that every query sees
-    keys: jax.Array | None  # [B, N, 1, S], NaN or 0: to be added to the scores; None without a mask
+    queries: jax.Array  # bool[B, N, T]: by their own row, or by a key that all queries see
+    keys: jax.Array | None  # [B, N, 1, S], NaN or 0, to add to the scores; None without a mask
 
 
 class Xla(Implementation):
-    """Write every score down: any option, any derivative, memory O(T S)."""
+    """The reference: every option, every derivative, memory O(T S)."""
 
     def refuse(self, call: AttentionCall) -> str | None:
-        """Return None: the reference runs every call."""
+        """Return None, because the reference supports every call."""
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-        """Return attention [B, T, N, Hv] and the log of its softmax's denominator, f32[B, T, N]."""
+        """Return the output [B, T, N, Hv] and lse f32[B, T, N]."""
         result, value = _softmax_of(call)
         kept = None
         if call.dropout_rate:
@@ -125,15 +125,15 @@ def reference_weights(call: AttentionCall) -> jax.Array:  # f32[B, N, T, S]
 
 
 def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
-    """Return the softmax of a call's scores, and the value without rows that are not finite."""
+    """Return the softmax of a call's scores, and the value with nonfinite rows as zeros."""
     visible = see(call)
     bias = call.bias.materialize(*call.positions()) if isinstance(call.bias, Bias) else call.bias
     query, key, value, nonfinite = clean(visible, call.query, call.key, call.value)
     (B, T, N, H), (_, S, K, _) = query.shape, key.shape
-    # the heads of a group as rows of one product: keys are not repeated for each of them
+    # the heads of a group are rows of one product, so keys are not repeated
     rows = rearrange(query, "B T (K G) H -> B K (G T) H", K=K)
     scores = einsum("BKRH,BSKH->BKRS", rows, key).reshape(B, N, T, S)
-    # a hidden score that overflows is 0, or its slope, 0 * inf, would be NaN
+    # set hidden scores to 0: if they overflow, their derivative, 0 * inf, would be NaN
     masked = (lambda s: s) if visible is None else lambda s: jnp.where(visible, s, 0.0)
     if call.scale_array is not None:
         by_head = call.scale_array.astype(scores.dtype).reshape(1, -1, 1, 1)  # [1, N or 1, 1, 1]
@@ -148,7 +148,7 @@ def _softmax_of(call: AttentionCall) -> tuple[Softmax, jax.Array]:
 
 
 def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1, S]
-    """Return which query sees which key; None where every query sees every key."""
+    """Return the pairs that the mask allows; None if every query sees every key."""
     if call.mask is None and call.k_positions is None:
         return None
     q, k = call.positions()
@@ -159,7 +159,7 @@ def see(call: AttentionCall) -> jax.Array | None:  # bool[B or 1, N or 1, T or 1
 
 
 def finite_rows(x: jax.Array) -> jax.Array:  # [..., H] to bool[...]
-    """Return which rows are finite."""
+    """Whether each row is finite."""
     x = jax.lax.stop_gradient(x)
     # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
     weights = jnp.full(x.shape[-1:], 0.5 / max(x.shape[-1], 1), x.dtype)
@@ -172,14 +172,13 @@ def clean(
     key: jax.Array,  # [B, S, K, H]
     value: jax.Array,  # [B, S, K, Hv]
 ) -> tuple[jax.Array, jax.Array, jax.Array, Nonfinite]:
-    """Return the inputs without rows that are not finite, and which queries those reach."""
+    """Return the inputs with nonfinite rows as zeros, and the queries that these rows affect."""
     good_query = finite_rows(query)
     good_key = finite_rows(key) & finite_rows(value)
     query = jnp.where(good_query[..., None], query, 0)
     key, value = (jnp.where(good_key[..., None], x, 0) for x in (key, value))
     bad_query, group = ~good_query.swapaxes(1, 2), query.shape[2] // key.shape[2]
-    # a key reaches every query of its group
-    if visible is None:
+    if visible is None:  # a key reaches every query of its group
         bad_heads = jnp.repeat(~good_key.all(axis=1), group, axis=1)  # [B, N]
         return query, key, value, Nonfinite(bad_query | bad_heads[..., None], None)
     by_key = jnp.where(good_key, 0.0, jnp.nan).swapaxes(1, 2)[:, :, None, :]
@@ -192,9 +191,9 @@ def softmax(
     nonfinite: Nonfinite,
     sinks: jax.Array | None = None,  # [N]
 ) -> Softmax:
-    """Return the softmax of what is visible.
+    """Return the softmax of the visible scores.
 
-    A fully masked row has no weight; a row with a score that is not finite is broken.
+    A fully masked row has zero weights. A row with a nonfinite score is broken.
     """
     if visible is not None:
         assert nonfinite.keys is not None
@@ -203,13 +202,14 @@ def softmax(
     fully_masked = jnp.isneginf(row_max)
     broken = jnp.isposinf(row_max) | (nonfinite.queries & ~fully_masked)
     dead, sink = fully_masked | broken, None
-    # a sink may be far above all scores, so it takes part in the maximum
+    # a sink may be far above all scores, so the maximum includes it
     if sinks is not None:
         sink = sinks.astype(scores.dtype)[None, :, None]
         row_max = jnp.maximum(row_max, jax.lax.stop_gradient(sink))
     row_max = jnp.where(dead, 0.0, row_max)
     below = jnp.where(broken[..., None], -jnp.inf, scores) - row_max[..., None]
-    # the compiler may fuse a score's product with this difference: unrounded, it may be above 0
+    # the compiler may fuse the product of a score with this difference; unrounded, the difference
+    # may be above 0
     below = below - jax.lax.stop_gradient(jnp.maximum(below, 0))
     exponentials = jnp.exp(below)
     denominator = exponentials.sum(axis=-1)
@@ -221,7 +221,7 @@ def softmax(
 
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Sum in float32 or wider; float32 is not rounded to less on the way in."""
+    """Return an einsum that sums in float32 or wider, without rounding float32 inputs."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's own may be strict
+    wide: Any = np.promote_types(x.dtype, np.float32)  # JAX's promotion may be set to strict
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=wide)

@@ -1,8 +1,8 @@
-"""Hold the keys and values of tokens already read, as immutable pytrees.
+"""Immutable caches of the keys and values of tokens already read.
 
-`kv_cache` is the cache of one layer, a full one or a ring, and `paged_cache` one of pages that rows
-share; `model_cache` is that of a whole model, with the checks of what still fits. Nothing here
-computes attention or knows a model's parameters.
+`kv_cache` has the cache of one layer, full or ring, `paged_cache` one with pages that rows share,
+and `model_cache` the cache of a whole model with its checks. Nothing here computes attention or
+depends on a model's parameters.
 """
 
 from transformer_jax.cache.kv_cache import (

@@ -1,15 +1,15 @@
-"""Keep keys and values: a frozen value that goes in and comes out, never mutated.
+"""Immutable key/value cache of one layer: each call returns a new cache.
 
-Slot `position % S` holds the key of `position`, so a full cache and a ring (window) cache are the
-same code with a different S. Every leaf leads with B: rows can be gathered, and ragged rows each
-have their own length. An empty slot has position -1, which no query may attend to.
+Position p is stored in slot p % S, so a full cache and a ring (window) cache are the same code with
+a different S. Every leaf leads with B: rows can be gathered, and each ragged row has its own
+length. An empty slot has position -1, which no query may attend to.
 
-A cache with `sinks` never overwrites the first so many positions (StreamingLLM, Xiao et al. 2024):
-position p < sinks has slot p, the others turn in the slots after those. Keys keep the positions at
-which they were read; they are not numbered anew, as that paper does.
+A cache with `sinks` never overwrites the first `sinks` positions (StreamingLLM, Xiao et al. 2024):
+position p < sinks is stored in slot p, and the other positions share the remaining slots as a ring.
+Keys keep their original positions; the paper renumbers them.
 
-A cache of int8 holds each head's key and value of a token as x ~ scale * q, with
-scale = max|x| / 127 and q = round(x / scale): the error of an element is at most scale / 2.
+An int8 cache stores each head's key and value of a token as x ~ scale * q, with
+scale = max|x| / 127 and q = round(x / scale), so the error of an element is at most scale / 2.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_jax.checks import (
     as_int32,
@@ -31,13 +32,13 @@ from transformer_jax.checks import (
 from transformer_jax.kernels.caches import dequantise as dequantise
 from transformer_jax.pytree import Tree
 from transformer_jax.sharding import by_compiler, split
-from transformer_jax.values import value_class
+from transformer_jax.values import shown, value_class
 
 
 class SlottedCache(Protocol):
-    """Hold keys and values by slot, as `KVCache` and `PagedCache` do."""
+    """Keys and values by slot, as in `KVCache` and `PagedCache`."""
 
-    # properties, because mypy takes a frozen field for no attribute that could be assigned
+    # properties, because a frozen field does not satisfy a mutable attribute of a protocol
     @property
     def k(self) -> jax.Array: ...
     @property
@@ -54,30 +55,51 @@ class SlottedCache(Protocol):
 
 @value_class(pytree=True, exportable=True)
 class KVCache:
-    """Hold keys and values of the tokens so far.
+    """Immutable keys and values of the tokens so far.
 
     Attributes:
         k: [B, S, K, H], the keys by slot.
         v: [B, S, K, Hv], the values by slot.
-        positions: i32[B, S], the position that each slot holds; -1 marks an empty slot.
+        positions: i32[B, S], the position stored in each slot; -1 marks an empty slot.
         length: i32[B], the position of the next token.
-        k_scale: f32[B, S, K] where k is int8, else None.
-        v_scale: f32[B, S, K] where v is int8, else None.
-        sinks: slots from the first on that are never overwritten by a later position.
+        k_scale: f32[B, S, K] if k is int8, else None.
+        v_scale: f32[B, S, K] if v is int8, else None.
+        sinks: number of leading slots that later positions never overwrite.
     """
 
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
     positions: jax.Array  # i32[B, S]
     length: jax.Array  # i32[B]
-    k_scale: jax.Array | None = None  # f32[B, S, K] where k is int8
-    v_scale: jax.Array | None = None  # f32[B, S, K] where v is int8
+    k_scale: jax.Array | None = None  # f32[B, S, K] if k is int8
+    v_scale: jax.Array | None = None  # f32[B, S, K] if v is int8
     sinks: int = field(default=0, metadata=dict(static=True))
 
     @property
     def capacity(self) -> int:
-        """Return the slots per row (S)."""
+        """Return S, the number of slots per row."""
         return self.k.shape[1]
+
+
+def check_cache_dtype(name: str, dtype: object) -> np.dtype:
+    """Return the dtype of a cache; ValueError unless it is int8, or floating with 16 bits or more.
+
+    Args:
+        name: the argument that specified it, for the message.
+        dtype: a dtype, a scalar type such as `jnp.bfloat16`, or the name of a dtype.
+    """
+    rule = "must be int8, or floating with 16 bits or more"
+    value: Any = dtype
+    try:
+        # NumPy reads None as float64, and an array as the dtype of its elements
+        if value is None or isinstance(value, jax.Array | np.ndarray):
+            raise TypeError
+        found = jnp.dtype(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {shown(value)}: {rule}") from None
+    if found != jnp.int8 and not (jnp.issubdtype(found, jnp.floating) and found.itemsize > 1):
+        raise ValueError(f"{name} is {found}: {rule}")
+    return found
 
 
 def init(
@@ -89,25 +111,21 @@ def init(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sinks: int = 0,
 ) -> KVCache:
-    """Make an empty cache; no two of its leaves share memory.
+    """Make an empty cache. No two of its leaves share memory.
 
     Args:
-        batch: B, rows.
-        capacity: S, slots of a row.
+        batch: B, the number of rows.
+        capacity: S, the number of slots per row.
         num_kv_heads: K.
         head_dim: H.
         value_head_dim: Hv; None is H.
         dtype: of keys and values: int8, or floating with 16 bits or more.
-        sinks: slots that are never overwritten, fewer than the capacity.
+        sinks: number of slots that are never overwritten; must be below the capacity.
 
     Raises:
-        ValueError: if a size or the dtype cannot be.
+        ValueError: if a size or the dtype is invalid.
     """
-    rule = "must be int8, or floating with 16 bits or more"
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        raise ValueError(f"dtype is {dtype!r}: {rule}") from None
+    dtype = check_cache_dtype("dtype", dtype)
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     sizes = dict(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
     sizes["value_head_dim"] = value_head_dim
@@ -117,8 +135,6 @@ def init(
     check_count("sinks", sinks, 0)
     if sinks >= capacity:
         raise ValueError(f"sinks is {sinks}: must be below capacity {capacity}")
-    if dtype != jnp.int8 and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
-        raise ValueError(f"dtype is {dtype}: {rule}")
 
     quantised, scales = dtype == jnp.int8, (batch, capacity, num_kv_heads)
     return KVCache(
@@ -138,21 +154,20 @@ def update(
     v: jax.Array,  # [B, T, K, Hv]
     positions: jax.Array,  # i32[B, T]
 ) -> KVCache:
-    """Write token t of row b at slot p % S of its position p.
+    """Write token t of row b, at its position p, to slot p % S.
 
-    After s sinks that slot is `s + (p - s) % (S - s)`. Of more than S tokens the sinks and the last
-    ones stay, as in any ring. A caller for whom overwriting is an error checks `positions < S`
-    first, as `check_cache_room` does for a model.
+    With s sinks, that slot is `s + (p - s) % (S - s)`. If there are more than S tokens, the sinks
+    and the last ones remain, as in any ring. If overwriting is an error for you, check
+    `positions < S` first, as `refuse_past_capacity` does for a model.
 
     Args:
-        cache: of B rows.
-        k: [B, T, K, H], the new tokens' keys.
+        cache: a cache of B rows.
+        k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
-        positions: i32[B, T]; a negative position is padding and is not written.
+        positions: i32[B, T]; tokens at negative positions are padding and are not written.
 
     Raises:
-        ValueError: if a shape is not that of the cache, or a position is known and does not fit
-            int32.
+        ValueError: if a shape does not match the cache, or a known position does not fit int32.
     """
     check_not_consumed(cache, "cache")
     rows, _, heads, dim = cache.k.shape
@@ -160,24 +175,24 @@ def update(
     positions = as_int32("positions", positions)
     if k.shape[1] == 0:
         return cache
-    sinks, turning = cache.sinks, cache.capacity - cache.sinks
-    # of a chunk longer than the ring only the last tokens are written: with two of them for one
-    # slot, which one stays would be chance
+    sinks, ring = cache.sinks, cache.capacity - cache.sinks
+    # write only the last tokens of a chunk longer than the ring: of two writes to one slot, either
+    # may win
     newest = positions.max(axis=1)  # [B]
-    keep = (positions < sinks) | (positions > newest[:, None] - turning)
-    slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % turning)
-    # slot S does not exist: a scatter drops what is written there
+    keep = (positions < sinks) | (positions > newest[:, None] - ring)
+    slots = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % ring)
+    # slot S does not exist, and a scatter drops writes to it
     slots = jnp.where(keep & (positions >= 0), slots, cache.capacity)
-    old, new = slot_leaves(cache), slot_leaves(held(cache, k, v, positions))
-    # on explicit axes of a mesh a scatter's result must be told how it is split
+    old, new = slot_leaves(cache), slot_leaves(as_stored(cache, k, v, positions))
+    # on explicit axes of a mesh, the sharding of a scatter's result must be specified
     written = by_compiler(_write, [old, new, slots], jax.tree.map(split, old))
     return replace(cache, **written, length=jnp.maximum(cache.length, newest + 1))
 
 
-def _write(held: Tree, new: Tree, slots: jax.Array) -> Tree:
-    """Write token t of row b into slot `slots[b, t]`, if there is one."""
+def _write(old: Tree, new: Tree, slots: jax.Array) -> Tree:
+    """Write token t of row b to slot `slots[b, t]`, if it exists."""
     rows = jnp.arange(slots.shape[0])[:, None]
-    return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), held, new)
+    return jax.tree.map(lambda x, token: x.at[rows, slots].set(token, mode="drop"), old, new)
 
 
 def extend(
@@ -187,14 +202,14 @@ def extend(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Update a cache, and return what new tokens may see.
+    """Update a cache, and return the keys and values that the new tokens may attend to.
 
     Args:
-        cache: of B rows.
-        k: [B, T, K, H], the new tokens' keys.
+        cache: a cache of B rows.
+        k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; negative is padding.
-        window: keys that a query sees; None sees all that the cache holds.
+        window: the number of keys that a query sees; None is all keys in the cache.
 
     Returns:
         The new cache, and keys [B, S', K, H], values and positions [B, S'], as in `extend_held`, in
@@ -211,39 +226,39 @@ def extend_held(
     positions: jax.Array,  # i32[B, T]
     window: int | None = None,
 ) -> tuple[KVCache, KVCache]:
-    """Return the updated cache, and what new tokens read: the same, or the old ring and them.
+    """Return the updated cache, and the cache that the new tokens read.
 
-    A ring of S < window + T - 1 slots (besides its sinks) overwrites keys that the first of T
-    queries still see, so those queries read the old ring with the new keys after it; otherwise they
-    read the new cache. New tokens too are read in the dtype of the cache, however many are fed at a
-    time.
+    The two differ only for a ring of S < window + T - 1 slots (besides its sinks). It overwrites
+    keys that the first of the T queries still see, so the queries read the old ring followed by the
+    new keys. New tokens are read in the dtype of the cache too, so results do not depend on the
+    number of tokens per call.
 
     Args:
-        cache: of B rows.
-        k: [B, T, K, H], the new tokens' keys.
+        cache: a cache of B rows.
+        k: [B, T, K, H], keys of the new tokens.
         v: [B, T, K, Hv], their values.
         positions: i32[B, T]; negative is padding.
-        window: keys that a query sees; None sees all that the cache holds.
+        window: the number of keys that a query sees; None is all keys in the cache.
     """
     new = update(cache, k, v, positions)
     if window is None or at_most(window + k.shape[1] - 1, cache.capacity - cache.sinks):
         return new, new
-    # a token that is fed again replaces its old key, or queries would count it twice
-    again = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
-    old = replace(cache, positions=jnp.where(again, -1, cache.positions))
-    both = slot_leaves(old), slot_leaves(held(cache, k, v, positions))
+    # a token at a cached position replaces the old key, or queries would count it twice
+    replaced = (cache.positions[:, :, None] == positions[:, None, :]).any(axis=2)
+    old = replace(cache, positions=jnp.where(replaced, -1, cache.positions))
+    both = slot_leaves(old), slot_leaves(as_stored(cache, k, v, positions))
     return new, replace(new, **jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *both))
 
 
 def read(
     cache: SlottedCache,
-    dtype: jax.typing.DTypeLike = jnp.float32,  # of what int8 is read as
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # [B, S, K, H], [B, S, K, Hv]
-    """Return the keys and values as attention takes them: of int8, scale * q.
+    """Return the keys and values for attention; int8 is dequantised, scale * q.
 
     Args:
-        cache: a `KVCache`, or a `PagedCache`, whose pools are returned.
-        dtype: of the numbers that int8 is read as; others keep their own.
+        cache: a `KVCache`, or a `PagedCache` (then the pools are returned).
+        dtype: the dtype of dequantised int8; other caches keep theirs.
 
     Returns:
         Keys [B, S, K, H] and values [B, S, K, Hv].
@@ -257,24 +272,24 @@ def rewind(
     cache: KVCache,
     length: jax.Array,  # i32[B]
 ) -> KVCache:
-    """Forget every position >= length[b]: those slots are empty, and the next token stands there.
+    """Drop every position >= length[b]; the next token is written at length[b].
 
-    A ring has lost what later positions overwrote. It still serves a window of W as if never turned
-    back where at most `S - sinks - W + 1` tokens are forgotten: give it that much more room.
+    A ring cannot restore overwritten keys. Rewinding is exact for a window of W if at most
+    `S - sinks - W + 1` tokens are dropped; allocate that many extra slots.
 
     Args:
-        cache: of B rows.
-        length: i32[B]; clipped to 0 and to what the row holds.
+        cache: a cache of B rows.
+        length: i32[B]; clipped to the range from 0 to the row's current length.
 
     Raises:
         ValueError: if `length` is not integers [B].
     """
     check_not_consumed(cache, "cache")
     if length.shape != cache.length.shape or not jnp.issubdtype(length.dtype, jnp.integer):
-        given = f"{length.dtype}{list(length.shape)}"
-        raise ValueError(f"length is {given}: must be integers {list(cache.length.shape)}")
+        shape = f"{length.dtype}{list(length.shape)}"
+        raise ValueError(f"length is {shape}: must be integers {list(cache.length.shape)}")
     length = jnp.clip(length.astype(jnp.int32), 0, cache.length)
-    # only positions change: what an empty slot holds is never read, so nothing is overwritten
+    # only positions change: the content of an empty slot is never read
     kept = jnp.where(cache.positions < length[:, None], cache.positions, -1)
     return replace(cache, positions=kept, length=length)
 
@@ -282,10 +297,10 @@ def rewind(
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[..., H], f32[...]
     """Return (q, scale) of each row: scale = max|x| / 127, q = round(x / scale), so |q| <= 127.
 
-    A row that is not finite has no finite scale, and reads as NaN.
+    A row that is not finite has no finite scale, and is dequantised to NaN.
     """
     x = x.astype(jnp.float32)
-    # at least the smallest normal number: a row of zeros would divide by 0
+    # at least the smallest normal number, because a row of zeros would divide by 0
     scale = jnp.maximum(largest(jnp.abs(x)) / 127, jnp.finfo(jnp.float32).tiny)
     finite = jnp.isfinite(scale)[..., None]
     q = jnp.where(finite, jnp.round(x / scale[..., None]), 0)
@@ -293,20 +308,20 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [..., H] -> i8[...
 
 
 def next_positions(length: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return the positions of new tokens, after those that rows hold.
+    """Return the positions of new tokens.
 
     Args:
-        length: i32[B], tokens of each row so far.
+        length: i32[B], the number of tokens in each row so far.
         valid: bool[B, T]; False is padding.
 
     Returns:
-        i32[B, T]: `length[b]` plus the valid tokens before; -1 of padding.
+        i32[B, T]: `length[b]` plus the number of valid tokens before; -1 for padding.
     """
     return jnp.where(valid, length[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
 
-def held(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    """Return new tokens in the form in which `cache` holds its own."""
+def as_stored(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
+    """Return new tokens in the dtype of `cache`, quantised if it is int8."""
     positions = positions.astype(jnp.int32)
     if cache.k_scale is None:
         k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
@@ -315,8 +330,8 @@ def held(cache: SlottedCache, k: jax.Array, v: jax.Array, positions: jax.Array) 
     return KVCache(k, v, positions, cache.length, k_scale, v_scale)
 
 
-def slot_leaves(cache: SlottedCache) -> dict[str, Any]:  # arrays, and None for scales of no int8
-    """Return the leaves that have an entry for each slot."""
+def slot_leaves(cache: SlottedCache) -> dict[str, Any]:  # scales are None unless k is int8
+    """Return the leaves with an entry for each slot."""
     names = "k", "v", "positions", "k_scale", "v_scale"
     return {name: getattr(cache, name) for name in names}
 
@@ -327,7 +342,7 @@ def check_update(
     v: jax.Array,
     positions: jax.Array,
 ) -> None:
-    """Raise ValueError where new tokens are not of these sizes."""
+    """Raise ValueError unless the new tokens have these sizes."""
     rows, heads, dim, value_dim = sizes
     check_array("k", k, "[B, T, K, H]")
     check_array("v", v, "[B, T, K, Hv]")
@@ -339,4 +354,4 @@ def check_update(
         ("positions", positions, (rows, tokens)),
     ):
         if array.shape != expected:
-            raise ValueError(f"{name} has shape {array.shape}: this cache takes {expected}")
+            raise ValueError(f"{name} has shape {array.shape}: must be {expected} for this cache")

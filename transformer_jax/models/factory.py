@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.attention.api import IMPLEMENTATIONS
 from transformer_jax.cache import paged_cache
+from transformer_jax.cache.kv_cache import check_cache_dtype
 from transformer_jax.cache.model_cache import ModelCache, empty_layers
 from transformer_jax.checks import check_count, check_key
 from transformer_jax.config import AnyModelConfig, ModelConfig, Patches
@@ -294,10 +295,11 @@ def init_decode_state(
     has_source = cfg.kind == "encoder-decoder"
     if cfg.kind == "encoder" and cfg.supports("cache"):
         raise ValueError("kind is 'encoder': it does not generate tokens, so it has no state")
+    if dtype is not None:
+        dtype = check_cache_dtype("dtype", dtype)
     if dtype is not None and not cfg.supports("cache"):
         rule = f"a {type(cfg).__name__} has no cache"
-        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-        raise ValueError(f"dtype is {name}: {rule}")
+        raise ValueError(f"dtype is {dtype}: {rule}")
     if source is None and has_source:
         raise ValueError("source is None: this model requires a source")
     if source is not None and not has_source:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.cache.kv_cache import check_cache_dtype
 from transformer_jax.checks import check_count
 from transformer_jax.config import ConfigError
 from transformer_jax.decoding.completion import WithoutHistory, first_key, known_ids, longest_text
@@ -112,6 +113,8 @@ class Engine:
         if context is None:
             context = min(longest, CONTEXT)
         check_count("context", context, 1)
+        if cache_dtype is not None:
+            check_cache_dtype("cache_dtype", cache_dtype)
         if context > longest:
             raise ConfigError(f"context is {context}: must be at most max_len {longest}")
         own = plain(model.tokenizer)

@@ -1,7 +1,7 @@
-"""Compute attention tile by tile in plain JAX, with memory O(T + S) forwards and backwards.
+"""Attention tile by tile in plain JAX, with memory O(T + S) forward and backward.
 
-`core` has the two passes and splits them over devices, `tiles` has the walk over tiles, `bias` the
-bias of a tile. The fused kernels of GPUs and TPUs are in `kernels`.
+`core` contains the two passes and splits them over devices, `tiles` the layout of the tiles, and
+`bias` the bias of a tile. The fused kernels for GPUs and TPUs are in `kernels`.
 """
 
 from transformer_jax.attention.blockwise.core import Blockwise

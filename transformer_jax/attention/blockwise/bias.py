@@ -1,4 +1,4 @@
-"""Read the bias of blockwise attention by tile: an array is sliced, a value is evaluated."""
+"""Bias of blockwise attention by tile: an array is sliced, a `Bias` is evaluated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformer_jax.sharding import vary
 from transformer_jax.values import value_class
 
 Sum = jax.Array | list[jax.Array] | None
-"""The gradient of a bias so far: of an array, of the floating leaves of a value, or of no bias."""
+"""The gradient of a bias so far: of an array, of the floating leaves of a `Bias`, or None."""
 
 
 def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
-    """Return (axis, start, length) of a tile along each axis of a whole bias."""
+    """Return (axis, start, length) of a tile for each axis of the bias."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     return (
@@ -34,7 +34,7 @@ def _bias_slices(place: Place) -> tuple[tuple[int, Index, int], ...]:
 def bias_tile(
     place: Place, bias: jax.Array | Bias | None, call: AttentionCall, bad: float
 ) -> jax.Array | None:  # f32[group, G block_q, block_k]
-    """Return a tile of the bias, with `bad` instead of NaN and inf."""
+    """Return a tile of the bias, with `bad` in place of NaN and inf."""
     if bias is None:
         return None
     if not isinstance(bias, Bias):
@@ -53,7 +53,7 @@ def bias_tile(
 
 
 def bias_zeros(bias: jax.Array | Bias | None, sizes: Sizes) -> Sum:
-    """Return zeros to sum the gradient of the bias in: f32, and for an array of whole tiles."""
+    """Return f32 zeros for the gradient of the bias; an array is padded to whole tiles."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
@@ -68,14 +68,14 @@ def bias_add(place: Place, total: Sum, call: AttentionCall, ds: jax.Array) -> Su
     bias = call.bias
     assert bias is not None
     if isinstance(bias, Bias):
-        # a value has no tiles of a gradient: JAX differentiates how this tile was evaluated
+        # differentiate the evaluation of this tile with respect to the leaves
         tile = lambda leaves: bias_tile(place, _replace(bias, leaves), call, 0.0)  # noqa: E731
         (gradient,) = jax.vjp(tile, differentiable(bias))[1](ds)
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, gradient)
     starts = [0 if n == 1 else s[1] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     shape = [1 if n == 1 else s[2] for n, s in zip(bias.shape, _bias_slices(place), strict=True)]
     zeros = vary(jnp.zeros(shape, jnp.float32), ds)
-    # what `spread` broadcast is summed by its transpose
+    # the transpose of `spread` sums over the axes that it broadcast
     (gradient,) = jax.vjp(place.spread, zeros)[1](ds)
     at = int32(starts)
     assert isinstance(total, jax.Array)
@@ -95,7 +95,7 @@ def _replace(tree: Bias, leaves: list[jax.Array]) -> Bias:
 
 
 def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
-    """Return the sum as a list of arrays, without what lies after the end."""
+    """Return the gradient as a list of arrays, without padding."""
     if bias is None or isinstance(bias, Bias):
         return list(total or ())
     assert isinstance(total, jax.Array)
@@ -103,17 +103,17 @@ def bias_sums(bias: jax.Array | Bias | None, total: Sum) -> list[jax.Array]:
 
 
 def bias_gradient(bias: jax.Array | Bias | None, total: list[jax.Array]) -> jax.Array | Bias | None:
-    """Return the bias with its floating leaves replaced by the sums, in their dtypes."""
+    """Return the bias with its floating leaves replaced by the gradient, in their dtypes."""
     if bias is None:
         return None
     if not isinstance(bias, Bias):
         return total[0].astype(bias.dtype)
     pairs = zip(total, differentiable(bias), strict=True)
-    return _replace(bias, [x.astype(own.dtype) for x, own in pairs])
+    return _replace(bias, [x.astype(leaf.dtype) for x, leaf in pairs])
 
 
 def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> list[AxisNames]:
-    """Name the axes of a bias, whose values' arrays are not split: nobody knows what they mean."""
+    """Name the axes of a bias; the arrays of a `Bias` are not split, as their axes are unknown."""
     if not isinstance(bias, Bias):
         return [] if bias is None else [TILES]
     leaves = jax.tree.leaves(bias) if not of_gradient else differentiable(bias)
@@ -122,13 +122,13 @@ def bias_axes(bias: jax.Array | Bias | None, *, of_gradient: bool = False) -> li
 
 @value_class(arrays=("bias", "row", "head"), static=("full", "size"), eq=False)
 class PartOfBias:
-    """Some rows and heads of an array that a bias materializes."""
+    """Some batch rows and heads of a `Bias`, sliced from the array that it materializes."""
 
     bias: Bias
     row: Index  # the first
     head: Index  # the first
-    full: tuple[int, int]  # how many rows and heads there are
-    size: tuple[int, int]  # how many are here
+    full: tuple[int, int]  # rows and heads in total
+    size: tuple[int, int]  # rows and heads in this part
 
     def materialize(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         bias = self.bias.materialize(q_positions, k_positions)

@@ -1,29 +1,29 @@
-"""Compute attention in plain JAX in O(T + S) memory: tile by tile, forwards and backwards.
+"""Blockwise attention in plain JAX with O(T + S) memory, forward and backward.
 
-The softmax is online over tiles, and the backward pass computes every tile again.
-
-After FlashAttention-2 (Dao 2023, algorithms 1 and 2). With scores s_ij of one head, a tile of keys
-is folded into the running maximum m, sum l and output a of each query i:
+The softmax is computed online over tiles, and the backward pass recomputes every tile, as in
+FlashAttention-2 (Dao 2023, algorithms 1 and 2). With scores s_ij of one head, a tile of keys
+updates the running maximum m, sum l and output a of each query i:
 
     m' = max(m, max_j s_ij)      p_ij = exp(s_ij - m')      r = exp(m - m')
     l' = r l + sum_j p_ij        a' = r a + sum_j p_ij v_j
     out = a / l                  lse = m + log l
 
-and backward, where D_i = do_i . out_i - dlse_i and again tile by tile:
+and the backward pass, with D_i = do_i . out_i - dlse_i, computes tile by tile:
 
     p_ij = exp(s_ij - lse_i)     ds_ij = p_ij (do_i . v_j - D_i)
     dv_j = sum_i p_ij do_i       dk_j = sum_i ds_ij q_i       dq_i = sum_j ds_ij k_j
 
-Tiles are held as [queries, keys]. Then the products onto queries are of row-major matrices, and
-those onto keys multiply from the left with transposes that are made once for a tile of queries; the
-other way round, a CPU is two to three times slower at one of the two. The query heads that share a
-key head lie side by side along the queries, so keys are never repeated. Only tiles that the mask's
-plan does not skip are visited, and only partial ones evaluate the mask.
+Tiles are stored as [queries, keys]. Then the products for queries are of row-major matrices, and
+those for keys multiply from the left with transposes that are made once per tile of queries.
+Otherwise one of the two products is two to three times slower on a CPU. The query heads that share
+a key head are concatenated along the queries, so keys are never repeated. Tiles that the mask's
+plan skips are not visited, and only partial tiles evaluate the mask.
 
-Of the rule in `reference` on what is not finite, nothing is computed while all is finite: one row
-and one column of the products of a tile, and one row of its output, tell. If they do, the forward
-pass is repeated as a repair pass, and so is the backward pass: rows that are not finite are read as
-zeros, and the running maximum of a query that sees one is set to inf, which breaks it.
+The rule of `reference` about NaN and inf costs nothing while all values are finite: it suffices to
+check one row and one column of the products of a tile, and one row of its output. If one is not
+finite, the forward pass is repeated as a repair pass, and the backward pass runs as one. A repair
+pass reads nonfinite rows as zeros, and sets the running maximum of a query that sees one to inf,
+which breaks the query.
 """
 
 from __future__ import annotations
@@ -82,26 +82,26 @@ from transformer_jax.values import short_repr
 Tree = TypeVar("Tree")
 
 QUERY_ROWS: AxisNames = ("b", None, "n")
-# the axes of what the passes return
+# axes of the results of the passes
 FORWARD = QUERIES, QUERY_ROWS, QUERY_ROWS, HEADS  # out, row_max, log_sum, repaired
-BACKWARD = QUERIES, KEYS, KEYS  # and the gradient of the bias, which is as `bias_axes` says
+BACKWARD = QUERIES, KEYS, KEYS  # followed by the gradient of the bias, with `bias_axes`
 
 
 @short_repr
 class SavedRows(NamedTuple):
-    """The values of the forward pass and of the cotangents that the backward pass reads."""
+    """The results of the forward pass and the cotangents that the backward pass reads."""
 
     do: jax.Array  # f32[B, T, N, Hv]
     D: jax.Array  # f32[B, T, N]
-    row_max: jax.Array  # f32[B, T, N], +inf in rows that pass no gradient on
+    row_max: jax.Array  # f32[B, T, N], +inf in rows without a gradient
     log_sum: jax.Array  # f32[B, T, N]
     repaired: jax.Array  # bool[B, N]: whether the forward pass was repeated as a repair pass
 
 
 class Blockwise(Implementation):
-    """Compute tile by tile in plain JAX: memory O(T + S), with the gradient.
+    """Attention tile by tile in plain JAX: memory O(T + S), including the gradient.
 
-    Forward mode and second derivatives write every score down, as "xla" does.
+    Forward mode and second derivatives materialise all scores, like "xla".
     """
 
     def refuse(self, call: AttentionCall) -> str | None:
@@ -110,20 +110,18 @@ class Blockwise(Implementation):
             return "computes in float32, the inputs are float64"
         places = call.q_positions, call.k_positions
         if isinstance(call.bias, Bias) and any(_differs_by_row(x, 2) for x in places):
-            # tiles of some rows have the positions of these; the bias cannot know which they are
+            # a tile evaluates the bias with the positions of some rows, so the bias cannot tell
+            # which rows of its arrays to use
             _, T, _, S = call.sizes
             one_row = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (T, S))
             if _differs_by_row(bias_shape(call.bias, *one_row), 4):
-                return "bias and positions differ by batch row: one of them may"
+                return "bias and positions differ by batch row: only one of them may"
         return None
 
     def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         """Return the output [B, T, N, Hv] in the query's dtype, and lse f32[B, T, N].
 
-        A query that sees no key gets zeros, lse -inf and no gradient. A key or value that a query
-        does not see does not reach it, NaN or not; one that is not finite makes every query that
-        sees it NaN, and such a query passes no gradient on. Differentiable in query, key, value,
-        bias, sinks and the scale.
+        Differentiable with respect to query, key, value, bias, sinks and scale.
         """
         query, key, value = call.query, call.key, call.value
         if 0 in (*query.shape[:3], key.shape[1]):
@@ -132,7 +130,7 @@ class Blockwise(Implementation):
         scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else call.scale
         if call.scale_array is not None:
             query, scale = scaled(query, call.scale_array), 1.0
-        # `api._run` has closed the mask: the loops read no traced value that is no argument
+        # `api._run` has closed the mask, so the loops read no traced values except arguments
         inner = dataclasses.replace(
             call,
             query=query,
@@ -160,10 +158,10 @@ class Blockwise(Implementation):
 
 
 def parts_of_types(call: AttentionCall) -> Parts | None:
-    """Return how types split rows and heads, on a mesh of explicit axes; None where they do not.
+    """Return how types split rows and heads on a mesh of explicit axes, or None.
 
-    None also where a mesh has other axes too, and for functions of the user's, whose loops may not
-    fit into a `shard_map`.
+    None also if the mesh has other axes too, and for user code, with loops that may not work inside
+    a `shard_map`.
     """
     query, bias = call.query, call.bias
     mesh = jax.typeof(query).sharding.mesh
@@ -184,14 +182,14 @@ def _by_compiler(
     call: AttentionCall,
     *saved: SavedRows,
 ) -> tuple[jax.Array, ...]:
-    """Return `function(call, *saved)`, one operation that the compiler knows how to split.
+    """Return `function(call, *saved)` as one operation that the compiler can split.
 
-    On one device and inside a `shard_map` of the user's it is just called.
+    On one device, and inside a user's `shard_map`, call it directly.
     """
-    inside = jax.sharding.get_abstract_mesh().manual_axes
-    if jax.device_count() == 1 or inside:
+    in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
+    if jax.device_count() == 1 or in_shard_map:
         return tuple(function(call, *saved))
-    # given as arguments, or they, and a plan of them, would be constants of the operation
+    # make positions arguments; otherwise they, and a plan of them, become constants
     at = call.positions()
     call = dataclasses.replace(call, q_positions=at[0], k_positions=at[1])
     split_up = _of_leaves(function, call, *saved)
@@ -202,7 +200,7 @@ def _by_compiler(
 def _of_leaves(
     function: Callable[..., Sequence[jax.Array]], call: AttentionCall, *saved: SavedRows
 ) -> Function:
-    """Return a function of the leaves of a part of a call, which begins with a row and a head."""
+    """Return `function` as a function of the first row and head of a part, and of its leaves."""
     structure, (B, _, N, _) = jax.tree.structure((call, *saved)), call.query.shape
 
     def of_part(first: First, *leaves: jax.Array) -> tuple[jax.Array, ...]:
@@ -226,7 +224,7 @@ def _full(call: AttentionCall) -> dict[str, int]:
 
 
 def _axis_names(call: AttentionCall, *saved: SavedRows) -> list[AxisNames]:
-    """Name the axes of the leaves of a call and of what was saved, in their order."""
+    """Name the axes of the leaves of a call and of saved rows, in their order."""
     names = [QUERIES, KEYS, KEYS]
     names += [] if call.mask is None else call.mask.leaf_axes
     names += bias_axes(call.bias)
@@ -238,14 +236,14 @@ def _axis_names(call: AttentionCall, *saved: SavedRows) -> list[AxisNames]:
 
 
 def _differs_by_row(x: jax.Array | jax.ShapeDtypeStruct | None, ndim: int) -> bool:
-    """Return whether x has a batch axis, being of so many axes, of more than one row."""
+    """Whether x has `ndim` axes and more than one batch row."""
     return x is not None and x.ndim == ndim and x.shape[0] > 1
 
 
 def scaled(query: jax.Array, scale: jax.Array) -> jax.Array:  # f32[B, T, N, H]
-    """Return the query times a scale [] or [N], unrounded.
+    """Return the query times a scale [] or [N], in float32.
 
-    A row that is not finite has no slope in it.
+    Nonfinite rows have no gradient.
     """
     wide = query.astype(jnp.float32)
     finite = jnp.isfinite(wide).all(axis=-1, keepdims=True)
@@ -260,29 +258,29 @@ zeros = partial(jnp.zeros, dtype=jnp.float32)
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    """Return e^x for x <= 0 within 2 ulp, 0 at -inf, in half the time of XLA's on a CPU."""
-    # 2^y = 2^n 2^f with n the nearest integer; below -127 the exponent would be negative
+    """Return e^x for x <= 0 within 2 ulp, and 0 at -inf, in half the time of XLA on a CPU."""
+    # 2^y = 2^n 2^f, n the nearest integer; below -127 the biased exponent would be negative
     y = jnp.maximum(x * np.float32(1.4426950408889634), np.float32(-127))
     n = lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN)
     f = y - n
     power = jnp.full_like(f, _EXP2[0])
     for coefficient in _EXP2[1:]:
         power = power * f + coefficient
-    # n + 1.5 * 2^23 has n in its low bits, which are shifted into the exponent of the polynomial
+    # the low bits of n + 1.5 * 2^23 are n; shift them into the exponent of the polynomial
     exponent = lax.bitcast_convert_type(n + np.float32(1.5 * 2**23), jnp.int32) << 23
     bits = lax.bitcast_convert_type(power, jnp.int32) + exponent
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# minimax in relative error on [-1/2, 1/2] with 2^0 = 1 exactly: 1.1e-7
+# minimax polynomial on [-1/2, 1/2] with 2^0 = 1 exactly; relative error 1.1e-7
 _EXP2 = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
 
 
 def _dot(
     x: jax.Array, y: jax.Array, axes: tuple[int, int], call: AttentionCall | None = None
 ) -> jax.Array:
-    """Multiply matrices, one pair for each member of a head group."""
-    # tiles are float32 whatever keys are: of float32 inputs an accelerator would round products
+    """Multiply two batches of matrices, one pair for each member of a head group."""
+    # tiles are always float32; if the inputs are too, an accelerator would round their products
     exact = call is not None and call.key.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else None
     dims = (((axes[0],), (axes[1],)), ((0,), (0,)))
@@ -295,7 +293,7 @@ def _scores(
     call: AttentionCall,
     bias: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # [group, G block_q, block_k]
-    """Return products of queries and keys, scores, and tanh where capped."""
+    """Return the products of queries and keys, the scores, and the tanh of a softcap or None."""
     x = s = _dot(q, k, (2, 2), call)
     t = None
     if call.softcap is not None:
@@ -304,26 +302,25 @@ def _scores(
     return x, s if bias is None else s + bias, t
 
 
-# What is not finite
+# NaN and inf
 
 
 def once(condition: jax.Array, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """Return `change(tree)` where the condition holds, else the tree."""
-    # a loop of one step or none, because a conditional would copy the tree
+    """Return `change(tree)` if the condition is True, else the tree."""
+    # a loop of at most one step, because `lax.cond` would copy the tree
     step = lambda state: (jnp.zeros_like(state[0]), change(state[1]))  # noqa: E731
     return lax.while_loop(lambda state: state[0], step, (condition, tree))[1]
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:  # [group, rows, d] to bool[group, rows, 1]
-    """Return which rows are finite."""
-    # a product with a vector is faster on a CPU than a reduction
+    """Whether each row is finite."""
+    # a product with a vector is faster on a CPU than a reduction, and this sum cannot overflow
     weights = jnp.full((x.shape[0], x.shape[2], 1), 0.5 / max(x.shape[2], 1), jnp.float32)
-    # a sum that cannot overflow
     return jnp.isfinite(_dot(x, weights, (2, 1)))
 
 
 def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values without rows that are not finite, and which are finite."""
+    """Return keys and values with nonfinite rows as zeros, and whether each row is finite."""
     good = _finite_rows(k) & _finite_rows(v)  # bool[group, block_k, 1]
     return jnp.where(good, k, 0), jnp.where(good, v, 0), good
 
@@ -332,18 +329,18 @@ def _clean_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    """Return attention of this device's rows and heads, with its derivatives."""
+    """Compute the attention of this device's rows and heads, with custom derivatives."""
 
     def forward(
         call: AttentionCall,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
         out, row_max, log_sum, repaired = _by_compiler(_forward, FORWARD, call)
-        # float32: D of a rounded output would be off
+        # save the output in float32, because D needs it unrounded
         saved = out, row_max, log_sum, repaired
         return (out.astype(call.query.dtype), row_max + log_sum), saved
 
     def plain(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-        """Write every score down, which JAX differentiates: O(T S) memory."""
+        """Compute attention with all scores, which JAX can differentiate: O(T S) memory."""
         q, k, v = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
         sinks = None if call.sinks is None else call.sinks[0]
         wide = dataclasses.replace(call, query=q, key=k, value=v, sinks=sinks)
@@ -356,7 +353,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         cotangents: tuple[jax.Array, ...],
         wanted: AttentionCall,
     ) -> AttentionCall:
-        """Return gradients; a fully masked or broken query passes none on."""
+        """Return the gradients; fully masked and broken queries have none."""
         out, row_max, log_sum, repaired = saved
         dout, dlse = cotangents
         dead = jnp.isneginf(row_max) | jnp.isnan(row_max) | jnp.isnan(out).any(axis=-1)
@@ -371,7 +368,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
         rows = SavedRows(dout, D, row_max, log_sum, repaired)
         dq, dk, dv, *dbias = _by_compiler(_backward, names, call, rows)
         return dataclasses.replace(
-            jax.tree.map(jnp.zeros_like, call),  # nothing that a mask reads has a slope
+            jax.tree.map(jnp.zeros_like, call),  # arrays of a mask have no gradient
             query=dq.astype(call.query.dtype),
             key=dk.astype(call.key.dtype),
             value=dv.astype(call.value.dtype),
@@ -387,7 +384,7 @@ def _attend_part(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
 
 
 def _padded(sizes: Sizes, call: AttentionCall) -> AttentionCall:
-    """Return the call with queries, keys and values filled up to whole tiles."""
+    """Return the call with queries, keys and values padded to whole tiles."""
     queries, keys = sizes.grid[0] * sizes.block_q, sizes.grid[1] * sizes.block_k
     return dataclasses.replace(
         call,
@@ -403,7 +400,7 @@ def _visit(
     tile: Callable[[bool, jax.Array, jax.Array, Tree], Tree],
     state: Tree,
 ) -> Tree:
-    """Fold the tiles that a query tile visits, full ones first, into the state."""
+    """Update the state with each tile that a query tile visits, full tiles first."""
     b, c, i = (0 if n == 1 else x for n, x in zip(lists.full.shape, at, strict=True))
     order, full, seen = (x[b, c, i] for x in (lists.order, lists.full, lists.seen))
     state = lax.fori_loop(np.int32(0), full, partial(tile, False, order), state)
@@ -416,19 +413,19 @@ def _visit(
 class _Rows(NamedTuple):
     """The running sums of a query tile, and whether all values so far were finite."""
 
-    row_max: jax.Array  # [group, G block_q, 1]
-    total: jax.Array  # [group, G block_q, 1]: l, not yet its logarithm
-    weighed: jax.Array  # [group, G block_q, Hv]: a
+    row_max: jax.Array  # [group, G block_q, 1]: m
+    total: jax.Array  # [group, G block_q, 1]: l
+    weighted: jax.Array  # [group, G block_q, Hv]: a
     rows_finite: jax.Array  # bool[group, G block_q, 1]
     columns_finite: jax.Array  # bool[group, 1, block_k]
 
 
 def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
-    """Return (out, m, log l, whether a repair pass was made [B, N]).
+    """Return (out, m, log l, whether a repair pass was necessary [B, N]).
 
-    It computes one query tile of one head group after the other. In a fully masked row m is -inf;
-    where a row is broken, all three are NaN. lse is m + log l, but where scores are large the sum
-    has no bits left for log l, so the backward pass takes the two apart.
+    Loops over the query tiles of each head group. In a fully masked row m is -inf; in a broken row
+    all three are NaN. lse is m + log l, but if scores are large, rounding the sum loses log l, so
+    the backward pass receives the two separately.
     """
     sizes = Sizes.of(call)
     lists, padded = visited_tiles(sizes, call), _padded(sizes, call)
@@ -444,12 +441,12 @@ def _forward(call: AttentionCall) -> tuple[jax.Array, ...]:
         *results, finite = lax.fori_loop(np.int32(0), total, step, state)
         return ~(finite | repair), ~finite | repair, results
 
-    # a loop of one or two attempts: the second, a repair pass, only if one value was not finite
+    # at most two attempts; the second, a repair pass, runs only if some value was not finite
     results = [zeros((*q.shape[:3], d)) for d in (call.value.shape[3], 1, 1)]
-    state = jnp.bool_(True), jnp.bool_(False), results  # whether to begin, and as a repair pass
+    state = jnp.bool_(True), jnp.bool_(False), results  # whether to run, and as a repair pass
     _, repaired, results = lax.while_loop(lambda state: state[0], attempt, vary(state, q))
     out, row_max, log_sum = (x[:, : sizes.T] for x in results)
-    # by row and head, so that it is split like the others
+    # by row and head, so that it can be split like the other results
     repaired = jnp.broadcast_to(repaired, (sizes.B, sizes.N))
     return out, row_max[..., 0], log_sum[..., 0], repaired
 
@@ -462,7 +459,7 @@ def _forward_queries(
     n: jax.Array,
     state: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Compute the n-th query tile, and write its results."""
+    """Compute the n-th query tile and write its results."""
     *results, finite = state
     at = unravel(n, (*sizes.groups, sizes.grid[0]))
     place = Place(sizes, *at, 0)
@@ -483,8 +480,8 @@ def _forward_queries(
         jnp.ones((sizes.group, 1, sizes.block_k), bool),
     )
     tile = partial(_forward_tile, Place(sizes, *at, 0), call, repair, q_tile)
-    row_max, total, weighed, *tiles_finite = _visit(lists, at, tile, vary(rows, call.query))
-    for x in (*tiles_finite, jnp.isfinite(weighed[:, 0])):
+    row_max, total, weighted, *tiles_finite = _visit(lists, at, tile, vary(rows, call.query))
+    for x in (*tiles_finite, jnp.isfinite(weighted[:, 0])):
         finite = finite & x.all()
     broken = jnp.isposinf(row_max) | jnp.isnan(total)
     fully_masked = (total == 0) & ~broken
@@ -493,12 +490,12 @@ def _forward_queries(
         sink = sink_rows(place, call.sinks)
         new = jnp.maximum(row_max, sink)
         r = jnp.exp(row_max - new)
-        row_max, total, weighed = new, total * r + jnp.exp(sink - new), weighed * r
-    total = jnp.where(fully_masked, 1, total)  # 0 / 1 is the zero that such a row has
+        row_max, total, weighted = new, total * r + jnp.exp(sink - new), weighted * r
+    total = jnp.where(fully_masked, 1, total)  # so that the output of such a row is 0 / 1
     row_max = jnp.where(fully_masked, -jnp.inf, row_max)
-    parts = weighed / total, row_max, jnp.log(total)
-    written = (jnp.where(broken, jnp.nan, x) for x in parts)
-    return *map(place.put_queries, results, written), finite
+    parts = weighted / total, row_max, jnp.log(total)
+    parts_or_nan = (jnp.where(broken, jnp.nan, x) for x in parts)
+    return *map(place.put_queries, results, parts_or_nan), finite
 
 
 def _forward_tile(
@@ -511,7 +508,7 @@ def _forward_tile(
     n: jax.Array,
     rows: _Rows,
 ) -> _Rows:
-    """Fold the n-th tile of a query tile's list into its rows."""
+    """Update the rows of a query tile with the n-th tile of its list."""
     place = place._replace(j=order[n])
     visible = partial(visible_at, place, call) if partly else None
 
@@ -528,17 +525,17 @@ def _forward_tile(
     k_tile, v_tile, row_max = once(repair, clean, tiles)
     x, s, _ = _scores(q_tile, k_tile, call, bias_tile(place, call.bias, call, jnp.inf))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
-    # `row_max` begins at the lowest finite number, so this difference is never inf - inf
+    # `row_max` starts at the lowest finite number, so the differences are never inf - inf
     new = jnp.maximum(row_max, s.max(axis=2, keepdims=True))
     p, r = _exp(s - new), _exp(row_max - new)
     total = rows.total * r + p.sum(axis=2, keepdims=True)
     if call.dropout_rate:
         p = p * dropout_factor(place, call)
-    weighed = rows.weighed * r + _dot(p, v_tile, (2, 1), call)
-    # one row and one column of products tell whether any query or key of the tile is not finite
+    weighted = rows.weighted * r + _dot(p, v_tile, (2, 1), call)
+    # one row and one column of products show whether any query or key of the tile is not finite
     rows_finite = rows.rows_finite & jnp.isfinite(x[:, :, :1])
     columns_finite = rows.columns_finite & jnp.isfinite(x[:, :1])
-    return _Rows(new, total, weighed, rows_finite, columns_finite)
+    return _Rows(new, total, weighted, rows_finite, columns_finite)
 
 
 # Backward
@@ -561,10 +558,10 @@ class _QueryTile(NamedTuple):
 
 
 def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
-    """Return (dq, dk, dv, *dbias) in float32; all but dq are added up in place."""
+    """Return (dq, dk, dv, *dbias) in float32; all but dq are accumulated in place."""
     sizes = Sizes.of(call)
     lists, repair = visited_tiles(sizes, call), saved.repaired.any()
-    # a query that passes no gradient on may be NaN, and 0 * NaN is NaN in the sums of its keys
+    # a query without a gradient may be NaN, and 0 * NaN would be NaN in the sums of its keys
     dead = jnp.isposinf(saved.row_max)
     clean = dataclasses.replace(call, query=jnp.where(dead[..., None], 0, call.query))
     padded = _padded(sizes, clean)
@@ -590,7 +587,7 @@ def _backward(call: AttentionCall, saved: SavedRows) -> tuple[jax.Array, ...]:
 
     keys = *sizes.groups, sizes.grid[1], sizes.group
     widths = (x.shape[3] for x in (call.key, call.value))
-    # in this order the parts that are added are contiguous
+    # with this order of axes, the accumulated parts are contiguous
     sums = (zeros((*keys, width, sizes.block_k)) for width in widths)
     results = vary((zeros(padded.query.shape), *sums, bias_zeros(call.bias, sizes)), padded.query)
     total = math.prod((*sizes.groups, sizes.grid[0]))
@@ -612,7 +609,7 @@ def _backward_tile(
     n: jax.Array,
     state: _Gradients,
 ) -> _Gradients:
-    """Add the gradients of the n-th tile of a query tile's list."""
+    """Accumulate the gradients of the n-th tile of a query tile's list."""
     dq, dk, dv, dbias = state
     place = place._replace(j=order[n])
     visible = partial(visible_at, place, call) if partly else None
@@ -620,7 +617,7 @@ def _backward_tile(
     k_tile, v_tile = once(repair, lambda tiles: _clean_keys(*tiles)[:2], tiles)
     _, s, t = _scores(of.q, k_tile, call, bias_tile(place, call.bias, call, -jnp.inf))
     s = s if visible is None else jnp.where(visible(), s, -jnp.inf)
-    # m and log l one after the other: their sum has no bits left for log l where scores are large
+    # subtract m and log l separately: if scores are large, rounding their sum loses log l
     p = _exp(s - of.row_max - of.log_sum)
     dp = _dot(of.do, v_tile, (2, 2), call)
     kept = p
@@ -628,7 +625,7 @@ def _backward_tile(
         factor = dropout_factor(place, call)
         kept, dp = p * factor, dp * factor
     ds = p * (dp - of.D)
-    # selected, not multiplied: where the mask hides a pair, its products may have overflowed
+    # select rather than multiply, because the products of hidden pairs may have overflowed
     if call.bias is not None:
         ds = ds if visible is None else jnp.where(visible(), ds, 0)
         dbias = bias_add(place, dbias, call, ds)
@@ -636,8 +633,8 @@ def _backward_tile(
         ds = ds * (1 - t * t)
     if visible is not None and (call.bias is None or t is not None):
         ds = jnp.where(visible(), ds, 0)
-    # from the left with transposes made once for the query tile: on a CPU two to three times as
-    # fast as a product that sums over rows
+    # multiplying from the left with transposes made once per query tile is two to three times as
+    # fast on a CPU as a product that sums over rows
     dv = place.add_keys(dv, _dot(of.do_across, kept, (2, 1), call))
     dk = place.add_keys(dk, _dot(of.q_across, ds, (2, 1), call))
     return dq + _dot(ds, k_tile, (2, 1), call), dk, dv, dbias

@@ -1,7 +1,7 @@
-"""Lay out the tiles of blockwise attention: their sizes, which to visit, what stands at one.
+"""Tiles of blockwise attention: their sizes, the tiles to visit, and the data of a tile.
 
-A tile is block_q queries by block_k keys of a head group: of some batch rows and key heads at once,
-and of the G query heads that share each key head.
+A tile is block_q queries by block_k keys of a head group: some batch rows and key heads together,
+with the G query heads that share each key head.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ from einops import rearrange
 from jax import lax
 
 from transformer_jax.attention.arguments import AttentionCall
-from transformer_jax.attention.block_plan import (
-    PARTIAL,
-    TileLists,
-    lists_of,
-    pad,
-)
+from transformer_jax.attention.block_plan import PARTIAL, TileLists, lists_of, pad
 from transformer_jax.attention.masks import Everything
 from transformer_jax.kernels.contract import Index
 from transformer_jax.kernels.dropout import keep
 from transformer_jax.tracing import at_once
 
-# Sizes, and the cutting into tiles
+# Sizes
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The tiles of a call: `rows` batch rows by `heads` key heads share one."""
+    """The sizes of the tiles of a call. `rows` batch rows by `heads` key heads share a tile."""
 
     B: int
     T: int
@@ -45,10 +40,10 @@ class Sizes:
     block_k: int
     rows: int
     heads: int
-    G: int  # query heads of a key head
-    group: int  # how many pairs of a batch row and a key head share a tile: a head group
-    groups: tuple[int, int]  # of batch rows, of key heads
-    grid: tuple[int, int]  # tiles of queries, of keys
+    G: int  # query heads per key head
+    group: int  # size of a head group, rows * heads
+    groups: tuple[int, int]  # number of groups of batch rows, and of key heads
+    grid: tuple[int, int]  # number of tiles of queries, and of keys
 
     @classmethod
     def of(cls, call: AttentionCall) -> Sizes:
@@ -56,30 +51,30 @@ class Sizes:
         B, T, N, S = call.sizes
         K, H = call.key.shape[2:]
         if T <= FEW_QUERIES:
-            # decoding: every head of every row at once, as far as any row sees, in tiles so narrow
-            # that little is read beyond, and that divide S, for padding would copy the cache; but
-            # padded tiles of 64 where a divisor is shorter than 16
+            # decoding: all heads of all rows together. Narrow tiles read little beyond the last
+            # visible key. They divide S, because padding would copy the cache; if no divisor is at
+            # least 16, use padded tiles of 64
             widest = _divisors(S, 64)[-1]
             block_k = widest if widest == S or widest >= 16 else min(S, 64)
             block_q, rows, heads = T, B, K
         else:
-            # half a million scores, which two cores hold in L2 (benchmarks/NOTES.md)
+            # half a million scores, which fit the L2 cache of two cores (benchmarks/NOTES.md)
             length = max(T, S)
             if not _SMALL_PRODUCTS_THREADED:
                 side = 128 if length <= 256 else 512
             else:
                 side = 128 if length <= 256 or (B * K >= 16 and length <= 1024) else 256
-            # as many small tiles at once as there are: the less of one on the diagonal is empty
+            # small tiles in large groups, because less of a small tile on the diagonal is wasted
             group = max(2, 2**19 // side**2)
             block_q = min(max(side // 8, side // (N // K)), -(-T // 8) * 8)
             block_k = min(side, -(-S // 8) * 8)
             heads = min(_divisors(K, group), key=lambda n: (abs(n - group), -n))
-            # batch rows that differ share a tile only where there is little to skip
+            # batch rows with different masks share a tile only if there is little to skip
             at = (p for p in (call.q_positions, call.k_positions) if p is not None and p.ndim == 2)
             lead = 1 if call.mask is None else call.mask.lead[0]
-            apart = max(lead, *(p.shape[0] for p in at), 1) > 1
-            together = group // K if not apart or length <= 256 else 1
-            rows = max(_divisors(B, max(1, together))) if heads == K else 1
+            rows_differ = max(lead, *(p.shape[0] for p in at), 1) > 1
+            most = group // K if not rows_differ or length <= 256 else 1
+            rows = max(_divisors(B, max(1, most))) if heads == K else 1
         groups, grid = (B // rows, K // heads), (-(-T // block_q), -(-S // block_k))
         sizes = block_q, block_k, rows, heads
         return cls(B, T, S, N, K, H, *sizes, N // K, rows * heads, groups, grid)
@@ -87,8 +82,7 @@ class Sizes:
 
 FEW_QUERIES = 8
 
-
-# XLA of jax 0.10 computes a batch of products on one thread if each is small
+# XLA of jax 0.10 computes a batch of small products on a single thread
 _SMALL_PRODUCTS_THREADED = jax.__version_info__ >= (0, 11)
 
 
@@ -100,28 +94,28 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def visited_tiles(sizes: Sizes, call: AttentionCall) -> TileLists:
-    """List the key tiles of each head group and query tile, full ones first: order [.., nQ, nK]."""
-    given = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
+    """List the key tiles of each head group and query tile, full first: order [.., nQ, nK]."""
+    positions = (call.q_positions, sizes.T), (call.k_positions, sizes.S)
     with at_once(call.mask, call.q_positions, call.k_positions):
-        # indices are NumPy's: then nothing is compiled for the plan of a mask without arrays, which
-        # took two seconds of the first call
-        places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in given]
+        # NumPy indices compile nothing for the plan of a mask without arrays; compiling took two
+        # seconds of the first call
+        places = [np.arange(n, dtype=np.int32) if x is None else x for x, n in positions]
         mask = Everything() if call.mask is None else call.mask
         plan = mask.block_plan(*places, block_q=sizes.block_q, block_k=sizes.block_k)
         rows = sizes.rows if plan.classes.shape[0] > 1 else 1
         heads = sizes.heads * sizes.G if plan.classes.shape[1] > 1 else 1
         shares = rearrange(plan.classes, "(b r) (c n) i j -> b c i j (r n)", r=rows, n=heads)
-        # a tile that only some of a group skip, or need no mask in, is a partial one for all
+        # a tile with different classes within a group is partial for all of the group
         low, high = shares.min(axis=-1), shares.max(axis=-1)
         same = (low == high).astype(low.dtype)
         return lists_of(low * same + PARTIAL * (1 - same))
 
 
-# What stands at a tile
+# Data of a tile
 
 
 class Place(NamedTuple):
-    """A query tile (b, c, i), of a head group, and a key tile j; these may be traced."""
+    """A query tile (b, c, i) of a head group, and a key tile j. Indices may be traced."""
 
     sizes: Sizes
     b: Index
@@ -133,7 +127,7 @@ class Place(NamedTuple):
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, length, axis)
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Spread [rows or 1, heads G or 1, block_q or 1, block_k or 1] over a tile.
+        """Broadcast [rows or 1, heads G or 1, block_q or 1, block_k or 1] to a tile.
 
         The result is [group, G block_q, block_k].
         """
@@ -149,7 +143,7 @@ class Place(NamedTuple):
         start = self.b * sizes.rows, self.i * sizes.block_q, self.c * heads, 0
         shape = sizes.rows, sizes.block_q, heads, x.shape[3]
         tile = lax.dynamic_slice(x, int32(start), shape)
-        # the heads that share a key head lie side by side: one product serves all of them
+        # concatenate the heads that share a key head, so one product serves all of them
         return rearrange(tile, "r t (h G) d -> (r h) (G t) d", G=sizes.G).astype(jnp.float32)
 
     def put_queries(self, x: jax.Array, part: jax.Array) -> jax.Array:
@@ -178,7 +172,7 @@ class Place(NamedTuple):
         sizes = self.sizes
         q, k = call.positions(sizes.T, sizes.S)
         q = pad(q, 1, sizes.grid[0] * sizes.block_q, 0)
-        # an empty slot, which nobody sees
+        # pad with empty slots
         k = pad(k, 1, sizes.grid[1] * sizes.block_k, -1)
         q = lax.dynamic_slice_in_dim(q, self.i * sizes.block_q, sizes.block_q, 1)
         k = lax.dynamic_slice_in_dim(k, self.j * sizes.block_k, sizes.block_k, 1)
@@ -193,7 +187,7 @@ class Place(NamedTuple):
 
 
 def visible_at(place: Place, call: AttentionCall) -> jax.Array:  # bool[group, G block_q, block_k]
-    """Evaluate the mask at a tile; padding, on either side, is not visible."""
+    """Evaluate the mask in a tile; padded queries and keys are not visible."""
     sizes = place.sizes
     heads = sizes.heads * sizes.G
     first = place.b * sizes.rows, place.c * heads
@@ -206,11 +200,11 @@ def visible_at(place: Place, call: AttentionCall) -> jax.Array:  # bool[group, G
 
 
 def dropout_factor(place: Place, call: AttentionCall) -> jax.Array:
-    """Return what dropout multiplies each weight by, f32[group, G block_q, block_k]."""
+    """Return the dropout factor of each weight, f32[group, G block_q, block_k]."""
     assert call.dropout_words is not None
     sizes, rate = place.sizes, call.dropout_rate
     heads = sizes.heads * sizes.G
-    # the call may be a device's part: words were hashed of the whole array's rows and heads
+    # the call may be the part of one device, but the words are hashes of global rows and heads
     words = place.take(call.dropout_words, 1, place.b * sizes.rows, sizes.rows)
     a, b = place.take(words, 2, place.c * heads, heads)[..., None, None]
     q, k = (index.astype(jnp.uint32) for index in place.indices())
@@ -229,8 +223,8 @@ def sink_rows(place: Place, sinks: jax.Array) -> jax.Array:  # f32[group, G bloc
 
 
 def int32(starts: Sequence[Index]) -> list[jax.Array]:
-    """Return the starts of a slice in one dtype."""
-    # where 64 bits are on, Python's integers become i64, and `lax` takes no mixture
+    """Return the starts of a slice as int32."""
+    # with 64 bits enabled, Python integers become int64, and `lax` accepts no mixture
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
