@@ -45,11 +45,11 @@ def test_quantized_weights_include_embeddings(monkeypatch):
 
 def test_adapter_run_finds_its_base_model(monkeypatch, tmp_path):
     run = TrainConfig(model=CONFIG)
-    assert loading._begun_from(run, None) is run
+    assert loading._with_base(run, None) is run
     with pytest.raises(ValueError, match="init_from is 'm': the run has no adapters"):
-        loading._begun_from(run, "m")
+        loading._with_base(run, "m")
     tuned = replace(run, lora=LoraConfig(), init_from="old", tokenizer="pretrained")
-    assert loading._begun_from(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
+    assert loading._with_base(tuned, tmp_path) == replace(tuned, init_from=str(tmp_path))
 
     def lost(where: str | None) -> str:
         with pytest.raises((ValueError, OSError)) as error, loading.naming_run("run", where):

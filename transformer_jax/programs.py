@@ -68,7 +68,7 @@ class Program(Generic[P, Result]):
         return result
 
     def trace(self, **named: Any) -> Traced:
-        """Trace like `jax.jit`, but anew if the arguments contain your code."""
+        """Trace like `jax.jit`, but again if the arguments contain your code."""
         if not _retraces(named):
             return self.by_value.trace(**named)
         fixed = {name: named.pop(name) for name in self.static}

@@ -268,12 +268,12 @@ def test_cache_of_another_window_pattern_is_refused(rng):
         jax.eval_shape(lambda: apply({}, tokens, cache=cache()))
 
     turned = PATTERN | dict(window=(5, None))
-    with pytest.raises(ValueError, match=r"layers\[0\] has 2 sinks and 7 slots, .* at least 19"):
+    with pytest.raises(ValueError, match=r"layers\[0\] has 2 sinks and 7 slots: .* at least 19"):
         run(turned, PATTERN)
-    with pytest.raises(ValueError, match=r"layers\[1\] has 0 sinks and 3 slots, .* at least 19"):
+    with pytest.raises(ValueError, match=r"layers\[1\] has 0 sinks and 3 slots: .* at least 19"):
         run(dict(num_layers=3, window=(5, 3, None)), dict(num_layers=3, window=(5, None, 3)))
     twin = dict(window=5, scan_layers=True)
-    with pytest.raises(ValueError, match=r"layers\[0\] has 2 sinks and 19 slots, .* wants 0"):
+    with pytest.raises(ValueError, match=r"layers\[0\] has 2 sinks and 19 slots: .* needs 0"):
         run(twin | dict(sink_tokens=2), twin)
 
 

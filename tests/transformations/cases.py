@@ -335,7 +335,7 @@ def decoding_cases() -> list[Case]:
     model = tj.build(config)
     params = partial(params_of, config)
     none = No("has no derivative: its result is integers", TypeError)
-    whole = No("counts the prompt's rows when called: export the step of make_step instead", Exception)
+    whole = No("counts a prompt's rows when called: export the step of make_step", Exception)
     indices = {"grad": none, "jvp": none, "second order": none}
     written = {**indices, "export, batch": whole, "export, length": whole}
     rounded = No("values read back from int8 are rounded, without a derivative", AssertionError)

@@ -391,8 +391,8 @@ def _check_bias(
         if jax.tree_util.all_leaves([bias]):
             name = type(bias).__name__
             raise ValueError(
-                f"bias is an instance of {name}, which is not registered as a pytree: write {_DECORATORS} "
-                f"above class {name}"
+                f"bias is an instance of {name}, which is not registered as a pytree: write "
+                f"{_DECORATORS} above class {name}"
             )
         positions = [
             jax.ShapeDtypeStruct((1, n), jnp.int32) if p is None else p
