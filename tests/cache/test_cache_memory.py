@@ -303,7 +303,7 @@ def test_invalid_slack_and_dtype_are_refused():
             init_cache(config, 2, 19, slack=3)
     with pytest.raises(ValueError, match="slack is -1: must be an integer of at least 0"):
         init_cache(dataclasses.replace(SMALL, **RINGS), 2, 19, slack=-1)
-    with pytest.raises(ValueError, match="dtype is int16: must be int8, or floating"):
+    with pytest.raises(ValueError, match="dtype is int16: must be int8 or a float"):
         init_cache(SMALL, 2, 19, dtype=jnp.int16)
 
 

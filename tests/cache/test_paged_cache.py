@@ -316,7 +316,7 @@ def test_invalid_arguments_are_refused(rng):
         (dict(num_pages=0), "num_pages is 0"),
         (dict(page_size=0), "page_size is 0"),
         (dict(page_size=5), "capacity is 28: must be a multiple of page_size 5"),
-        (dict(dtype="int32"), "dtype is int32"),
+        (dict(dtype="int32"), "dtype is 'int32'"),
     ):
         arguments = dict(num_pages=9, page_size=4) | change
         with pytest.raises(ValueError, match=message):

@@ -145,7 +145,7 @@ MISTAKES = {
     "rewind to a number": (lambda: tj.rewind_cache(tj.init_cache(CONFIG, 1, 17), 3),
                            r"int32\[\]: must be integers \[1\]"),
     "a cache of no dtype": (partial(tj.init_cache, CONFIG, 1, 17, "float7"),
-                            "dtype is 'float7': must be int8, or floating"),
+                            "dtype is 'float7': must be int8 or a float"),
     "a cache of text as slack": (partial(tj.init_cache, CONFIG, 1, 17, slack="3"),
                                  "slack is '3': must"),
     "bytes of a recurrent cache": (partial(tj.cache_bytes, tj.RecurrentConfig(), 1, 17),

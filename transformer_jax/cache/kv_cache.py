@@ -82,13 +82,13 @@ class KVCache:
 
 
 def check_cache_dtype(name: str, dtype: object) -> np.dtype:
-    """Return the dtype of a cache; ValueError unless it is int8, or floating with 16 bits or more.
+    """Return the dtype of a cache; ValueError unless it is int8 or a float of at least 16 bits.
 
     Args:
         name: the argument that specified it, for the message.
         dtype: a dtype, a scalar type such as `jnp.bfloat16`, or the name of a dtype.
     """
-    rule = "must be int8, or floating with 16 bits or more"
+    rule = "must be int8 or a float of at least 16 bits"
     value: Any = dtype
     try:
         # NumPy reads None as float64, and an array as the dtype of its elements
@@ -98,7 +98,7 @@ def check_cache_dtype(name: str, dtype: object) -> np.dtype:
     except (TypeError, ValueError):
         raise ValueError(f"{name} is {shown(value)}: {rule}") from None
     if found != jnp.int8 and not (jnp.issubdtype(found, jnp.floating) and found.itemsize > 1):
-        raise ValueError(f"{name} is {found}: {rule}")
+        raise ValueError(f"{name} is {shown(value) if isinstance(value, str) else found}: {rule}")
     return found
 
 
@@ -119,7 +119,7 @@ def init(
         num_kv_heads: K.
         head_dim: H.
         value_head_dim: Hv; None is H.
-        dtype: of keys and values: int8, or floating with 16 bits or more.
+        dtype: of keys and values: int8 or a float of at least 16 bits.
         sinks: number of slots that are never overwritten; must be below the capacity.
 
     Raises:

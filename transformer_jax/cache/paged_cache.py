@@ -93,7 +93,7 @@ def init(
         num_kv_heads: K.
         head_dim: H.
         value_head_dim: Hv; None is H.
-        dtype: of keys and values: int8, or floating with 16 bits or more.
+        dtype: of keys and values: int8 or a float of at least 16 bits.
         num_pages: P, the number of pages in the pool.
         page_size: the number of slots per page.
 

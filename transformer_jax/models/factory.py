@@ -295,11 +295,10 @@ def init_decode_state(
     has_source = cfg.kind == "encoder-decoder"
     if cfg.kind == "encoder" and cfg.supports("cache"):
         raise ValueError("kind is 'encoder': it does not generate tokens, so it has no state")
-    if dtype is not None:
-        dtype = check_cache_dtype("dtype", dtype)
     if dtype is not None and not cfg.supports("cache"):
         rule = f"a {type(cfg).__name__} has no cache"
-        raise ValueError(f"dtype is {dtype}: {rule}")
+        name = dtype if isinstance(dtype, str) else check_cache_dtype("dtype", dtype)
+        raise ValueError(f"dtype is {name}: {rule}")
     if source is None and has_source:
         raise ValueError("source is None: this model requires a source")
     if source is not None and not has_source:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
-import jax.numpy as jnp
 
 from transformer_jax import checks
+from transformer_jax.cache.kv_cache import check_cache_dtype
 from transformer_jax.config import ConfigError
 from transformer_jax.config.keywords import config_class, refuse_keywords
 from transformer_jax.decoding.logit_processors import HistoryProcessor, check_processors
@@ -120,16 +120,7 @@ class GenerateOptions:
         if self.key is not None:
             checks.check_key("key", self.key)
         if self.cache_dtype is not None:
-            shown = f"cache_dtype is {self.cache_dtype!r:.80}"
-            try:
-                dtype = jnp.dtype(self.cache_dtype)
-            except (TypeError, ValueError):
-                raise ValueError(f"{shown}: must be a dtype, such as 'bfloat16'") from None
-            # The dtypes that `init_cache` accepts.
-            if dtype != jnp.int8 and not (
-                jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-            ):
-                raise ValueError(f"{shown}: must be int8 or a float of at least 16 bits")
+            check_cache_dtype("cache_dtype", self.cache_dtype)
         given = [name for name in FORMS if getattr(self, name) is not None]
         for name in given:
             value = getattr(self, name)
