@@ -173,7 +173,7 @@ def gone(text: str) -> Any:
         ),
         (
             lambda: save(replace(CONFIG, activation=cubed)),
-            "activation is .*no published family has a function of your own",
+            "activation is .*no published family supports a custom function",
         ),
         (
             lambda: save(replace(CONFIG, positions=Sloped())),

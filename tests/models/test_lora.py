@@ -517,7 +517,7 @@ def test_damaged_tensors_are_refused_by_name(saved, params):
     check(f"{b} is missing", b=None)
     said = f"{a} has shape [14, 2]: must be [2, 14] for rank 2 and these parameters"
     check(said, a=tensors[a].T.copy())
-    check(f"{b} has dtype I32: must be F32, F16 or BF16", b=np.ones((24, 2), np.int32))
+    check(f"{b} has dtype I32: must be F32, F16, or BF16", b=np.ones((24, 2), np.int32))
     other = "base_model.model.lm_head.lora_A.weight"
     check(f"{other}: matches no kernel in names", **{other: np.ones((2, 14), np.float32)})
     safetensors.save_file({}, file)

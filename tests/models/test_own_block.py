@@ -164,7 +164,7 @@ class Both(Plain, Gated):
         (lambda: config_from_json(as_text(Gated()).replace(f"{__name__}:Gated", "os:getcwd")),
          "model.block.kind is 'os:getcwd': must be a class for model.block of your own"),
         (lambda: tj.save_pretrained("/nonexistent", replace(CONFIG, block=Plain()), {}),
-         r"block is Plain\(fault=''\): no published family has a block of your own"),
+         r"block is Plain\(fault=''\): no published family supports custom blocks"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_line(call, message):

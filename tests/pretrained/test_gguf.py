@@ -422,7 +422,10 @@ def test_unknown_keys_and_tensors_are_rejected(small, tmp_path):
     refused("llama.block_count is 'two': must be a positive integer", block_count="two")
     refused("llama.expert_count is 'two': must be a positive integer", expert_count="two")
     refused("llama.expert_used_count is missing: must be a pos", expert_count=2)
-    refused("embedding_length is 31: token_embd.weight has 32", embedding_length=31)
+    refused(
+        "embedding_length is 31: must equal the columns of token_embd.weight, 32",
+        embedding_length=31,
+    )
     refused(
         "rope.dimension_count is 4: must equal the width of a head", **{"rope.dimension_count": 4}
     )

@@ -112,5 +112,7 @@ def test_gpt_oss_gate_and_up_must_have_same_shape(tmp_path):
         one_line(error)
     wrong = metadata | keys | {"expert_feed_forward_length": 63}
     path = write_file(tmp_path / "m.gguf", architecture, wrong, tensors)
-    with pytest.raises(ConfigError, match="expert_feed_forward_length is 63: must be 64"):
+    with pytest.raises(
+        ConfigError, match="expert_feed_forward_length is 63: must equal feed_forward_length, 64"
+    ):
         open_weights(path)

@@ -715,9 +715,9 @@ def test_extra_keys_cannot_change_the_config(tmp_path):
     ("name", "keys", "message"),
     [
         ("gemma-2b", dict(hidden_activation="silu"),
-         "hidden_activation is 'silu': hidden_act means 'gelu_tanh', and this must mean the same"),
-        ("gemma-2b", dict(hidden_act="relu", hidden_activation="gelu"), "hidden_act means 'relu'"),
-        ("gemma-2b", dict(hidden_act=..., hidden_activation="relu"), "act means 'gelu_tanh'"),
+         "hidden_activation is 'silu': must match hidden_act, which means 'gelu_tanh'"),
+        ("gemma-2b", dict(hidden_act="relu", hidden_activation="gelu"), "which means 'relu'"),
+        ("gemma-2b", dict(hidden_act=..., hidden_activation="relu"), "which means 'gelu_tanh'"),
         ("gemma-3-1b-it", dict(attn_logit_softcapping=3.0),
          "attn_logit_softcapping is 3.0: must be None"),
         ("gemma-3-1b-it", dict(_sliding_window_pattern=3),

@@ -684,7 +684,7 @@ def test_missing_parts_are_named(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="'no such/place/here': must be an existing folder"):
         open_folder("no such/place/here")
     for path in (tmp_path / "nowhere", Path("org/name")):
-        with pytest.raises(CheckpointError, match="there is no such folder"):
+        with pytest.raises(CheckpointError, match="the folder does not exist"):
             open_folder(path)
     for name in ("", "a/b/c", "../a", "~/a", "a b", "a/", "/a/b", "a\0", "a" * 999):
         with pytest.raises(CheckpointError, match="must be an existing folder or a repository ID"):

@@ -86,7 +86,7 @@ def write_config(family: Family, config: ModelConfig) -> JsonObject:
     """Return the keys of config.json that describe a config.
 
     ConfigError names the fields that the family cannot express: the keys are read back, and every
-    field but the `RUNTIME_FIELDS` must come back with the same meaning.
+    field except `RUNTIME_FIELDS` must have the same meaning.
     """
     rope = config.positions
     if isinstance(rope, Rope) and rope.length is not None:  # a runtime setting as well

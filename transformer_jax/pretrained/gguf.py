@@ -236,7 +236,9 @@ class _Keys(ConfigKeys):
             raise CheckpointError(f"{self.where}: {rule}")
         rows, columns = found.shape
         if (width := self.integer("embedding_length")) != columns:
-            self.fail("embedding_length", width, f"token_embd.weight has {columns} columns")
+            self.fail(
+                "embedding_length", width, f"must equal the columns of token_embd.weight, {columns}"
+            )
         return rows
 
     def check_all_read(self) -> None:
@@ -320,7 +322,7 @@ def _common(keys: _Keys, model_type: str) -> JsonObject:
     elif kind == "none":
         keys.take("rope.scaling.factor", None)
     elif kind not in ("linear", "yarn"):
-        keys.fail("rope.scaling.type", kind, "must be 'none', 'linear' or 'yarn'")
+        keys.fail("rope.scaling.type", kind, "must be 'none', 'linear', or 'yarn'")
     else:
         scaling: JsonObject = dict(rope_type=kind, factor=keys.number("rope.scaling.factor"))
         config["rope_scaling"] = scaling
@@ -487,7 +489,9 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
             )
             width = config["intermediate_size"]
             if (found := keys.integer("expert_feed_forward_length")) != width:
-                keys.fail("expert_feed_forward_length", found, f"must be {width}")
+                keys.fail(
+                    "expert_feed_forward_length", found, f"must equal feed_forward_length, {width}"
+                )
             if config.setdefault("rope_scaling", dict(rope_type="default"))["rope_type"] == "yarn":
                 config["rope_scaling"]["truncate"] = False  # not stored in any key
             experts = {f"ffn_{name}_exps": "mlp.experts.gate_up_proj" for name in ("gate", "up")}
@@ -500,7 +504,7 @@ def _read_architecture(keys: _Keys) -> tuple[JsonObject, _Names]:
             heads = keys.integer("attention.head_count")
             if (found := keys.integer("attention.head_count_kv", heads)) != heads:
                 keys.fail(
-                    "attention.head_count_kv", found, f"must be attention.head_count, {heads}"
+                    "attention.head_count_kv", found, f"must equal attention.head_count, {heads}"
                 )
             config = dict(
                 model_type="gpt2",

@@ -122,7 +122,7 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Read the metadata of a file and check the locations of its tensors, without reading them.
 
-    CheckpointError names the file, and the key or the tensor that is wrong.
+    CheckpointError names the file and the invalid key or tensor.
     """
     path = Path(path)
     with _FILES.opened(_resolved(path)) as stream:

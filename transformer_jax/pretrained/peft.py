@@ -338,7 +338,7 @@ def _read_config(file: Path) -> JsonObject:
     if type(alpha) not in (int, float) or not 0 < alpha < 2**63:  # type: ignore[operator]
         fail("lora_alpha", "must be a positive number")
     if content.get("bias", "none") != "none":
-        fail("bias", "trained biases are not supported")
+        fail("bias", "must be 'none', since trained biases are not supported")
     for key in ("use_rslora", "fan_in_fan_out"):
         if type(content.setdefault(key, False)) is not bool:
             fail(key, "must be true or false")
@@ -413,7 +413,7 @@ def _read_tensors(
                         rule = f"must be {wanted} for rank {rank} and these parameters"
                         raise CheckpointError(f"{file}: {key} has shape {part.get_shape()}: {rule}")
                     if part.get_dtype() not in ("F32", "F16", "BF16"):
-                        rule = "must be F32, F16 or BF16"
+                        rule = "must be F32, F16, or BF16"
                         raise CheckpointError(f"{file}: {key} has dtype {part.get_dtype()}: {rule}")
             if targeted is not None and adapted != targeted:
                 module = min(adapted ^ targeted)

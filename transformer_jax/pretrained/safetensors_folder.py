@@ -253,7 +253,7 @@ def _located(path_or_id: str | Path, revision: str | None) -> Path:
             raise CheckpointError(f"{name} is not a folder")
         return path
     if isinstance(path_or_id, Path):
-        raise CheckpointError(f"{name}: there is no such folder")
+        raise CheckpointError(f"{name}: the folder does not exist")
     if not _REPOSITORY.fullmatch(path_or_id):
         raise CheckpointError(
             f"{name}: must be an existing folder or a repository ID, NAME or ORG/NAME"

@@ -276,7 +276,7 @@ def load_sentence_encoder(
     for other in ("mean_sqrt_len_tokens", "weightedmean_tokens"):
         keys.require(f"pooling_mode_{other}", False)
     on = [modes[mode] for mode in modes if keys.flag(mode, False)]
-    if keys.take("pooling_mode", None) is not None:  # newer folders have one key for all
+    if keys.take("pooling_mode", None) is not None:  # newer folders have a single key
         on = [keys.choice("pooling_mode", _POOLINGS)]
     if len(on) != 1:
         known = ", ".join(map(repr, get_args(Pooling)))

@@ -120,8 +120,8 @@ def tensor_names(
 def scanned_path(path: str) -> tuple[str, int] | None:
     """Return the path in a scanned stack and the layer, for a parameter of a looped block.
 
-    "decoder/block_3/norm/scale" gives ("decoder/blocks/norm/scale", 3); a parameter outside the
-    stacks gives None.
+    "decoder/block_3/norm/scale" becomes ("decoder/blocks/norm/scale", 3). Return None for a
+    parameter outside the stacks.
     """
     stack, _, rest = path.partition("/block_")
     number, _, rest = rest.partition("/")

@@ -13,17 +13,16 @@ within the feed-forward are not supported.
 | Marian (Junczys-Dowmunt et al. 2018)  | after branches   | sinusoids | none                   |
 
 M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
-M2M-100 counts positions from pad_token_id + 1, and its slowest pair has the wavelength 2 pi 10000:
 pair k of n turns by p 10000^(-k/(n-1)) radians. transformers assigns no position to padding tokens,
 so after left padding the first token has the first position.
-Encoder, decoder and output share one table, `model.shared`, unless a key says otherwise:
+
 Encoder, decoder, and output share one table, `model.shared`, unless a key specifies otherwise:
+
 | family | key                                     | tables                                       |
 |--------|-----------------------------------------|----------------------------------------------|
 | Marian | share_encoder_decoder_embeddings: false | encoder.embed_tokens [vocab_size, D],        |
 |        |                                         | decoder.embed_tokens [decoder_vocab_size, D] |
 | all    | tie_word_embeddings: false              | lm_head for the output; encoder.embed_tokens |
-|        |                                         | and decoder.embed_tokens where the files     |
 |        |                                         | and decoder.embed_tokens if the files have   |
 |        |                                         | both, otherwise shared                       |
 """

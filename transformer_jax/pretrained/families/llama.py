@@ -171,7 +171,7 @@ def _write_qwen(config: ModelConfig) -> JsonObject:
 
 
 _QWEN_WINDOWS = k.Code(_read_qwen, _write_qwen)
-"""Layers from `max_window_layers` on have a window, if `use_sliding_window` is true."""
+"""Layers from index `max_window_layers` have a window if `use_sliding_window` is true."""
 QWEN2 = llama_family(
     "qwen2",
     [*d.gated(32), k.Fixed(qkv_bias=True), _QWEN_WINDOWS, d.rope()],
@@ -191,11 +191,13 @@ _TANH = k.activation(gelu_tanh="gelu_pytorch_tanh")
 
 def _read_activation(keys: k.ConfigKeys, fields: k.Fields) -> k.Fields:
     act = keys.choice("hidden_act", k.ACTIVATIONS, "gelu_pytorch_tanh")
-    act = "gelu_tanh" if act == "gelu" else act  # the first files say gelu, but mean tanh
+    act = (
+        "gelu_tanh" if act == "gelu" else act
+    )  # early files specify gelu but mean its tanh approximation
     if keys.take("hidden_activation", None) is not None:  # libraries differ in which key they read
         also = keys.choice("hidden_activation", k.ACTIVATIONS)
         if ("gelu_tanh" if also == "gelu" else also) != act:
-            rule = f"hidden_act means {act!r}, and this must mean the same"
+            rule = f"must match hidden_act, which means {act!r}"
             keys.fail("hidden_activation", keys.take("hidden_activation"), rule)
     return dict(activation=act)
 
