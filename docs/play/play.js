@@ -341,10 +341,10 @@ const MASKS = {
     fields: ["left", "right"],
     make({ left, right = null }) {
       if (left === undefined) refuse("Window: left is missing: write Window(4)");
-      if (left === null && right === null) refuse("Window(None, None) bounds nothing: give left or right");
+      if (left === null && right === null) refuse("Window(None, None) bounds nothing: pass left or right");
       for (const [name, value] of [["left", left], ["right", right]]) {
         if (value !== null && !(Number.isInteger(value) && value >= 0)) {
-          refuse(`Window: ${name} is ${python(value)}: must be an integer of 0 or more`);
+          refuse(`Window: ${name} is ${python(value)}: must be an integer of at least 0`);
         }
       }
       return { kind: "Window", left, right };

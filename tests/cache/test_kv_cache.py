@@ -326,7 +326,7 @@ def test_invalid_dtype_is_refused_by_argument_name(dtype, shown):
         with pytest.raises(ValueError, match=f"^cache_dtype {rule}"):
             GenerateOptions(cache_dtype=dtype)
         recurrent = tj.RecurrentConfig(vocab_size=11, d_embed=3, d_hidden=3)
-        with pytest.raises(ValueError, match="^dtype is "):
+        with pytest.raises(ValueError, match=r"^dtype is "):
             tj.init_decode_state(recurrent, None, 2, 5, dtype=dtype)
 
 
