@@ -132,7 +132,7 @@ def public_names() -> Iterator[str]:
     """Give the lines of a table of public names for each group of the package's docstring."""
     found = exported()
     for group, names in groups():
-        yield f"\n## {group}\n\n| name | what it is |\n|---|---|"
+        yield f"\n## {group}\n\n| name | meaning |\n|---|---|"
         for name in names:
             path, module = found[name]
             page = module.removeprefix(f"{PACKAGE}.").split(".")[0]
@@ -142,7 +142,7 @@ def public_names() -> Iterator[str]:
 def groups() -> list[tuple[str, list[str]]]:
     """Return the groups of public names in the docstring of the package, in its order."""
     text = ast.get_docstring(ast.parse((ROOT / PACKAGE / "__init__.py").read_text())) or ""
-    table = text[text.index("What is public") :].split("\n\n")[1]
+    table = text[text.index("Public names;") :].split("\n\n")[1]
     rows = re.findall(r"^ {4}(\S.*?)  +(\S.*(?:\n {10,}\S.*)*)", table, re.M)
     return [(group, re.findall(r"\w+", names)) for group, names in rows]
 
