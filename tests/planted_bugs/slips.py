@@ -1037,8 +1037,8 @@ SLIPS: tuple[Slip, ...] = (
         ),
         (
             "decoding writes its parameters",
-            "written = held if self.cache == 0 else 0",
-            "written = held",
+            "written = resident if self.cache == 0 else 0",
+            "written = resident",
             "training/test_plan.py::test_a_table_that_has_rows_looked_up_is_not_read_whole",
         ),
     ),

@@ -49,7 +49,7 @@ COLUMNS: dict[str, tuple[bool, dict[str, int] | None]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunNumbers:
     """Result of a run."""
 
     start: dict[str, np.ndarray]
@@ -64,46 +64,46 @@ def by_name(params: Any) -> dict[str, np.ndarray]:
     return {"/".join(path): leaf for path, leaf in flatten_dict(found).items()}
 
 
-def measured(case: Case, config: TrainConfig, given: Any = None) -> tuple[Measured, Any]:
-    """Run the steps from the `given` parameters of a looped stack, or from new ones."""
+def run_case(case: Case, config: TrainConfig, looped_params: Any = None) -> tuple[RunNumbers, Any]:
+    """Run the steps from parameters of a looped stack, or from new ones."""
     start = None if config.init_from is None else start_model(config.init_from)
     data = load_task(config, None if start is None else start.tokenizers)
-    own = Run(data, RunFolder(Path(config.out)))
-    if given is None or start is not None:
-        state = own.first_state(start, Silent())
+    job = Run(data, RunFolder(Path(config.out)))
+    if looped_params is None or start is not None:
+        state = job.first_state(start, Silent())
     else:
-        params = stack_layers(given) if config.model.scan_layers else given
-        shardings = own.placement.shardings(own.template)
+        params = stack_layers(looped_params) if config.model.scan_layers else looped_params
+        shardings = job.placement.shardings(job.template)
         key = split_seed(np.uint32(config.seed))[1]
         if shardings is not None:
             params, key = jax.device_put((params, key), (shardings.params, shardings.key))
-        state = jax.jit(own.programs.state_of, out_shardings=shardings)(params, key=key)
+        state = jax.jit(job.programs.state_of, out_shardings=shardings)(params, key=key)
     tree = jax.tree.map(np.array, state.params)
     if case.updates:
-        return with_drawn_gradients(own, state, tree), tree
+        return with_random_gradients(job, state, tree), tree
     numbers: dict[str, list[float]] = {"losses": [], "gradient norms": []}
     for step in range(1 if case.rounded else STEPS):
-        state, metrics = own.step(state, own.inputs(step))
+        state, metrics = job.step(state, job.inputs(step))
         numbers["losses"].append(float(metrics.loss))
         numbers["gradient norms"].append(float(metrics.grad_norm))
         numbers.setdefault("labels", []).append(float(metrics.weight))
     used = by_name(state.used_params)
     if case.evaluated:
-        numbers["held-out loss"] = [evaluate_run(own, state).loss]
-    return Measured(by_name(tree), numbers, {} if case.rounded else used), tree
+        numbers["held-out loss"] = [evaluate_run(job, state).loss]
+    return RunNumbers(by_name(tree), numbers, {} if case.rounded else used), tree
 
 
-def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
+def with_random_gradients(job: Run, state: TrainState, tree: Any) -> RunNumbers:
     """Compare losses of real steps, and updates of steps with random gradients."""
     numbers: dict[str, list[float]] = {"losses": [], "gradient norms": []}
     fresh = jax.tree.map(jnp.copy, state)
     for step in range(STEPS):
-        state, metrics = own.step(state, own.inputs(step))
+        state, metrics = job.step(state, job.inputs(step))
         numbers["losses"].append(float(metrics.loss))
         numbers["gradient norms"].append(float(metrics.grad_norm))
     looped = by_name(tree)
 
-    def drawn(step: int) -> dict[str, np.ndarray]:
+    def random_gradients(step: int) -> dict[str, np.ndarray]:
         rng, size = np.random.default_rng(step), [0.1, 1.0, 5.0][step]
         found = {}
         for name, leaf in looped.items():  # one layer gets a far larger gradient in the last step
@@ -111,39 +111,39 @@ def with_drawn_gradients(own: Run, state: TrainState, tree: Any) -> Measured:
             found[name] = size * outlier * rng.standard_normal(leaf.shape).astype(np.float32)
         return found
 
-    def like(named: dict[str, np.ndarray], path: tuple[str, ...], leaf: Any) -> np.ndarray:
+    def like(gradients: dict[str, np.ndarray], path: tuple[str, ...], leaf: Any) -> np.ndarray:
         if "blocks" not in path:
-            return named["/".join(path)]
+            return gradients["/".join(path)]
         at = path.index("blocks")
         names = ["/".join((*path[:at], f"block_{i}", *path[at + 1 :])) for i in range(len(leaf))]
-        return np.stack([named[name] for name in names])
+        return np.stack([gradients[name] for name in names])
 
     def linear(params: Any, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
         parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, batch)
         return sum(jax.tree.leaves(parts)), jnp.float32(1)
 
-    config = own.config
+    config = job.config
     step = make_train_step(linear, make_optimizer(config), ema_decay=config.ema_decay)
     for n in range(3):
-        named = drawn(n)
+        gradients = random_gradients(n)
         batch = jax.tree_util.tree_map_with_path(
-            lambda path, leaf, named=named: jax.device_put(
-                like(named, tuple(part.key for part in path), leaf)
+            lambda path, leaf, gradients=gradients: jax.device_put(
+                like(gradients, tuple(part.key for part in path), leaf)
             ),
             fresh.params,
         )
-        if own.placement.mesh is not None:
+        if job.placement.mesh is not None:
             batch = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), batch, fresh.params)
         batch = jax.tree.map(lambda leaf: leaf[None], batch)
         fresh, _ = step(fresh, batch)
-    return Measured(looped, numbers, by_name(fresh.used_params))
+    return RunNumbers(looped, numbers, by_name(fresh.used_params))
 
 
-def compare(found: Measured, wanted: Measured) -> None:
+def compare(found: RunNumbers, wanted: RunNumbers) -> None:
     """Assert that two runs agree to 1e-5; updates, relative to the largest of all."""
-    for what, numbers in wanted.numbers.items():
-        np.testing.assert_allclose(found.numbers[what], numbers, rtol=NEAR, err_msg=what)
-        assert np.isfinite(numbers).all() and min(numbers) > 0, (what, numbers)
+    for name, numbers in wanted.numbers.items():
+        np.testing.assert_allclose(found.numbers[name], numbers, rtol=NEAR, err_msg=name)
+        assert np.isfinite(numbers).all() and min(numbers) > 0, (name, numbers)
     updates = {name: leaf - wanted.start[name] for name, leaf in wanted.params.items()}
     largest = max((float(np.abs(x).max()) for x in updates.values()), default=0.0)
     for name, update in updates.items():
@@ -155,10 +155,10 @@ def compare(found: Measured, wanted: Measured) -> None:
 
 
 @cache
-def looped(name: str, folder: Path) -> tuple[Measured, Any]:
+def looped(name: str, folder: Path) -> tuple[RunNumbers, Any]:
     """Return the result of a case on one device, with a looped stack."""
     case = CASES[name]
-    return measured(case, run(folder, case, scan=False))
+    return run_case(case, run(folder, case, scan=False))
 
 
 def cell(name: str, column: str, folder: Path) -> str:
@@ -171,7 +171,7 @@ def cell(name: str, column: str, folder: Path) -> str:
     except ConfigError as error:
         return f"no: {error}"
     wanted, params = looped(name, folder)
-    compare(measured(case, config, params)[0], wanted)
+    compare(run_case(case, config, params)[0], wanted)
     return "yes"
 
 
@@ -190,8 +190,8 @@ def main() -> None:
     cells: dict[tuple[str, str], str] = {}
     if arguments.results and arguments.results.exists():
         for line in arguments.results.read_text().splitlines():
-            *key, said = json.loads(line)
-            cells[key[0], key[1]] = said
+            *key, outcome = json.loads(line)
+            cells[key[0], key[1]] = outcome
     failed, folder = 0, Path(tempfile.mkdtemp())
     write_data(folder)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
@@ -202,7 +202,7 @@ def main() -> None:
             if arguments.column not in column or (name, column) in cells:
                 continue
             try:
-                said = cells[name, column] = cell(name, column, folder)
+                outcome = cells[name, column] = cell(name, column, folder)
             except Exception as error:  # recorded in the cell, and the rest continues
                 failed += 1
                 tell(f"{name}, {column}: {type(error).__name__}: {str(error)[:600]}")
@@ -211,12 +211,12 @@ def main() -> None:
                 continue
             if arguments.results:
                 with arguments.results.open("a") as file:
-                    file.write(json.dumps([name, column, said]) + "\n")
+                    file.write(json.dumps([name, column, outcome]) + "\n")
         tell(f"{name}: {[cells.get((name, column), '?')[:3] for column in COLUMNS]}")
         jax.clear_caches()
         looped.cache_clear()
     if arguments.json:
-        print(json.dumps([[*key, said] for key, said in cells.items()]))
+        print(json.dumps([[*key, outcome] for key, outcome in cells.items()]))
     if arguments.write:
         arguments.write.write_text(page(cells))
     raise SystemExit(1 if failed else 0)
@@ -226,8 +226,8 @@ def page(cells: dict[tuple[str, str], str]) -> str:
     """Return the page of the table."""
     notes: dict[str, int] = {}
 
-    def short(said: str) -> str:
-        mark, _, reason = said.partition(": ")
+    def short(outcome: str) -> str:
+        mark, _, reason = outcome.partition(": ")
         return f"{mark} [{notes.setdefault(reason, len(notes) + 1)}]" if reason else mark
 
     rows = [

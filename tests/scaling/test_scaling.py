@@ -25,6 +25,8 @@ def test_run_matches_one_device_or_is_rejected(name):
     command = ["-m", "tests.scaling", "--json", "--case", name, *column]
     cells = on_devices(8, *command, optimise=False)
     assert len(cells) == (1 if column else 3)
-    for _, column, said in cells:
-        refused = said.startswith("no: ") and ("expert" in column or "needs a looped stack" in said)
-        assert said == "yes" or refused, (column, said)
+    for _, column, outcome in cells:
+        refused = outcome.startswith("no: ") and (
+            "expert" in column or "needs a looped stack" in outcome
+        )
+        assert outcome == "yes" or refused, (column, outcome)

@@ -66,7 +66,7 @@ class FrozenBase:
 
     def __init__(self, config: TrainConfig, placement: Placement) -> None:
         self.config, self._placement = config, placement
-        # the base is not loaded before the step is known to fit the memory
+        # the base is not loaded before the step is known to fit in memory
         shapes = jax.eval_shape(lambda: self.part(init_params(config.model, jax.random.key(0))))
         self.params = placement.state(shapes)
 

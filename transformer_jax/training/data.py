@@ -197,9 +197,9 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     needed = config.sequence_len + 1
     for name, part in (("training", train), ("held-out", val)):
         if len(part) < needed:
-            what = "it" if config.val_data == config.data else f"its {name} part"
+            subject = "it" if config.val_data == config.data else f"its {name} part"
             raise ShortText(
-                f"data is {config.data!r}: {what} has {len(part)} tokens, "
+                f"data is {config.data!r}: {subject} has {len(part)} tokens, "
                 f"a window of context {config.sequence_len} needs {needed}",
                 len(part),
             )

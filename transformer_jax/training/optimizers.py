@@ -110,7 +110,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(clipped, steps, *last)
 
 
-def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
+def scale_by_adafactor(settings: Adafactor) -> optax.GradientTransformation:
     """Scale by a factored root mean square, then clip (Shazeer & Stern 2018, algorithm 4).
 
     optax treats an array as one parameter, so the layers of a scanned stack would share the root
@@ -121,11 +121,11 @@ def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
     def axes(path: KeyPath, leaf: jax.Array) -> tuple[int, tuple[int, int] | None]:
         """Return the number of leading axes, and the second longest and longest other axes.
 
-        None replaces the two axes if each element has its own second moment.
+        None replaces the two axes if each element has its settings second moment.
         """
         first = stacked_axes(path_name(path).split("/"), leaf.ndim)
         longest = [first + int(axis) for axis in np.argsort(leaf.shape[first:], kind="stable")[-2:]]
-        if len(longest) < 2 or leaf.shape[longest[0]] < own.smallest_factored:
+        if len(longest) < 2 or leaf.shape[longest[0]] < settings.smallest_factored:
             return first, None
         return first, (longest[0], longest[1])
 
@@ -138,13 +138,13 @@ def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
 
     def init(params: Params) -> optax.FactoredState:
         found = jax.tree_util.tree_map_with_path(zeros, params)
-        parts = (jax.tree.map(lambda _, own, i=i: own[i], params, found) for i in range(3))
+        parts = (jax.tree.map(lambda _, leaf, i=i: leaf[i], params, found) for i in range(3))
         return optax.FactoredState(jnp.zeros((), jnp.int32), *parts)
 
     def update(
         grads: Params, state: optax.FactoredState, params: Params | None = None
     ) -> tuple[Params, optax.FactoredState]:
-        past = 1 - jnp.float32(state.count + 1) ** -own.decay_rate
+        past = 1 - jnp.float32(state.count + 1) ** -settings.decay_rate
 
         def one(
             path: KeyPath, grad: jax.Array, row: jax.Array, column: jax.Array, moment: jax.Array
@@ -163,10 +163,10 @@ def scale_by_adafactor(own: Adafactor) -> optax.GradientTransformation:
                 step = grad * row_rms**-0.5 * jnp.expand_dims(column**-0.5, shorter)
             of_one = tuple(range(first, grad.ndim))
             size = jnp.sqrt(jnp.mean(jnp.square(step), axis=of_one, keepdims=True))
-            return step / jnp.maximum(1.0, size / own.clipping), row, column, moment
+            return step / jnp.maximum(1.0, size / settings.clipping), row, column, moment
 
         found = jax.tree_util.tree_map_with_path(one, grads, state.v_row, state.v_col, state.v)
-        parts = [jax.tree.map(lambda _, own, i=i: own[i], grads, found) for i in range(4)]
+        parts = [jax.tree.map(lambda _, leaf, i=i: leaf[i], grads, found) for i in range(4)]
         return parts[0], optax.FactoredState(state.count + 1, *parts[1:])
 
     return optax.GradientTransformation(init, update)

@@ -233,11 +233,11 @@ def step_batches(
 
     Raises ConfigError unless P divides B.
     """
-    own = own_rows(batch_size, process)
+    process_rows = own_rows(batch_size, process)
 
     def chosen(pairs: np.ndarray) -> np.ndarray:
         rows = pairs.reshape(accumulation, batch_size, 2)
-        return rows[:, own]
+        return rows[:, process_rows]
 
     return order.batch(accumulation * batch_size, batch_fn=np.array).map(chosen).map(reader)
 

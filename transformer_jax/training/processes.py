@@ -89,9 +89,9 @@ def gathered_here(tree: T) -> T:
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def wait_for_all(what: str) -> None:
+def wait_for_all(name: str) -> None:
     """Wait until all processes reach this point."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(name)

@@ -105,22 +105,16 @@ class Hardware:
 
         On a GPU, JAX uses three quarters of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it.
         """
-        if self.chip is not None:
-            share = 1.0
-            if self.name.startswith("h200"):
-                share = _share()
-            return int(share * self.chip.memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
-
-
-def _share() -> float:
-    """Return the share of a GPU's memory that JAX uses; ConfigError unless it is a number."""
-    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
-    try:
-        return float(text)
-    except ValueError:
-        message = f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: must be a number"
-        raise ConfigError(message) from None
+        if self.chip is None:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.count
+        if not self.name.startswith("h200"):
+            return self.chip.memory
+        text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+        try:
+            return int(float(text) * self.chip.memory)
+        except ValueError:
+            message = f"XLA_PYTHON_CLIENT_MEM_FRACTION is {text!r}: must be a number"
+            raise ConfigError(message) from None
 
 
 def find_hardware(name: str) -> Hardware:

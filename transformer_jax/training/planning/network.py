@@ -121,20 +121,16 @@ def _result_bytes(shapes: str, kind: str, begins: bool) -> float:
     The start of an asynchronous collective, except an all-reduce, lists its operands first:
     (in, out), or ((in, in), (out, out)). A permutation adds two numbers at the end.
     """
-    sizes = [
-        math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(kind, _width(kind))
-        for kind, dims in _SHAPE.findall(shapes)
-    ]
+    sizes = []
+    for dtype, dims in _SHAPE.findall(shapes):
+        bits = re.search(r"\d+", dtype)
+        width = _BYTES.get(dtype, int(bits[0]) / 8 if bits else 4.0)
+        sizes.append(math.prod(int(n) for n in dims.split(",") if n) * width)
     if not begins or kind == "all-reduce":
         return sum(sizes)
     if kind == "collective-permute":
         return sizes[1] if len(sizes) > 1 else sum(sizes)
     return sum(sizes[len(sizes) // 2 :])
-
-
-def _width(kind: str) -> float:
-    digits = re.search(r"\d+", kind)
-    return int(digits[0]) / 8 if digits else 4.0
 
 
 def _group(line: str, devices: int) -> int:

@@ -91,9 +91,9 @@ class Plan:
         chip = self.hardware.chip
         if chip is None or not self.compiled:
             return None
-        held = self.memory.parameters + self.memory.optimizer - self.looked_up
-        written = held if self.cache == 0 else 0  # decoding writes no parameters
-        moved = held + written + self.cache + 2 * self.memory.working
+        resident = self.memory.parameters + self.memory.optimizer - self.looked_up
+        written = resident if self.cache == 0 else 0  # decoding writes no parameters
+        moved = resident + written + self.cache + 2 * self.memory.working
         return Bounds(
             self.flops / self.hardware.count / chip.flops,
             moved / chip.bandwidth,

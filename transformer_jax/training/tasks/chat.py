@@ -143,7 +143,7 @@ def _examples(
 
 
 def read_objects(
-    config: TrainConfig, what: str, check: Callable[[str, Json], T]
+    config: TrainConfig, unit: str, check: Callable[[str, Json], T]
 ) -> tuple[list[tuple[str, T]], list[tuple[str, T]], bytes]:
     """Return the JSON values of both parts with their locations, and all bytes.
 
@@ -153,7 +153,7 @@ def read_objects(
     if config.val_data is not None:
         val, more = _read_file(config, "val_data", config.val_data, check)
         return train, val, content + more
-    return *split_held_out(config, train, what), content
+    return *split_held_out(config, train, unit), content
 
 
 def _read_file(

@@ -52,9 +52,9 @@ class MaskedWindows(TrainingTask):
     def __init__(
         self, config: TrainConfig, tokenizers: Tokenizers | None, vocab_size: int | None
     ) -> None:
-        own = None if tokenizers is None else tokenizers.tokenizer
-        self.data = load_dataset(config, None if own is None else plain(own))
-        tokenizer = with_special_tokens(own or self.data.tokenizer, ["mask"])
+        base = None if tokenizers is None else tokenizers.tokenizer
+        self.data = load_dataset(config, None if base is None else plain(base))
+        tokenizer = with_special_tokens(base or self.data.tokenizer, ["mask"])
         self.tokenizers, self.sha256 = Tokenizers(tokenizer), self.data.sha256
         self.config = with_vocabulary(config, self.tokenizers, vocab_size)
         self.masking = Masking(self.config, tokenizer)
@@ -140,14 +140,14 @@ class Masking:
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer) -> None:
         assert isinstance(config.task, MaskedTask)
         self.task, self.seed, self.mask = config.task, config.seed, special_ids(tokenizer)["mask"]
-        own = plain(tokenizer)
+        base = plain(tokenizer)
         # a random token is a text token that the model has
-        self.kinds = min(own.vocab_size, config.model.vocab_size)
+        self.kinds = min(base.vocab_size, config.model.vocab_size)
         self.frame, self.special = frame(tokenizer), np.zeros(0, np.int32)
         added = np.array([self.mask, *self.frame.first, *self.frame.last])
         check_known(config.model.vocab_size, tokenizer, "tokenizer", added)
-        if isinstance(own, PretrainedTokenizer):
-            roles = {i for role, i in own.special_ids.items() if role != "unk"}
+        if isinstance(base, PretrainedTokenizer):
+            roles = {i for role, i in base.special_ids.items() if role != "unk"}
             self.special = np.array(sorted(roles), np.int32)
         self.opens = self.closes = None
         if self.task.whole_words:

@@ -121,8 +121,8 @@ def pair_example(config: TrainConfig, tokenizers: Tokenizers, pair: Pair) -> Bat
         source = source_frame(tokenizers.of_source).around(source)
         labels = kind.labels.around(target)
         check_known(known_sources(config), tokenizers.of_source, f"{pair.where}: source", source)
-        known = config.model.vocab_size
-        check_known(known, tokenizers.tokenizer, f"{pair.where}: target", labels)
+        size = config.model.vocab_size
+        check_known(size, tokenizers.tokenizer, f"{pair.where}: target", labels)
         check_lengths(
             config, {f"{pair.where}: source": len(source), f"{pair.where}: target": len(labels)}
         )

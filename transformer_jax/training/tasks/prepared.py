@@ -60,7 +60,11 @@ class PreparedText(TrainingTask):
         if task.documents not in (None, "prepared"):
             fail("documents", task.documents, "data is a prepared folder: must be prepared or None")
         if config.tokenizer not in (TrainConfig.tokenizer, "pretrained"):
-            fail("tokenizer", config.tokenizer, "data is a prepared folder, which has its own")
+            fail(
+                "tokenizer",
+                config.tokenizer,
+                "data is a prepared folder, which has its own tokenizer",
+            )
         train = [open_corpus(folder) for folder in folders]
         held_out = train
         if config.val_data is not None:
@@ -73,8 +77,8 @@ class PreparedText(TrainingTask):
         check_same_tokenizer(corpora)
         self.tokenizers = Tokenizers(corpora[0].tokenizer)
         if tokenizers is not None:  # of the initial model, or of a resumed run
-            own = with_special_tokens(tokenizers.tokenizer, ["eos"])
-            if own.to_json() != corpora[0].tokenizer.to_json():
+            tokenizer = with_special_tokens(tokenizers.tokenizer, ["eos"])
+            if tokenizer.to_json() != corpora[0].tokenizer.to_json():
                 model = config.init_from or config.out
                 rule = f"its tokenizer differs from {model}: prepare it with `tokenizer={model}`"
                 raise ConfigError(f"data is {str(corpora[0].path)!r}: {rule}")

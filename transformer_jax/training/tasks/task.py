@@ -252,12 +252,12 @@ def with_vocabulary(
     return replace(config, model=replace(model, **changes))
 
 
-def split_held_out(config: TrainConfig, found: list[T], what: str) -> tuple[list[T], list[T]]:
+def split_held_out(config: TrainConfig, found: list[T], unit: str) -> tuple[list[T], list[T]]:
     """Split off the last examples, which are held out."""
     cut = int(len(found) * (1 - config.val_fraction))
     if not 0 < cut < len(found):
         rule = "must have at least one for training and one held out"
-        raise DataError(f"data is {config.data!r}: {len(found)} {what}: {rule}")
+        raise DataError(f"data is {config.data!r}: {len(found)} {unit}: {rule}")
     return found[:cut], found[cut:]
 
 
