@@ -869,7 +869,7 @@ def test_folder_that_cannot_be_created_raises_os_error(config, text):
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
 def test_language_task_requires_decoder(config, kind):
-    rule = f"task is 'language': is learned by a decoder, the model is of kind '{kind}'"
+    rule = f"task is 'language': is learnt by a decoder, the model is of kind '{kind}'"
     with pytest.raises(ConfigError, match=rule):
         fit(changed(config, kind=kind))
     assert not Path(config.out).exists()
