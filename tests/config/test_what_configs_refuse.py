@@ -80,7 +80,7 @@ BORDERS = [
     (TRAIN, dict(mesh=MeshConfig(data=2), model=RecurrentConfig()), dict(mesh=MeshConfig(data=2)),
      "mesh is 'data=2': is for transformers, the model is recurrent"),
     (TRAIN, dict(mesh=MeshConfig(data=5)), dict(mesh=MeshConfig(data=3, fsdp=4)),
-     "batch_size is 12: must be a multiple of 5, the row shards of mesh data=5"),
+     "batch_size is 12: must be a multiple of 5, over which mesh data=5 splits rows"),
     (TRAIN, dict(mesh=MeshConfig(expert=2)), dict(mesh=MeshConfig(tensor=5)),
      "mesh is 'expert=2': expert must divide the experts of the model: there are none"),
     (TRAIN, dict(mesh=MeshConfig(expert=3), model=replace(MODEL, experts=Experts(count=4))),
